@@ -1,0 +1,279 @@
+"""The error hierarchy: every failure of the data plane derives from `DataPlaneError`.
+
+Each concrete class also derives from the builtin that a user would catch (`ValueError`, `KeyError`, `TypeError`,
+`TimeoutError`, `ConnectionError`), so code that knows nothing of this package still handles the failure sensibly.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "AlreadyRunningError",
+    "BackendError",
+    "BackendUnavailableError",
+    "CapacityExceededError",
+    "ClaimTimeoutError",
+    "ClientClosedError",
+    "ConfigError",
+    "CorruptDataError",
+    "DataPlaneError",
+    "DuplicatePluginError",
+    "FrameError",
+    "InvalidRequestError",
+    "InvalidTypeError",
+    "LeaseExpiredError",
+    "MissingDataError",
+    "OperationTimeoutError",
+    "PluginError",
+    "PluginImportError",
+    "PluginSignatureError",
+    "SchemaMismatchError",
+    "StalePartitionError",
+    "UnknownBackendError",
+    "UnknownPartitionError",
+    "UnknownTaskError",
+    "UnsupportedOperationError",
+    "preview",
+]
+
+
+def preview(names: Iterable[object], total: int | None = None, limit: int = 3) -> str:
+    """Names the first few of many things and counts the rest: ``'a', 'b', 'c' and 9 more``.
+
+    Args:
+        names: The things; only the first ``limit`` are consumed.
+        total: How many there are in all. Default: as many as ``names`` holds.
+        limit: How many to name.
+    """
+    shown: list[str] = []
+    count = 0
+    for name in names:
+        count += 1
+        if len(shown) < limit:
+            shown.append(repr(name))
+        elif total is not None:
+            break
+    rest = (count if total is None else total) - len(shown)
+    text = ", ".join(shown)
+    return f"{text} and {rest} more" if rest > 0 else text
+
+
+class DataPlaneError(Exception):
+    """Base of all data-plane errors.
+
+    Survives pickling with its attributes and its cause (a cause that cannot be pickled travels as its ``repr``).
+
+    Attributes:
+        backend: Entry-point name of the backend at fault, or None where none was involved.
+        retryable: Whether the same call may succeed later without a change by the caller.
+        hint: What to do about it, or None.
+    """
+
+    #: Class default of ``retryable``.
+    default_retryable = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        backend: str | None = None,
+        retryable: bool | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.backend = backend
+        self.retryable = self.default_retryable if retryable is None else retryable
+        self.hint = hint
+
+    def __str__(self) -> str:
+        # KeyError's own __str__ prints a repr of the message: useless for sentences.
+        text = self.message if self.hint is None else f"{self.message} {self.hint}"
+        return text if self.backend is None else f"[{self.backend}] {text}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = dict(self.__dict__)
+        state.pop("__notes__", None)
+        return _rebuild, (type(self), self.message, state, _portable(self.__cause__))
+
+
+def _portable(cause: BaseException | None) -> BaseException | None:
+    """The cause itself if it can be pickled and read back, else an error that carries its description."""
+    if cause is None:
+        return None
+    try:
+        pickle.loads(pickle.dumps(cause))  # an object of this process, not data from outside
+    except Exception:
+        return DataPlaneError(f"{type(cause).__name__}: {cause}")
+    return cause
+
+
+def _rebuild(
+    cls: type[DataPlaneError], message: str, state: dict[str, Any], cause: BaseException | None
+) -> DataPlaneError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    error.__dict__.update(state)
+    error.__cause__ = cause
+    return error
+
+
+# --- configuration and plugins ---------------------------------------------------------------------------------------
+
+
+class ConfigError(DataPlaneError, ValueError):
+    """The configuration cannot be used: an unknown key, a wrong value, a missing one."""
+
+
+class PluginError(DataPlaneError):
+    """A backend or middleware cannot be used as a plugin."""
+
+
+class UnknownBackendError(PluginError, ConfigError):
+    """No installed distribution registers a plugin of that name."""
+
+
+class DuplicatePluginError(PluginError):
+    """Two installed distributions register one name."""
+
+
+class PluginImportError(PluginError, ImportError):
+    """A plugin's module fails to import; the cause is the real error."""
+
+
+class PluginSignatureError(PluginError, TypeError):
+    """A plugin's hooks do not match the hook specs."""
+
+
+class AlreadyRunningError(DataPlaneError, RuntimeError):
+    """``bootstrap=True`` met a running instance of that name."""
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+class InvalidRequestError(DataPlaneError, ValueError):
+    """An argument has a wrong value: sizes that differ, repeated ids, an empty batch size."""
+
+
+class InvalidTypeError(DataPlaneError, TypeError):
+    """An argument has a wrong type, such as a non-tensor leaf or an object item outside the closed set."""
+
+
+class SchemaMismatchError(InvalidRequestError):
+    """A column differs in kind, dtype, rank or trailing shape from the field's first write."""
+
+
+class UnsupportedOperationError(DataPlaneError, NotImplementedError):
+    """The backend does not declare the capability that this call needs."""
+
+
+class UnknownPartitionError(DataPlaneError, KeyError):
+    """The partition is not registered, or was cleared."""
+
+
+class UnknownTaskError(DataPlaneError, KeyError):
+    """The partition is registered without this consumer task."""
+
+
+class MissingDataError(DataPlaneError, KeyError):
+    """Samples that are not there, or cells that are not yet produced.
+
+    Attributes:
+        partition_id: The partition that was read.
+        missing_samples: The first few ids that the partition does not hold.
+        missing_cells: For the first few samples, the fields not yet produced.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        partition_id: str = "",
+        missing_samples: Sequence[str] = (),
+        missing_cells: Mapping[str, Sequence[str]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(message, **kwargs)
+        self.partition_id = partition_id
+        self.missing_samples = tuple(missing_samples)
+        self.missing_cells = {k: tuple(v) for k, v in (missing_cells or {}).items()}
+
+
+class StalePartitionError(DataPlaneError, RuntimeError):
+    """The partition was cleared or registered anew while the operation ran; nothing was committed."""
+
+    default_retryable = True
+
+
+class LeaseExpiredError(DataPlaneError, RuntimeError):
+    """Some lease tokens are no longer valid; the operation changed no row.
+
+    Attributes:
+        sample_ids: The ids whose token is no longer valid.
+    """
+
+    def __init__(self, message: str, *, sample_ids: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.sample_ids = tuple(sample_ids)
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+class OperationTimeoutError(DataPlaneError, TimeoutError):
+    """The deadline passed. A put may have happened or not; a read or claim returned nothing."""
+
+    default_retryable = True
+
+
+class ClaimTimeoutError(OperationTimeoutError):
+    """A blocking claim ran out of time.
+
+    Attributes:
+        num_ready: How many samples were ready.
+        missing_cells: For the next samples, the required fields that they still miss.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        num_ready: int = 0,
+        missing_cells: Mapping[str, Sequence[str]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(message, **kwargs)
+        self.num_ready = num_ready
+        self.missing_cells = {k: tuple(v) for k, v in (missing_cells or {}).items()}
+
+
+class CapacityExceededError(DataPlaneError, MemoryError):
+    """The store is full and the configuration says to raise, or the batch can never fit."""
+
+    default_retryable = True
+
+
+class ClientClosedError(DataPlaneError, RuntimeError):
+    """The client was closed."""
+
+
+class BackendUnavailableError(DataPlaneError, ConnectionError):
+    """The backend cannot be reached, or died."""
+
+    default_retryable = True
+
+
+class BackendError(DataPlaneError, RuntimeError):
+    """The backend broke its side of the contract: no result, wrong rows, an exception of its engine."""
+
+
+class CorruptDataError(DataPlaneError, ValueError):
+    """Bytes read back are not the bytes written."""
+
+
+class FrameError(CorruptDataError):
+    """A framed cell is malformed: bad magic, an unknown version, lengths that do not add up."""

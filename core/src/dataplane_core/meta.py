@@ -1,0 +1,162 @@
+"""`KVBatchMeta`: the receipt for a set of rows. Ids, fields, lengths and tags; never a tensor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from dataplane_core.errors import InvalidRequestError
+
+__all__ = ["KVBatchMeta"]
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class KVBatchMeta:
+    """Names rows of one partition, in an order, with what is known about them without fetching.
+
+    Small and picklable: this is what travels between the driver and the workers in place of the data.
+
+    Attributes:
+        partition_id: The partition that holds the rows.
+        task_name: The consumer task on whose behalf the rows are handled, or None.
+        sample_ids: One id per row; ids may repeat.
+        fields: Field names that the rows are known to have, or None where unknown.
+        sequence_lengths: Tokens per row, aligned with ``sample_ids``, or None.
+        extra_info: Batch-wide values for the readers, keyed as in `dataplane_core.schema`.
+        tags: Small primitives per row, aligned with ``sample_ids``, or None.
+        lease_tokens: Proof of the lease on each row, aligned with ``sample_ids``, or None.
+
+    Raises:
+        InvalidRequestError: A per-row list does not align 1:1 with ``sample_ids``.
+    """
+
+    partition_id: str
+    task_name: str | None
+    sample_ids: list[str]
+    fields: list[str] | None = None
+    sequence_lengths: list[int] | None = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    tags: list[dict[str, Any]] | None = None
+    lease_tokens: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_lengths", "tags", "lease_tokens"):
+            column = getattr(self, name)
+            if column is not None and len(column) != len(self.sample_ids):
+                raise InvalidRequestError(
+                    f"KVBatchMeta('{self.partition_id}'): {name} must align 1:1 with sample_ids, got {len(column)} "
+                    f"entries for {len(self.sample_ids)} ids."
+                )
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return len(self.sample_ids)
+
+    def subset(self, indices: Iterable[int]) -> KVBatchMeta:
+        """The rows at ``indices``, in that order; repeats are allowed.
+
+        Raises:
+            InvalidRequestError: An index lies outside ``[-size, size)``.
+        """
+        picks = [int(i) for i in indices]
+        for index in picks:
+            if not -self.size <= index < self.size:
+                raise InvalidRequestError(f"KVBatchMeta.subset: index {index} is out of range for {self.size} rows.")
+        return KVBatchMeta(
+            partition_id=self.partition_id,
+            task_name=self.task_name,
+            sample_ids=[self.sample_ids[i] for i in picks],
+            fields=None if self.fields is None else list(self.fields),
+            sequence_lengths=_pick(self.sequence_lengths, picks),
+            extra_info=copy.deepcopy(self.extra_info),
+            tags=None if self.tags is None else [copy.deepcopy(self.tags[i]) for i in picks],
+            lease_tokens=_pick(self.lease_tokens, picks),
+        )
+
+    def slice(self, start: int, stop: int) -> KVBatchMeta:
+        """The rows ``[start, stop)``, by the rules of Python slices."""
+        return self.subset(range(*slice(start, stop).indices(self.size)))
+
+    def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
+        """The rows of this meta followed by those of ``others``.
+
+        Fields are merged in order. Lengths, tags and tokens become None unless every part has them. ``extra_info``
+        and ``task_name`` are this meta's.
+
+        Raises:
+            InvalidRequestError: The parts belong to different partitions.
+        """
+        parts = (self, *others)
+        for other in others:
+            if other.partition_id != self.partition_id:
+                raise InvalidRequestError(
+                    f"KVBatchMeta.concat: partition_ids must match, got '{self.partition_id}' and "
+                    f"'{other.partition_id}'."
+                )
+        field_lists = [part.fields for part in parts if part.fields is not None]
+        return KVBatchMeta(
+            partition_id=self.partition_id,
+            task_name=self.task_name,
+            sample_ids=[sample_id for part in parts for sample_id in part.sample_ids],
+            fields=list(dict.fromkeys(name for names in field_lists for name in names)) if field_lists else None,
+            sequence_lengths=_join([part.sequence_lengths for part in parts]),
+            extra_info=copy.deepcopy(self.extra_info),
+            tags=copy.deepcopy(_join([part.tags for part in parts])),
+            lease_tokens=_join([part.lease_tokens for part in parts]),
+        )
+
+    def drop(self, indices: Iterable[int]) -> KVBatchMeta | None:
+        """Without the rows at ``indices`` (repeats and any order allowed), or None when nothing stays.
+
+        Raises:
+            InvalidRequestError: An index lies outside ``[-size, size)``.
+        """
+        gone: set[int] = set()
+        for index in indices:
+            if not -self.size <= index < self.size:
+                raise InvalidRequestError(f"KVBatchMeta.drop: index {index} is out of range for {self.size} rows.")
+            gone.add(int(index) % self.size)
+        kept = [i for i in range(self.size) if i not in gone]
+        return self.subset(kept) if kept else None
+
+    def with_fields(self, names: Iterable[str]) -> KVBatchMeta:
+        """A copy whose ``fields`` also name ``names``: merged, de-duplicated, order kept."""
+        merged = self.subset(range(self.size))
+        merged.fields = list(dict.fromkeys([*(self.fields or []), *names]))
+        return merged
+
+    def stamp_tags(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Sets tags **in place**, one column of values per tag name; creates ``tags`` if None.
+
+        Raises:
+            InvalidRequestError: A column's length is not ``size``; nothing is set then.
+        """
+        for name, values in columns.items():
+            if len(values) != self.size:
+                raise InvalidRequestError(
+                    f"KVBatchMeta.stamp_tags: tag '{name}' must align 1:1 with sample_ids, got {len(values)} values "
+                    f"for {self.size} ids."
+                )
+        if self.tags is None:
+            self.tags = [{} for _ in self.sample_ids]
+        for name, values in columns.items():
+            for row, value in zip(self.tags, values, strict=True):
+                row[name] = value
+
+
+def _pick(column: list[_T] | None, picks: list[int]) -> list[_T] | None:
+    return None if column is None else [column[i] for i in picks]
+
+
+def _join(columns: list[list[_T] | None]) -> list[_T] | None:
+    joined: list[_T] = []
+    for column in columns:
+        if column is None:
+            return None
+        joined.extend(column)
+    return joined

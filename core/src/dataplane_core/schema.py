@@ -1,0 +1,65 @@
+"""Field names and ``extra_info`` keys that trainers share, each with its meaning.
+
+Shape legend: ``N`` samples, ``S`` padded sequence length. Nothing in the data plane treats these names specially: they
+are a vocabulary, not an allowlist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+__all__ = [
+    "DP_TRAIN_FIELDS",
+    "GLOBAL_FORWARD_PAD_SEQLEN",
+    "INPUT_LENGTHS_TAG",
+    "LP_SEED_FIELDS",
+    "PAD_TO_MULTIPLE",
+    "ROUTED_EXPERTS_FIELD",
+    "fields_with_optional_routed_experts",
+]
+
+#: What a policy training step reads. ``input_ids`` (N, S) int64; ``input_lengths`` (N,) int64;
+#: ``generation_logprobs``, ``prev_logprobs``, ``reference_policy_logprobs``, ``advantages`` (N, S) float32;
+#: ``token_mask`` (N, S) and ``sample_mask`` (N,).
+DP_TRAIN_FIELDS: Final[tuple[str, ...]] = (
+    "input_ids",
+    "input_lengths",
+    "generation_logprobs",
+    "prev_logprobs",
+    "reference_policy_logprobs",
+    "advantages",
+    "token_mask",
+    "sample_mask",
+)
+
+#: What a logprob forward reads.
+LP_SEED_FIELDS: Final[tuple[str, ...]] = ("input_ids", "input_lengths", "token_mask", "sample_mask")
+
+#: ``extra_info`` key: the sequence length in tokens that every data-parallel rank pads its forward to.
+GLOBAL_FORWARD_PAD_SEQLEN: Final = "global_forward_pad_seqlen"
+
+#: ``extra_info`` key: readers round their padded length up to a multiple of this many tokens.
+PAD_TO_MULTIPLE: Final = "pad_to_multiple"
+
+#: Tag from which a claim fills ``KVBatchMeta.sequence_lengths``.
+INPUT_LENGTHS_TAG: Final = "input_lengths"
+
+#: Mixture-of-experts router replay: ``routed_experts`` (N, S, layers, k), the experts that generation chose per token.
+ROUTED_EXPERTS_FIELD: Final = "routed_experts"
+
+
+def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool) -> list[str]:
+    """The fields to read, with the routed experts where router replay is on.
+
+    Args:
+        fields: Field names.
+        enabled: Whether router replay is on; a read of the result then fails clearly where the column was not written.
+
+    Returns:
+        A new list; ``routed_experts`` is appended once if ``enabled``.
+    """
+    names = list(fields)
+    if enabled and ROUTED_EXPERTS_FIELD not in names:
+        names.append(ROUTED_EXPERTS_FIELD)
+    return names

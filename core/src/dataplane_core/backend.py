@@ -1,0 +1,92 @@
+"""`Backend`: the class that a storage author subclasses."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+from pydantic import BaseModel, ConfigDict
+
+from dataplane_core.capabilities import Capability, Scope, WireFormat
+from dataplane_core.hookspecs import CONTRACT_VERSION
+
+__all__ = ["REQUIRED_OPERATIONS", "Backend", "NoOptions", "required_operations"]
+
+
+class NoOptions(BaseModel):
+    """The options of a backend that has none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Backend:
+    """Stores and moves the bytes of one store, for one client.
+
+    A subclass implements the operations of `dataplane_core.hookspecs.DataPlaneSpec` as plain methods, each with one
+    argument named ``request``: always `REQUIRED_OPERATIONS`, and those that its capabilities call for
+    (`required_operations`). Core checks names and signatures when the backend is registered. Backends whose control
+    plane can host a `Ledger` start from `dataplane_core.ledger_backend.LedgerBackend`, plain blob stores from
+    `BlobStore`: both bring every operation along.
+
+    Attributes:
+        wire: What the cells handed to the hooks may be.
+        capabilities: Operations and guarantees declared.
+        scope: How far apart two clients of one store may be.
+        contract_version: The contract's version that this class was written for.
+        Config: A pydantic model of the backend's own options.
+        name: The entry-point name that the config chose; set by core before `start`.
+        allow_pickle: Whether the config allows object items that travel pickled; set by core before `start`.
+    """
+
+    wire: ClassVar[WireFormat] = WireFormat()
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    scope: ClassVar[Scope] = Scope.PROCESS
+    contract_version: ClassVar[int] = CONTRACT_VERSION
+    Config: ClassVar[type[BaseModel]] = NoOptions
+
+    name: str = ""
+    allow_pickle: bool = False
+
+    def __init__(self, config: Any) -> None:
+        """Keeps the validated options; opens nothing.
+
+        Args:
+            config: An instance of this class's ``Config``.
+        """
+        self.config = config
+
+    def start(self, *, bootstrap: bool, deadline: float) -> None:
+        """Connects. Called once, before any hook, in the process of the client.
+
+        Args:
+            bootstrap: Start what is needed (and own it), or attach to what runs.
+            deadline: On `time.monotonic`'s clock, in seconds.
+
+        Raises:
+            BackendUnavailableError: Nothing to attach to.
+            AlreadyRunningError: Bootstrapping over a running instance of other options.
+        """
+
+    def stop(self) -> None:
+        """Disconnects; ends what this client started, and nothing else. Called once, and also after a failed start."""
+
+
+#: Operations that every backend implements.
+REQUIRED_OPERATIONS: Final[tuple[str, ...]] = (
+    "register_partition",
+    "describe_partition",
+    "put_samples",
+    "get_samples",
+    "clear_samples",
+)
+
+_BY_CAPABILITY: Final[dict[Capability, tuple[str, ...]]] = {
+    Capability.CLAIMS: ("claim", "check_consumption"),
+    Capability.LEASES: ("ack", "nack", "renew"),
+    Capability.LISTING: ("list_samples",),
+}
+
+
+def required_operations(capabilities: frozenset[Capability]) -> tuple[str, ...]:
+    """The operations that a backend of these capabilities implements."""
+    extra = [name for capability, names in _BY_CAPABILITY.items() if capability in capabilities for name in names]
+    return (*REQUIRED_OPERATIONS, *extra)

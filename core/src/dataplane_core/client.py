@@ -1,0 +1,686 @@
+"""`DataPlaneClient`: what trainers call. Validates, encodes, calls the hook, decodes, and keeps the contract's promises
+that are the same for every backend."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Final, NoReturn, TypeVar
+
+import pluggy
+from tensordict import TensorDict, TensorDictBase
+
+from dataplane_core._checks import check_count, check_enum, check_ids, check_name, check_names, check_seconds
+from dataplane_core.backend import Backend
+from dataplane_core.capabilities import Capability, Scope, WireFormat
+from dataplane_core.codec.wire import lower, raise_columns, take_rows
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.errors import (
+    BackendError,
+    ClaimTimeoutError,
+    ClientClosedError,
+    DataPlaneError,
+    InvalidRequestError,
+    InvalidTypeError,
+    StalePartitionError,
+    UnsupportedOperationError,
+    preview,
+)
+from dataplane_core.hookspecs import (
+    AckRequest,
+    Claim,
+    ClaimRequest,
+    ClearReply,
+    ClearRequest,
+    ConsumptionReply,
+    ConsumptionRequest,
+    DescribeRequest,
+    GetRequest,
+    ListRequest,
+    NackRequest,
+    PartitionInfo,
+    PutReply,
+    PutRequest,
+    RegisterRequest,
+    RenewRequest,
+    SampleList,
+    SettleReply,
+    WireBatch,
+)
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.middleware import MiddlewareContext
+from dataplane_core.schema import INPUT_LENGTHS_TAG
+from dataplane_core.tags import TagFilter, TagValue, check_tag_filter, check_tags
+
+__all__ = ["DataPlaneClient"]
+
+_R = TypeVar("_R")
+
+#: A waiting claim asks again after these many seconds at first, and at most.
+_POLL_FIRST_S: Final = 0.0005
+_POLL_MOST_S: Final = 0.02
+#: What the last question of a waiting claim may take, when its own time is up.
+_LAST_ASK_S: Final = 1.0
+
+
+class DataPlaneClient:
+    """One process's door to a store; made by `dataplane_core.connect`, closed by `close` or as a context manager.
+
+    May be used from several threads; not pickled, and not used after a fork. Every method blocks until it is done or
+    until ``op_timeout_s`` of the config has passed (a blocking claim: its own ``timeout_s``). Errors derive from
+    `DataPlaneError`.
+    """
+
+    def __init__(self) -> None:
+        raise UnsupportedOperationError(
+            "DataPlaneClient is not constructed directly.", hint="Use dataplane_core.connect(config)."
+        )
+
+    @classmethod
+    def _open(
+        cls,
+        *,
+        config: DataPlaneConfig,
+        backend: Backend,
+        manager: pluggy.PluginManager,
+        middleware: Sequence[Any],
+        context: MiddlewareContext,
+        bootstrap: bool,
+        deadline: float,
+    ) -> DataPlaneClient:
+        client = object.__new__(cls)
+        client._config = config
+        client._backend = backend
+        client._hooks = manager.hook
+        client._wire = type(backend).wire
+        client._capabilities = type(backend).capabilities
+        client._middleware = []
+        client._infos = {}
+        client._closed = False
+        client._pid = os.getpid()
+        client._in_flight = 0
+        client._state = threading.Condition(threading.Lock())
+        client._close_lock = threading.Lock()
+        try:
+            backend.start(bootstrap=bootstrap, deadline=deadline)
+            for plugin in middleware:
+                if hasattr(plugin, "start"):
+                    plugin.start(context)
+                client._middleware.append(plugin)
+        except BaseException as error:
+            client._closed = True
+            client._stop_all(suppress=True)
+            if isinstance(error, DataPlaneError):
+                error.backend = error.backend or config.backend
+                raise
+            if isinstance(error, Exception):
+                raise BackendError(
+                    f"connect failed while starting the backend: {type(error).__name__}: {error}",
+                    backend=config.backend,
+                ) from error
+            raise
+        return client
+
+    _config: DataPlaneConfig
+    _backend: Backend
+    _hooks: Any
+    _wire: WireFormat
+    _capabilities: frozenset[Capability]
+    _middleware: list[Any]
+    _infos: dict[str, PartitionInfo]
+    _closed: bool  # guarded by _state; read without it by waiting claims
+    _pid: int
+    _in_flight: int
+    _state: threading.Condition
+    _close_lock: threading.Lock
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def backend_name(self) -> str:
+        """Entry-point name of the backend."""
+        return self._config.backend
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What the backend declares."""
+        return self._capabilities
+
+    @property
+    def scope(self) -> Scope:
+        """How far apart clients of this store may be."""
+        return type(self._backend).scope
+
+    @property
+    def config(self) -> DataPlaneConfig:
+        """The config that this client was connected with."""
+        return self._config
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int | None,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone on return.
+
+        Args:
+            partition_id: A non-empty string.
+            fields: Fields that producers are expected to write; further ones may be written.
+            num_samples: Distinct ids that will be written, so that a claim knows the last, smaller batch; None: never.
+            consumer_tasks: The tasks that will claim.
+            grpo_group_size: Claims hand out whole groups of this many samples (capability ``groups``).
+            enums: Field -> its vocabulary; an object column of that field then holds only strings of it.
+
+        Raises:
+            InvalidRequestError: A size below 1, repeated or empty names.
+            UnsupportedOperationError: Groups are not declared.
+        """
+        with self._operation():
+            check_name("partition_id", partition_id)
+            field_names = check_names("fields", fields)
+            tasks = check_names("consumer_tasks", consumer_tasks)
+            if num_samples is not None:
+                check_count("num_samples", num_samples)
+            if grpo_group_size is not None:
+                check_count("grpo_group_size", grpo_group_size)
+                self._require(Capability.GROUPS, "register_partition(grpo_group_size=...)")
+                if num_samples is not None and num_samples % grpo_group_size:
+                    raise InvalidRequestError(
+                        f"register_partition('{partition_id}') refused: num_samples {num_samples} is not a multiple of "
+                        f"grpo_group_size {grpo_group_size}."
+                    )
+            request = RegisterRequest(
+                partition_id=partition_id,
+                fields=field_names,
+                num_samples=num_samples,
+                consumer_tasks=tasks,
+                grpo_group_size=grpo_group_size,
+                enums={name: check_names(f"enums['{name}']", words) for name, words in (enums or {}).items()},
+                deadline=self._deadline(),
+            )
+            self._infos[partition_id] = self._call("register_partition", request, PartitionInfo)
+
+    def put_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: TensorDictBase | Mapping[str, Any] | None = None,
+        tags: Sequence[Mapping[str, TagValue]] | None = None,
+    ) -> KVBatchMeta:
+        """Writes cells, tags, or both; returns when the write is committed and visible to every other client.
+
+        Args:
+            sample_ids: N unique ids. None at all: an empty meta, no I/O.
+            partition_id: A registered partition.
+            fields: Columns of batch size ``[N]``: tensors (dense, jagged or strided nested), or row-aligned object
+                columns. The caller may reuse its memory as soon as this returns.
+            tags: N dicts of primitives, merged key by key into what is there.
+
+        Returns:
+            The receipt, with the fields and tags that were written.
+
+        Raises:
+            InvalidRequestError: Nothing to write, repeated ids, sizes that differ, a string outside its enum.
+            SchemaMismatchError: A field changes kind, dtype, rank or trailing shape; nothing is written.
+            InvalidTypeError: A non-tensor leaf, a meta-device tensor, an object item outside the closed set.
+            UnknownPartitionError: Not registered.
+            CapacityExceededError: The store is full.
+            OperationTimeoutError: The write may have happened or not.
+        """
+        with self._operation():
+            check_name("partition_id", partition_id)
+            ids = check_ids(sample_ids)
+            if len(set(ids)) != len(ids):
+                repeated = list(dict.fromkeys(each for each in ids if ids.count(each) > 1)) if len(ids) < 4096 else []
+                raise InvalidRequestError(
+                    f"put_samples('{partition_id}', {len(ids)} samples) refused: sample ids repeat"
+                    f"{': ' + preview(repeated) if repeated else ''}. Expected each id once."
+                )
+            if not ids:
+                return KVBatchMeta(partition_id, None, [])
+            where = f"put_samples('{partition_id}', {len(ids)} samples)"
+            rows = None if tags is None else check_tags(tags, len(ids))
+            if fields is not None and isinstance(fields, TensorDictBase) and tuple(fields.batch_size) != (len(ids),):
+                raise InvalidRequestError(
+                    f"{where} refused: fields have batch size {list(fields.batch_size)}. Expected [{len(ids)}], one "
+                    "row per sample id."
+                )
+            columns, specs = ({}, {}) if fields is None else self._lower(where, fields, len(ids))
+            if not columns and rows is None:
+                raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
+            request = PutRequest(
+                partition_id=partition_id,
+                sample_ids=ids,
+                columns=columns,
+                specs=specs,
+                tags=rows,
+                deadline=self._deadline(),
+            )
+            written = list(columns)
+            self._put(where, request, fields)
+            return KVBatchMeta(
+                partition_id,
+                None,
+                list(ids),
+                fields=written,
+                sequence_lengths=_lengths(rows),
+                tags=rows,
+            )
+
+    def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
+        """Reads exactly one row per id, in that order, repeats included; advances no cursor.
+
+        Args:
+            sample_ids: N ids. None at all: an empty TensorDict of batch size 0.
+            partition_id: A registered partition.
+            select_fields: The columns to read; there is no "all".
+
+        Returns:
+            A TensorDict of batch size ``[N]``, owned by the caller: columns whose rows have equal shape are dense,
+            others one ``torch.jagged`` nested tensor, object columns a ``NonTensorStack``.
+
+        Raises:
+            MissingDataError: A missing sample, or a cell not yet produced (a `KeyError`).
+            UnknownPartitionError: Not registered.
+        """
+        with self._operation():
+            check_name("partition_id", partition_id)
+            ids = check_ids(sample_ids)
+            names = check_names("select_fields", select_fields)
+            if not names:
+                raise InvalidRequestError(
+                    f"get_samples('{partition_id}', {len(ids)} samples) refused: select_fields is empty. Expected the "
+                    "names of the columns to read."
+                )
+            if not ids:
+                return TensorDict({}, batch_size=[0])
+            unique = list(dict.fromkeys(ids))
+            request = GetRequest(partition_id=partition_id, sample_ids=unique, fields=names, deadline=self._deadline())
+            batch = self._call("get_samples", request, WireBatch)
+            for name in names:
+                if name not in batch.columns or name not in batch.specs:
+                    raise BackendError(
+                        f"get_samples('{partition_id}', {len(unique)} samples): the backend's reply lacks column "
+                        f"'{name}'.",
+                        backend=self.backend_name,
+                    )
+            columns = self._raise_columns(batch, names, len(unique))
+            if len(unique) != len(ids):
+                at = {sample_id: position for position, sample_id in enumerate(unique)}
+                positions = [at[sample_id] for sample_id in ids]
+                columns = {name: take_rows(column, positions) for name, column in columns.items()}
+            return TensorDict(columns, batch_size=[len(ids)])
+
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
+        """`get_samples` by meta: fields are ``select_fields``, else ``meta.fields``.
+
+        Raises:
+            InvalidRequestError: Neither names fields.
+        """
+        names = select_fields if select_fields is not None else meta.fields
+        if names is None:
+            raise InvalidRequestError(
+                f"get_data('{meta.partition_id}', {meta.size} samples) refused: neither select_fields nor meta.fields "
+                "names the columns to read."
+            )
+        return self.get_samples(meta.sample_ids, meta.partition_id, names)
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+        *,
+        lease_s: float | None = None,
+        tag_filter: TagFilter | None = None,
+    ) -> KVBatchMeta:
+        """Hands out samples whose required fields are all produced and that the task has not been given.
+
+        Across all clients and processes no sample is given to a task twice (with leases: held by two at once). A
+        blocking claim waits until ``batch_size`` are ready, or until the partition can give no more, and then returns
+        what remains, perhaps nothing; samples leased to other holders count as given.
+
+        Args:
+            partition_id: A registered partition.
+            task_name: A task named at its registration.
+            required_fields: Fields that must be produced.
+            batch_size: How many; a multiple of the group size where the partition has one.
+            dp_rank: Reserved.
+            blocking: Wait, or return what is ready now, up to ``batch_size``.
+            timeout_s: How long a blocking claim waits, in seconds.
+            lease_s: Seconds after which an unsettled claim goes back to the pool; None: delivery at most once.
+            tag_filter: Predicate on tags, such as ``{"weight_version": (">=", 7)}``.
+
+        Returns:
+            A meta in order of first write, with tags, and ``sequence_lengths`` where all have the tag
+            ``input_lengths``.
+
+        Raises:
+            ClaimTimeoutError: Says how many were ready and which fields the next ones miss.
+            UnknownPartitionError, UnknownTaskError: Not registered, or cleared while waiting.
+            InvalidRequestError: A batch size below 1 or no multiple of the group size.
+        """
+        with self._operation():
+            self._require(Capability.CLAIMS, "claim_meta")
+            check_name("partition_id", partition_id)
+            check_name("task_name", task_name)
+            names = check_names("required_fields", required_fields)
+            check_count("batch_size", batch_size)
+            check_seconds("timeout_s", timeout_s, at_least_zero=True)
+            if lease_s is not None:
+                self._require(Capability.LEASES, "claim_meta(lease_s=...)")
+                check_seconds("lease_s", lease_s)
+            condition = check_tag_filter(tag_filter)
+            if condition is not None:
+                self._require(Capability.TAG_FILTERS, "claim_meta(tag_filter=...)")
+            request = ClaimRequest(
+                partition_id=partition_id,
+                task_name=task_name,
+                required_fields=names,
+                batch_size=batch_size,
+                all_or_nothing=blocking,
+                lease_s=lease_s,
+                tag_filter=condition,
+                deadline=0.0,
+            )
+            claim = self._wait_claim(request, timeout_s) if blocking else self._claim_once(request)
+            tags = [dict(row) for row in claim.tags]
+            return KVBatchMeta(
+                partition_id,
+                task_name,
+                list(claim.sample_ids),
+                fields=names,
+                sequence_lengths=_lengths(tags),
+                tags=tags,
+                lease_tokens=None if claim.lease_tokens is None else list(claim.lease_tokens),
+            )
+
+    def ack(self, meta: KVBatchMeta) -> None:
+        """Settles the leases of a claim, or of part of it: those samples are consumed. All rows or none.
+
+        Raises:
+            LeaseExpiredError: Names the ids whose token is no longer valid.
+            InvalidRequestError: The meta carries no tokens.
+        """
+        self._settle("ack", AckRequest, meta)
+
+    def nack(self, meta: KVBatchMeta) -> None:
+        """Gives leased samples back to the pool at once; errors as `ack`."""
+        self._settle("nack", NackRequest, meta)
+
+    def renew(self, meta: KVBatchMeta, lease_s: float) -> None:
+        """Extends leases to ``lease_s`` seconds from now; errors as `ack`."""
+        check_seconds("lease_s", lease_s)
+        self._settle("renew", RenewRequest, meta, lease_s=lease_s)
+
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """Whether every task has been given (leased: has acked) every sample that the partition holds.
+
+        False while it holds none, and for an unknown partition or task.
+        """
+        with self._operation():
+            self._require(Capability.CLAIMS, "check_consumption_status")
+            check_name("partition_id", partition_id)
+            tasks = check_names("task_names", task_names)
+            request = ConsumptionRequest(partition_id=partition_id, task_names=tasks, deadline=self._deadline())
+            return self._call("check_consumption", request, ConsumptionReply).consumed
+
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        """Drops rows with their tags and cursors; ids that are not there, or an unknown partition: nothing to do.
+
+        Args:
+            sample_ids: The rows, or None for the whole partition, schema included.
+            partition_id: The partition.
+        """
+        with self._operation():
+            check_name("partition_id", partition_id)
+            ids = None if sample_ids is None else list(dict.fromkeys(check_ids(sample_ids)))
+            if ids is None:
+                self._infos.pop(partition_id, None)
+            elif not ids:
+                return
+            request = ClearRequest(partition_id=partition_id, sample_ids=ids, deadline=self._deadline())
+            self._call("clear_samples", request, ClearReply)
+
+    def list_samples(self, partition_id: str, tag_filter: TagFilter | None = None) -> KVBatchMeta:
+        """Ids and tags in order of first write, no data.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+        """
+        with self._operation():
+            self._require(Capability.LISTING, "list_samples")
+            check_name("partition_id", partition_id)
+            condition = check_tag_filter(tag_filter)
+            if condition is not None:
+                self._require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
+            request = ListRequest(partition_id=partition_id, tag_filter=condition, deadline=self._deadline())
+            listed = self._call("list_samples", request, SampleList)
+            tags = [dict(row) for row in listed.tags]
+            return KVBatchMeta(partition_id, None, list(listed.sample_ids), sequence_lengths=_lengths(tags), tags=tags)
+
+    def close(self) -> None:
+        """Waits for running operations (up to ``op_timeout_s``), then disconnects. Idempotent.
+
+        A client that bootstrapped its backend ends what it started; an attached one leaves it running.
+        """
+        if self._pid != os.getpid():
+            return  # a forked child owns none of it
+        with self._close_lock:
+            if self._closed:
+                return
+            with self._state:
+                self._closed = True
+                self._state.wait_for(lambda: self._in_flight == 0, timeout=self._config.op_timeout_s)
+            self._stop_all(suppress=False)
+
+    def __enter__(self) -> DataPlaneClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidTypeError(
+            "a DataPlaneClient cannot be pickled.",
+            backend=self.backend_name,
+            hint="Ship its config, and call connect(config, bootstrap=False) in the other process.",
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<DataPlaneClient backend={self.backend_name!r} {state}>"
+
+    # --- how it is done -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        if self._pid != os.getpid():
+            raise ClientClosedError(
+                f"this client was opened in process {self._pid} and is used in its fork {os.getpid()}.",
+                backend=self.backend_name,
+                hint="Call connect(config, bootstrap=False) after the fork.",
+            )
+        with self._state:
+            if self._closed:
+                raise ClientClosedError("the client is closed.", backend=self.backend_name)
+            self._in_flight += 1
+        try:
+            yield
+        except DataPlaneError as error:
+            error.backend = error.backend or self.backend_name
+            raise
+        finally:
+            with self._state:
+                self._in_flight -= 1
+                if self._in_flight == 0:
+                    self._state.notify_all()
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._config.op_timeout_s
+
+    def _require(self, capability: Capability, what: str) -> None:
+        if capability not in self._capabilities:
+            raise UnsupportedOperationError(
+                f"{what} refused: backend '{self.backend_name}' does not declare '{capability}'.",
+                hint=f"It declares: {', '.join(sorted(self._capabilities)) or 'nothing'}.",
+            )
+
+    def _call(self, operation: str, request: Any, reply_type: type[_R]) -> _R:
+        hook: Callable[..., Any] = getattr(self._hooks, operation)
+        try:
+            reply = hook(request=request)
+        except DataPlaneError:
+            raise
+        except Exception as error:
+            raise BackendError(
+                f"{operation} failed inside the backend or its middleware: {type(error).__name__}: {error}",
+            ) from error
+        if not isinstance(reply, reply_type):
+            raise BackendError(
+                f"{operation}: the backend returned {type(reply).__name__}. Expected {reply_type.__name__}."
+            )
+        return reply
+
+    def _lower(self, where: str, fields: Any, num_samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        if not isinstance(fields, (TensorDictBase, Mapping)):
+            raise InvalidTypeError(f"{where} refused: fields must be a TensorDict, got {type(fields).__name__}.")
+        for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
+            check_name("field name", name)
+            if name.startswith("~"):
+                raise InvalidRequestError(f"{where} refused: field name '{name}' is reserved ('~' is middleware's).")
+        return lower(fields, num_samples, self._wire, allow_pickle=self._config.allow_pickle)
+
+    def _raise_columns(self, batch: WireBatch, names: list[str], num_samples: int) -> dict[str, Any]:
+        return raise_columns(
+            {name: batch.columns[name] for name in names},
+            {name: batch.specs[name] for name in names},
+            num_samples,
+            self._wire,
+            allow_pickle=self._config.allow_pickle,
+        )
+
+    def _put(self, where: str, request: PutRequest, fields: Any) -> None:
+        words = {
+            name: [item for item in _items(fields[name]) if isinstance(item, str)]
+            for name, spec in request.specs.items()
+            if spec.kind == "object"
+        }
+        words = {name: strings for name, strings in words.items() if strings}
+        if not words:
+            self._call("put_samples", request, PutReply)
+            return
+        # only strings can break an enum; the vocabulary belongs to one registration, so the put is tied to it
+        for attempt in (0, 1):
+            info = self._infos.get(request.partition_id)
+            if info is None or attempt:
+                describe = DescribeRequest(partition_id=request.partition_id, deadline=request.deadline)
+                info = self._infos[request.partition_id] = self._call("describe_partition", describe, PartitionInfo)
+            request.epoch = info.epoch
+            try:
+                for name, strings in words.items():
+                    check_enum(where, name, strings, info)
+                self._call("put_samples", request, PutReply)
+                return
+            except (StalePartitionError, InvalidRequestError) as error:
+                # the registration that was cached may be an old one
+                if attempt or (isinstance(error, InvalidRequestError) and not self._is_stale(request, info)):
+                    raise
+
+    def _is_stale(self, request: PutRequest, info: PartitionInfo) -> bool:
+        describe = DescribeRequest(partition_id=request.partition_id, deadline=request.deadline)
+        return self._call("describe_partition", describe, PartitionInfo).epoch != info.epoch
+
+    def _claim_once(self, request: ClaimRequest) -> Claim:
+        request.deadline = min(self._deadline(), request.deadline or float("inf"))
+        return self._call("claim", request, Claim)
+
+    def _wait_claim(self, request: ClaimRequest, timeout_s: float) -> Claim:
+        start = time.monotonic()
+        give_up = start + timeout_s
+        pause_s = _POLL_FIRST_S
+        while True:
+            left_s = give_up - time.monotonic()
+            request.explain = left_s <= pause_s
+            request.deadline = max(give_up, time.monotonic() + _LAST_ASK_S)
+            claim = self._claim_once(request)
+            if claim.sample_ids or claim.exhausted:
+                return claim
+            if self._closed:
+                raise ClientClosedError("the client was closed while a claim waited.")
+            if request.explain and time.monotonic() >= give_up:
+                lacking = "; ".join(f"'{each}' lacks {preview(names)}" for each, names in claim.missing_cells.items())
+                outlook = f"Next: {lacking}" if lacking else "No further samples were written"
+                raise ClaimTimeoutError(
+                    f"claim_meta('{request.partition_id}', '{request.task_name}') timed out after {timeout_s:g} s: "
+                    f"{claim.num_ready} of {request.batch_size} samples were ready with "
+                    f"{preview(request.required_fields)}. {outlook}.",
+                    num_ready=claim.num_ready,
+                    missing_cells=claim.missing_cells,
+                )
+            time.sleep(max(0.0, min(pause_s, give_up - time.monotonic())))
+            pause_s = min(pause_s * 1.5, _POLL_MOST_S)
+
+    def _settle(self, operation: str, request_type: Callable[..., Any], meta: KVBatchMeta, **extra: Any) -> None:
+        with self._operation():
+            self._require(Capability.LEASES, operation)
+            if not meta.sample_ids:
+                return
+            if meta.task_name is None or meta.lease_tokens is None:
+                raise InvalidRequestError(
+                    f"{operation}('{meta.partition_id}', {meta.size} samples) refused: the meta carries no "
+                    f"{'task name' if meta.task_name is None else 'lease tokens'}. Expected a meta from "
+                    "claim_meta(lease_s=...), or a part of one."
+                )
+            tokens = dict(zip(meta.sample_ids, meta.lease_tokens, strict=True))
+            request = request_type(
+                partition_id=meta.partition_id,
+                task_name=meta.task_name,
+                sample_ids=list(tokens),
+                lease_tokens=list(tokens.values()),
+                deadline=self._deadline(),
+                **extra,
+            )
+            self._call(operation, request, SettleReply)
+
+    def _stop_all(self, *, suppress: bool) -> None:
+        errors: list[Exception] = []
+        for stoppable in [*self._middleware, self._backend]:
+            try:
+                if hasattr(stoppable, "stop"):
+                    stoppable.stop()
+            except Exception as error:  # the others must still be stopped; raised below
+                errors.append(error)
+        if errors and not suppress:
+            raise BackendError(
+                f"close: {type(errors[0]).__name__}: {errors[0]}", backend=self.backend_name
+            ) from errors[0]
+
+
+def _items(column: Any) -> list[Any]:
+    return list(column.tolist() if hasattr(column, "tolist") else column)
+
+
+def _lengths(tags: Sequence[Mapping[str, TagValue]] | None) -> list[int] | None:
+    if not tags:
+        return None
+    lengths = [row.get(INPUT_LENGTHS_TAG) for row in tags]
+    if all(type(length) is int for length in lengths):
+        return [int(length) for length in lengths if length is not None]
+    return None

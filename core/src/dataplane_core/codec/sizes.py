@@ -1,0 +1,56 @@
+"""Payload bytes of lowered columns: what capacity and metrics count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataplane_core.hookspecs import WireColumn
+
+__all__ = ["cell_nbytes", "row_nbytes"]
+
+
+def row_nbytes(columns: Mapping[str, WireColumn], num_samples: int) -> list[int]:
+    """Payload bytes per row, all columns together.
+
+    Args:
+        columns: Lowered columns of ``num_samples`` rows each.
+        num_samples: N.
+
+    Returns:
+        N integers. Tensors and frames count exactly; native objects by what their values need, without Python's own
+        overhead.
+    """
+    total = np.zeros(num_samples, dtype=np.int64)
+    for column in columns.values():
+        total += cell_nbytes(column, num_samples)
+    sizes: list[int] = total.tolist()
+    return sizes
+
+
+def cell_nbytes(column: WireColumn, num_samples: int) -> Any:
+    """Payload bytes of each cell of one column: an int64 array (N,), or one number where all are equal."""
+    if isinstance(column, list):
+        return np.fromiter((_item_nbytes(item) for item in column), dtype=np.int64, count=len(column))
+    if column.is_nested:
+        values, offsets = column.values(), column.offsets()  # type: ignore[attr-defined]
+        row = values.element_size() * (values[:1].numel() if values.shape[0] else 0)
+        return offsets.diff().numpy() * row
+    return column.nbytes // max(num_samples, 1)
+
+
+def _item_nbytes(item: Any) -> int:
+    if isinstance(item, (bytes, bytearray)):
+        return len(item)
+    if isinstance(item, (memoryview, torch.Tensor)):
+        return item.nbytes
+    if isinstance(item, str):
+        return len(item)
+    if isinstance(item, dict):
+        return sum(_item_nbytes(key) + _item_nbytes(value) for key, value in item.items())
+    if isinstance(item, list):
+        return sum(_item_nbytes(each) for each in item)
+    return 8

@@ -1,0 +1,98 @@
+"""`DataPlaneConfig`: the backend by name, its options, middleware and limits; read from dict, YAML or OmegaConf."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dataplane_core.errors import ConfigError
+
+__all__ = ["DataPlaneConfig", "load_config", "validate_model"]
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class DataPlaneConfig(BaseModel):
+    """What `connect` needs.
+
+    Attributes:
+        backend: Entry-point name of the backend.
+        options: The backend's own options, checked by its ``Config``.
+        middleware: Outermost first: a name, ``{name: options}``, or in code an object.
+        op_timeout_s: Deadline of one operation in seconds; a blocking claim has its own.
+        allow_pickle: Lets object columns hold items outside the closed set, which then travel pickled.
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    backend: str = Field(min_length=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+    middleware: list[Any] = Field(default_factory=list)
+    op_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    allow_pickle: bool = False
+
+
+def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | Any) -> DataPlaneConfig:
+    """Reads a config.
+
+    Args:
+        source: A `DataPlaneConfig`, a dict, an OmegaConf ``DictConfig``, or the path of a YAML file.
+
+    Raises:
+        ConfigError: The file is not there or not YAML, a key is unknown (the nearest is named), a value is wrong.
+    """
+    if isinstance(source, DataPlaneConfig):
+        return source
+    label = "config"
+    values: Any = source
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source)
+        label = f"config file '{path}'"
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{label} cannot be read: {error.strerror or error}.") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{label} is not valid YAML: {error}") from error
+    elif type(source).__module__.partition(".")[0] == "omegaconf":
+        from omegaconf import OmegaConf
+
+        values = OmegaConf.to_container(source, resolve=True)
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{label} must be a mapping with the key 'backend', got {type(values).__name__}.")
+    return validate_model(DataPlaneConfig, values, label)
+
+
+def validate_model(model: type[M], values: Mapping[str, Any], label: str) -> M:
+    """Validates a mapping, turning pydantic's report into a `ConfigError` that names the nearest key.
+
+    Args:
+        model: The pydantic model.
+        values: Keys and values.
+        label: What is being read, to open the message with.
+
+    Raises:
+        ConfigError: Names every key at fault.
+    """
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        problems: list[str] = []
+        for item in error.errors():
+            where = ".".join(str(part) for part in item["loc"])
+            if item["type"] == "extra_forbidden":
+                near = difflib.get_close_matches(str(item["loc"][-1]), model.model_fields, n=1, cutoff=0.5)
+                known = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(model.model_fields)}."
+                problems.append(f"unknown key '{where}'; {known}")
+            elif item["type"] == "missing":
+                problems.append(f"key '{where}' is missing")
+            else:
+                # no input value here: it may be a secret
+                problems.append(f"key '{where}': {item['msg']}")
+        raise ConfigError(f"{label} is refused: {'; '.join(problems)}") from None

@@ -1,0 +1,251 @@
+"""The metrics middleware: one event per operation, totals, and the bytes that this client keeps in each partition.
+
+Its cost is one dict update per cell written and two clock reads per operation; `benchmarks/client.py` prints it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from dataplane_core.codec.sizes import cell_nbytes
+from dataplane_core.hookspecs import (
+    AckRequest,
+    Claim,
+    ClaimRequest,
+    ClearReply,
+    ClearRequest,
+    ConsumptionReply,
+    ConsumptionRequest,
+    DescribeRequest,
+    GetRequest,
+    ListRequest,
+    NackRequest,
+    PartitionInfo,
+    PutReply,
+    PutRequest,
+    RegisterRequest,
+    RenewRequest,
+    SampleList,
+    SettleReply,
+    WireBatch,
+    hookimpl,
+)
+from dataplane_core.middleware import Middleware
+
+__all__ = ["Metrics", "OperationEvent"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationEvent:
+    """One operation, when it has ended.
+
+    Attributes:
+        op: Name of the hook.
+        partition_id: The partition.
+        n_keys: Samples named by the request, or handed out or listed by the reply.
+        n_bytes: Payload bytes written or read.
+        wall_ms: Milliseconds inside the hook, inner middleware included.
+        status: ``ok``, or the name of the error's class.
+    """
+
+    op: str
+    partition_id: str
+    n_keys: int
+    n_bytes: int
+    wall_ms: float
+    status: str
+
+
+@dataclass(slots=True)
+class _Total:
+    calls: int = 0
+    errors: int = 0
+    n_keys: int = 0
+    n_bytes: int = 0
+    wall_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class _Held:
+    cells: dict[str, dict[str, int]] = field(default_factory=dict)  # sample -> field -> bytes
+    live_bytes: int = 0
+    peak_bytes: int = 0
+
+
+_Steps: TypeAlias = Generator[None, Any, Any]
+
+
+class Metrics(Middleware):
+    """Counts what passes one client.
+
+    Args:
+        on_event: Called with every `OperationEvent`, in the thread of the operation; what it raises is the caller's.
+    """
+
+    def __init__(self, on_event: Callable[[OperationEvent], None] | None = None) -> None:
+        super().__init__()
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._totals: dict[str, _Total] = {}
+        self._held: dict[str, _Held] = {}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Totals per operation, and live and peak payload bytes per partition, of what this client did so far."""
+        with self._lock:
+            return {
+                "operations": {
+                    op: {
+                        "calls": total.calls,
+                        "errors": total.errors,
+                        "n_keys": total.n_keys,
+                        "n_bytes": total.n_bytes,
+                        "wall_ms": total.wall_ms,
+                    }
+                    for op, total in self._totals.items()
+                },
+                "partitions": {
+                    partition_id: {"live_bytes": held.live_bytes, "peak_bytes": held.peak_bytes}
+                    for partition_id, held in self._held.items()
+                },
+            }
+
+    # --- one wrapper per hook -----------------------------------------------------------------------------------------
+
+    @hookimpl(wrapper=True)
+    def register_partition(self, request: RegisterRequest) -> Generator[None, PartitionInfo, PartitionInfo]:
+        """Counts; the partition's live bytes start at zero."""
+        info: PartitionInfo = yield from self._measure("register_partition", request, 0)
+        with self._lock:
+            self._drop(request.partition_id, None)
+        return info
+
+    @hookimpl(wrapper=True)
+    def describe_partition(self, request: DescribeRequest) -> Generator[None, PartitionInfo, PartitionInfo]:
+        """Counts."""
+        info: PartitionInfo = yield from self._measure("describe_partition", request, 0)
+        return info
+
+    @hookimpl(wrapper=True)
+    def put_samples(self, request: PutRequest) -> Generator[None, PutReply, PutReply]:
+        """Counts keys and bytes, and keeps the bytes of every cell."""
+        num_samples = len(request.sample_ids)
+        sizes = {
+            name: np.broadcast_to(cell_nbytes(column, num_samples), num_samples).tolist()
+            for name, column in request.columns.items()
+        }
+        n_bytes = sum(sum(column) for column in sizes.values())
+        reply: PutReply = yield from self._measure("put_samples", request, num_samples, n_bytes)
+        with self._lock:
+            held = self._held.setdefault(request.partition_id, _Held())
+            for name, column in sizes.items():
+                for sample_id, size in zip(request.sample_ids, column, strict=True):
+                    cells = held.cells.setdefault(sample_id, {})
+                    held.live_bytes += size - cells.get(name, 0)
+                    cells[name] = size
+            held.peak_bytes = max(held.peak_bytes, held.live_bytes)
+        return reply
+
+    @hookimpl(wrapper=True)
+    def get_samples(self, request: GetRequest) -> Generator[None, WireBatch, WireBatch]:
+        """Counts keys and bytes."""
+        batch: WireBatch = yield from self._measure("get_samples", request, len(request.sample_ids))
+        return batch
+
+    @hookimpl(wrapper=True)
+    def claim(self, request: ClaimRequest) -> Generator[None, Claim, Claim]:
+        """Counts the samples handed out; a waiting claim is one event per question."""
+        claim: Claim = yield from self._measure("claim", request, 0)
+        return claim
+
+    @hookimpl(wrapper=True)
+    def ack(self, request: AckRequest) -> Generator[None, SettleReply, SettleReply]:
+        """Counts keys."""
+        reply: SettleReply = yield from self._measure("ack", request, len(request.sample_ids))
+        return reply
+
+    @hookimpl(wrapper=True)
+    def nack(self, request: NackRequest) -> Generator[None, SettleReply, SettleReply]:
+        """Counts keys."""
+        reply: SettleReply = yield from self._measure("nack", request, len(request.sample_ids))
+        return reply
+
+    @hookimpl(wrapper=True)
+    def renew(self, request: RenewRequest) -> Generator[None, SettleReply, SettleReply]:
+        """Counts keys."""
+        reply: SettleReply = yield from self._measure("renew", request, len(request.sample_ids))
+        return reply
+
+    @hookimpl(wrapper=True)
+    def check_consumption(self, request: ConsumptionRequest) -> Generator[None, ConsumptionReply, ConsumptionReply]:
+        """Counts."""
+        reply: ConsumptionReply = yield from self._measure("check_consumption", request, 0)
+        return reply
+
+    @hookimpl(wrapper=True)
+    def clear_samples(self, request: ClearRequest) -> Generator[None, ClearReply, ClearReply]:
+        """Counts keys; the rows' bytes are no longer live."""
+        named = 0 if request.sample_ids is None else len(request.sample_ids)
+        reply: ClearReply = yield from self._measure("clear_samples", request, named)
+        with self._lock:
+            self._drop(request.partition_id, request.sample_ids)
+        return reply
+
+    @hookimpl(wrapper=True)
+    def list_samples(self, request: ListRequest) -> Generator[None, SampleList, SampleList]:
+        """Counts the samples listed."""
+        listed: SampleList = yield from self._measure("list_samples", request, 0)
+        return listed
+
+    def _measure(self, op: str, request: Any, n_keys: int, n_bytes: int = 0) -> _Steps:
+        start = time.perf_counter()
+        status = "ok"
+        try:
+            reply = yield
+            if isinstance(reply, (Claim, SampleList)):
+                n_keys = len(reply.sample_ids)
+            elif isinstance(reply, WireBatch):
+                n_bytes = int(
+                    sum(np.broadcast_to(cell_nbytes(column, n_keys), n_keys).sum() for column in reply.columns.values())
+                )
+            return reply
+        except BaseException as error:
+            status = type(error).__name__
+            raise
+        finally:
+            event = OperationEvent(
+                op=op,
+                partition_id=request.partition_id,
+                n_keys=n_keys,
+                n_bytes=n_bytes,
+                wall_ms=(time.perf_counter() - start) * 1e3,
+                status=status,
+            )
+            self._count(event)
+
+    def _count(self, event: OperationEvent) -> None:
+        with self._lock:
+            total = self._totals.setdefault(event.op, _Total())
+            total.calls += 1
+            total.errors += event.status != "ok"
+            total.n_keys += event.n_keys
+            total.n_bytes += event.n_bytes
+            total.wall_ms += event.wall_ms
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def _drop(self, partition_id: str, sample_ids: list[str] | None) -> None:
+        held = self._held.get(partition_id)
+        if held is None:
+            return
+        if sample_ids is None:
+            held.cells.clear()
+            held.live_bytes = 0
+            return
+        for sample_id in sample_ids:
+            held.live_bytes -= sum(held.cells.pop(sample_id, {}).values())

@@ -1,0 +1,102 @@
+"""Tags: small per-sample primitives kept beside the data, and the declarative predicates on them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError
+
+__all__ = ["FILTER_OPERATORS", "TagFilter", "TagValue", "check_tag_filter", "check_tags", "matches"]
+
+TagValue: TypeAlias = bool | int | float | str | None
+#: Tag name -> a value to equal, or ``(operator, operand)``.
+TagFilter: TypeAlias = Mapping[str, Any]
+
+_COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "in": lambda value, options: value in options,
+}
+
+#: The operators that a tag filter may use.
+FILTER_OPERATORS: Final[tuple[str, ...]] = tuple(_COMPARE)
+
+
+def check_tags(tags: Sequence[Mapping[str, TagValue]], num_samples: int) -> list[dict[str, TagValue]]:
+    """Copies one dict of tags per sample.
+
+    Raises:
+        InvalidRequestError: Not one dict per sample.
+        InvalidTypeError: A name is not a string, or a value not None, bool, int (64 bit), float or str.
+    """
+    if len(tags) != num_samples:
+        raise InvalidRequestError(
+            f"tags must align 1:1 with sample_ids, got {len(tags)} entries for {num_samples} ids."
+        )
+    rows: list[dict[str, TagValue]] = []
+    for index, row in enumerate(tags):
+        if not isinstance(row, Mapping):
+            raise InvalidTypeError(f"tags[{index}] must be a dict of primitives, got {type(row).__name__}.")
+        for name, value in row.items():
+            if not isinstance(name, str):
+                raise InvalidTypeError(f"tags[{index}]: a tag name must be a str, got {type(name).__name__}.")
+            if value is not None and type(value) not in (bool, int, float, str):
+                raise InvalidTypeError(
+                    f"tags[{index}]['{name}'] must be None, bool, int, float or str, got {type(value).__name__}. "
+                    "Put larger values in a field; turn numpy or torch scalars into Python numbers with .item()."
+                )
+            if type(value) is int and not -(2**63) <= value < 2**63:
+                raise InvalidTypeError(f"tags[{index}]['{name}'] does not fit in 64 bits: {value}.")
+        rows.append(dict(row))
+    return rows
+
+
+def check_tag_filter(tag_filter: TagFilter | None) -> dict[str, tuple[str, Any]] | None:
+    """Brings a filter to its full form, ``{name: (operator, operand)}``.
+
+    Raises:
+        InvalidRequestError: Not a dict, an unknown operator, or an operand of the wrong type.
+    """
+    if tag_filter is None:
+        return None
+    if not isinstance(tag_filter, Mapping):
+        raise InvalidRequestError(f"tag_filter must be a dict, got {type(tag_filter).__name__}.")
+    full: dict[str, tuple[str, Any]] = {}
+    for name, condition in tag_filter.items():
+        if not isinstance(condition, (tuple, list)):
+            condition = ("==", condition)
+        if len(condition) != 2 or condition[0] not in _COMPARE:
+            raise InvalidRequestError(
+                f"tag_filter['{name}'] must be a value or (operator, operand) with an operator of "
+                f"{', '.join(FILTER_OPERATORS)}; got {condition!r}."
+            )
+        symbol, operand = condition
+        operands = operand if symbol == "in" and isinstance(operand, (list, tuple)) else [operand]
+        if (symbol == "in" and not isinstance(operand, (list, tuple))) or not all(
+            value is None or type(value) in (bool, int, float, str) for value in operands
+        ):
+            raise InvalidRequestError(
+                f"tag_filter['{name}']: the operand of '{symbol}' must be "
+                f"{'a list of primitives' if symbol == 'in' else 'a primitive'}, got {operand!r}."
+            )
+        full[str(name)] = (str(symbol), list(operand) if symbol == "in" else operand)
+    return full
+
+
+def matches(tags: Mapping[str, Any], tag_filter: Mapping[str, tuple[str, Any]] | None) -> bool:
+    """Whether all conditions of a full-form filter hold; a missing tag or types that do not compare: False."""
+    for name, (symbol, operand) in (tag_filter or {}).items():
+        if name not in tags:
+            return False
+        try:
+            if not _COMPARE[symbol](tags[name], operand):
+                return False
+        except TypeError:
+            return False
+    return True

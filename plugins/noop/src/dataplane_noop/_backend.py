@@ -1,0 +1,85 @@
+"""`NoopBackend`: a ledger and segments of memory, in the client's own process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dataplane_core.capabilities import Capability, Scope, WireFormat
+from dataplane_core.hookspecs import WireColumn
+from dataplane_core.ledger import Located, Ref
+from dataplane_core.ledger_backend import CapacityOptions, LedgerBackend, LedgerService, RefsGoneError
+from dataplane_noop._segments import Segment, StoredColumn, merge, to_wire
+
+__all__ = ["NoopBackend"]
+
+
+class NoopBackend(LedgerBackend):
+    """The reference: every operation of the contract, scope process. Nothing here waits for anything but a lock."""
+
+    wire = WireFormat(ragged="jagged", objects="native")
+    capabilities = frozenset(
+        {
+            Capability.CLAIMS,
+            Capability.GROUPS,
+            Capability.LEASES,
+            Capability.TAG_FILTERS,
+            Capability.CAPACITY,
+            Capability.LISTING,
+            Capability.OVERWRITE,
+            Capability.FENCED,
+            Capability.ATOMIC_OVERWRITE,
+            Capability.NO_PICKLE,
+        }
+    )
+    scope = Scope.PROCESS
+    Config = CapacityOptions
+
+    def __init__(self, config: CapacityOptions) -> None:
+        super().__init__(config)
+        self._service = LedgerService(capacity_bytes=config.capacity_bytes)
+        self._segments: dict[int, Segment] = {}
+        self._lock = threading.Lock()
+
+    def stop(self) -> None:
+        """Lets go of all memory."""
+        with self._lock:
+            self._segments.clear()
+
+    def _ledger(self, deadline: float, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._service.call(method, *args, **kwargs)
+
+    def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
+        segment = Segment.copy_of(columns, num_samples)
+        with self._lock:
+            self._segments[write_id] = segment
+
+    def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
+        parts: dict[str, list[tuple[StoredColumn, Sequence[int]]]] = {name: [] for name in located.specs}
+        for part in located.parts:
+            with self._lock:
+                segment = self._segments.get(part.write_id)
+            try:
+                if segment is None:
+                    raise KeyError(part.write_id)
+                for name in part.fields:
+                    parts[name].append((segment.take(name, part.positions), part.rows))
+            except KeyError as error:
+                raise RefsGoneError(f"write {part.write_id} is gone") from error
+        return {name: to_wire(merge(pieces)) for name, pieces in parts.items()}
+
+    def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
+        by_write: dict[int, list[int]] = {}
+        for write_id, pos in refs:
+            by_write.setdefault(write_id, []).append(pos)
+        with self._lock:
+            for write_id, rows in by_write.items():
+                segment = self._segments.get(write_id)
+                if segment is None:
+                    continue
+                rest = segment.without(rows)
+                if rest.num_live:
+                    self._segments[write_id] = rest
+                else:
+                    del self._segments[write_id]

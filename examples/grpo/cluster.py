@@ -1,0 +1,198 @@
+"""Ray: start it or attach to it, start the actors, wait for them with a deadline, leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from .config import RaySection, RunConfig
+from .errors import RunFailedError, UserError
+from .model import ModelConfig
+from .rollout import RolloutWorker
+from .weights import PackedWeights
+from .workers import OptimizerConfig, PolicyWorker
+
+__all__ = ["Actors", "connect_actors", "ray_session", "required_cpus", "start_actors", "wait_for"]
+
+#: How long to wait for the failures of other actors once one has failed, to find the one that was first.
+_CAUSE_GRACE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Actors:
+    """Handles of the run's processes."""
+
+    rollout: ActorHandle
+    workers: list[ActorHandle]
+
+    def names(self) -> dict[str, ActorHandle]:
+        """Every actor by a name that a message can use."""
+        return {"rollout worker": self.rollout, **{f"policy worker {i}": w for i, w in enumerate(self.workers)}}
+
+
+def required_cpus(config: RunConfig, extra: float = 0.0) -> float:
+    """Logical CPUs that the actors of a run ask Ray for, plus ``extra`` for those of the data path."""
+    return config.ray.cpus_per_actor * (1 + config.num_workers) + extra
+
+
+@contextlib.contextmanager
+def ray_session(config: RaySection, cpus: float) -> Iterator[None]:
+    """Starts a private Ray, or attaches to a running one, and ends or leaves it on exit.
+
+    Args:
+        config: Where, and how large.
+        cpus: Logical CPUs that the run will ask for; checked before anything waits for them.
+
+    Raises:
+        UserError: Too few CPUs, or nothing to attach to.
+    """
+    if config.address is None and config.num_cpus < cpus:
+        raise UserError(
+            f"Ray has too few CPUs: the run's actors ask for {cpus:g}, ray.num_cpus is {config.num_cpus:g}. "
+            f"These are logical CPUs, so set ray.num_cpus to {cpus:g} or more, whatever the machine has."
+        )
+    # The actors import this package by name, and compute on one thread each: more would change the last bits.
+    package_parent = str(Path(__file__).resolve().parent.parent)
+    python_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {
+        "logging_level": logging.ERROR,
+        "log_to_driver": False,
+        "runtime_env": {"env_vars": {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}},
+    }
+    if config.address is None:
+        options |= {"address": "local", "num_cpus": config.num_cpus, "include_dashboard": False}
+        options |= {"object_store_memory": 256 * 1024**2}
+    else:
+        options |= {"address": config.address}
+    try:
+        ray.init(**options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UserError(f"Ray does not start (ray.address: {config.address}): {error}") from error
+    try:
+        if config.address is not None:
+            _check_cpus(cpus, config.address)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_cpus(cpus: float, address: str) -> None:
+    total = ray.cluster_resources().get("CPU", 0.0)
+    free = ray.available_resources().get("CPU", 0.0)
+    if free < cpus:
+        raise UserError(
+            f"the Ray cluster at {address} has too few CPUs: the run's actors ask for {cpus:g}, {free:g} of its "
+            f"{total:g} are free. Start it with more (ray start --num-cpus=N; they are logical), or lower "
+            f"ray.cpus_per_actor."
+        )
+
+
+def start_actors(
+    config: RunConfig,
+    rollout_class: type[RolloutWorker] = RolloutWorker,
+    worker_class: type[PolicyWorker] = PolicyWorker,
+) -> Actors:
+    """Starts the processes and returns at once; they come up while the caller does something else."""
+    model_config = ModelConfig(**config.model.model_dump())
+    optimizer_config = OptimizerConfig(
+        **config.grpo.model_dump(include={"learning_rate", "warmup_steps", "betas", "max_grad_norm"})
+    )
+
+    def actor(cls: type) -> Any:
+        # max_restarts=0: an actor that comes back without its weights would train on, wrongly.
+        return ray.remote(cls).options(num_cpus=config.ray.cpus_per_actor, max_restarts=0).remote
+
+    return Actors(
+        rollout=actor(rollout_class)(
+            model_config,
+            max_new_tokens=config.grpo.max_new_tokens,
+            temperature=config.grpo.temperature,
+            seed=config.seed,
+        ),
+        workers=[
+            actor(worker_class)(model_config, optimizer_config, rank, config.num_workers)
+            for rank in range(config.num_workers)
+        ],
+    )
+
+
+def connect_actors(actors: Actors, packed: PackedWeights, config: RaySection) -> dict[str, int]:
+    """Waits until all actors are up, then forms the workers' process group and hands them their weights.
+
+    Returns:
+        The process id of every actor, by name.
+    """
+    calls = {name: handle.process_id.remote() for name, handle in actors.names().items()}
+    pids = wait_for(calls, config.start_timeout_s, "starting")
+    first = actors.workers[0].open_rendezvous.remote()
+    (rendezvous,) = wait_for({"policy worker 0": first}, config.start_timeout_s, "opening the rendezvous")
+    weights = ray.put(packed)
+    setups = {
+        f"policy worker {rank}": worker.setup.remote(rendezvous, weights, config.step_timeout_s)
+        for rank, worker in enumerate(actors.workers)
+    }
+    wait_for(setups, config.start_timeout_s, "forming the process group")
+    return dict(zip(calls, pids, strict=True))
+
+
+def wait_for(calls: Mapping[str, ObjectRef], timeout_s: float, doing: str) -> list[Any]:
+    """Waits for calls on several actors together; the first failure ends the wait.
+
+    Waiting for them one by one would hang: when one rank dies in the middle of a collective, its peers wait for it.
+
+    Args:
+        calls: The pending results, by the name of the actor.
+        timeout_s: Deadline for all of them together.
+        doing: What they are doing, for the message: "training step 7".
+
+    Returns:
+        The results in the order of ``calls``.
+
+    Raises:
+        RunFailedError: An actor died, raised, or did not answer in time.
+    """
+    names = {ref: name for name, ref in calls.items()}
+    pending = list(names)
+    deadline = time.monotonic() + timeout_s
+    failures: list[tuple[str, RayError]] = []
+    while pending:
+        limit = min(deadline, time.monotonic() + _CAUSE_GRACE_S) if failures else deadline
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, limit - time.monotonic()))
+        if not ready:
+            break
+        try:
+            ray.get(ready)
+        except RayError as error:
+            failures.append((names[ready[0]], error))
+    if failures:
+        raise _failure(failures, doing)
+    if pending:
+        late = ", ".join(names[ref] for ref in pending)
+        raise RunFailedError(f"no answer from {late} within {timeout_s:g} s while {doing}.")
+    return [ray.get(ref) for ref in calls.values()]
+
+
+def _failure(failures: list[tuple[str, RayError]], doing: str) -> RunFailedError:
+    """The failure to report: a death explains the errors of the peers that lost a connection to the dead."""
+    failures = sorted(failures, key=lambda failure: not isinstance(failure[1], RayActorError))
+    name, error = failures[0]
+    details = "\n\n".join(f"{who}:\n{what}" for who, what in failures)
+    if isinstance(error, RayActorError):
+        failed = RunFailedError(f"{name} died while {doing}.", details)
+    else:
+        cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+        failed = RunFailedError(f"{name} failed while {doing}: {type(cause).__name__}: {cause}", details)
+    failed.__cause__ = error
+    return failed

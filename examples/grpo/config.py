@@ -1,0 +1,188 @@
+"""The run's configuration: one YAML file, checked before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dataplane_core.config import DataPlaneConfig
+
+from .errors import UserError
+
+__all__ = ["RunConfig", "load_config"]
+
+_Count = Annotated[int, Field(ge=1)]
+_Positive = Annotated[float, Field(gt=0)]
+_Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSection(_Section):
+    """The prompts. A relative ``file`` is looked up beside the configuration."""
+
+    file: Path
+    eval_prompts: Annotated[int, Field(ge=0)] = 128
+
+
+class ModelSection(_Section):
+    """Sizes of the transformer."""
+
+    width: _Count = 96
+    layers: _Count = 3
+    heads: _Count = 4
+    context: _Count = 24
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> ModelSection:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        return self
+
+
+class WarmStartSection(_Section):
+    """The supervised steps before GRPO."""
+
+    steps: Annotated[int, Field(ge=0)] = 300
+    batch_size: _Count = 256
+    learning_rate: _Positive = 4e-3
+    max_digits: _Count = 3
+    wrong_fraction: _Fraction = 0.5
+
+
+class GrpoSection(_Section):
+    """Rollouts, loss and optimizer."""
+
+    steps: _Count = 200
+    prompts_per_step: _Count = 32
+    answers_per_prompt: Annotated[int, Field(ge=2)] = 8
+    max_new_tokens: _Count = 6
+    temperature: _Positive = 1.0
+    learning_rate: _Positive = 3e-4
+    warmup_steps: Annotated[int, Field(ge=0)] = 5
+    betas: tuple[_Fraction, _Fraction] = (0.9, 0.95)
+    max_grad_norm: _Positive = 1.0
+    clip_ratio: _Positive = 0.2
+    kl_weight: Annotated[float, Field(ge=0)] = 0.005
+
+
+class DynamicBatchingSection(_Section):
+    """Microbatches by token count: rows times padded length stays within the limit."""
+
+    max_tokens_per_microbatch: _Count = 1024
+    sequence_length_round: _Count = 4
+
+
+class RaySection(_Section):
+    """Where the actors run, and how long the run waits for them."""
+
+    #: A running cluster (``host:port`` or ``auto``); None: a private one, ended with the run.
+    address: str | None = None
+    #: Logical CPUs of the private cluster. They only count actors; the machine may have fewer.
+    num_cpus: _Positive = 8
+    cpus_per_actor: _Positive = 0.5
+    start_timeout_s: _Positive = 120
+    step_timeout_s: _Positive = 60
+
+
+class RunConfig(_Section):
+    """Everything that decides a run. Two runs of equal configuration give equal bits."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    num_workers: _Count = 2
+    data: DataSection
+    model: ModelSection = ModelSection()
+    warm_start: WarmStartSection = WarmStartSection()
+    grpo: GrpoSection = GrpoSection()
+    dynamic_batching: DynamicBatchingSection = DynamicBatchingSection()
+    ray: RaySection = RaySection()
+    #: What `dataplane_core.connect` gets; ``--in-memory`` leaves it aside.
+    data_plane: DataPlaneConfig = DataPlaneConfig(backend="tq_simple")
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> RunConfig:
+        if (self.grpo.prompts_per_step * self.grpo.answers_per_prompt) % self.num_workers:
+            raise ValueError(
+                f"prompts_per_step x answers_per_prompt = {self.grpo.prompts_per_step} x "
+                f"{self.grpo.answers_per_prompt} rows cannot be shared equally by num_workers = {self.num_workers}"
+            )
+        if self.grpo.max_new_tokens >= self.model.context:
+            raise ValueError(
+                f"grpo.max_new_tokens {self.grpo.max_new_tokens} leaves no room for a prompt in model.context "
+                f"{self.model.context}"
+            )
+        if self.dynamic_batching.max_tokens_per_microbatch < self.model.context:
+            raise ValueError(
+                f"dynamic_batching.max_tokens_per_microbatch {self.dynamic_batching.max_tokens_per_microbatch} is "
+                f"less than one sequence of model.context {self.model.context} tokens"
+            )
+        return self
+
+
+def load_config(path: Path, overrides: dict[str, Any]) -> RunConfig:
+    """Reads the YAML file.
+
+    Args:
+        path: The file.
+        overrides: Values that win over the file's, by dotted key: ``{"grpo.steps": 10}``. None values are left out.
+
+    Raises:
+        UserError: The file cannot be read, or a key or value is wrong; the message names the key and its nearest.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"configuration {path} does not exist. Give a YAML file with --config FILE.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"configuration {path} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"configuration {path}: expected a mapping of sections, got {type(raw).__name__}.")
+    for dotted, value in overrides.items():
+        if value is not None:
+            _set(raw, dotted.split("."), value, path)
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(f"configuration {path}:\n" + "\n".join(f"  {line}" for line in _explain(error))) from None
+    file = config.data.file if config.data.file.is_absolute() else path.resolve().parent / config.data.file
+    return config.model_copy(update={"data": config.data.model_copy(update={"file": file})})
+
+
+def _set(raw: dict[str, Any], keys: list[str], value: Any, path: Path) -> None:
+    for key in keys[:-1]:
+        raw = raw.setdefault(key, {})
+        if not isinstance(raw, dict):
+            raise UserError(f"configuration {path}: '{key}' must be a section, got {raw!r}.")
+    raw[keys[-1]] = value
+
+
+def _explain(error: ValidationError) -> list[str]:
+    lines = []
+    for problem in error.errors():
+        location = [str(part) for part in problem["loc"]]
+        dotted = ".".join(location)
+        if problem["type"] == "extra_forbidden":
+            known = _known_keys(location[:-1])
+            near = difflib.get_close_matches(location[-1], known, n=1)
+            advice = f"Did you mean '{near[0]}'?" if near else f"Known keys: {', '.join(known)}."
+            lines.append(f"unknown key '{dotted}'. {advice}")
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{dotted}: {message}" if dotted else message)
+    return lines
+
+
+def _known_keys(location: list[str]) -> list[str]:
+    section: type[BaseModel] = RunConfig
+    for key in location:
+        annotation = section.model_fields[key].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)
+        section = annotation
+    return list(section.model_fields)

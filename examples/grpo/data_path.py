@@ -1,0 +1,214 @@
+"""How the tensors of a step travel between the processes: the one part of the run that a data plane replaces.
+
+The trainer calls a `DataPath` and never sees a tensor of token width, so the same loop runs over a data plane and
+without one. Both ways share three decisions, and with them every bit of the result:
+
+- the order of the rows: the rollout's, a prompt's answers side by side;
+- the width: all ranks forward at one length, the longest row of the step rounded up (`common_width`);
+- the split over ranks and into microbatches: that of `BatchedDataDict.shard_by_batch_size`, computed from lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
+
+from .cluster import Actors, wait_for
+from .config import RunConfig
+from .rollout import RolloutCarry, RolloutWorker
+from .task import PAD_ID
+from .workers import LossFunction, PolicyWorker
+
+__all__ = ["DataPath", "InMemoryPath", "Traffic", "common_width", "dynamic_batching_args", "summarize_training"]
+
+
+@dataclass
+class Traffic:
+    """Bytes of bulk tensors that one step handed over: written by their producers, and read by their consumers."""
+
+    bytes_put: int = 0
+    bytes_get: int = 0
+
+
+class DataPath(ABC):
+    """Carries one step's columns from the rollout worker to the policy workers, and the workers' columns onward.
+
+    Called in this order at every step: `generate`, `put_advantages`, `compute_prev_logprobs`,
+    `compute_reference_logprobs`, `train`, `finish_step`. The implementation keeps the step's rows between the calls.
+    """
+
+    #: Shown in the output and written to the metrics.
+    name: str
+    #: The classes to run as actors; a path that needs more of them than plain methods names its own subclasses.
+    rollout_class: type[RolloutWorker] = RolloutWorker
+    worker_class: type[PolicyWorker] = PolicyWorker
+    #: Logical CPUs that the path's own actors ask Ray for.
+    extra_cpus: float = 0.0
+
+    @abstractmethod
+    def start(self, actors: Actors) -> None:
+        """Gets ready, once the actors are up."""
+
+    @abstractmethod
+    def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
+        """Has the rollout worker answer the prompts; keeps its columns, returns what the driver needs of them."""
+
+    @abstractmethod
+    def put_advantages(self, advantages_ns: Tensor) -> None:
+        """Adds the column ``advantages`` (N, S) float32, made on the driver from small per-row values."""
+
+    @abstractmethod
+    def compute_prev_logprobs(self) -> None:
+        """Has the workers add the column ``prev_logprobs``: under the policy before this step's update."""
+
+    @abstractmethod
+    def compute_reference_logprobs(self) -> None:
+        """Has the workers add the column ``reference_policy_logprobs``."""
+
+    @abstractmethod
+    def train(self, loss_fn: LossFunction) -> dict[str, float]:
+        """Has the workers train on the step's rows; returns `summarize_training` of their results."""
+
+    @abstractmethod
+    def finish_step(self) -> Traffic:
+        """Drops the step's rows and says what they weighed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what `start` began. Safe to call twice, and after a failure."""
+
+
+class InMemoryPath(DataPath):
+    """No data plane: whole batches go through the driver as Ray objects, shard by shard."""
+
+    name = "in-memory"
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._timeout_s = config.ray.step_timeout_s
+        self._batch = BatchedDataDict()
+        self._traffic = Traffic()
+        self._step = 0
+
+    def start(self, actors: Actors) -> None:
+        self._actors = actors
+
+    def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
+        self._step = step
+        call = self._actors.rollout.generate.remote(step, prompts, self._config.grpo.answers_per_prompt)
+        [(batch, carry)] = wait_for({"rollout worker": call}, self._timeout_s, f"generating in step {step}")
+        width = common_width(carry.input_lengths, self._config)
+        self._batch = _pad_to(batch, width)
+        self._traffic.bytes_put += _size_bytes(batch)
+        return carry
+
+    def put_advantages(self, advantages_ns: Tensor) -> None:
+        self._batch["advantages"] = functional.pad(advantages_ns, (0, self._width - advantages_ns.shape[1]))
+        self._traffic.bytes_put += _size_bytes({"advantages": advantages_ns})
+
+    def compute_prev_logprobs(self) -> None:
+        self._batch["prev_logprobs"] = self._column("get_logprobs", "logprobs")
+
+    def compute_reference_logprobs(self) -> None:
+        column = self._column("get_reference_policy_logprobs", "reference_logprobs")
+        self._batch["reference_policy_logprobs"] = column
+
+    def train(self, loss_fn: LossFunction) -> dict[str, float]:
+        shards, _ = self._shards(DP_TRAIN_FIELDS)
+        return summarize_training(self._call("train", shards, loss_fn))
+
+    def finish_step(self) -> Traffic:
+        traffic, self._traffic = self._traffic, Traffic()
+        self._batch = BatchedDataDict()
+        return traffic
+
+    def close(self) -> None:
+        self._batch = BatchedDataDict()
+
+    @property
+    def _width(self) -> int:
+        return int(self._batch["input_ids"].shape[1])
+
+    def _column(self, method: str, key: str) -> Tensor:
+        shards, came_from = self._shards(LP_SEED_FIELDS)
+        results = self._call(method, shards)
+        joined = BatchedDataDict.from_batches(results)
+        joined.reorder_data(came_from)
+        self._traffic.bytes_put += _size_bytes(joined)
+        column: Tensor = joined[key]
+        return column
+
+    def _shards(self, fields: Sequence[str]) -> tuple[Sequence[BatchedDataDict], list[int]]:
+        """One shard per worker, with its microbatch plan, and where each row of the joined shards came from."""
+        columns = BatchedDataDict({name: self._batch[name] for name in fields})
+        shards, came_from = columns.shard_by_batch_size(
+            self._config.num_workers, dynamic_batching_args=dynamic_batching_args(self._config)
+        )
+        self._traffic.bytes_get += sum(_size_bytes(shard) for shard in shards)
+        return shards, came_from
+
+    def _call(self, method: str, shards: Sequence[BatchedDataDict], *args: object) -> list[Any]:
+        calls = {
+            f"policy worker {rank}": getattr(worker, method).remote(shard, *args)
+            for rank, (worker, shard) in enumerate(zip(self._actors.workers, shards, strict=True))
+        }
+        return wait_for(calls, self._timeout_s, f"running {method} in step {self._step}")
+
+
+def dynamic_batching_args(config: RunConfig) -> dict[str, Any]:
+    """The arguments by which rows are split over workers and into microbatches, the same on every path."""
+    return {
+        "max_tokens_per_microbatch": config.dynamic_batching.max_tokens_per_microbatch,
+        "sequence_length_round": config.dynamic_batching.sequence_length_round,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+    }
+
+
+def common_width(input_lengths: Sequence[int], config: RunConfig) -> int:
+    """The sequence length that all ranks forward a step at: its longest row, rounded up."""
+    multiple = config.dynamic_batching.sequence_length_round
+    return math.ceil(max(input_lengths) / multiple) * multiple
+
+
+def summarize_training(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """One number per name from what `PolicyWorker.train` returned on every rank.
+
+    Sums are exact (`math.fsum`) before they are rounded, so they do not depend on the order of the parts.
+    """
+    first = results[0]
+    num_batches = len(first["global_loss"])
+    parts: dict[str, list[float]] = {}
+    for result in results:
+        for name, values in result["all_mb_metrics"].items():
+            parts.setdefault(name, []).extend(values)
+    return {
+        "loss": math.fsum(first["global_loss"].tolist()) / num_batches,
+        "grad_norm": math.fsum(first["grad_norm"].tolist()) / num_batches,
+        "tokens": float(first["global_tokens"]),
+        **{name: math.fsum(values) / num_batches for name, values in parts.items()},
+    }
+
+
+def _pad_to(batch: BatchedDataDict, width: int) -> BatchedDataDict:
+    """The batch with its (N, S) columns padded on the right to ``width``."""
+    padded = BatchedDataDict()
+    for name, column in batch.items():
+        if column.dim() > 1:
+            column = functional.pad(column, (0, width - column.shape[1]), value=PAD_ID if name == "input_ids" else 0)
+        padded[name] = column
+    return padded
+
+
+def _size_bytes(columns: Mapping[str, Tensor]) -> int:
+    return sum(column.numel() * column.element_size() for column in columns.values() if torch.is_tensor(column))

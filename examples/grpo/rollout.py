@@ -1,0 +1,111 @@
+"""The rollout worker: an actor that holds the newest weights and answers prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dataplane_core.batch import BatchedDataDict
+
+from .generate import Completions, generate
+from .model import ModelConfig, Transformer
+from .task import Answer, decode, encode
+from .weights import PackedWeights, load_packed_weights
+
+__all__ = ["RolloutCarry", "RolloutWorker", "step_seed"]
+
+
+@dataclass(frozen=True)
+class RolloutCarry:
+    """The small per-row values that the driver needs; the tensors travel apart from it.
+
+    Attributes:
+        answers: What was written, in the order of the prompts, a prompt's answers side by side.
+        input_lengths: Tokens of prompt and answer together, one per answer.
+    """
+
+    answers: list[Answer]
+    input_lengths: list[int]
+
+
+def step_seed(seed: int, stream: str, step: int) -> int:
+    """A seed of its own for every step and purpose, so that no draw depends on what was drawn before it."""
+    # Not hash(): Python salts the hashes of strings per process.
+    digest = hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") % 2**63
+
+
+class RolloutWorker:
+    """Generates answers. One Ray actor; its methods run in that process, one at a time."""
+
+    def __init__(self, model_config: ModelConfig, *, max_new_tokens: int, temperature: float, seed: int) -> None:
+        torch.set_num_threads(1)
+        self.model = Transformer(model_config).eval()
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.seed = seed
+
+    def process_id(self) -> int:
+        """Process id; answers as soon as the actor is up."""
+        return os.getpid()
+
+    def load_weights(self, packed: PackedWeights) -> None:
+        """Replaces the weights by those of a policy worker."""
+        load_packed_weights(self.model, packed)
+
+    def generate(
+        self, step: int, prompts: Sequence[str], answers_per_prompt: int
+    ) -> tuple[BatchedDataDict, RolloutCarry]:
+        """Answers every prompt several times.
+
+        Args:
+            step: The training step; with the run's seed it decides the draw.
+            prompts: The prompts.
+            answers_per_prompt: The group size.
+
+        Returns:
+            The columns that training starts from, N = prompts x answers rows: ``input_ids`` (N, S) int64,
+            ``input_lengths`` (N,) int64, ``generation_logprobs`` and ``token_mask`` (1 on answer tokens) (N, S)
+            float32, ``sample_mask`` (N,) float32; and the carry for the driver.
+        """
+        repeated = [prompt for prompt in prompts for _ in range(answers_per_prompt)]
+        generator = torch.Generator().manual_seed(step_seed(self.seed, "rollout", step))
+        completions = self._complete(repeated, self.temperature, generator)
+        position = torch.arange(completions.input_ids.shape[1])
+        is_answer = (position >= completions.prompt_lengths.unsqueeze(1)) & (
+            position < completions.input_lengths.unsqueeze(1)
+        )
+        batch = BatchedDataDict(
+            {
+                "input_ids": completions.input_ids,
+                "input_lengths": completions.input_lengths,
+                "generation_logprobs": completions.logprobs,
+                "token_mask": is_answer.float(),
+                "sample_mask": torch.ones(len(repeated)),
+            }
+        )
+        return batch, RolloutCarry(_answers(completions), completions.input_lengths.tolist())
+
+    def evaluate(self, prompts: Sequence[str], *, greedy: bool) -> list[Answer]:
+        """One answer per prompt, the same draw at every call: differences come from the weights alone."""
+        generator = torch.Generator().manual_seed(step_seed(self.seed, "evaluation", 0))
+        return _answers(self._complete(prompts, 0.0 if greedy else self.temperature, generator))
+
+    def _complete(self, prompts: Sequence[str], temperature: float, generator: torch.Generator) -> Completions:
+        return generate(
+            self.model,
+            [encode(prompt) for prompt in prompts],
+            max_new_tokens=self.max_new_tokens,
+            temperature=temperature,
+            generator=generator,
+        )
+
+
+def _answers(completions: Completions) -> list[Answer]:
+    starts, ends = completions.prompt_lengths.tolist(), completions.input_lengths.tolist()
+    rows = completions.input_ids.tolist()
+    return [decode(row[start:end]) for row, start, end in zip(rows, starts, ends, strict=True)]

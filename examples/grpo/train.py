@@ -1,0 +1,169 @@
+"""Trains a small transformer to add, by GRPO, through a data plane chosen by name.
+
+    python examples/grpo/train.py --config examples/grpo/config.yaml --in-memory
+
+Leaves ``metrics.jsonl`` (a line per step), ``summary.json`` and ``reward.png`` in the folder given by ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+if __name__ == "__main__":
+    # Run as a script: the package `grpo` is this file's folder. Taking the script's own entry away keeps modules
+    # such as `config` from being importable under two names.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+
+from dataplane_core.errors import DataPlaneError
+from grpo.cluster import connect_actors, ray_session, required_cpus, start_actors
+from grpo.config import RunConfig, load_config
+from grpo.data_path import DataPath, InMemoryPath
+from grpo.errors import RunFailedError, UserError
+from grpo.model import ModelConfig, Transformer, build_model
+from grpo.plot import plot_run
+from grpo.progress import ProgressBar, step_line
+from grpo.task import Problem, read_problems, split_problems
+from grpo.trainer import Trainer
+from grpo.warm_start import warm_start
+from grpo.weights import pack_weights
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the program; returns its exit status: 0 well, 1 the run failed, 2 bad input, 130 interrupted."""
+    args = _parse(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        config = load_config(
+            args.config,
+            {
+                "seed": args.seed,
+                "grpo.steps": args.steps,
+                "data.file": None if args.data is None else str(args.data.resolve()),
+                "data_plane.backend": args.backend,
+            },
+        )
+        run(config, _data_path(config, args.in_memory), args.out)
+    except (UserError, DataPlaneError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunFailedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if error.details:
+            report = args.out / "failure.txt"
+            report.write_text(error.details, encoding="utf-8")
+            print(f"What the actors reported is in {report}.", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(config: RunConfig, path: DataPath, out: Path) -> None:
+    """One run from the prompts to the picture; everything that it starts has ended when it returns or raises."""
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    problems = read_problems(
+        config.data.file,
+        max_prompt_chars=config.model.context - config.grpo.max_new_tokens,
+        max_answer_chars=config.grpo.max_new_tokens - 1,
+    )
+    train_problems, eval_problems = split_problems(problems, config.data.eval_prompts)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be used: {error}.") from error
+
+    with ray_session(config.ray, required_cpus(config, path.extra_cpus)):
+        actors = start_actors(config, path.rollout_class, path.worker_class)
+        print(f"{len(train_problems)} prompts to train on, {len(eval_problems)} to evaluate, from {config.data.file}")
+        # The actors start while this process, which would only wait for them, warms the model up.
+        model = _warm_model(config)
+        try:
+            pids = connect_actors(actors, pack_weights(model), config.ray)
+            print("running over " + path.name + ": " + ", ".join(f"{name} (pid {pid})" for name, pid in pids.items()))
+            path.start(actors)
+            trainer = Trainer(config, actors, path, train_problems, out / "metrics.jsonl")
+            evaluation = {"before": trainer.evaluate(eval_problems)}
+            _print_evaluation("before GRPO", evaluation["before"], eval_problems)
+            trainer.run(lambda record: print(step_line(record, config.grpo.steps), flush=True))
+            evaluation["after"] = trainer.evaluate(eval_problems)
+        finally:
+            path.close()
+
+    for moment in ("before", "after"):
+        _print_evaluation(f"{moment} GRPO", evaluation[moment], eval_problems)
+    if config.warm_start.wrong_fraction > 0:
+        print(
+            f"(The warm start put one wrong digit into {config.warm_start.wrong_fraction:.0%} of its targets, on "
+            "purpose: GRPO mostly moves probability back\nto answers that the model already half knew, which is why "
+            "sampled answers gain more than greedy ones.)"
+        )
+    title = f"GRPO on sums over {path.name}, seed {config.seed}"
+    plot_run(trainer.records, evaluation, title, out / "reward.png")
+    summary = {
+        "path": path.name,
+        "seed": config.seed,
+        "steps": config.grpo.steps,
+        "evaluation": evaluation,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    print(f"{summary['seconds']:.0f} s in all; see {out / 'metrics.jsonl'} and {out / 'reward.png'}")
+
+
+def _warm_model(config: RunConfig) -> Transformer:
+    model = build_model(ModelConfig(**config.model.model_dump()), config.seed)
+    if config.warm_start.steps:
+        bar = ProgressBar("warm start", config.warm_start.steps)
+        warm_start(
+            model,
+            seed=config.seed,
+            on_step=lambda done, loss: bar.update(done, f"loss {loss:.3f}"),
+            **config.warm_start.model_dump(),
+        )
+    return model
+
+
+def _print_evaluation(when: str, shares: dict[str, float], problems: list[Problem]) -> None:
+    print(
+        f"{when}: exact answers on {len(problems)} fixed prompts: sampled {shares['sampled']:.3f}, "
+        f"greedy {shares['greedy']:.3f}",
+        flush=True,
+    )
+
+
+def _data_path(config: RunConfig, in_memory: bool) -> DataPath:
+    if in_memory:
+        return InMemoryPath(config)
+    raise UserError(f"no data path for backend '{config.data_plane.backend}' in this build; run with --in-memory.")
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    here = Path(os.path.relpath(Path(__file__).resolve().parent))
+    parser.add_argument("--config", type=Path, default=here / "config.yaml", help="YAML file (default: %(default)s)")
+    parser.add_argument("--backend", help="data-plane backend; overrides the configuration")
+    parser.add_argument("--in-memory", action="store_true", help="no data plane: batches go through the driver")
+    parser.add_argument("--data", type=Path, help="JSONL file of prompts; overrides the configuration")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="where results go (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="overrides the configuration")
+    parser.add_argument("--steps", type=int, help="GRPO steps; overrides the configuration")
+    return parser.parse_args(argv)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

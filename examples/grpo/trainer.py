@@ -1,0 +1,145 @@
+"""The loop of GRPO, the same for every data path. It holds metas and small per-row values, never a token tensor.
+
+A step: the newest weights go to the rollout worker; it answers each prompt several times; the driver scores the
+answers and compares each with its group; the workers compute the log-probabilities of the answers under the current
+and under the reference policy; the workers train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cluster import Actors, wait_for
+from .config import RunConfig
+from .data_path import DataPath
+from .loss import ClippedPolicyLoss, group_advantages
+from .rollout import step_seed
+from .task import Problem, reward
+
+__all__ = ["Trainer", "expand_advantages"]
+
+#: Sampled answers per prompt in an evaluation.
+_EVAL_SAMPLES = 8
+
+
+class Trainer:
+    """Runs GRPO steps and writes one JSON line for each.
+
+    Attributes:
+        records: What was written, one dict per step.
+    """
+
+    def __init__(
+        self, config: RunConfig, actors: Actors, path: DataPath, train_problems: Sequence[Problem], metrics_file: Path
+    ) -> None:
+        self._config = config
+        self._actors = actors
+        self._path = path
+        self._problems = train_problems
+        self._metrics_file = metrics_file
+        self._loss_fn = ClippedPolicyLoss(config.grpo.clip_ratio, config.grpo.kl_weight)
+        self.records: list[dict[str, Any]] = []
+
+    def run(self, on_step: Callable[[dict[str, Any]], None]) -> None:
+        """Runs all steps.
+
+        Args:
+            on_step: Called with the record of every step when it is done.
+
+        Raises:
+            RunFailedError: An actor died, raised, or did not answer in time.
+        """
+        with self._metrics_file.open("w", encoding="utf-8") as file:
+            for step in range(1, self._config.grpo.steps + 1):
+                record = self._step(step)
+                self.records.append(record)
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                on_step(record)
+
+    def push_weights(self, doing: str) -> None:
+        """Copies the policy's weights to the rollout worker, from worker to worker."""
+        # Every rank must gather before any can finish, so all calls start before the first is waited for. The result
+        # of rank 0 is passed on as a reference: the weights do not come through the driver.
+        gathers = {f"policy worker {i}": w.packed_weights.remote() for i, w in enumerate(self._actors.workers)}
+        load = self._actors.rollout.load_weights.remote(gathers["policy worker 0"])
+        wait_for({**gathers, "rollout worker": load}, self._config.ray.step_timeout_s, doing)
+
+    def evaluate(self, problems: Sequence[Problem]) -> dict[str, float]:
+        """Share of exact answers with the newest weights: several sampled answers and a greedy one per problem."""
+        self.push_weights("evaluating")
+        shares = {}
+        for kind, answers_per_prompt in (("sampled", _EVAL_SAMPLES), ("greedy", 1)):
+            repeated = [problem for problem in problems for _ in range(answers_per_prompt)]
+            prompts = [problem.prompt for problem in repeated]
+            call = self._actors.rollout.evaluate.remote(prompts, greedy=kind == "greedy")
+            [answers] = wait_for({"rollout worker": call}, self._config.ray.step_timeout_s, "evaluating")
+            rewards = [reward(problem, answer) for problem, answer in zip(repeated, answers, strict=True)]
+            shares[kind] = sum(rewards) / len(rewards)
+        return shares
+
+    def _step(self, step: int) -> dict[str, Any]:
+        seconds: dict[str, float] = {}
+        grpo = self._config.grpo
+        path = self._path
+        with _timed(seconds, "weights"):
+            self.push_weights(f"handing over the weights in step {step}")
+        with _timed(seconds, "generate"):
+            problems = self._draw(step)
+            carry = path.generate(step, [problem.prompt for problem in problems])
+        with _timed(seconds, "advantages"):
+            per_answer = [problem for problem in problems for _ in range(grpo.answers_per_prompt)]
+            rewards_n = torch.tensor([reward(p, a) for p, a in zip(per_answer, carry.answers, strict=True)])
+            advantages_n = group_advantages(rewards_n, grpo.answers_per_prompt)
+            path.put_advantages(expand_advantages(advantages_n, carry.input_lengths))
+        with _timed(seconds, "prev"):
+            path.compute_prev_logprobs()
+        with _timed(seconds, "reference"):
+            path.compute_reference_logprobs()
+        with _timed(seconds, "train"):
+            results = path.train(self._loss_fn)
+            traffic = path.finish_step()
+        return {
+            "step": step,
+            "reward": rewards_n.mean().item(),
+            **results,
+            "tokens": int(results["tokens"]),
+            "answers": len(carry.answers),
+            "mean_length": sum(carry.input_lengths) / len(carry.input_lengths),
+            "advantages_sha256": hashlib.sha256(advantages_n.numpy().tobytes()).hexdigest(),
+            "path": path.name,
+            "bytes_put": traffic.bytes_put,
+            "bytes_get": traffic.bytes_get,
+            "seconds": {name: round(value, 4) for name, value in seconds.items()},
+        }
+
+    def _draw(self, step: int) -> list[Problem]:
+        """The step's problems: all different, unless the file has fewer than a step needs."""
+        rng = random.Random(step_seed(self._config.seed, "prompts", step))
+        count = self._config.grpo.prompts_per_step
+        if count <= len(self._problems):
+            return rng.sample(self._problems, count)
+        return rng.choices(self._problems, k=count)
+
+
+def expand_advantages(advantages_n: Tensor, input_lengths: Sequence[int]) -> Tensor:
+    """One advantage per row as a column: (N, S) float32, repeated over the row's tokens and 0 on padding."""
+    inside = torch.arange(max(input_lengths)) < torch.tensor(input_lengths).unsqueeze(1)
+    return advantages_n.unsqueeze(1) * inside
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    seconds[phase] = time.monotonic() - start

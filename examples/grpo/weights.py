@@ -1,0 +1,41 @@
+"""Weights of the model as one flat array: what travels between processes instead of hundreds of small tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["PackedWeights", "load_packed_weights", "pack_weights"]
+
+#: All parameters, flattened and joined in the order of ``model.parameters()``: (P,) float32.
+PackedWeights = npt.NDArray[np.float32]
+
+
+def pack_weights(model: nn.Module) -> PackedWeights:
+    """Copies all parameters into one flat array.
+
+    With sharded parameters (FSDP) this is collective: every rank must call it, or the others wait for ever.
+    """
+    full = [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+    packed: PackedWeights = torch.cat([p.reshape(-1) for p in full]).numpy()
+    return packed
+
+
+def load_packed_weights(model: nn.Module, packed: PackedWeights) -> None:
+    """Copies ``packed`` into the parameters of an unsharded model of the same sizes.
+
+    Raises:
+        ValueError: The number of weights differs.
+    """
+    parameters = list(model.parameters())
+    expected = sum(p.numel() for p in parameters)
+    if packed.size != expected:
+        raise ValueError(f"load_packed_weights: got {packed.size} weights for a model of {expected}.")
+    # Ray hands out read-only views of shared memory; torch asks for a writable array even where it only reads.
+    flat = torch.from_numpy(packed if packed.flags.writeable else packed.copy())
+    with torch.no_grad():
+        for parameter, values in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.copy_(values.view_as(parameter))

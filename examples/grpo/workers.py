@@ -1,0 +1,237 @@
+"""The policy worker: one rank of data-parallel training with FSDP2 (`fully_shard`) over gloo.
+
+Two of them run as Ray actors. Both make the same calls in the same order, since every forward gathers the shards of
+the weights from both. Shape legend: ``N`` rows of this rank, ``S`` padded sequence length.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional
+
+from dataplane_core.batch import BatchedDataDict
+
+from .loss import loss_mask
+from .model import ModelConfig, Transformer, token_logprobs
+from .weights import PackedWeights, load_packed_weights, pack_weights
+
+__all__ = ["LossFunction", "OptimizerConfig", "PolicyWorker"]
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its schedule: a linear rise, then a constant rate.
+
+    Attributes:
+        learning_rate: The rate after the rise.
+        warmup_steps: Optimizer steps of the rise.
+        betas: Decay rates of the moments.
+        max_grad_norm: Gradients are scaled down to this norm.
+    """
+
+    learning_rate: float = 3e-4
+    warmup_steps: int = 5
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+
+
+class LossFunction(Protocol):
+    """Computes one microbatch's part of a global mean; see `loss.ClippedPolicyLoss`."""
+
+    def __call__(
+        self, logprobs_ns: Tensor, data: BatchedDataDict, global_tokens: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+class PolicyWorker:
+    """One data-parallel rank: a shard of the policy and its optimizer, and a frozen copy of the reference policy."""
+
+    mesh: DeviceMesh
+    model: Transformer
+    reference: Transformer
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self, model_config: ModelConfig, optimizer_config: OptimizerConfig, rank: int, world_size: int
+    ) -> None:
+        torch.set_num_threads(1)
+        self.model_config = model_config
+        self.optimizer_config = optimizer_config
+        self.rank = rank
+        self.world_size = world_size
+        self._store: dist.TCPStore | None = None
+
+    def process_id(self) -> int:
+        """Process id; answers as soon as the actor is up."""
+        return os.getpid()
+
+    def open_rendezvous(self) -> tuple[str, int]:
+        """Opens the address at which the ranks find each other. Rank 0 only.
+
+        Returns:
+            Host and port. The port is bound when this returns, so no other program can take it meanwhile.
+        """
+        host = ray.util.get_node_ip_address()
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    def setup(self, rendezvous: tuple[str, int], packed: PackedWeights, timeout_s: float) -> None:
+        """Joins the process group and shards the policy. Collective: every rank must be called.
+
+        Args:
+            rendezvous: What `open_rendezvous` of rank 0 returned.
+            packed: Weights of the policy and of its reference.
+            timeout_s: After this time in a collective a rank gives its peers up.
+        """
+        store = self._store or dist.TCPStore(*rendezvous, is_master=False)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        self.mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("dp",))
+
+        self.model = Transformer(self.model_config)
+        load_packed_weights(self.model, packed)
+        self.reference = copy.deepcopy(self.model).requires_grad_(False)
+        for block in self.model.blocks:
+            fully_shard(block, mesh=self.mesh)
+        fully_shard(self.model, mesh=self.mesh)
+
+        config = self.optimizer_config
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=0.0
+        )
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / max(1, config.warmup_steps))
+        )
+
+    def packed_weights(self) -> PackedWeights | None:
+        """The whole policy on rank 0, None elsewhere. Collective: start the call on every rank, then wait."""
+        packed = pack_weights(self.model)
+        return packed if self.rank == 0 else None
+
+    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """Log-probabilities under the current policy. Collective.
+
+        Args:
+            data: Rows with ``input_ids`` (N, S) and ``input_lengths`` (N,), and perhaps a microbatch plan.
+            micro_batch_size: Rows per microbatch where ``data`` has no plan; None: all at once.
+
+        Returns:
+            ``logprobs`` (N, S) float32, aligned with ``input_ids``: 0 at position 0 and on padding.
+        """
+        return self._logprobs(self.model, data, micro_batch_size, "logprobs")
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """The same under the reference policy, as ``reference_logprobs``."""
+        return self._logprobs(self.reference, data, micro_batch_size, "reference_logprobs")
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step per global batch. Collective.
+
+        Args:
+            data: This rank's rows, with all columns that ``loss_fn`` reads, and perhaps a microbatch plan.
+            loss_fn: The loss.
+            eval_mode: Compute the loss, change nothing.
+            gbs: Global batch size, in rows of all ranks together; None: one batch of everything.
+            mbs: Rows per microbatch where ``data`` has no plan; None: all at once.
+
+        Returns:
+            ``global_loss`` (B,) float64 and ``grad_norm`` (B,) float64 with one value per global batch, equal on all
+            ranks; ``all_mb_metrics``: per name this rank's parts, one per microbatch, whose sum over microbatches and
+            ranks is the global mean of a batch; ``global_tokens``: answer tokens of all ranks.
+
+        Raises:
+            ValueError: ``gbs`` does not divide the rows.
+        """
+        rows = data.size if gbs is None else gbs // self.world_size
+        if rows == 0 or data.size % rows:
+            raise ValueError(
+                f"train: {data.size} rows on each of {self.world_size} ranks are not a multiple of gbs={gbs}."
+            )
+        self.model.train(not eval_mode)
+        losses, grad_norms, total_tokens = [], [], 0.0
+        metrics: dict[str, list[float]] = {}
+        for index in range(data.size // rows):
+            batch = data.get_batch(index, rows)
+            global_tokens = self._sum_over_ranks(loss_mask(batch).sum())
+            loss = torch.zeros(())
+            microbatches = list(_microbatches(batch, mbs))
+            for number, microbatch in enumerate(microbatches, start=1):
+                _sync_gradients(self.model, number == len(microbatches))
+                with torch.set_grad_enabled(not eval_mode):
+                    logprobs_ns = self._forward(self.model, microbatch)
+                    part, part_metrics = loss_fn(logprobs_ns, microbatch, global_tokens.clamp(min=1.0))
+                if not eval_mode:
+                    # FSDP averages gradients over ranks; the parts must add up, hence the factor.
+                    (part * self.world_size).backward()
+                loss += part.detach()
+                for name, value in part_metrics.items():
+                    metrics.setdefault(name, []).append(value.item())
+            losses.append(self._sum_over_ranks(loss).item())
+            grad_norms.append(0.0 if eval_mode else self._optimizer_step())
+            total_tokens += global_tokens.item()
+        return {
+            "global_loss": torch.tensor(losses, dtype=torch.float64),
+            "grad_norm": torch.tensor(grad_norms, dtype=torch.float64),
+            "all_mb_metrics": metrics,
+            "global_tokens": int(total_tokens),
+        }
+
+    def _optimizer_step(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optimizer_config.max_grad_norm)
+        self.optimizer.step()
+        self._schedule.step()
+        self.optimizer.zero_grad()
+        return float(norm.full_tensor().item())  # type: ignore[attr-defined]  # a DTensor under FSDP
+
+    @torch.no_grad()
+    def _logprobs(
+        self, model: Transformer, data: BatchedDataDict, micro_batch_size: int | None, key: str
+    ) -> BatchedDataDict:
+        width = data["input_ids"].shape[1]
+        parts = []
+        for microbatch in _microbatches(data, micro_batch_size):
+            logprobs_ns = self._forward(model, microbatch)
+            parts.append(functional.pad(logprobs_ns, (0, width - logprobs_ns.shape[1])))
+        return BatchedDataDict({key: torch.cat(parts)})
+
+    def _forward(self, model: Transformer, data: BatchedDataDict) -> Tensor:
+        return token_logprobs(model(data["input_ids"]), data["input_ids"], data["input_lengths"])
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        total = value.clone()
+        dist.all_reduce(total, group=self.mesh.get_group("dp"))
+        return total
+
+
+def _microbatches(data: BatchedDataDict, size: int | None) -> Iterator[BatchedDataDict]:
+    """The driver's plan where the data carries one; it gives every rank the same number of microbatches."""
+    if data.micro_batch_indices is not None:
+        return data.make_microbatch_iterator_with_dynamic_shapes()
+    return data.make_microbatch_iterator(size or data.size)
+
+
+def _sync_gradients(model: Transformer, enabled: bool) -> None:
+    """Gradients are exchanged once per batch, with its last microbatch."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(enabled)

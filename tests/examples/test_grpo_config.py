@@ -1,0 +1,87 @@
+"""The configuration of the GRPO example: what is read, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from grpo import config as grpo_config
+from grpo.cluster import ray_session, required_cpus
+from grpo.config import RunConfig, load_config
+from grpo.data_path import common_width
+from grpo.errors import UserError
+
+SHIPPED = Path(grpo_config.__file__).parent / "config.yaml"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_shipped_configuration_spells_out_the_defaults() -> None:
+    shipped = load_config(SHIPPED, {})
+    assert shipped == RunConfig(data=shipped.data)
+    assert shipped.data.file == SHIPPED.parent / "prompts.jsonl"
+    assert shipped.data_plane.backend == "tq_simple"
+
+
+def test_every_key_of_the_configuration_is_in_the_shipped_file() -> None:
+    shipped = yaml.safe_load(SHIPPED.read_text())
+    for name, field in RunConfig.model_fields.items():
+        assert name in shipped
+        if name != "data_plane" and isinstance(shipped[name], dict):
+            assert set(shipped[name]) == set(field.annotation.model_fields)  # type: ignore[union-attr]
+
+
+def test_overrides_win_over_the_file() -> None:
+    config = load_config(SHIPPED, {"grpo.steps": 3, "seed": None, "data_plane.backend": "noop", "data.file": "/x"})
+    assert config.grpo.steps == 3
+    assert config.seed == 0
+    assert config.data_plane.backend == "noop"
+    assert config.data.file == Path("/x")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: {file: p}\ngrop: {steps: 3}", "unknown key 'grop'. Did you mean 'grpo'?"),
+        ("data: {file: p}\ngrpo: {step: 3}", "unknown key 'grpo.step'. Did you mean 'steps'?"),
+        ("data: {file: p}\ndata_plane: {bakend: x, backend: y}", "unknown key 'data_plane.bakend'. Did you mean 'back"),
+        ("data: {file: p}\nray: {zzz: 1}", "unknown key 'ray.zzz'. Known keys: address, num_cpus"),
+        ("data: {file: p}\ngrpo: {steps: 0}", "grpo.steps: Input should be greater than or equal to 1"),
+        ("data: {file: p}\ngrpo: {steps: many}", "grpo.steps: Input should be a valid integer"),
+        ("data: {file: p}\nmodel: {width: 10, heads: 4}", "model: width 10 is not a multiple of heads 4"),
+        ("data: {file: p}\nnum_workers: 3", "cannot be shared equally by num_workers = 3"),
+        ("data: {file: p}\ngrpo: {max_new_tokens: 24}", "leaves no room for a prompt"),
+        ("seed: 1", "data: Field required"),
+        ("- a", "expected a mapping of sections, got list"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(write(tmp_path, text), {})
+    assert message in str(caught.value)
+    assert "run.yaml" in str(caught.value)
+
+
+def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone\.yaml does not exist"):
+        load_config(tmp_path / "gone.yaml", {})
+
+
+def test_too_few_cpus_are_refused_before_ray_starts() -> None:
+    config = load_config(SHIPPED, {"ray.num_cpus": 1})
+    with (
+        pytest.raises(UserError, match=r"ask for 2\.5, ray\.num_cpus is 1\."),
+        ray_session(config.ray, required_cpus(config, extra=1.0)),
+    ):
+        pass
+
+
+def test_the_common_width_is_the_longest_row_rounded_up() -> None:
+    config = load_config(SHIPPED, {})
+    assert [common_width([5, length, 4], config) for length in (8, 9, 12, 13)] == [8, 12, 12, 16]

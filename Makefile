@@ -1,0 +1,51 @@
+# The workspace's commands. `make demo` and `make test` set everything up from a fresh clone and need no other step.
+
+PYTHON ?= python3
+VENV   ?= .venv
+# The torch to install; a CUDA build or another version by `make TORCH=... test`.
+TORCH  ?= torch==2.13.0
+
+BIN      := $(VENV)/bin
+STAMP    := $(VENV)/.installed
+PACKAGES := core plugins/noop plugins/tq_simple integrations
+SOURCES  := $(addsuffix /src,$(PACKAGES))
+PROJECTS := pyproject.toml requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES))
+
+# One thread per process: two cores are shared by several workers, and results repeat bit for bit.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test test-long check format clean
+
+help:  ## List the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## Create the virtual environment with every package of the workspace
+
+$(STAMP): $(PROJECTS) scripts/system_packages.sh
+	@PYTHON=$(PYTHON) bash scripts/system_packages.sh
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt $(foreach p,$(PACKAGES),-e ./$(p))
+	@touch $@
+
+demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a picture under out/
+	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml
+
+test: setup  ## Run the tests (under 15 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: setup  ## Run all tests, with the long proofs
+	DATAPLANE_HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest
+
+check: setup  ## Lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(SOURCES)
+
+format: setup  ## Bring the sources into form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove the virtual environment and what runs left behind
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Installs the Debian packages that the workspace needs, where it may; else says which they are.
+set -euo pipefail
+
+missing=()
+"${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
+
+[ "${#missing[@]}" -eq 0 ] && exit 0
+if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+    echo "installing Debian packages: ${missing[*]}"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+else
+    echo "missing system packages; install them with: apt-get install ${missing[*]}" >&2
+    exit 1
+fi

@@ -1,0 +1,54 @@
+"""The `dataplane` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dataplane_core.errors import DataPlaneError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: Without the program's name; default: those of the process.
+
+    Returns:
+        The exit status: 0, 1 for a failure that was reported, 2 for wrong usage.
+    """
+    parser = argparse.ArgumentParser(prog="dataplane", description="Backends of the data plane: list and prove them.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    backends = commands.add_parser("backends", help="list the installed backends")
+    backends.add_argument("--load", action="store_true", help="import each, in a process of its own, and show what it declares")
+    backends.add_argument("--json", action="store_true", help="print JSON")
+
+    conformance = commands.add_parser("conformance", help="run the conformance kit against a backend")
+    conformance.add_argument("name", help="entry-point name of the backend")
+    conformance.add_argument("--options", default="{}", metavar="YAML", help="the backend's options, such as '{url: ...}'")
+    conformance.add_argument("--json", dest="json_path", metavar="FILE", help="write the report as JSON")
+    conformance.add_argument("--markdown", dest="markdown_path", metavar="FILE", help="write the report as Markdown")
+    conformance.add_argument("-k", dest="select", metavar="EXPRESSION", help="only the tests that match, as pytest's -k")
+
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command == "backends":
+            from dataplane_core.cli import _backends
+
+            return _backends.run(load=chosen.load, as_json=chosen.json)
+        from dataplane_core.cli import _conformance
+
+        return _conformance.run(
+            chosen.name,
+            options=chosen.options,
+            json_path=chosen.json_path,
+            markdown_path=chosen.markdown_path,
+            select=chosen.select,
+        )
+    except DataPlaneError as error:
+        print(f"dataplane: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,75 @@
+"""`RowStoreBackend`: a backend over an engine that keeps rows of bytes under integers.
+
+Many engines' cost is per cell, so the framed cells that one put writes of one sample are joined in one row.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dataplane_core.capabilities import WireFormat
+from dataplane_core.codec.frames import join_rows, split_rows
+from dataplane_core.errors import CorruptDataError
+from dataplane_core.hookspecs import WireColumn
+from dataplane_core.ledger import Located, Ref
+from dataplane_core.ledger_backend import LedgerBackend
+
+__all__ = ["RowStoreBackend"]
+
+
+class RowStoreBackend(LedgerBackend):
+    """All operations, from a ledger and rows of bytes. A row's handle is an integer that is never used again."""
+
+    wire = WireFormat(bytes=True)
+
+    @abstractmethod
+    def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
+        """Stores rows; returns when every client can read them.
+
+        Args:
+            handles: N ascending, adjacent integers.
+            buffer: The rows end to end.
+            offsets: (N + 1,) int64: row i is ``buffer[offsets[i]:offsets[i + 1]]``.
+            deadline: On `time.monotonic`'s clock, in seconds.
+        """
+
+    @abstractmethod
+    def _get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[bytes | bytearray | memoryview]:
+        """Reads rows, in the order of ``handles``; no handle repeats.
+
+        Raises:
+            RefsGoneError: A row is not there.
+        """
+
+    @abstractmethod
+    def _delete_rows(self, handles: Sequence[int], deadline: float) -> None:
+        """Deletes rows; handles that are not there are ignored."""
+
+    def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
+        frames = [column for column in columns.values() if isinstance(column, list)]
+        buffer, offsets = join_rows(frames)
+        self._put_rows(range(write_id, write_id + num_samples), buffer, offsets, deadline)
+
+    def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
+        handles = [part.write_id + position for part in located.parts for position in part.positions]
+        rows = split_rows(self._get_rows(handles, deadline))
+        columns: dict[str, WireColumn] = {name: [None] * num_samples for name in located.specs}
+        start = 0
+        for part in located.parts:
+            mine = rows[start : start + len(part.rows)]
+            start += len(part.rows)
+            for name, slot in zip(part.fields, part.slots, strict=True):
+                column = columns[name]
+                for position, frames in zip(part.rows, mine, strict=True):
+                    if slot >= len(frames):
+                        raise CorruptDataError(
+                            f"a row of write {part.write_id} holds {len(frames)} cells. Expected more than {slot}, "
+                            f"with field '{name}' among them."
+                        )
+                    column[position] = frames[slot]
+        return columns
+
+    def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
+        self._delete_rows([write_id + position for write_id, position in refs], deadline)

@@ -1,0 +1,344 @@
+"""The ledger's rules, one behaviour a test. Time is a plain number here."""
+
+import pytest
+
+from dataplane_core.errors import (
+    CapacityExceededError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    MissingDataError,
+    SchemaMismatchError,
+    StalePartitionError,
+    UnknownPartitionError,
+    UnknownTaskError,
+    UnsupportedOperationError,
+)
+from dataplane_core.fields import FieldSpec
+from dataplane_core.ledger import Ledger
+
+INT = FieldSpec("tensor", "int64", 1)
+FLOAT = FieldSpec("tensor", "float32", 1)
+
+
+def ledger(num_samples=None, group=None, **options):
+    made = Ledger(**options)
+    made.register("p", ["x"], num_samples, ["t", "u"], group, {})
+    return made
+
+
+def put(made, ids, *fields, spec=INT, tags=None, size=1):
+    specs = dict.fromkeys(fields, spec)
+    write_id = made.begin_put("p", ids, specs, [size] * len(ids), tags, None, now=0.0, ttl_s=10.0)
+    return write_id, made.commit_put(write_id)
+
+
+def claim(
+    made, n, task="t", fields=("x",), all_or_nothing=False, lease_s=None, tag_filter=None, now=0.0, explain=False
+):
+    return made.claim(
+        "p",
+        task,
+        list(fields),
+        n,
+        all_or_nothing=all_or_nothing,
+        lease_s=lease_s,
+        tag_filter=tag_filter,
+        explain=explain,
+        now=now,
+    )
+
+
+def test_claims_come_in_order_of_first_write_and_once_per_task():
+    made = ledger()
+    put(made, ["b", "a"], "y")
+    put(made, ["c"], "x")
+    put(made, ["a", "b"], "x")
+    assert claim(made, 2).sample_ids == ["b", "a"]
+    assert claim(made, 2).sample_ids == ["c"]
+    assert claim(made, 2).sample_ids == []
+    assert claim(made, 9, task="u").sample_ids == ["b", "a", "c"]
+
+
+def test_a_sample_is_ready_only_with_all_required_fields():
+    made = ledger()
+    put(made, ["a", "b"], "x")
+    assert claim(made, 2, fields=["x", "y"]).sample_ids == []
+    put(made, ["b"], "y")
+    assert claim(made, 2, fields=["x", "y"]).sample_ids == ["b"]
+
+
+def test_an_overwrite_does_not_hand_a_sample_out_again():
+    made = ledger()
+    put(made, ["a"], "x")
+    assert claim(made, 1).sample_ids == ["a"]
+    put(made, ["a"], "x")
+    assert claim(made, 1).sample_ids == []
+
+
+def test_all_or_nothing_waits_for_the_batch_and_then_for_the_tail():
+    made = ledger(num_samples=3)
+    put(made, ["a"], "x")
+    waiting = claim(made, 2, all_or_nothing=True, explain=True)
+    assert (waiting.sample_ids, waiting.exhausted, waiting.num_ready) == ((), False, 1)
+    put(made, ["b", "c"], "x")
+    assert claim(made, 2, all_or_nothing=True).sample_ids == ["a", "b"]
+    tail = claim(made, 2, all_or_nothing=True)
+    assert (tail.sample_ids, tail.exhausted) == (["c"], True)
+    assert claim(made, 2, all_or_nothing=True).exhausted
+
+
+def test_the_tail_waits_for_fields_that_remaining_samples_still_miss():
+    made = ledger(num_samples=2)
+    put(made, ["a", "b"], "y")
+    put(made, ["a"], "x")
+    waiting = claim(made, 4, all_or_nothing=True, explain=True)
+    assert not waiting.sample_ids
+    assert waiting.missing_cells == {"b": ("x",)}
+    put(made, ["b"], "x")
+    assert claim(made, 4, all_or_nothing=True).sample_ids == ["a", "b"]
+
+
+def test_cleared_samples_count_as_written_for_the_tail():
+    made = ledger(num_samples=2)
+    put(made, ["a"], "x")
+    made.clear("p", ["a"])
+    put(made, ["b"], "x")
+    assert claim(made, 2, all_or_nothing=True).sample_ids == ["b"]
+
+
+def test_groups_are_handed_out_whole_and_in_order():
+    made = ledger(group=2)
+    put(made, ["q_g0", "r_g0", "r_g1"], "x")
+    assert claim(made, 4).sample_ids == ["r_g0", "r_g1"]
+    put(made, ["q_g1"], "x")
+    assert claim(made, 4).sample_ids == ["q_g0", "q_g1"]
+
+
+def test_a_batch_size_that_is_no_multiple_of_the_group_is_refused():
+    with pytest.raises(InvalidRequestError, match="multiple of the group size 2"):
+        claim(ledger(group=2), 3)
+
+
+def test_a_group_with_a_cleared_member_is_never_given_even_if_written_again():
+    made = ledger(group=2)
+    put(made, ["q_g0", "q_g1"], "x")
+    made.clear("p", ["q_g0"])
+    put(made, ["q_g0"], "x")
+    assert claim(made, 2).sample_ids == []
+
+
+@pytest.mark.parametrize("bad", [["noseparator"], ["q_g0", "q_g1", "q_g2"]])
+def test_an_id_without_group_or_a_surplus_member_is_refused_and_nothing_written(bad):
+    made = ledger(group=2)
+    with pytest.raises(InvalidRequestError):
+        put(made, bad, "x")
+    assert made.list_samples("p", None).sample_ids == []
+    assert made.held_bytes == 0
+
+
+def test_a_lease_that_runs_out_goes_back_in_its_old_place():
+    made = ledger()
+    put(made, ["a", "b"], "x")
+    first = claim(made, 1, lease_s=5.0, now=0.0)
+    assert first.sample_ids == ["a"]
+    assert claim(made, 2, lease_s=5.0, now=4.9).sample_ids == ["b"]
+    assert claim(made, 2, lease_s=5.0, now=5.0).sample_ids == ["a"]
+
+
+def test_ack_settles_once_and_a_late_holder_fails_naming_the_ids():
+    made = ledger()
+    put(made, ["a"], "x")
+    old = claim(made, 1, lease_s=5.0, now=0.0)
+    new = claim(made, 1, lease_s=5.0, now=6.0)
+    with pytest.raises(LeaseExpiredError) as failed:
+        made.ack("p", "t", ["a"], old.lease_tokens, now=7.0)
+    assert failed.value.sample_ids == ("a",)
+    made.ack("p", "t", ["a"], new.lease_tokens, now=7.0)
+    made.ack("p", "t", ["a"], new.lease_tokens, now=99.0)  # its reply may have been lost
+    assert made.consumed("p", ["t"])
+    assert claim(made, 1, now=100.0).sample_ids == []
+
+
+def test_ack_settles_all_rows_or_none():
+    made = ledger()
+    put(made, ["a", "b"], "x")
+    held = claim(made, 2, lease_s=5.0)
+    made.clear("p", ["b"])
+    with pytest.raises(LeaseExpiredError, match="'b'"):
+        made.ack("p", "t", ["a", "b"], held.lease_tokens, now=1.0)
+    assert not made.consumed("p", ["t"])
+
+
+def test_nack_gives_back_at_once_and_renew_extends():
+    made = ledger()
+    put(made, ["a"], "x")
+    held = claim(made, 1, lease_s=5.0, now=0.0)
+    made.renew("p", "t", ["a"], held.lease_tokens, 5.0, now=4.0)
+    assert claim(made, 1, now=6.0).sample_ids == []
+    made.nack("p", "t", ["a"], held.lease_tokens, now=6.0)
+    assert claim(made, 1, now=6.0).sample_ids == ["a"]
+
+
+def test_groups_are_settled_as_a_whole():
+    made = ledger(group=2)
+    put(made, ["q_g0", "q_g1"], "x")
+    held = claim(made, 2, lease_s=5.0)
+    with pytest.raises(InvalidRequestError, match="1 of the 2 samples"):
+        made.ack("p", "t", ["q_g0"], held.lease_tokens[:1], now=1.0)
+    made.nack("p", "t", ["q_g0", "q_g1"], held.lease_tokens, now=1.0)
+    assert claim(made, 2, now=1.0).sample_ids == ["q_g0", "q_g1"]
+
+
+def test_consumed_counts_acks_not_leases_and_is_false_while_empty():
+    made = ledger()
+    assert not made.consumed("p", ["t"])
+    put(made, ["a"], "x")
+    held = claim(made, 1, lease_s=5.0)
+    assert not made.consumed("p", ["t"])
+    made.ack("p", "t", ["a"], held.lease_tokens, now=1.0)
+    assert made.consumed("p", ["t"])
+    assert not made.consumed("p", ["t", "u"])
+    assert not made.consumed("p", ["unheard"])
+    assert not made.consumed("unheard", ["t"])
+    made.clear("p", ["a"])
+    assert not made.consumed("p", ["t"])
+
+
+def test_tag_filters_pass_over_what_does_not_match_and_leave_it():
+    made = ledger()
+    put(made, ["a", "b", "c"], "x", tags=[{"v": 1}, {"v": 2}, {"w": 1}])
+    assert claim(made, 3, tag_filter={"v": (">=", 2)}).sample_ids == ["b"]
+    assert made.list_samples("p", {"v": ("in", [1, 2])}).sample_ids == ["a", "b"]
+    assert claim(made, 3).sample_ids == ["a", "c"]
+
+
+def test_tags_merge_key_by_key():
+    made = ledger()
+    put(made, ["a"], tags=[{"v": 1, "w": 1}])
+    put(made, ["a"], "x", tags=[{"v": 2}])
+    assert made.list_samples("p", None).tags == [{"v": 2, "w": 1}]
+
+
+def test_a_field_keeps_dtype_rank_and_trailing_shape():
+    made = ledger()
+    put(made, ["a"], "x")
+    for other in (FLOAT, FieldSpec("tensor", "int64", 2, (3,)), FieldSpec("object")):
+        with pytest.raises(SchemaMismatchError, match="field 'x'"):
+            put(made, ["b"], "x", "y", spec=other)
+    assert made.list_samples("p", None).sample_ids == ["a"]
+    put(made, ["b"], "y", spec=FLOAT)  # 'y' was not fixed by the refused puts
+
+
+def test_of_two_overlapping_first_writes_the_second_with_another_schema_fails():
+    made = ledger()
+    one = made.begin_put("p", ["a"], {"x": INT}, [8], None, None, now=0.0, ttl_s=10.0)
+    two = made.begin_put("p", ["b"], {"x": FLOAT}, [4], None, None, now=0.0, ttl_s=10.0)
+    made.commit_put(one)
+    with pytest.raises(SchemaMismatchError):
+        made.commit_put(two)
+    assert made.garbage(0.0) == [(two, 0)]
+    assert made.held_bytes == 8
+
+
+@pytest.mark.parametrize("overlap", ["clear", "clear_all", "register"])
+def test_a_put_that_overlaps_a_clear_or_registration_is_fenced(overlap):
+    made = ledger()
+    put(made, ["a"], "x")
+    begun = made.begin_put("p", ["a"], {"y": INT}, [8], None, None, now=0.0, ttl_s=10.0)
+    if overlap == "clear":
+        made.clear("p", ["a"])
+    elif overlap == "clear_all":
+        made.clear("p", None)
+    else:
+        made.register("p", ["x"], None, ["t"], None, {})
+    with pytest.raises(StalePartitionError):
+        made.commit_put(begun)
+    if overlap != "clear_all":
+        assert made.list_samples("p", None).sample_ids == []
+
+
+def test_a_put_checked_against_an_old_registration_is_refused():
+    made = ledger()
+    old = made.describe("p").epoch
+    made.register("p", ["x"], None, ["t"], None, {})
+    with pytest.raises(StalePartitionError):
+        made.begin_put("p", ["a"], {"x": INT}, [8], None, old, now=0.0, ttl_s=1.0)
+
+
+def test_capacity_counts_reservations_and_frees_what_is_cleared():
+    made = ledger(capacity_bytes=10)
+    put(made, ["a"], "x", size=6)
+    with pytest.raises(CapacityExceededError) as full:
+        put(made, ["b"], "x", size=5)
+    assert full.value.retryable
+    with pytest.raises(CapacityExceededError) as never:
+        put(made, ["b"], "x", size=11)
+    assert not never.value.retryable
+    made.clear("p", ["a"])
+    put(made, ["b"], "x", size=10)
+    assert made.held_bytes == 10
+
+
+def test_an_overwrite_frees_the_row_it_replaces_once_no_cell_names_it():
+    made = ledger()
+    first, _ = put(made, ["a"], "x", "y", size=8)
+    _, freed = put(made, ["a"], "x", size=8)
+    assert freed == []
+    _, freed = put(made, ["a"], "y", size=8)
+    assert freed == [(first, 0)]
+    assert made.held_bytes == 16
+
+
+def test_an_abandoned_put_is_reaped_with_its_payload():
+    made = ledger()
+    begun = made.begin_put("p", ["a", "b"], {"x": INT}, [8, 8], None, None, now=0.0, ttl_s=10.0)
+    assert made.garbage(9.0) == []
+    assert made.garbage(10.0) == [(begun, 0), (begun, 1)]
+    assert made.held_bytes == 0
+    with pytest.raises(StalePartitionError):
+        made.commit_put(begun)
+    made.collected([(begun, 0), (begun, 1)])
+    assert made.garbage(11.0) == []
+
+
+def test_aborting_a_committed_put_frees_nothing():
+    made = ledger()
+    write_id, _ = put(made, ["a"], "x")
+    assert made.abort_put(write_id) == []
+    assert made.locate("p", ["a"], ["x"]).parts[0].write_id == write_id
+
+
+def test_locate_groups_rows_by_write_and_names_what_is_missing():
+    made = ledger()
+    first, _ = put(made, ["a", "b", "c"], "x", "y")
+    second, _ = put(made, ["b"], "y")
+    parts = {part.write_id: [] for part in made.locate("p", ["c", "b", "a"], ["x", "y"]).parts}
+    for part in made.locate("p", ["c", "b", "a"], ["x", "y"]).parts:
+        parts[part.write_id].append((part.fields, part.slots, part.rows, part.positions))
+    assert parts == {
+        first: [(("x", "y"), (0, 1), [0, 2], [2, 0]), (("x",), (0,), [1], [1])],
+        second: [(("y",), (0,), [1], [0])],
+    }
+    with pytest.raises(MissingDataError) as missing:
+        made.locate("p", ["a", "zz"], ["x"])
+    assert missing.value.missing_samples == ("zz",)
+    with pytest.raises(MissingDataError, match="'a' lacks 'z'") as cells:
+        made.locate("p", ["a"], ["x", "z"])
+    assert cells.value.missing_cells == {"a": ("z",)}
+
+
+def test_without_overwrite_a_second_write_is_refused_whole():
+    made = ledger(overwrite=False)
+    put(made, ["a"], "x")
+    with pytest.raises(UnsupportedOperationError, match="'overwrite'"):
+        put(made, ["b", "a"], "x")
+    assert made.list_samples("p", None).sample_ids == ["a"]
+
+
+def test_unknown_partitions_and_tasks_are_named():
+    made = ledger()
+    with pytest.raises(UnknownPartitionError, match="'q' is not registered"):
+        made.describe("q")
+    with pytest.raises(UnknownTaskError, match="no consumer task 'z'"):
+        claim(made, 1, task="z")
+    assert made.clear("q", None) == (0, [])

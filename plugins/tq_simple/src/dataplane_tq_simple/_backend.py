@@ -1,0 +1,89 @@
+"""`TQSimpleBackend`: the ledger inside TransferQueue's controller, the rows in its storage units."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dataplane_core.capabilities import Capability, Scope
+from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.ledger_backend import LedgerService, RefsGoneError
+from dataplane_core.row_store import RowStoreBackend
+
+from dataplane_tq_simple._errors import RowsGoneError
+from dataplane_tq_simple.config import TQSimpleConfig
+
+if TYPE_CHECKING:
+    from dataplane_tq_simple._engine import Engine
+
+__all__ = ["TQSimpleBackend"]
+
+#: The TransferQueue field that holds the joined cells of a sample.
+_COLUMN = "dataplane"
+
+
+class TQSimpleBackend(RowStoreBackend):
+    """Every client of an instance speaks to one controller and its storage units, from any node of the Ray cluster."""
+
+    capabilities = frozenset(
+        {
+            Capability.CLAIMS,
+            Capability.GROUPS,
+            Capability.LEASES,
+            Capability.TAG_FILTERS,
+            Capability.CAPACITY,
+            Capability.LISTING,
+            Capability.OVERWRITE,
+            Capability.FENCED,
+            Capability.ATOMIC_OVERWRITE,
+        }
+    )
+    scope = Scope.CLUSTER
+    Config = TQSimpleConfig
+
+    def __init__(self, config: TQSimpleConfig) -> None:
+        super().__init__(config)
+        self._engine: Engine | None = None
+
+    def start(self, *, bootstrap: bool, deadline: float) -> None:
+        """Starts the instance on Ray, or attaches to it."""
+        from dataplane_tq_simple._engine import Engine
+
+        timeout_s = max(0.0, deadline - time.monotonic())
+        if bootstrap:
+            service = functools.partial(LedgerService, self.config.capacity_bytes)
+            self._engine = Engine.bootstrap(self.config, service, timeout_s=timeout_s)
+        else:
+            self._engine = Engine.attach(self.config, timeout_s=timeout_s)
+
+    def stop(self) -> None:
+        """Ends the connection and, where this client started the instance, the instance."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _ledger(self, deadline: float, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._connected().call("call", method, *args, timeout_s=_left_s(deadline), **kwargs)
+
+    def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
+        self._connected().put_rows(handles, buffer, offsets, column=_COLUMN, timeout_s=_left_s(deadline))
+
+    def _get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:
+        try:
+            return self._connected().get_rows(handles, column=_COLUMN, timeout_s=_left_s(deadline))
+        except RowsGoneError as error:
+            raise RefsGoneError(error.message) from error
+
+    def _delete_rows(self, handles: Sequence[int], deadline: float) -> None:
+        self._connected().delete_rows(handles, timeout_s=_left_s(deadline))
+
+    def _connected(self) -> Engine:
+        if self._engine is None:
+            raise BackendUnavailableError("the backend is not started.", retryable=False)
+        return self._engine
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

@@ -1,0 +1,460 @@
+"""The Ray side of an instance: its actors, their names, their life and death.
+
+An instance is one TransferQueue controller and its storage units: named Ray actors of the process that bootstrapped
+them, in the namespace ``dataplane``. They are not detached. Ray ends them when that process closes its client, exits or
+crashes, so nothing outlives its owner; other jobs reach them by name all the same.
+
+Importing this module imports Ray and TransferQueue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+import ray.exceptions
+from transfer_queue.controller import TransferQueueController
+from transfer_queue.storage.simple_storage import SimpleStorageUnit
+
+from dataplane_core.errors import (
+    AlreadyRunningError,
+    BackendError,
+    BackendUnavailableError,
+    ConfigError,
+    DataPlaneError,
+    OperationTimeoutError,
+    preview,
+)
+from dataplane_tq_simple._errors import BACKEND_NAME
+from dataplane_tq_simple._exchange import Peer
+from dataplane_tq_simple._sampler import LedgerSampler
+from dataplane_tq_simple.config import TQSimpleConfig
+
+__all__ = ["ActorWatch", "Instance", "RaySession"]
+
+NAMESPACE = "dataplane"
+
+# Settings of TransferQueue in the processes that an instance starts; a value in the bootstrapping client's environment
+# wins. A unit moves bytes and computes nothing, so one torch thread is enough, and more than the node has cores cost a
+# warning per request. The performance log would come to every driver's output each five minutes.
+_ACTOR_ENV = {"TQ_NUM_THREADS": "1", "TQ_PERF_LOG_FLUSH_INTERVAL": "1000000000"}
+
+# How long after a process ended Ray may still count its CPUs as taken, or its name as used.
+_SETTLE_S = 5.0
+
+
+class StorageUnit(SimpleStorageUnit.__ray_metadata__.modified_class):  # type: ignore[misc]
+    """TransferQueue's storage unit as an importable class.
+
+    TransferQueue exports it only wrapped as a Ray actor class, which Ray ships to the worker by value, along with the
+    module's settings as the driver read them. By reference, the settings are those of the unit's own environment.
+    """
+
+
+class RaySession:
+    """This process's connection to Ray, shared by the engines in it.
+
+    The engine that finds Ray uninitialised initialises it; the last engine to release such a connection shuts it down.
+    A connection that somebody else made is left alone.
+    """
+
+    _lock = threading.Lock()
+    _ours: tuple[str, str] | None = None  # the connection that an engine made
+    _num_users = 0
+
+    def __init__(self, *, started: bool, ours: bool) -> None:
+        self.started = started
+        self._counted = ours
+
+    @classmethod
+    def acquire(cls, config: TQSimpleConfig, *, bootstrap: bool, timeout_s: float) -> RaySession:
+        """Connects to Ray, or starts it, unless this process is connected already.
+
+        Raises:
+            BackendUnavailableError: There is no Ray to connect to.
+            ConfigError: This process is connected to another cluster than the configured one.
+        """
+        with cls._lock:
+            started = False
+            if not ray.is_initialized():
+                address = config.ray_address or os.environ.get("RAY_ADDRESS") or ("local" if bootstrap else None)
+                if address is None:
+                    raise BackendUnavailableError(
+                        f"cannot attach to instance {config.instance!r}: Ray is not initialised in this process and no "
+                        "address of a cluster is configured.",
+                        backend=BACKEND_NAME,
+                        hint="Set ray_address (host:port, as the bootstrapping side logs it; or 'auto' for a cluster "
+                        "on this machine) or RAY_ADDRESS, or call ray.init first.",
+                    )
+                started = address == "local"
+                cls._connect(address, config, timeout_s)
+                cls._ours, cls._num_users = _connection(), 0
+            else:
+                _check_same_cluster(config)
+            ours = cls._ours is not None and cls._ours == _connection()
+            cls._num_users += ours
+            return cls(started=started, ours=ours)
+
+    @staticmethod
+    def _connect(address: str, config: TQSimpleConfig, timeout_s: float) -> None:
+        options: dict[str, Any] = {"address": address, "configure_logging": False}
+        if address == "local":
+            options.update(num_cpus=config.ray_num_cpus, include_dashboard=False)
+        try:
+            if address not in ("local", "auto"):
+                # Ray itself tries an address where nobody listens for longer than a caller may want to wait.
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+            ray.init(**options)
+        except Exception as error:
+            raise BackendUnavailableError(
+                f"cannot connect to Ray at {address!r}: {type(error).__name__}: {error}",
+                backend=BACKEND_NAME,
+                hint="Expected the host:port of a running cluster's GCS, 'auto', or 'local'.",
+            ) from error
+
+    def release(self) -> None:
+        """Gives the connection back. Idempotent."""
+        with RaySession._lock:
+            if not self._counted:
+                return
+            self._counted = False
+            RaySession._num_users -= 1
+            if RaySession._num_users == 0 and ray.is_initialized() and RaySession._ours == _connection():
+                RaySession._ours = None
+                ray.shutdown()
+
+
+def _connection() -> tuple[str, str]:
+    """What tells this process's connection to Ray from any other it had or will have."""
+    context = ray.get_runtime_context()
+    return str(context.gcs_address), str(context.get_job_id())
+
+
+def _check_same_cluster(config: TQSimpleConfig) -> None:
+    _, _, wanted = (config.ray_address or "").rpartition(":")
+    here = ray.get_runtime_context().gcs_address
+    # Hosts have many names; a cluster on another port is another cluster for certain.
+    if wanted.isdigit() and not here.endswith(f":{wanted}"):
+        raise ConfigError(
+            f"ray_address is {config.ray_address!r}, but this process is connected to the Ray cluster at {here!r}. "
+            "Expected one cluster per process.",
+            backend=BACKEND_NAME,
+            hint="Leave ray_address out to use the connection that is there.",
+        )
+
+
+class Instance:
+    """The actors of one instance, as seen from this process.
+
+    Attributes:
+        config: The options that it was bootstrapped with.
+        controller: The controller.
+        units: The storage units; handle h lives on number ``h % len(units)``.
+    """
+
+    def __init__(self, config: TQSimpleConfig, controller: Peer, units: Sequence[Peer], handles: dict[str, Any]):
+        self.config = config
+        self.controller = controller
+        self.units = tuple(units)
+        self._handles = handles
+
+    # --- bootstrapping -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def start(cls, config: TQSimpleConfig, service_factory: Callable[[], object], *, deadline: float) -> Instance:
+        """Starts the actors and waits until they run. Not yet visible to attaching clients: see `publish`.
+
+        Args:
+            config: The options.
+            service_factory: See `LedgerSampler`.
+            deadline: Reading of ``time.monotonic()`` by which they must run.
+
+        Raises:
+            AlreadyRunningError: The name is taken.
+            BackendUnavailableError: The cluster lacks the configured CPUs, or an actor failed to start.
+            OperationTimeoutError: They did not start in time.
+        """
+        _check_cpus(config, deadline)
+        env = {"env_vars": {name: os.environ.get(name, value) for name, value in _ACTOR_ENV.items()}}
+        common = {"namespace": NAMESPACE, "max_restarts": 0, "runtime_env": env}
+        handles: dict[str, Any] = {}
+        try:
+            sampler = LedgerSampler(service_factory)
+            name = _controller_name(config)
+            controller = TransferQueueController.options(name=name, num_cpus=config.controller_num_cpus, **common)
+            create = functools.partial(controller.remote, sampler=sampler, polling_mode=True)
+            handles[name] = _create(config, name, create, deadline)
+            size = {"total_storage_size": config.storage_unit_size, "num_data_storage_units": 1}
+            unit_class = ray.remote(StorageUnit)
+            for index in range(config.num_storage_units):
+                name = _unit_name(config, index)
+                unit = unit_class.options(
+                    name=name, num_cpus=config.unit_num_cpus, scheduling_strategy="SPREAD", **common
+                )
+                handles[name] = _create(config, name, functools.partial(unit.remote, config=size), deadline)
+            infos = _wait_for_start(config, handles, deadline)
+        except BaseException:
+            _kill(handles)
+            raise
+        names = ["controller", *(f"storage unit {index}" for index in range(config.num_storage_units))]
+        ports = ["request_handle_socket", *["put_get_socket"] * config.num_storage_units]
+        peers = [
+            Peer(name, actor, info.ip, info.ports[port])
+            for name, port, actor, info in zip(names, ports, handles, infos, strict=True)
+        ]
+        return cls(config, peers[0], peers[1:], handles)
+
+    def publish(self, *, deadline: float) -> None:
+        """Makes the instance known to attaching clients."""
+        description = {
+            "config": self.config.model_dump(),
+            "controller": tuple(self.controller),
+            "units": [tuple(unit) for unit in self.units],
+        }
+        _get(self._handles[self.controller.actor].store_config.remote(description), "publish the instance", deadline)
+
+    def stop(self) -> None:
+        """Ends the actors, and waits a little until Ray has noticed. For the process that started them."""
+        if ray.is_initialized():
+            _kill(self._handles)
+
+    # --- attaching ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def find(cls, config: TQSimpleConfig, *, deadline: float) -> Instance:
+        """Finds a running instance by name.
+
+        Raises:
+            BackendUnavailableError: There is none, or its storage units are gone.
+            OperationTimeoutError: Its controller does not answer, or never became ready.
+        """
+        name = _controller_name(config)
+        wait_until = min(deadline, time.monotonic() + config.attach_wait_s)
+        while True:
+            controller = _lookup(name)
+            description = None
+            if controller is not None:
+                what = f"attach to instance {config.instance!r}: ask its controller for the configuration"
+                try:
+                    description = _get(controller.get_config.remote(), what, deadline)
+                    wait_until = deadline  # it is there; now only the bootstrapping client can be slow
+                except BackendUnavailableError:
+                    controller = None  # its last moments: Ray forgets a dead actor's name a little later
+            if description is not None:
+                break
+            if time.monotonic() >= wait_until:
+                raise _not_found(config, starting=controller is not None)
+            time.sleep(0.1)
+        units = [Peer(*unit) for unit in description["units"]]
+        handles = {name: controller, **{unit.actor: _lookup(unit.actor) for unit in units}}
+        gone = [unit.name for unit in units if handles[unit.actor] is None]
+        if gone:
+            raise BackendUnavailableError(
+                f"instance {config.instance!r} is broken: {preview(gone)} of {len(units)} died.",
+                backend=BACKEND_NAME,
+                retryable=False,
+                hint="Close the client that bootstrapped it and bootstrap it again.",
+            )
+        return cls(TQSimpleConfig(**description["config"]), Peer(*description["controller"]), units, handles)
+
+    def watch(self, peers: Sequence[Peer]) -> ActorWatch:
+        """Looks after some of the actors while an exchange waits for them."""
+        return ActorWatch(self.config.instance, [(peer, self._handles[peer.actor]) for peer in peers])
+
+
+class ActorWatch:
+    """Asks Ray, on the side, whether actors that owe an answer are alive."""
+
+    def __init__(self, instance: str, actors: Sequence[tuple[Peer, Any]]) -> None:
+        self._instance = instance
+        self._asked: dict[Peer, Any] = {}
+        self._alive: list[Peer] = []
+        self._connected = ray.is_initialized()
+        if self._connected:
+            self._asked = {peer: handle.get_zmq_server_info.remote() for peer, handle in actors}
+
+    def check(self) -> None:
+        """Raises `BackendUnavailableError` if one of them is dead. Does not block."""
+        if not self._asked or not ray.is_initialized():
+            return
+        answered, _ = ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)
+        for peer in [peer for peer, ref in self._asked.items() if ref in answered]:
+            try:
+                ray.get(self._asked.pop(peer), timeout=0)
+                self._alive.append(peer)
+            except ray.exceptions.RayActorError as error:
+                if isinstance(error, ray.exceptions.ActorUnavailableError):
+                    continue  # may come back: left to the deadline
+                raise BackendUnavailableError(
+                    f"the {peer.name} of instance {self._instance!r} is dead: {_cause(error)}",
+                    backend=BACKEND_NAME,
+                    retryable=False,
+                    hint="What it held is lost. Close this client and bootstrap the instance again.",
+                ) from error
+
+    def describe(self) -> str:
+        """What is known, as a sentence."""
+        if not self._connected:
+            return "This process is no longer connected to Ray, so whether they are alive is not known."
+        if self._asked:
+            names = ", ".join(peer.name for peer in self._asked)
+            return f"The {names} did not answer Ray either: stopped, overloaded, or on a node that is unreachable."
+        names = ", ".join(peer.name for peer in self._alive)
+        return f"The process of the {names} is alive: busy with other requests, or cut off from this one's network."
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _controller_name(config: TQSimpleConfig) -> str:
+    return f"tq-{config.instance}"
+
+
+def _unit_name(config: TQSimpleConfig, index: int) -> str:
+    return f"tq-{config.instance}/unit-{index}"
+
+
+def _cause(error: BaseException) -> str:
+    """The one line of a Ray error that says why; the rest repeats names and advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    why = [line for line in lines if line.startswith("The actor is dead because")]
+    return (why or lines or [type(error).__name__])[0]
+
+
+def _lookup(name: str) -> Any | None:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _get(ref: Any, what: str, deadline: float) -> Any:
+    """``ray.get`` within the deadline, its failures as errors of ours."""
+    try:
+        return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+    except ray.exceptions.GetTimeoutError as error:
+        raise OperationTimeoutError(f"{what}: no answer in time.", backend=BACKEND_NAME) from error
+    except ray.exceptions.RayError as error:
+        raise BackendUnavailableError(f"{what}: {_cause(error)}", backend=BACKEND_NAME) from error
+
+
+def _not_found(config: TQSimpleConfig, *, starting: bool) -> DataPlaneError:
+    where = f"the Ray cluster at {ray.get_runtime_context().gcs_address!r}"
+    if starting:
+        return OperationTimeoutError(
+            f"instance {config.instance!r} on {where} was still starting when time was up.", backend=BACKEND_NAME
+        )
+    prefix = "tq-"
+    running = [
+        actor["name"].removeprefix(prefix)
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix) and "/" not in actor["name"]
+    ]
+    return BackendUnavailableError(
+        f"no instance {config.instance!r} runs on {where}; there: {preview(running) or 'none'}.",
+        backend=BACKEND_NAME,
+        hint="Bootstrap it first (bootstrap=True, in a process that stays), with the same `instance` and cluster.",
+    )
+
+
+def _create(config: TQSimpleConfig, name: str, create: Callable[[], Any], deadline: float) -> Any:
+    """Creates a named actor. Waits while the name is still held by one that has just died."""
+    while True:
+        try:
+            return create()
+        except ValueError as error:
+            holder = _lookup(name)
+            if holder is None and not isinstance(error, ray.exceptions.ActorAlreadyExistsError):
+                raise
+            if (holder is not None and not _is_dead(holder, deadline)) or time.monotonic() >= deadline:
+                raise AlreadyRunningError(
+                    f"instance {config.instance!r} is already running on the Ray cluster at "
+                    f"{ray.get_runtime_context().gcs_address!r}.",
+                    backend=BACKEND_NAME,
+                    hint="Attach to it (bootstrap=False), close the client that bootstrapped it, or choose another "
+                    "name for `instance`.",
+                ) from error
+            time.sleep(0.1)
+
+
+def _is_dead(actor: Any, deadline: float) -> bool:
+    timeout_s = max(0.0, min(_SETTLE_S, deadline - time.monotonic()))
+    try:
+        ray.get(actor.get_zmq_server_info.remote(), timeout=timeout_s)
+    except ray.exceptions.RayActorError:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
+
+
+def _check_cpus(config: TQSimpleConfig, deadline: float) -> None:
+    """Says at once, with numbers, that the CPUs are not there: Ray itself would wait for them without a word."""
+    needed = config.controller_num_cpus + config.num_storage_units * config.unit_num_cpus
+    if needed == 0:
+        return
+    wait_until = min(deadline, time.monotonic() + _SETTLE_S)
+    while True:
+        total = ray.cluster_resources().get("CPU", 0.0)
+        free = ray.available_resources().get("CPU", 0.0)
+        if free >= needed:
+            return
+        if total < needed or time.monotonic() >= wait_until:
+            break
+        time.sleep(0.2)
+    raise BackendUnavailableError(
+        f"instance {config.instance!r} needs {needed:g} CPUs (controller {config.controller_num_cpus:g}, "
+        f"{config.num_storage_units} storage units of {config.unit_num_cpus:g}), but the Ray cluster has {free:g} free "
+        f"of {total:g}. Its processes would never be scheduled.",
+        backend=BACKEND_NAME,
+        retryable=total >= needed,
+        hint="Set controller_num_cpus and unit_num_cpus to 0, or give Ray more logical CPUs (ray_num_cpus).",
+    )
+
+
+def _wait_for_start(config: TQSimpleConfig, handles: dict[str, Any], deadline: float) -> list[Any]:
+    refs = {name: handle.get_zmq_server_info.remote() for name, handle in handles.items()}
+    started, waiting = ray.wait(
+        list(refs.values()), num_returns=len(refs), timeout=max(0.0, deadline - time.monotonic())
+    )
+    try:
+        infos = {ref: ray.get(ref, timeout=0) for ref in started}
+    except ray.exceptions.RayError as error:
+        raise BackendUnavailableError(
+            f"a process of instance {config.instance!r} failed to start: {str(error).strip()}",
+            backend=BACKEND_NAME,
+            hint="dataplane-tq-simple must be installed, in this version, on every node of the Ray cluster.",
+        ) from error
+    if waiting:
+        names = [name for name, ref in refs.items() if ref in waiting]
+        raise OperationTimeoutError(
+            f"instance {config.instance!r}: {preview(names)} of {len(refs)} processes did not start in time.",
+            backend=BACKEND_NAME,
+            hint=f"Free on the cluster: {ray.available_resources()}. A first start imports torch, which takes seconds.",
+        )
+    return [infos[ref] for ref in refs.values()]
+
+
+def _kill(handles: dict[str, Any]) -> None:
+    for handle in handles.values():
+        with contextlib.suppress(Exception):  # dead already
+            ray.kill(handle, no_restart=True)
+    give_up = time.monotonic() + _SETTLE_S
+    for name in handles:
+        while _lookup(name) is not None and time.monotonic() < give_up:
+            time.sleep(0.02)
+
+
+def unexpected(what: str, error: Exception) -> DataPlaneError:
+    """An exception of Ray or TransferQueue that has no better name."""
+    if isinstance(error, DataPlaneError):
+        return error
+    return BackendError(f"{what} failed: {type(error).__name__}: {error}", backend=BACKEND_NAME)

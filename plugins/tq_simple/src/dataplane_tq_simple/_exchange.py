@@ -1,0 +1,265 @@
+"""Requests and replies over ZeroMQ, every one bounded in time.
+
+TransferQueue's own clients wait for replies without a limit, retry on a schedule of their own, and reset torch's thread
+count around each request. So the engine talks to TransferQueue's sockets itself: plain blocking sockets, polled against
+a deadline by the calling thread. There is no event loop and no thread to hang or to hand over to.
+
+A reply carries no mark of its request, so a socket belongs to one exchange at a time, and one whose exchange did not
+end well is closed: a late reply cannot be taken for another's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol
+from uuid import uuid4
+
+import zmq as _zmq
+from transfer_queue.utils.zmq_utils import STORAGE_MANAGER_IDENTITY_PREFIX, create_zmq_socket
+
+from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
+from dataplane_tq_simple._errors import BACKEND_NAME
+
+__all__ = ["Exchange", "Peer", "Request", "Watch"]
+
+zmq: Any = _zmq  # its type stubs are partial
+
+# How often a waiting exchange looks whether the engine was closed, in seconds.
+_POLL_S = 0.1
+# Requests that one exchange has in flight to one peer. Replies come in the order of the requests.
+_WINDOW = 4
+# Idle sockets kept per peer.
+_MAX_IDLE = 8
+
+
+class Peer(NamedTuple):
+    """A process that answers requests.
+
+    Attributes:
+        name: What messages call it: ``controller``, ``storage unit 0``.
+        actor: Its Ray actor name.
+        ip: Its address.
+        port: Its port.
+    """
+
+    name: str
+    actor: str
+    ip: str
+    port: int
+
+
+class Request(NamedTuple):
+    """One request of an exchange.
+
+    Attributes:
+        frames: Builds the message. Called when it is about to be sent, so that a long exchange does not hold all its
+            messages at once.
+        on_reply: Receives the frames of the reply. What it raises ends the exchange.
+    """
+
+    frames: Callable[[], list[Any]]
+    on_reply: Callable[[list[Any]], None]
+
+
+class Watch(Protocol):
+    """Looks after the peers of an exchange that has to wait."""
+
+    def check(self) -> None:
+        """Called several times a second. Must not block. Raises `BackendUnavailableError` if a peer is dead."""
+
+    def describe(self) -> str:
+        """What is known about the peers, as a sentence for the error when time is up."""
+
+
+class Exchange:
+    """Sends requests to peers and waits for their replies. Thread-safe.
+
+    Args:
+        watch: Makes a `Watch` of the peers that an exchange waits for. Called only by exchanges that wait long.
+        patience_s: How long an exchange waits before it starts to watch its peers, in seconds.
+    """
+
+    def __init__(self, watch: Callable[[Sequence[Peer]], Watch], *, patience_s: float = 1.0) -> None:
+        self._make_watch = watch
+        self._patience_s = patience_s
+        self._context = zmq.Context()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: dict[Peer, list[Any]] = {}
+        self._num_leased = 0
+        self._none_leased = threading.Condition(self._lock)
+        self._closed = False
+        # Storage units drop requests of peers whose identity does not start with this prefix.
+        self._identity = f"{STORAGE_MANAGER_IDENTITY_PREFIX}dataplane_{uuid4().hex}"
+        self._num_sockets = 0
+
+    def run(self, what: str, requests: Sequence[tuple[Peer, Sequence[Request]]], *, timeout_s: float) -> None:
+        """Sends every peer its requests in order, and waits until all are answered.
+
+        Args:
+            what: The operation, for messages: ``put_rows(512 rows)``.
+            requests: The peers, each at most once, and the requests to each.
+            timeout_s: For all of it, in seconds.
+
+        Raises:
+            OperationTimeoutError: Not all replies came in time. The requests may have been carried out or not.
+            BackendUnavailableError: A peer is dead, or cannot be reached.
+            ClientClosedError: `close` was called, before or meanwhile.
+            DataPlaneError: Raised by an ``on_reply``.
+        """
+        if timeout_s <= 0:
+            raise OperationTimeoutError(f"{what}: time was up before it began. Nothing was sent.", backend=BACKEND_NAME)
+        deadline = time.monotonic() + timeout_s
+        with ExitStack() as leases:
+            lanes = [_Lane(peer, leases.enter_context(self._lease(peer)), work) for peer, work in requests if work]
+            try:
+                self._pump(what, lanes, deadline, timeout_s)
+            except zmq.ZMQError as error:
+                raise BackendUnavailableError(f"{what} failed: {error}", backend=BACKEND_NAME) from error
+
+    def _pump(self, what: str, lanes: list[_Lane], deadline: float, timeout_s: float) -> None:
+        poller = zmq.Poller()
+        for lane in lanes:
+            poller.register(lane.socket, zmq.POLLIN)
+            lane.send()
+        waiting = {lane.socket: lane for lane in lanes}
+        last_reply = time.monotonic()
+        watch: Watch | None = None
+        while waiting:
+            if self._closed:
+                raise _closed_error(what)
+            now = time.monotonic()
+            ready = poller.poll(max(0.0, min(_POLL_S, deadline - now)) * 1000)
+            for socket, _ in ready:
+                lane = waiting[socket]
+                lane.receive()
+                if lane.done:
+                    poller.unregister(socket)
+                    del waiting[socket]
+            if ready:
+                last_reply, watch = time.monotonic(), None
+            elif now >= deadline:
+                raise self._out_of_time(what, list(waiting.values()), watch, timeout_s)
+            elif now - last_reply >= self._patience_s:
+                watch = watch or self._make_watch([lane.peer for lane in waiting.values()])
+                watch.check()
+
+    def _out_of_time(self, what: str, waiting: list[_Lane], watch: Watch | None, timeout_s: float) -> Exception:
+        names = ", ".join(lane.peer.name for lane in waiting)
+        return OperationTimeoutError(
+            f"{what}: no answer within {timeout_s:g} s from the {names}. It may have been carried out or not.",
+            backend=BACKEND_NAME,
+            hint=watch.describe() if watch else None,
+        )
+
+    @contextmanager
+    def _lease(self, peer: Peer) -> Iterator[Any]:
+        """A socket to ``peer`` for one exchange; it is kept for the next only if this one ends without an error."""
+        with self._lock:
+            if self._closed:
+                raise _closed_error(f"a request to the {peer.name}")
+            if self.forked:
+                raise ClientClosedError(
+                    f"this client was opened by process {self._pid} and is used by its fork {os.getpid()}. Expected "
+                    "the process that opened it.",
+                    backend=BACKEND_NAME,
+                    hint="Attach a client of its own in each process, after the fork.",
+                )
+            idle = self._idle.get(peer)
+            socket = idle.pop() if idle else None
+            self._num_leased += 1
+            self._num_sockets += 1
+            serial = self._num_sockets
+        try:
+            if socket is None:
+                socket = self._connect(peer, serial)
+            yield socket
+        except BaseException:
+            if socket is not None:
+                socket.close(linger=0)
+            raise
+        else:
+            with self._lock:
+                pool = self._idle.setdefault(peer, [])
+                keep = not self._closed and len(pool) < _MAX_IDLE
+                if keep:
+                    pool.append(socket)
+            if not keep:
+                socket.close(linger=0)
+        finally:
+            with self._lock:
+                self._num_leased -= 1
+                self._none_leased.notify_all()
+
+    def _connect(self, peer: Peer, serial: int) -> Any:
+        socket = create_zmq_socket(self._context, zmq.DEALER, peer.ip, identity=f"{self._identity}_{serial}".encode())
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            host = f"[{peer.ip}]" if ":" in peer.ip else peer.ip
+            socket.connect(f"tcp://{host}:{peer.port}")
+        except BaseException:
+            socket.close(linger=0)
+            raise
+        return socket
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is the copy of an exchange in a fork of its process."""
+        return os.getpid() != self._pid
+
+    def close(self) -> None:
+        """Ends the exchanges that are running with `ClientClosedError`, and frees the sockets. Idempotent.
+
+        In a fork it does nothing: the sockets are the parent's.
+        """
+        if self.forked:
+            return
+        with self._lock:
+            already, self._closed = self._closed, True
+            idle = [socket for sockets in self._idle.values() for socket in sockets]
+            self._idle.clear()
+            if not already:
+                self._none_leased.wait_for(lambda: self._num_leased == 0, timeout=20 * _POLL_S)
+            all_returned = self._num_leased == 0
+        for socket in idle:
+            socket.close(linger=0)
+        if all_returned and not already:
+            self._context.term()
+
+
+class _Lane:
+    """The requests of one exchange to one peer, and how far they are."""
+
+    def __init__(self, peer: Peer, socket: Any, requests: Sequence[Request]) -> None:
+        self.peer = peer
+        self.socket = socket
+        self._requests = requests
+        self._num_sent = 0
+        self._num_answered = 0
+
+    @property
+    def done(self) -> bool:
+        return self._num_answered == len(self._requests)
+
+    def send(self) -> None:
+        """Sends as many requests as may be in flight."""
+        while self._num_sent < len(self._requests) and self._num_sent - self._num_answered < _WINDOW:
+            frames = self._requests[self._num_sent].frames()
+            self.socket.send_multipart(frames, copy=False)
+            self._num_sent += 1
+
+    def receive(self) -> None:
+        """Takes one reply that is there, and sends what may now be sent."""
+        frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        request = self._requests[self._num_answered]
+        self._num_answered += 1
+        self.send()  # before the reply is looked at: the peer works meanwhile
+        request.on_reply(frames)
+
+
+def _closed_error(what: str) -> ClientClosedError:
+    return ClientClosedError(f"{what}: this client is closed.", backend=BACKEND_NAME)

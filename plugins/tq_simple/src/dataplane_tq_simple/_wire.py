@@ -1,0 +1,255 @@
+"""TransferQueue's messages, as far as the engine speaks them: calls to the controller, rows to and from its units.
+
+A row travels and is stored as one msgpack binary. That is the cheapest form TransferQueue's serialisation has: all rows
+of a message lie in one frame, none costs Python time of its own, and the unit keeps an independent ``bytes`` object per
+row, so deleting a row frees its memory at once. Tensors and arrays instead become a frame, a pickled header and a view
+each, and views keep the frame they arrived in alive until the last of them goes.
+
+Importing this module imports TransferQueue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from transfer_queue.storage.simple_storage import KEY_NOT_FOUND_MARKER
+from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
+
+from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError
+from dataplane_tq_simple._errors import BACKEND_NAME, RowsGoneError
+from dataplane_tq_simple._sampler import CALL_FIELD, CALL_KEY, CALL_PARTITION
+
+__all__ = [
+    "Chunk",
+    "call_request",
+    "check_delete_reply",
+    "check_put_reply",
+    "delete_request",
+    "get_request",
+    "open_partition_request",
+    "plan_by_bytes",
+    "plan_by_rows",
+    "put_request",
+    "read_call_reply",
+    "read_get_reply",
+    "read_open_partition_reply",
+]
+
+#: What ``zmq`` sends and receives: one buffer per frame.
+Frames = list[Any]
+
+#: The largest msgpack binary.
+MAX_ROW_BYTES = 2**32 - 1
+
+_SENDER = "dataplane"
+
+
+class Chunk(NamedTuple):
+    """Rows of one request to one unit.
+
+    Attributes:
+        unit: Index of the unit.
+        positions: Positions of the rows in the batch, ascending.
+        handles: Their handles.
+    """
+
+    unit: int
+    positions: list[int]
+    handles: list[int]
+
+
+class _GetBody(msgspec.Struct):
+    data: dict[str, list[memoryview]] | None = None
+    message: str | None = None
+
+
+class _GetReply(msgspec.Struct):
+    request_type: str
+    body: _GetBody
+
+
+# Rows are decoded as views into the received frame: no copy on this side.
+_get_reply_decoder = msgspec.msgpack.Decoder(_GetReply)
+
+
+def _request(kind: Any, receiver: str, body: dict[str, Any]) -> Frames:
+    frames: Frames = ZMQMessage.create(
+        request_type=kind, sender_id=_SENDER, receiver_id=receiver, body=body
+    ).serialize()
+    return frames
+
+
+def _refused(receiver: str, what: str, reply: Any) -> BackendError:
+    message = reply.body.get("message", reply.request_type) if isinstance(reply.body, dict) else reply.request_type
+    return BackendError(f"{receiver} refused {what}: {message}", backend=BACKEND_NAME)
+
+
+# --- the controller --------------------------------------------------------------------------------------------------
+
+
+def open_partition_request(receiver: str) -> Frames:
+    """Creates the partition that calls are addressed to."""
+    body = {"data_fields": [], "batch_size": 1, "partition_id": CALL_PARTITION, "mode": "insert"}
+    return _request(ZMQRequestType.GET_META, receiver, body)
+
+
+def read_open_partition_reply(receiver: str, frames: Frames) -> None:
+    """Raises `BackendError` unless the partition was created."""
+    reply = ZMQMessage.deserialize(frames)
+    if reply.request_type != ZMQRequestType.GET_META_RESPONSE:
+        raise _refused(receiver, f"to open the partition {CALL_PARTITION!r}", reply)
+
+
+def call_request(receiver: str, call: bytes) -> Frames:
+    """A request for rows that in truth is the encoded ``call`` to our sampler."""
+    body = {
+        # With a field that does not exist the controller scans nothing, and with no rows wanted it waits for none.
+        "data_fields": [CALL_FIELD],
+        "batch_size": 0,
+        "partition_id": CALL_PARTITION,
+        "mode": "fetch",
+        "task_name": CALL_PARTITION,
+        "sampling_config": {CALL_KEY: call},
+    }
+    return _request(ZMQRequestType.GET_META, receiver, body)
+
+
+def read_call_reply(receiver: str, frames: Frames) -> bytes:
+    """The bytes that our sampler replied with.
+
+    Raises:
+        BackendError: The controller did not get as far as our sampler.
+    """
+    reply = ZMQMessage.deserialize(frames)
+    if reply.request_type != ZMQRequestType.GET_META_RESPONSE:
+        raise _refused(receiver, "a call", reply)
+    meta = reply.body["metadata"]
+    if not meta.custom_meta or CALL_KEY not in meta.custom_meta[0]:
+        raise BackendError(
+            f"{receiver} answered a call without the sampler of this package: another client of TransferQueue removed "
+            f"its partition {CALL_PARTITION!r} or replaced its sampler.",
+            backend=BACKEND_NAME,
+        )
+    answer: bytes = meta.custom_meta[0][CALL_KEY]
+    return answer
+
+
+# --- the storage units -----------------------------------------------------------------------------------------------
+
+
+def plan_by_bytes(
+    handles: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], num_units: int, chunk_bytes: int
+) -> list[list[Chunk]]:
+    """Splits a batch into requests of about ``chunk_bytes``, for each unit.
+
+    Args:
+        handles: The row handles. Handle h lives on unit ``h % num_units``.
+        sizes: Size of each row, in bytes.
+        num_units: How many units there are.
+        chunk_bytes: A chunk exceeds this by less than one row.
+
+    Returns:
+        For each unit that has rows, its chunks in order.
+    """
+    plans = []
+    for unit in range(num_units):
+        positions = np.flatnonzero(handles % num_units == unit) if num_units > 1 else np.arange(len(handles))
+        if len(positions):
+            starts = np.cumsum(sizes[positions]) - sizes[positions]
+            plans.append(_cut(unit, handles, positions, starts // chunk_bytes))
+    return plans
+
+
+def plan_by_rows(handles: npt.NDArray[np.int64], num_units: int, chunk_rows: int) -> list[list[Chunk]]:
+    """Splits a batch into requests of at most ``chunk_rows`` rows, for each unit; see `plan_by_bytes`."""
+    ones = np.ones(len(handles), dtype=np.int64)
+    return plan_by_bytes(handles, ones, num_units, chunk_rows)
+
+
+def _cut(
+    unit: int, handles: npt.NDArray[np.int64], positions: npt.NDArray[np.intp], bins: npt.NDArray[np.int64]
+) -> list[Chunk]:
+    """One chunk per run of equal ``bins``."""
+    cuts = np.flatnonzero(np.diff(bins)) + 1
+    return [Chunk(unit, part.tolist(), handles[part].tolist()) for part in np.split(positions, cuts)]
+
+
+def put_request(receiver: str, column: str, chunk: Chunk, rows: Sequence[memoryview]) -> Frames:
+    """A put of ``rows``, one per handle of ``chunk``. The rows are copied into the request.
+
+    Raises:
+        InvalidRequestError: A row is larger than the wire can carry.
+    """
+    for position, row in zip(chunk.positions, rows, strict=True):
+        if row.nbytes > MAX_ROW_BYTES:
+            raise InvalidRequestError(
+                f"row {position} has {row.nbytes} bytes. Expected at most {MAX_ROW_BYTES}.", backend=BACKEND_NAME
+            )
+    body = {"global_indexes": chunk.handles, "data": {column: list(rows)}, "data_parser": None}
+    return _request(ZMQRequestType.PUT_DATA, receiver, body)
+
+
+def check_put_reply(receiver: str, frames: Frames, chunk: Chunk) -> None:
+    """Raises unless the unit stored the chunk.
+
+    Raises:
+        CapacityExceededError: The unit holds as many rows as its ``storage_unit_size`` allows.
+        BackendError: Any other refusal.
+    """
+    reply = ZMQMessage.deserialize(frames)
+    if reply.request_type == ZMQRequestType.PUT_DATA_RESPONSE:
+        return
+    error = _refused(receiver, f"to store {len(chunk.handles)} rows", reply)
+    if "capacity exceeded" in error.message:
+        raise CapacityExceededError(
+            error.message, backend=BACKEND_NAME, hint="Raise storage_unit_size or num_storage_units."
+        )
+    raise error
+
+
+def get_request(receiver: str, column: str, handles: list[int]) -> Frames:
+    """A read of the rows ``handles``."""
+    return _request(ZMQRequestType.GET_DATA, receiver, {"global_indexes": handles, "fields": [column]})
+
+
+def read_get_reply(receiver: str, frames: Frames, column: str, chunk: Chunk) -> list[memoryview]:
+    """The rows of a reply, as read-only views into its frame.
+
+    Raises:
+        RowsGoneError: The unit does not hold one of the rows.
+        BackendError: Any other refusal, or a reply that cannot be read.
+    """
+    try:
+        reply = _get_reply_decoder.decode(memoryview(frames[0]))
+    except msgspec.MsgspecError as error:
+        raise BackendError(f"{receiver} sent a reply that cannot be read: {error}", backend=BACKEND_NAME) from error
+    if reply.body.data is not None:
+        rows = reply.body.data.get(column, [])
+        if len(rows) != len(chunk.handles):
+            raise BackendError(
+                f"{receiver} returned {len(rows)} rows of {len(chunk.handles)} asked for.", backend=BACKEND_NAME
+            )
+        return rows
+    message = reply.body.message or reply.request_type
+    # A unit that never stored a row of this column does not know the column; for the reader it is the same thing.
+    if KEY_NOT_FOUND_MARKER in message or f"field '{column}' not found" in message:
+        raise RowsGoneError(
+            f"{receiver} lacks rows of {len(chunk.handles)} asked for: {message}", handles=chunk.handles
+        )
+    raise BackendError(f"{receiver} refused to return {len(chunk.handles)} rows: {message}", backend=BACKEND_NAME)
+
+
+def delete_request(receiver: str, handles: list[int]) -> Frames:
+    """A deletion of the rows ``handles``, in all columns; handles that are not there are ignored."""
+    return _request(ZMQRequestType.CLEAR_DATA, receiver, {"global_indexes": handles})
+
+
+def check_delete_reply(receiver: str, frames: Frames, chunk: Chunk) -> None:
+    """Raises `BackendError` unless the unit deleted the chunk."""
+    reply = ZMQMessage.deserialize(frames)
+    if reply.request_type != ZMQRequestType.CLEAR_DATA_RESPONSE:
+        raise _refused(receiver, f"to delete {len(chunk.handles)} rows", reply)

@@ -1,0 +1,58 @@
+"""The options of the ``tq_simple`` backend."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from dataplane_core.ledger_backend import CapacityOptions
+
+__all__ = ["TQSimpleConfig"]
+
+
+class TQSimpleConfig(CapacityOptions):
+    """Where an instance lives on Ray, and how large it is.
+
+    Only the bootstrapping client's options shape the instance; an attaching client needs ``instance`` and, where Ray is
+    not yet initialised in its process, ``ray_address``. It reads the rest from the running instance.
+    """
+
+    instance: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    """Name of this queue on its Ray cluster. Instances of different names share nothing."""
+
+    num_storage_units: int = Field(default=1, ge=1, le=1024)
+    """Storage processes that hold the rows. Rows are spread evenly; one unit serves one request at a time."""
+
+    storage_unit_size: int = Field(default=100_000_000, ge=1)
+    """Rows that one unit takes before it refuses puts. A row is what one put wrote for one sample. Nothing is
+    allocated ahead, so this is a backstop; bytes are bounded by ``capacity_bytes``."""
+
+    ray_address: str | None = None
+    """``host:port`` of the Ray cluster, or ``auto``. Default: the Ray that this process already uses; else the
+    environment variable ``RAY_ADDRESS``; else a bootstrapping client starts a local Ray and ends it on close."""
+
+    ray_num_cpus: int | None = Field(default=None, ge=0)
+    """Logical CPUs of a local Ray started by this client. Default: what Ray counts on the machine."""
+
+    controller_num_cpus: float = Field(default=0, ge=0)
+    """Logical CPUs that Ray reserves for the controller. With 0 it is scheduled even on a cluster with none free."""
+
+    unit_num_cpus: float = Field(default=0, ge=0)
+    """Logical CPUs that Ray reserves for each storage unit."""
+
+    attach_wait_s: float = Field(default=5.0, ge=0)
+    """How long an attaching client waits for an instance that is not there yet, within its own deadline."""
+
+    chunk_size_bytes: int = Field(default=16 * 1024 * 1024, ge=64 * 1024)
+    """Rows travel in messages of about this size, several in flight: larger batches then need no memory of their own
+    size in between, and the stages of their transport overlap."""
+
+    @field_validator("ray_address")
+    @classmethod
+    def _is_a_cluster_address(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith("ray://"):
+            raise ValueError(
+                f"ray_address {value!r} names a Ray Client server, whose clients are outside the cluster and cannot "
+                "reach the storage units. Expected host:port of the cluster (its GCS) or 'auto'; run this process on "
+                "a node of the cluster."
+            )
+        return value

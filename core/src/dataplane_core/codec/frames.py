@@ -1,0 +1,374 @@
+"""Cells as bytes with a versioned header, column by column; several cells of a sample joined in one byte string.
+
+A frame is ``DPF``, a version, the kind (tensor or object), a dtype code, the rank, a zero byte, the shape as
+little-endian int64, and the payload: the cell's elements in row-major order, or an object's encoded bytes. The frames
+of a column differ in their first dim only, so whole columns are framed and read back without touching torch per cell.
+
+Shape legend: ``N`` rows, ``C`` columns, ``L`` a row's own length.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+
+from dataplane_core.codec.objects import decode_items, encode_items
+from dataplane_core.codec.tensors import (
+    HEADER_SIZE,
+    KIND_OBJECT,
+    KIND_TENSOR,
+    MAX_CELL_BYTES,
+    BytesLike,
+    Header,
+    Ragged,
+    byte_view,
+    check_extent,
+    from_bytes,
+    host_tensor,
+    offsets_of,
+    pack_header,
+    parse_header,
+    ragged_of_nested,
+    ragged_of_rows,
+    to_nested,
+)
+from dataplane_core.errors import FrameError, InvalidRequestError
+from dataplane_core.fields import FieldSpec
+
+__all__ = [
+    "frame_cell",
+    "frame_column",
+    "frame_ragged",
+    "join_row",
+    "join_rows",
+    "split_rows",
+    "unframe_cell",
+    "unframe_column",
+    "unframe_ragged",
+]
+
+#: A column as callers have it: dense or nested tensor, a list of row tensors, or a list of items.
+Column: TypeAlias = torch.Tensor | Sequence[Any]
+_Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+_ROW_FIXED: Final = struct.Struct("<3sBI")
+_ROW_MAGIC: Final = b"DPR"
+_ROW_VERSION: Final = 1
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def frame_column(
+    column: Column, spec: FieldSpec, *, name: str = "", allow_pickle: bool = False
+) -> list[bytes | bytearray | memoryview]:
+    """One frame per row.
+
+    Args:
+        column: N rows as ``spec`` says: a dense (N, *cell) or nested tensor, a list of row tensors, a list of items.
+        spec: What the column is.
+        name: The field, for error messages.
+        allow_pickle: Let object items outside the closed set travel pickled.
+
+    Returns:
+        N frames in new memory. Some are memoryviews of one buffer that lives as long as any of them.
+
+    Raises:
+        InvalidTypeError: What `lower` refuses.
+        SchemaMismatchError: Rows that do not fit one column.
+    """
+    what = f"field '{name}'"
+    if spec.kind == "object":
+        return frame_ragged(_ragged_of_items(list(column), name, allow_pickle), KIND_OBJECT)
+    if not isinstance(column, torch.Tensor):
+        return frame_ragged(ragged_of_rows(column, what)) if len(column) else []
+    return frame_ragged(ragged_of_nested(column, what) if column.is_nested else host_tensor(column, what))
+
+
+def frame_ragged(column: Ragged | torch.Tensor, kind: int = KIND_TENSOR) -> list[bytes | bytearray | memoryview]:
+    """`frame_column` of plain rows: dense (N, *cell) or end to end."""
+    if isinstance(column, Ragged):
+        dense = column.dense()
+        if dense is None:
+            return _frame_unequal(column, kind)
+        column = dense
+    num_rows, cell = column.shape[0], column.shape[1:]
+    check_extent(column.dtype, cell, "a cell")
+    header = pack_header(kind, column.dtype, cell)
+    if num_rows == 0:
+        return []
+    payload = byte_view(column)
+    size = len(payload) // num_rows
+    if size > 256:  # large cells: one join; small ones: one array, which is then cut
+        starts = np.arange(num_rows + 1, dtype=np.int64) * size
+        return _interleave(header * num_rows, len(header), payload, starts)
+    table = np.empty((num_rows, len(header) + size), dtype=np.uint8)
+    table[:, : len(header)] = np.frombuffer(header, dtype=np.uint8)
+    table[:, len(header) :] = np.frombuffer(payload, dtype=np.uint8).reshape(num_rows, size)
+    data, step = table.tobytes(), table.shape[1]
+    return [data[start : start + step] for start in range(0, len(data), step)]
+
+
+def _frame_unequal(column: Ragged, kind: int) -> list[bytes | bytearray | memoryview]:
+    lengths = column.lengths
+    trailing = column.values.shape[1:]
+    dtype = column.values.dtype
+    check_extent(dtype, (int(lengths.max()), *trailing), "a cell")
+    header = pack_header(kind, dtype, (0, *trailing))
+    table = np.empty((len(lengths), len(header)), dtype=np.uint8)
+    table[:] = np.frombuffer(header, dtype=np.uint8)
+    table[:, HEADER_SIZE : HEADER_SIZE + 8] = lengths.astype("<i8")[:, None].view(np.uint8)
+    starts = column.offsets.numpy() * (dtype.itemsize * trailing.numel())
+    return _interleave(table.tobytes(), len(header), byte_view(column.values), starts)
+
+
+def _interleave(headers: bytes, header_size: int, payload: memoryview, starts: _Int64) -> list[Any]:
+    """Row i is header i followed by ``payload[starts[i] : starts[i + 1]]``: one join, then views."""
+    cuts = starts.tolist()
+    parts: list[BytesLike] = []
+    for row, (start, stop) in enumerate(pairwise(cuts)):
+        parts.append(headers[row * header_size : (row + 1) * header_size])
+        parts.append(payload[start:stop])
+    data = memoryview(b"".join(parts))
+    cuts = (starts + np.arange(len(starts), dtype=np.int64) * header_size).tolist()
+    return [data[start:stop] for start, stop in pairwise(cuts)]
+
+
+def _ragged_of_items(items: Sequence[Any], name: str, allow_pickle: bool) -> Ragged:
+    encoded = encode_items(items, name, allow_pickle=allow_pickle)
+    lengths = torch.tensor([len(each) for each in encoded], dtype=torch.int64)
+    return Ragged(from_bytes(bytearray().join(encoded), torch.uint8, (-1,)), offsets_of(lengths))
+
+
+def unframe_column(
+    frames: Sequence[BytesLike], spec: FieldSpec | None, *, allow_pickle: bool = False
+) -> torch.Tensor | list[Any]:
+    """Reads `frame_column`'s frames.
+
+    Args:
+        frames: One per row.
+        spec: What the column must be, or None to believe the frames.
+        allow_pickle: Unpickle object items that were pickled.
+
+    Returns:
+        In new memory: a dense tensor where rows are of equal shape, else one jagged nested tensor; a list of items for
+        objects.
+
+    Raises:
+        FrameError: A malformed frame, frames that do not fit one column, or another column than ``spec`` says.
+        InvalidRequestError: No frames, and no spec that says what a column without rows is.
+    """
+    if not frames:
+        if spec is None:
+            raise InvalidRequestError("unframe_column: neither frames nor a spec were given.")
+        if spec.kind == "object":
+            return []
+        return torch.empty((0, *((0, *spec.trailing) if spec.rank else ())), dtype=spec.torch_dtype)
+    kind, column = unframe_ragged(frames)
+    if kind == KIND_OBJECT:
+        found = FieldSpec.of_objects()
+    elif isinstance(column, Ragged):
+        found = FieldSpec.of_cells(column.values.dtype, tuple(column.values.shape))
+    else:
+        found = FieldSpec.of_cells(column.dtype, tuple(column.shape[1:]))
+    if spec is not None and found != spec:
+        raise FrameError(f"frames hold {found.describe()}. Expected {spec.describe()}.")
+    if kind == KIND_OBJECT:
+        assert isinstance(column, Ragged)
+        return decode_items(list(_cut(column)), allow_pickle=allow_pickle)
+    if isinstance(column, torch.Tensor):
+        return column
+    dense = column.dense()
+    return to_nested(column) if dense is None else dense
+
+
+def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Tensor]:
+    """The kind, and the rows end to end (scalars: dense (N,); objects: their encoded bytes), in new memory.
+
+    Raises:
+        FrameError: A malformed frame, or frames that do not fit one column.
+    """
+    views = [_flat(frame) for frame in frames]
+    try:
+        header = parse_header(views[0])
+    except FrameError as error:
+        raise _in_row(error, 0) from None
+    sizes = np.fromiter(map(len, views), dtype=np.int64, count=len(views))
+    if (sizes < header.size).any():
+        raise _first_misfit(views, header)
+    table = np.frombuffer(b"".join([view[: header.size] for view in views]), dtype=np.uint8)
+    table = table.reshape(len(views), header.size)
+    if len(header.shape) == 0:
+        if (table != table[0]).any() or (sizes != sizes[0]).any():
+            raise _first_misfit(views, header)
+        data = bytearray().join([view[header.size :] for view in views])
+        return header.kind, from_bytes(data, header.dtype, (len(views),))
+    # all but the first dim must be row 0's; that one is checked against the size of the frame
+    same = np.ones(header.size, dtype=bool)
+    same[HEADER_SIZE : HEADER_SIZE + 8] = False
+    lengths = table[:, HEADER_SIZE : HEADER_SIZE + 8].copy().view("<i8").astype(np.int64).reshape(-1)
+    trailing = header.shape[1:]
+    extent = header.dtype.itemsize * _product(max(dim, 1) for dim in trailing)
+    step = header.dtype.itemsize * _product(trailing)
+    if (
+        (table[:, same] != table[0, same]).any()
+        or (lengths < 0).any()
+        or (lengths > MAX_CELL_BYTES // extent).any()
+        or (lengths * step != sizes - header.size).any()
+        or lengths.sum(dtype=np.float64) > MAX_CELL_BYTES
+    ):
+        raise _first_misfit(views, header)
+    offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int64))
+    data = bytearray().join([view[header.size :] for view in views])
+    return header.kind, Ragged(from_bytes(data, header.dtype, (int(offsets[-1]), *trailing)), offsets)
+
+
+def _product(dims: Any) -> int:
+    total = 1
+    for dim in dims:
+        total *= dim
+    return total
+
+
+def _flat(frame: BytesLike) -> BytesLike:
+    if type(frame) is bytes:
+        return frame if len(frame) <= 256 else memoryview(frame)
+    view = memoryview(frame)
+    if view.ndim == 1 and view.itemsize == 1 and view.contiguous:
+        return view
+    return memoryview(view.tobytes())
+
+
+def _cut(column: Ragged) -> Iterator[memoryview]:
+    data = byte_view(column.values)
+    cuts = column.offsets.tolist()
+    return (data[start:stop] for start, stop in pairwise(cuts))
+
+
+def _in_row(error: FrameError, row: int) -> FrameError:
+    return FrameError(f"row {row}: {error.message}", hint=error.hint)
+
+
+def _first_misfit(views: Sequence[BytesLike], first: Header) -> FrameError:
+    """The error of the first frame that is malformed or does not fit row 0; the slow path."""
+    for row, view in enumerate(views):
+        try:
+            header = parse_header(view)
+        except FrameError as error:
+            return _in_row(error, row)
+        told = (header.kind, header.dtype, len(header.shape), header.shape[1:])
+        if told != (first.kind, first.dtype, len(first.shape), first.shape[1:]):
+            return FrameError(
+                f"row {row}: a frame of kind {header.kind}, {header.dtype} and shape {header.shape} does not fit row 0 "
+                f"of kind {first.kind}, {first.dtype} and shape {first.shape}: only the first dim may differ."
+            )
+    return FrameError(f"{len(views)} frames say that they hold more than {MAX_CELL_BYTES} elements together.")
+
+
+# --- single cells -----------------------------------------------------------------------------------------------------
+
+
+def frame_cell(cell: Any, *, name: str = "", allow_pickle: bool = False) -> bytes:
+    """One cell as a frame: a tensor as such, anything else as an object item.
+
+    Raises:
+        InvalidTypeError: What `lower` refuses.
+    """
+    if isinstance(cell, torch.Tensor):
+        plain = host_tensor(cell, f"field '{name}'")
+        return bytes(frame_ragged(plain.unsqueeze(0))[0])
+    encoded = encode_items([cell], name, allow_pickle=allow_pickle)[0]
+    return pack_header(KIND_OBJECT, torch.uint8, (len(encoded),)) + encoded
+
+
+def unframe_cell(frame: BytesLike, *, allow_pickle: bool = False) -> Any:
+    """Reads one frame of either kind into new memory.
+
+    Raises:
+        FrameError: Malformed.
+    """
+    view = _flat(frame)
+    header = parse_header(view)
+    payload = memoryview(view)[header.size :]
+    if header.kind == KIND_OBJECT:
+        return decode_items([payload], allow_pickle=allow_pickle)[0]
+    return from_bytes(bytearray(payload), header.dtype, header.shape)
+
+
+# --- several cells of one sample --------------------------------------------------------------------------------------
+
+
+def join_row(frames: Sequence[BytesLike]) -> bytes:
+    """The frames of one sample in one byte string: ``DPR``, a version, their count, their sizes, then themselves."""
+    index = _ROW_FIXED.pack(_ROW_MAGIC, _ROW_VERSION, len(frames))
+    return b"".join([index, struct.pack(f"<{len(frames)}q", *map(len, frames)), *frames])
+
+
+def join_rows(columns: Sequence[Sequence[BytesLike]]) -> tuple[bytearray, _Int64]:
+    """`join_row` of N samples at once, for engines whose cost is per cell.
+
+    Args:
+        columns: C columns of N frames.
+
+    Returns:
+        One new buffer with the rows end to end, and their (N + 1,) int64 offsets in bytes.
+
+    Raises:
+        InvalidRequestError: Columns of unequal length, or none.
+    """
+    counts = {len(column) for column in columns}
+    if len(counts) != 1:
+        raise InvalidRequestError(f"join_rows: columns must have one number of rows, got {sorted(counts)}.")
+    num_rows, num_columns = counts.pop(), len(columns)
+    index = np.empty((num_rows, 1 + num_columns), dtype="<i8")
+    fixed = _ROW_FIXED.pack(_ROW_MAGIC, _ROW_VERSION, num_columns)
+    index[:, 0] = np.frombuffer(fixed, dtype="<i8")
+    for position, column in enumerate(columns):
+        index[:, 1 + position] = np.fromiter(map(len, column), dtype=np.int64, count=num_rows)
+    step = index.shape[1] * 8
+    heads = index.tobytes()
+    starts = [heads[at : at + step] for at in range(0, len(heads), step)]
+    data = bytearray().join([part for row in zip(starts, *columns, strict=True) for part in row])
+    offsets = np.zeros(num_rows + 1, dtype=np.int64)
+    np.cumsum(index[:, 1:].sum(axis=1) + step, out=offsets[1:])
+    return data, offsets
+
+
+def split_rows(rows: Sequence[BytesLike]) -> list[list[memoryview]]:
+    """The frames of each row, as views of the row's memory; ``zip(*split_rows(rows))`` gives columns.
+
+    Args:
+        rows: What `join_row` made, or slices of `join_rows`' buffer; bytes-like or uint8 arrays.
+
+    Raises:
+        FrameError: A malformed row: wrong magic or version, truncated, sizes that do not add up.
+    """
+    split = []
+    for number, row in enumerate(rows):
+        view = memoryview(_flat(row))
+        size = len(view)
+        if size < _ROW_FIXED.size:
+            raise FrameError(f"row {number} of {size} bytes is truncated: its index starts with {_ROW_FIXED.size}.")
+        magic, version, count = _ROW_FIXED.unpack_from(view)
+        if magic != _ROW_MAGIC or version != _ROW_VERSION:
+            raise FrameError(
+                f"row {number} starts with {magic!r}, version {version}. Expected {_ROW_MAGIC!r}, {_ROW_VERSION}."
+            )
+        end = _ROW_FIXED.size + 8 * count
+        if end > size:
+            raise FrameError(f"row {number} of {size} bytes is truncated: its index of {count} frames takes {end}.")
+        frames = []
+        for length in struct.unpack_from(f"<{count}q", view, _ROW_FIXED.size):
+            if not 0 <= length <= size - end:
+                raise FrameError(f"row {number} of {size} bytes holds no frame of {length} bytes at byte {end}.")
+            frames.append(view[end : end + length])
+            end += length
+        if end != size:
+            raise FrameError(f"row {number} of {size} bytes is too long: its frames end at byte {end}.")
+        split.append(frames)
+    return split

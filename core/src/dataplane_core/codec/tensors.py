@@ -1,0 +1,426 @@
+"""Plain tensors for the codec: host memory, rows end to end, bytes, and the header of a framed cell.
+
+Shape legend: ``N`` rows, ``T`` elements of all rows together on the ragged dim, ``L`` a row's own length.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dataplane_core.capabilities import ALL_DTYPES
+from dataplane_core.errors import FrameError, InvalidTypeError, SchemaMismatchError
+
+__all__ = [
+    "DTYPE_CODES",
+    "HEADER_SIZE",
+    "KIND_OBJECT",
+    "KIND_TENSOR",
+    "MAX_CELL_BYTES",
+    "MAX_RANK",
+    "BytesLike",
+    "Header",
+    "Ragged",
+    "byte_view",
+    "carrier",
+    "from_byte_tensor",
+    "from_bytes",
+    "gather_rows",
+    "host_tensor",
+    "is_jagged",
+    "jagged_parts",
+    "join_tensors",
+    "offsets_of",
+    "pack_header",
+    "pack_tensor",
+    "parse_header",
+    "ragged_of_nested",
+    "ragged_of_rows",
+    "to_nested",
+    "unpack_tensor",
+]
+
+BytesLike: TypeAlias = bytes | bytearray | memoryview
+
+#: The code of each dtype in a frame's header. Part of the format: codes are never reused.
+DTYPE_CODES: Final[dict[torch.dtype, int]] = {
+    torch.bool: 1,
+    torch.uint8: 2,
+    torch.uint16: 3,
+    torch.uint32: 4,
+    torch.uint64: 5,
+    torch.int8: 6,
+    torch.int16: 7,
+    torch.int32: 8,
+    torch.int64: 9,
+    torch.float16: 10,
+    torch.bfloat16: 11,
+    torch.float32: 12,
+    torch.float64: 13,
+    torch.complex32: 14,
+    torch.complex64: 15,
+    torch.complex128: 16,
+    torch.float8_e4m3fn: 17,
+    torch.float8_e4m3fnuz: 18,
+    torch.float8_e5m2: 19,
+    torch.float8_e5m2fnuz: 20,
+    torch.float8_e8m0fnu: 21,
+}
+assert DTYPE_CODES.keys() == ALL_DTYPES
+_DTYPE_OF_CODE: Final = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+_CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+MAGIC: Final = b"DPF"
+VERSION: Final = 1
+KIND_TENSOR: Final = 1
+KIND_OBJECT: Final = 2
+#: magic, version, kind, dtype code, rank, a zero byte; then ``rank`` little-endian int64 dims; then the payload.
+_FIXED: Final = struct.Struct("<3sBBBBB")
+HEADER_SIZE: Final = _FIXED.size
+MAX_RANK: Final = 64
+#: No cell may describe more than this, empty dims counted as 1: what torch can hold without overflowing a stride.
+MAX_CELL_BYTES: Final = 2**48
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Rows that may differ in their first dim, end to end.
+
+    Attributes:
+        values: (T, *trailing), contiguous, on the host.
+        offsets: (N + 1,) int64 on the host, from 0 to T.
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """(N,) int64."""
+        return np.diff(self.offsets.numpy())
+
+    def dense(self) -> torch.Tensor | None:
+        """(N, L, *trailing), a view, where all rows are of length L; else None."""
+        lengths = self.lengths
+        if len(lengths) == 0:
+            return self.values.new_empty((0, 0, *self.values.shape[1:]))
+        length = int(lengths[0])
+        if (lengths != length).any():
+            return None
+        return self.values.view(len(lengths), length, *self.values.shape[1:])
+
+
+# --- from what callers have to plain tensors --------------------------------------------------------------------------
+
+
+def is_jagged(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a ``torch.jagged`` nested tensor."""
+    return type(tensor) is not torch.Tensor and tensor.layout == torch.jagged
+
+
+def host_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """The tensor as plain, contiguous, detached host memory; the very same memory where it is that already.
+
+    Args:
+        tensor: Not nested. Any device but meta; conj and neg bits are resolved.
+        what: The subject of error messages, such as ``field 'x'``.
+
+    Raises:
+        InvalidTypeError: A meta-device, sparse or quantised tensor, a dtype that is not carried, a wrapper subclass.
+    """
+    if tensor.dtype not in DTYPE_CODES:
+        kind = "a quantised tensor" if tensor.is_quantized else "a tensor"
+        raise InvalidTypeError(
+            f"{what} is {kind} of dtype {tensor.dtype}, which is not carried. Expected one of torch's integer, "
+            "floating, bool, complex, bfloat16 or float8 dtypes."
+        )
+    if tensor.device.type == "meta":
+        raise InvalidTypeError(f"{what} is a meta-device tensor, which has no data. Expected a tensor with storage.")
+    if tensor.layout != torch.strided:
+        raise InvalidTypeError(
+            f"{what} is a sparse tensor (layout {tensor.layout}). Expected a dense or nested tensor; call .to_dense()."
+        )
+    tensor = tensor.detach()
+    if type(tensor) is not torch.Tensor:
+        if _is_wrapper(tensor) or tensor.untyped_storage().device.type == "meta":
+            raise InvalidTypeError(
+                f"{what} is a {type(tensor).__name__}, which wraps other tensors. Expected a plain tensor; for a "
+                "DTensor call .full_tensor() or .to_local()."
+            )
+        tensor = tensor.as_subclass(torch.Tensor)
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    # dims of size 1 may keep odd strides, which a view of another dtype refuses
+    strides = _strides(tensor.shape)
+    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+
+
+def _is_wrapper(tensor: object) -> bool:
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def jagged_parts(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
+    """A jagged tensor's values, offsets, lengths (None: no holes), and the dim of the values that is ragged.
+
+    Reads the attributes: the public methods of the Python nested tensor cost 100 us a call.
+    """
+    parts: Any = nested
+    return parts._values, parts._offsets, parts._lengths, parts._ragged_idx - 1
+
+
+def ragged_of_nested(nested: torch.Tensor, what: str) -> Ragged | torch.Tensor:
+    """The rows of a nested tensor of either layout, end to end; dense (N, *cell) if its rows are scalars.
+
+    Raises:
+        SchemaMismatchError: Rows differ in a dim other than their first, or in rank.
+        InvalidTypeError: As `host_tensor`.
+    """
+    if not is_jagged(nested):
+        return ragged_of_rows(list(nested.detach().unbind()), what)
+    values, offsets, lengths, dim = jagged_parts(nested)
+    offsets = offsets.detach().to(device="cpu", dtype=torch.int64).contiguous()
+    starts = offsets[:-1]
+    sizes = offsets.diff() if lengths is None else lengths.detach().to(device="cpu", dtype=torch.int64)
+    if dim != 0:
+        rows = [
+            values.detach().narrow(dim, start, size)
+            for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)
+        ]
+        return ragged_of_rows(rows, what)
+    values = host_tensor(values, what)
+    ends = starts + sizes
+    packed = offsets[0] == 0 and offsets[-1] == len(values) and torch.equal(ends, offsets[1:])
+    if packed:
+        return Ragged(values, offsets)
+    return Ragged(gather_rows(values, starts, sizes), offsets_of(sizes))
+
+
+def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Tensor:
+    """Rows joined end to end; dense (N,) if they are scalars.
+
+    Args:
+        rows: One tensor per row; at least one.
+        what: The subject of error messages.
+
+    Raises:
+        SchemaMismatchError: Rows differ in dtype, rank, or a dim other than their first.
+        InvalidTypeError: As `host_tensor`.
+    """
+    plain = [host_tensor(row, what) for row in rows]
+    first = plain[0]
+    for number, row in enumerate(plain):
+        if row.dtype != first.dtype or row.dim() != first.dim() or row.shape[1:] != first.shape[1:]:
+            raise SchemaMismatchError(
+                f"{what} has rows that do not fit one column: row 0 is {_describe(first)}, row {number} is "
+                f"{_describe(row)}. Expected one dtype and rank; only the first dim of a row may differ."
+            )
+    if first.dim() == 0:
+        return torch.stack(plain)
+    lengths = torch.tensor([len(row) for row in plain], dtype=torch.int64)
+    return Ragged(join_tensors(plain), offsets_of(lengths))
+
+
+def join_tensors(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`torch.cat` along the first dim; always new memory. Here because cat skips rows of shape (0,) unasked."""
+    return torch.cat(list(rows)) if len(rows) > 1 else rows[0].clone()
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+# --- rows end to end --------------------------------------------------------------------------------------------------
+
+
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """(N + 1,) int64 offsets from 0 of rows of these lengths."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def gather_rows(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Slices ``values[start : start + length]`` joined end to end; new memory."""
+    offsets = offsets_of(lengths)
+    total = int(offsets[-1])
+    if math.prod(values.shape[1:]) == 0:
+        return values.new_empty((total, *values.shape[1:]))
+    index = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
+    index += torch.arange(total)
+    return carrier(values).index_select(0, index).view(values.dtype)
+
+
+def to_nested(ragged: Ragged) -> torch.Tensor:
+    """One jagged nested tensor, its min and max length known; aliases ``ragged``."""
+    lengths = ragged.lengths
+    nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(
+        ragged.values,
+        ragged.offsets,
+        min_seqlen=int(lengths.min(initial=np.iinfo(np.int64).max)) if len(lengths) else 0,
+        max_seqlen=int(lengths.max(initial=0)),
+    )
+    return nested
+
+
+def carrier(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype of the same size that every indexing operator knows; float8 and uint16 lack some."""
+    dtype = _CARRIERS.get(tensor.dtype.itemsize)
+    return tensor if dtype is None else tensor.view(dtype)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, without a copy."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    flat: np.ndarray[Any, Any] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return flat.data
+
+
+def from_byte_tensor(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A contiguous uint8 tensor read as ``dtype`` and ``shape``; a view where the alignment allows."""
+    if math.prod(shape) == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    flat = data.reshape(-1)
+    if flat.data_ptr() % dtype.itemsize or flat.storage_offset() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).view(tuple(shape))
+
+
+def from_bytes(data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor over a bytearray, which it keeps alive and aliases; the sizes must fit."""
+    if not data:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+
+# --- the header of a framed cell --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a frame says of its cell.
+
+    Attributes:
+        kind: `KIND_TENSOR` or `KIND_OBJECT`.
+        dtype: Of a tensor; uint8 for an object, whose shape is the number of its encoded bytes.
+        shape: The cell's shape.
+        size: Bytes of the header; the payload follows.
+        payload_size: Bytes of the payload.
+    """
+
+    kind: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    size: int
+    payload_size: int
+
+
+def pack_header(kind: int, dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    """The header bytes of one cell."""
+    return _FIXED.pack(MAGIC, VERSION, kind, DTYPE_CODES[dtype], len(shape), 0) + struct.pack(f"<{len(shape)}q", *shape)
+
+
+def parse_header(frame: BytesLike) -> Header:
+    """Reads and checks one frame's header, and that the frame is of the size that it says.
+
+    Raises:
+        FrameError: Truncated, extra bytes, wrong magic, another version, an unknown kind or dtype, dims that are
+            negative or too large.
+    """
+    length = len(frame)
+    if length < HEADER_SIZE:
+        raise FrameError(f"frame of {length} bytes is truncated: a header has at least {HEADER_SIZE}.")
+    magic, version, kind, code, rank, zero = _FIXED.unpack_from(frame)
+    if magic != MAGIC:
+        raise FrameError(f"frame starts with {magic!r}. Expected the magic {MAGIC!r}: this is not a framed cell.")
+    if version != VERSION:
+        raise FrameError(
+            f"frame has format version {version}. Expected {VERSION}.",
+            hint="It was written by another version of dataplane-core; use one version on all hosts.",
+        )
+    if kind not in (KIND_TENSOR, KIND_OBJECT) or zero:
+        raise FrameError(f"frame has kind {kind} and flags {zero}. Expected kind 1 (tensor) or 2 (object), flags 0.")
+    dtype = _DTYPE_OF_CODE.get(code)
+    if dtype is None:
+        raise FrameError(f"frame has dtype code {code}, which is not known.")
+    if rank > MAX_RANK:
+        raise FrameError(f"frame has rank {rank}. Expected at most {MAX_RANK}.")
+    if kind == KIND_OBJECT and (rank != 1 or dtype != torch.uint8):
+        raise FrameError(f"object frame has rank {rank} and dtype {dtype}. Expected 1 and torch.uint8.")
+    size = HEADER_SIZE + 8 * rank
+    if length < size:
+        raise FrameError(f"frame of {length} bytes is truncated: its header of rank {rank} has {size}.")
+    shape = struct.unpack_from(f"<{rank}q", frame, HEADER_SIZE)
+    if any(dim < 0 for dim in shape):
+        raise FrameError(f"frame has a negative dim in its shape {shape}.")
+    extent = dtype.itemsize * math.prod(max(dim, 1) for dim in shape)
+    if extent > MAX_CELL_BYTES:
+        raise FrameError(f"frame has the shape {shape} of {dtype}: more than {MAX_CELL_BYTES} bytes.")
+    payload = dtype.itemsize * math.prod(shape)
+    if length != size + payload:
+        word = "truncated" if length < size + payload else "too long"
+        raise FrameError(
+            f"frame of {length} bytes is {word}: {dtype} of shape {shape} takes {payload} bytes after a header of "
+            f"{size}."
+        )
+    return Header(kind, dtype, shape, size, payload)
+
+
+def pack_tensor(tensor: torch.Tensor, what: str) -> bytes:
+    """One tensor of any rank as a frame.
+
+    Raises:
+        InvalidTypeError: As `host_tensor`, or a rank above `MAX_RANK`.
+    """
+    plain = host_tensor(tensor, what)
+    check_extent(plain.dtype, plain.shape, what)
+    return pack_header(KIND_TENSOR, plain.dtype, plain.shape) + byte_view(plain)
+
+
+def unpack_tensor(frame: BytesLike) -> torch.Tensor:
+    """Reads `pack_tensor`'s bytes into new memory.
+
+    Raises:
+        FrameError: Malformed, or not a tensor's frame.
+    """
+    header = parse_header(frame)
+    if header.kind != KIND_TENSOR:
+        raise FrameError("frame holds an object. Expected a tensor.")
+    return from_bytes(bytearray(memoryview(frame)[header.size :]), header.dtype, header.shape)
+
+
+def check_extent(dtype: torch.dtype, shape: Sequence[int], what: str) -> None:
+    """Refuses cells that no reader would accept.
+
+    Raises:
+        InvalidTypeError: More than `MAX_RANK` dims or `MAX_CELL_BYTES` bytes.
+    """
+    if len(shape) > MAX_RANK or dtype.itemsize * math.prod(max(dim, 1) for dim in shape) > MAX_CELL_BYTES:
+        raise InvalidTypeError(
+            f"{what} is {dtype} of shape {tuple(shape)}. Expected at most {MAX_RANK} dims and {MAX_CELL_BYTES} bytes."
+        )

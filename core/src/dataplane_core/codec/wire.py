@@ -1,0 +1,525 @@
+"""Columns to a backend's wire format and back.
+
+`lower` turns what a caller puts into what the backend's hooks take; `raise_columns` turns what a read brought back into
+what the caller gets, after checking it. Both are pure: no I/O, no state. What a field's cells look like on the wire
+follows from its `FieldSpec` and the `WireFormat` alone, never from the data, so any process reads what another wrote:
+
+1. A dtype that the wire does not carry is bit-cast: cells ``(L, *t)`` to uint8 ``(L, prod(t) * itemsize)``, scalars to
+   ``(itemsize,)``. Cells without content (a trailing dim of 0) become uint8 ``(L,)`` where empty cells do not survive.
+2. Where empty rows do not survive, cells of rank 1 and more get one more zero element in front, on their first dim.
+3. Where ``(N,)`` cannot be carried, scalars travel as ``(N, 1)``.
+
+Shape legend: ``N`` rows, ``T`` elements of all rows together on the ragged dim, ``L`` a row's own length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase, is_tensorclass
+
+from dataplane_core.capabilities import WireFormat
+from dataplane_core.codec.frames import frame_ragged, unframe_ragged
+from dataplane_core.codec.objects import check_items, copy_item, decode_items, encode_items
+from dataplane_core.codec.sizes import cell_nbytes
+from dataplane_core.codec.tensors import (
+    DTYPE_CODES,
+    KIND_OBJECT,
+    KIND_TENSOR,
+    Ragged,
+    byte_view,
+    carrier,
+    from_byte_tensor,
+    from_bytes,
+    gather_rows,
+    host_tensor,
+    is_jagged,
+    jagged_parts,
+    offsets_of,
+    ragged_of_nested,
+    ragged_of_rows,
+    to_nested,
+)
+from dataplane_core.errors import (
+    BackendError,
+    CorruptDataError,
+    DataPlaneError,
+    InvalidRequestError,
+    InvalidTypeError,
+)
+from dataplane_core.fields import FieldSpec
+from dataplane_core.hookspecs import WireColumn
+
+__all__ = ["column_nbytes", "lower", "num_rows", "raise_columns", "take_rows"]
+
+_OBJECTS: Final = FieldSpec.of_objects()
+
+
+# --- down -------------------------------------------------------------------------------------------------------------
+
+
+def lower(
+    fields: TensorDictBase | Mapping[str, Any],
+    num_samples: int,
+    wire: WireFormat,
+    *,
+    allow_pickle: bool = False,
+    copy: bool = False,
+) -> tuple[dict[str, WireColumn], dict[str, FieldSpec]]:
+    """Brings a batch into the form that a backend's hooks take.
+
+    Args:
+        fields: Columns of ``num_samples`` rows: tensors of any device but meta, dense or nested, contiguous or not;
+            object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``.
+        num_samples: N, at least 1.
+        wire: What the backend takes.
+        allow_pickle: Let object items outside the closed set pass.
+        copy: Make sure that nothing returned shares memory with ``fields``. Without it, tensors that needed no
+            conversion are the caller's own memory and native object items the caller's own objects: a backend that
+            keeps them copies them (`objects.copy_item`). Frames and encoded objects are new memory either way.
+
+    Returns:
+        Field -> column, contiguous and detached; and field -> spec of the cells before any conversion. The rows of a
+        column may be views of one buffer.
+
+    Raises:
+        InvalidRequestError: A column has not one row per sample.
+        SchemaMismatchError: The rows of a column differ in dtype, rank, or a dim other than their first.
+        InvalidTypeError: A non-tensor leaf, a meta-device, sparse or quantised tensor, a dtype that is not carried, an
+            object item outside the closed set.
+    """
+    columns: dict[str, WireColumn] = {}
+    specs: dict[str, FieldSpec] = {}
+    for name, leaf in _leaves(fields):
+        if isinstance(leaf, torch.Tensor) or _is_rows(leaf):
+            column = _ingest(name, leaf, num_samples)
+            specs[name] = _spec_of(column)
+            columns[name] = _lower_tensor(column, specs[name], wire, leaf if copy else None)
+        else:
+            items = _object_items(name, leaf, num_samples)
+            specs[name] = _OBJECTS
+            columns[name] = _lower_objects(items, name, wire, allow_pickle, copy)
+    return columns, specs
+
+
+def _leaves(fields: TensorDictBase | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if isinstance(fields, LazyStackedTensorDict) and fields.stack_dim == 0:
+        # a lazy stack refuses to give columns whose rows differ in shape
+        for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
+            parts = [part.get(name) for part in fields.tensordicts]
+            if all(isinstance(part, torch.Tensor) for part in parts):
+                yield name, _Rows(parts)
+            else:
+                yield name, fields.get(name)
+    elif isinstance(fields, TensorDictBase):
+        for name in fields.keys():  # noqa: SIM118
+            yield name, fields.get(name)
+    else:
+        yield from fields.items()
+
+
+class _Rows(list[torch.Tensor]):
+    """Row tensors of a lazily stacked TensorDict."""
+
+
+def _is_rows(leaf: object) -> bool:
+    return isinstance(leaf, _Rows)
+
+
+def _ingest(name: str, leaf: torch.Tensor | _Rows, num_samples: int) -> Ragged | torch.Tensor:
+    what = f"put_samples refused: field '{name}'"
+    if isinstance(leaf, _Rows):
+        found = len(leaf)
+    elif leaf.dim() == 0:
+        raise InvalidRequestError(f"{what} is a scalar tensor. Expected {num_samples} rows, one per sample id.")
+    elif is_jagged(leaf):
+        found = len(jagged_parts(leaf)[1]) - 1
+    else:
+        found = leaf.size(0)
+    if found != num_samples:
+        raise InvalidRequestError(f"{what} has {found} rows. Expected {num_samples}, one row per sample id.")
+    if isinstance(leaf, _Rows):
+        return ragged_of_rows(leaf, what)
+    return ragged_of_nested(leaf, what) if leaf.is_nested else host_tensor(leaf, what)
+
+
+def _spec_of(column: Ragged | torch.Tensor) -> FieldSpec:
+    if isinstance(column, Ragged):
+        return FieldSpec.of_cells(column.values.dtype, tuple(column.values.shape))
+    return FieldSpec.of_cells(column.dtype, tuple(column.shape[1:]))
+
+
+def _object_items(name: str, leaf: Any, num_samples: int) -> list[Any]:
+    what = f"put_samples refused: field '{name}'"
+    # TensorDict wraps an object array, as it does anything that it does not know
+    data = leaf.data if isinstance(leaf, NonTensorData) else leaf
+    if isinstance(data, NonTensorStack) or (
+        isinstance(data, np.ndarray) and data.dtype == np.dtype(object) and data.ndim == 1
+    ):
+        items: list[Any] = data.tolist()
+    else:
+        if isinstance(data, TensorDictBase) or is_tensorclass(data):
+            found = f"a nested {type(data).__name__}"
+        elif isinstance(data, np.ndarray):
+            found = f"an ndarray of dtype {data.dtype} and shape {data.shape}"
+        else:
+            found = f"a {type(data).__name__}{' for all rows' if data is not leaf else ''}"
+        raise InvalidTypeError(
+            f"{what} is a non-tensor leaf: {found}. Expected a tensor, a NonTensorStack, or a 1-D "
+            f"np.ndarray(dtype=object) of {num_samples} items.",
+            hint="Write NonTensorStack(*items) for one object per sample, torch.as_tensor(x) for numbers.",
+        )
+    if len(items) != num_samples:
+        raise InvalidRequestError(f"{what} has {len(items)} rows. Expected {num_samples}, one row per sample id.")
+    return items
+
+
+def _lower_objects(items: list[Any], name: str, wire: WireFormat, allow_pickle: bool, copy: bool) -> WireColumn:
+    if wire.objects == "native" and not wire.bytes:
+        check_items(items, name, allow_pickle=allow_pickle)
+        return [copy_item(item) for item in items] if copy else items
+    encoded = encode_items(items, name, allow_pickle=allow_pickle)
+    lengths = torch.tensor([len(each) for each in encoded], dtype=torch.int64)
+    column = Ragged(from_bytes(bytearray().join(encoded), torch.uint8, (-1,)), offsets_of(lengths))
+    return list(frame_ragged(column, KIND_OBJECT)) if wire.bytes else _container(column, wire)
+
+
+def _lower_tensor(
+    column: Ragged | torch.Tensor, spec: FieldSpec, wire: WireFormat, source: torch.Tensor | _Rows | None
+) -> WireColumn:
+    """Lowers plain rows; the result must not borrow from ``source``, the caller's leaf, where one is given."""
+    if wire.bytes:
+        return list(frame_ragged(column))
+    dtype, trailing = _on_wire(spec, wire)
+    if spec.rank == 0:
+        assert isinstance(column, torch.Tensor)
+        scalars = column
+        if dtype != column.dtype:
+            scalars = column.unsqueeze(-1).view(torch.uint8)
+        elif wire.promote_1d:
+            scalars = column.unsqueeze(-1)
+        return scalars.clone() if source is not None and _shares(scalars, source) else scalars
+    values = column.values if isinstance(column, Ragged) else column.flatten(0, 1)
+    if values.dtype != dtype or tuple(values.shape[1:]) != trailing:
+        width = math.prod(spec.trailing)
+        if width == 0:
+            values = torch.zeros((len(values), *trailing), dtype=dtype)
+        else:
+            values = values.view(len(values), width).view(torch.uint8)
+    if isinstance(column, Ragged):
+        lowered: Ragged | torch.Tensor = Ragged(values, column.offsets if source is None else column.offsets.clone())
+    else:
+        lowered = values.view(column.shape[0], column.shape[1], *trailing)
+    if not wire.zero_length_rows:
+        lowered = _pad(lowered)
+    elif source is not None and _shares(values, source):
+        lowered = Ragged(values.clone(), lowered.offsets) if isinstance(lowered, Ragged) else lowered.clone()
+    return _container(lowered, wire)
+
+
+def _on_wire(spec: FieldSpec, wire: WireFormat) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and trailing shape of a field's cells on the wire (scalars: the shape of the cell itself)."""
+    dtype = spec.torch_dtype
+    if spec.rank == 0:
+        if dtype not in wire.dtypes:
+            return torch.uint8, (dtype.itemsize,)
+        return dtype, (1,) if wire.promote_1d else ()
+    width = math.prod(spec.trailing)
+    if width == 0 and not wire.zero_length_rows:
+        return torch.uint8, ()
+    if dtype not in wire.dtypes:
+        return torch.uint8, (width * dtype.itemsize,)
+    return dtype, spec.trailing
+
+
+def _shares(tensor: torch.Tensor, source: torch.Tensor | _Rows) -> bool:
+    if isinstance(source, _Rows):
+        return any(_shares(tensor, row) for row in source)
+    if source.is_nested:
+        source = jagged_parts(source)[0] if is_jagged(source) else source
+    return tensor.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+
+
+def _pad(rows: Ragged | torch.Tensor) -> Ragged | torch.Tensor:
+    """One more zero element in front of every row; new memory."""
+    if isinstance(rows, torch.Tensor):
+        return torch.cat([rows.new_zeros((rows.shape[0], 1, *rows.shape[2:])), rows], dim=1)
+    values, count = rows.values, rows.num_rows
+    offsets = rows.offsets + torch.arange(count + 1)
+    padded = values.new_zeros((len(values) + count, *values.shape[1:]))
+    keep = torch.ones(len(padded), dtype=torch.bool)
+    keep[offsets[:-1]] = False
+    carrier(padded)[keep] = carrier(values)
+    return Ragged(padded, offsets)
+
+
+def _container(column: Ragged | torch.Tensor, wire: WireFormat) -> WireColumn:
+    """Rows of rank 1 and more as the wire wants them: dense or jagged, or a list of rows."""
+    if wire.ragged == "rows":
+        if isinstance(column, Ragged):
+            return list(column.values.split_with_sizes(column.lengths.tolist()))
+        return list(column.unbind())
+    if isinstance(column, torch.Tensor):
+        return column
+    dense = column.dense()
+    return to_nested(column) if dense is None else dense
+
+
+# --- up ---------------------------------------------------------------------------------------------------------------
+
+
+def raise_columns(
+    columns: Mapping[str, WireColumn],
+    specs: Mapping[str, FieldSpec],
+    num_samples: int,
+    wire: WireFormat,
+    *,
+    allow_pickle: bool = False,
+    copy: bool = False,
+) -> dict[str, Any]:
+    """Checks what a backend returned and gives it back its caller's form.
+
+    Args:
+        columns: Field -> lowered column of ``num_samples`` rows. Ownership passes to this function; containers may
+            differ from `lower`'s (a dense column may arrive as jagged or as rows), contents may not.
+        specs: Field -> the spec fixed by the field's first write; holds every key of ``columns``.
+        num_samples: N, at least 1.
+        wire: What the backend takes.
+        allow_pickle: Unpickle object items that were pickled.
+        copy: The columns still belong to the backend: share no memory with them. Without it, what needed no conversion
+            is returned as it came.
+
+    Returns:
+        Field -> a dense tensor where rows are of equal shape, else one ``torch.jagged`` nested tensor whose min and max
+        length are known; objects as ``NonTensorStack``. Contiguous and detached. Jagged columns of equal lengths share
+        their offsets, so that torch lets them be combined.
+
+    Raises:
+        BackendError: Not one row per sample, or another dtype, rank or trailing shape than the spec says.
+        FrameError: Malformed bytes.
+    """
+    raised: dict[str, Any] = {}
+    shared: dict[bytes, torch.Tensor] = {}
+    for name, column in columns.items():
+        spec = specs.get(name)
+        if spec is None:
+            raise BackendError(f"get_samples: the backend's reply has no spec for field '{name}'.")
+        try:
+            if spec.kind == "object":
+                raised[name] = _raise_objects(name, column, num_samples, wire, allow_pickle, copy)
+            else:
+                raised[name] = _raise_tensor(name, column, spec, num_samples, wire, copy, shared)
+        except CorruptDataError as error:
+            error.message = f"get_samples: field '{name}': {error.message}"
+            raise
+    return raised
+
+
+def _mismatch(name: str, found: str, expected: str) -> BackendError:
+    return BackendError(f"get_samples: the backend's reply for field '{name}' has {found}. Expected {expected}.")
+
+
+def _check_count(name: str, found: int, num_samples: int) -> None:
+    if found != num_samples:
+        raise _mismatch(name, f"{found} rows", f"{num_samples}, one per sample id")
+
+
+def _raise_objects(
+    name: str, column: Any, num_samples: int, wire: WireFormat, allow_pickle: bool, copy: bool
+) -> NonTensorStack:
+    if wire.bytes:
+        _check_count(name, len(column), num_samples)
+        kind, rows = unframe_ragged(column)
+        if kind != KIND_OBJECT:
+            raise _mismatch(name, "framed tensors", "framed objects")
+        assert isinstance(rows, Ragged)
+        items = decode_items(_slices(rows), allow_pickle=allow_pickle)
+    elif wire.objects == "native":
+        items = column.tolist() if isinstance(column, (NonTensorStack, np.ndarray)) else list(column)
+        _check_count(name, len(items), num_samples)
+        if copy:
+            items = [copy_item(item) for item in items]
+    else:
+        found = _check_cells(name, _gather(name, column, num_samples), torch.uint8, ())
+        rows = found if isinstance(found, Ragged) else _ragged_of_dense(found)
+        items = decode_items(_slices(rows), allow_pickle=allow_pickle)
+    return NonTensorStack(*items)
+
+
+def _slices(rows: Ragged) -> list[memoryview]:
+    data, cuts = byte_view(rows.values), rows.offsets.tolist()
+    return [data[start:stop] for start, stop in pairwise(cuts)]
+
+
+def _ragged_of_dense(dense: torch.Tensor) -> Ragged:
+    lengths = torch.full((dense.shape[0],), dense.shape[1], dtype=torch.int64)
+    return Ragged(dense.flatten(0, 1), offsets_of(lengths))
+
+
+def _raise_tensor(
+    name: str,
+    column: Any,
+    spec: FieldSpec,
+    num_samples: int,
+    wire: WireFormat,
+    copy: bool,
+    shared: dict[bytes, torch.Tensor],
+) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype, None)
+    if dtype not in DTYPE_CODES:
+        raise BackendError(f"get_samples: the backend's spec for field '{name}' has an unknown dtype '{spec.dtype}'.")
+    if wire.bytes:
+        _check_count(name, len(column), num_samples)
+        kind, rows = unframe_ragged(column)
+        if kind != KIND_TENSOR or _spec_of(rows) != spec:
+            found = "framed objects" if kind != KIND_TENSOR else _spec_of(rows).describe()
+            raise _mismatch(name, found, spec.describe())
+    else:
+        wire_dtype, trailing = _on_wire(spec, wire)
+        rows = _gather(name, column, num_samples)
+        if spec.rank == 0:
+            rows = _check_scalars(name, rows, wire_dtype, trailing)
+            rows = rows.view(num_samples) if wire_dtype == dtype else from_byte_tensor(rows, dtype, (num_samples,))
+        else:
+            rows = _restore(name, _check_cells(name, rows, wire_dtype, trailing), spec, wire)
+        if copy and any(_shares(_plain(rows), part) for part in _tensors(column)):
+            rows = Ragged(rows.values.clone(), rows.offsets) if isinstance(rows, Ragged) else rows.clone()
+        if copy and isinstance(rows, Ragged):
+            rows = Ragged(rows.values, rows.offsets.clone())
+    if isinstance(rows, torch.Tensor):
+        return rows
+    dense = rows.dense()
+    if dense is not None:
+        return dense
+    offsets = shared.setdefault(rows.offsets.numpy().tobytes(), rows.offsets)
+    return to_nested(Ragged(rows.values, offsets))
+
+
+def _plain(rows: Ragged | torch.Tensor) -> torch.Tensor:
+    return rows.values if isinstance(rows, Ragged) else rows
+
+
+def _tensors(column: Any) -> list[torch.Tensor]:
+    return [column] if isinstance(column, torch.Tensor) else list(column)
+
+
+def _gather(name: str, column: Any, num_samples: int) -> Ragged | torch.Tensor:
+    """A reply's rows, one per sample: dense (N, *cell), or end to end."""
+    what = f"the column '{name}' of the backend's reply"
+    if not isinstance(column, torch.Tensor):
+        if not isinstance(column, Sequence) or not all(isinstance(row, torch.Tensor) for row in column):
+            raise _mismatch(name, f"a {type(column).__name__} of other things than tensors", "tensors")
+    elif column.dim() == 0:
+        raise _mismatch(name, "a scalar tensor", f"{num_samples} rows")
+    _check_count(name, num_rows(column), num_samples)
+    try:
+        if not isinstance(column, torch.Tensor):
+            return ragged_of_rows(column, what)
+        return ragged_of_nested(column, what) if column.is_nested else host_tensor(column, what)
+    except DataPlaneError as error:
+        raise BackendError(f"get_samples: {error.message}") from error
+
+
+def _check_scalars(name: str, rows: Ragged | torch.Tensor, dtype: torch.dtype, cell: tuple[int, ...]) -> torch.Tensor:
+    """Cells that are scalars before they are lowered, (N, *cell)."""
+    dense = rows.dense() if isinstance(rows, Ragged) else rows
+    if dense is None or dense.dtype != dtype or tuple(dense.shape[1:]) != cell:
+        raise _mismatch(name, _cells(rows), f"{_name(dtype)} cells of shape {cell} on the wire")
+    return dense
+
+
+def _check_cells(
+    name: str, rows: Ragged | torch.Tensor, dtype: torch.dtype, trailing: tuple[int, ...]
+) -> Ragged | torch.Tensor:
+    """Cells of shape (L, *trailing)."""
+    plain, skip = _plain(rows), 1 if isinstance(rows, Ragged) else 2
+    if plain.dtype != dtype or plain.dim() != skip + len(trailing) or tuple(plain.shape[skip:]) != trailing:
+        expected = FieldSpec.of_cells(dtype, (0, *trailing)).describe()
+        raise _mismatch(name, _cells(rows), f"{expected} on the wire")
+    return rows
+
+
+def _cells(rows: Ragged | torch.Tensor) -> str:
+    shape = ["L", *map(str, rows.values.shape[1:])] if isinstance(rows, Ragged) else list(map(str, rows.shape[1:]))
+    return f"{_name(_plain(rows).dtype)} cells of shape ({', '.join(shape)})"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _restore(name: str, rows: Ragged | torch.Tensor, spec: FieldSpec, wire: WireFormat) -> Ragged | torch.Tensor:
+    """Undoes padding and bit-cast of cells of rank 1 and more."""
+    if not wire.zero_length_rows:
+        if isinstance(rows, Ragged):
+            lengths = rows.offsets.diff()
+            if bool((lengths < 1).any()):
+                raise _mismatch(name, "a row of length 0", "at least 1 element per row, which this wire adds")
+            rows = Ragged(gather_rows(rows.values, rows.offsets[:-1] + 1, lengths - 1), offsets_of(lengths - 1))
+        elif rows.shape[1] < 1:
+            raise _mismatch(name, "rows of length 0", "at least 1 element per row, which this wire adds")
+        else:
+            rows = rows[:, 1:].contiguous()
+    dtype, trailing = spec.torch_dtype, spec.trailing
+    plain = _plain(rows)
+    if plain.dtype == dtype and tuple(plain.shape[1 if isinstance(rows, Ragged) else 2 :]) == trailing:
+        return rows
+    if isinstance(rows, Ragged):
+        return Ragged(from_byte_tensor(rows.values, dtype, (len(rows.values), *trailing)), rows.offsets)
+    return from_byte_tensor(rows, dtype, (*rows.shape[:2], *trailing))
+
+
+# --- columns in general -----------------------------------------------------------------------------------------------
+
+
+def num_rows(column: Any) -> int:
+    """Rows of a column in any container: tensor, nested tensor, ``NonTensorStack``, object array, list."""
+    if isinstance(column, torch.Tensor):
+        return len(jagged_parts(column)[1]) - 1 if is_jagged(column) else column.size(0)
+    return len(column)
+
+
+def column_nbytes(column: WireColumn) -> int:
+    """Payload bytes of a lowered column."""
+    count = num_rows(column)
+    sizes = cell_nbytes(column, count)
+    return int(sizes.sum()) if isinstance(sizes, np.ndarray) else int(sizes) * count
+
+
+def take_rows(column: Any, positions: Sequence[int]) -> Any:
+    """The rows at ``positions``, in that order, repeats included; the container of the result follows its rows.
+
+    Args:
+        column: What `raise_columns` returns, or a list (of frames, rows, or items).
+        positions: Row numbers, not negative.
+
+    Returns:
+        New memory for tensors: dense if all rows are of equal shape, else jagged. A repeated item of a
+        ``NonTensorStack`` is copied, so that rows stay independent; a list keeps references.
+    """
+    if isinstance(column, torch.Tensor):
+        picks = torch.as_tensor(positions, dtype=torch.int64)
+        if not column.is_nested:
+            plain = host_tensor(column, "a column")
+            return carrier(plain).index_select(0, picks).view(plain.dtype)
+        rows = ragged_of_nested(column, "a column")
+        assert isinstance(rows, Ragged)
+        lengths = rows.offsets.diff().index_select(0, picks)
+        starts = rows.offsets.index_select(0, picks)
+        taken = Ragged(gather_rows(rows.values, starts, lengths), offsets_of(lengths))
+        dense = taken.dense()
+        return to_nested(taken) if dense is None else dense
+    if isinstance(column, list):
+        return [column[position] for position in positions]
+    items = column.tolist()
+    seen: set[int] = set()
+    taken_items = []
+    for position in positions:
+        taken_items.append(copy_item(items[position]) if position in seen else items[position])
+        seen.add(position)
+    return NonTensorStack(*taken_items)

@@ -12,10 +12,17 @@ from typing import Final
 __all__ = [
     "DP_TRAIN_FIELDS",
     "GLOBAL_FORWARD_PAD_SEQLEN",
+    "INPUT_IDS_FIELD",
+    "INPUT_LENGTHS_FIELD",
     "INPUT_LENGTHS_TAG",
     "LP_SEED_FIELDS",
     "PAD_TO_MULTIPLE",
+    "PER_TOKEN_FIELDS",
+    "RESPONSE_TOKEN_LENGTHS_FIELD",
     "ROUTED_EXPERTS_FIELD",
+    "TURN_CONTENTS_FIELD",
+    "TURN_LENGTHS_FIELD",
+    "TURN_ROLES_FIELD",
     "fields_with_optional_routed_experts",
 ]
 
@@ -36,6 +43,10 @@ DP_TRAIN_FIELDS: Final[tuple[str, ...]] = (
 #: What a logprob forward reads.
 LP_SEED_FIELDS: Final[tuple[str, ...]] = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
+#: The token ids of a sample, (N, S) int64, and how many of them are not padding, (N,) int64.
+INPUT_IDS_FIELD: Final = "input_ids"
+INPUT_LENGTHS_FIELD: Final = "input_lengths"
+
 #: ``extra_info`` key: the sequence length in tokens that every data-parallel rank pads its forward to.
 GLOBAL_FORWARD_PAD_SEQLEN: Final = "global_forward_pad_seqlen"
 
@@ -47,6 +58,26 @@ INPUT_LENGTHS_TAG: Final = "input_lengths"
 
 #: Mixture-of-experts router replay: ``routed_experts`` (N, S, layers, k), the experts that generation chose per token.
 ROUTED_EXPERTS_FIELD: Final = "routed_experts"
+
+#: The fields above that have one element per token on dim 1, padding included.
+PER_TOKEN_FIELDS: Final[frozenset[str]] = frozenset(
+    {
+        "input_ids",
+        "generation_logprobs",
+        "prev_logprobs",
+        "reference_policy_logprobs",
+        "advantages",
+        "token_mask",
+        "routed_experts",
+    }
+)
+
+#: Message logs (`dataplane_core.message_log`): per sample the tokens, role and content of each turn, as lists of equal
+#: length, and (N,) int64 how many of its tokens the assistant wrote.
+TURN_LENGTHS_FIELD: Final = "turn_lengths"
+TURN_ROLES_FIELD: Final = "turn_roles"
+TURN_CONTENTS_FIELD: Final = "turn_contents"
+RESPONSE_TOKEN_LENGTHS_FIELD: Final = "response_token_lengths"
 
 
 def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool) -> list[str]:

@@ -9,6 +9,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -40,6 +41,8 @@ __all__ = [
     "offsets_of",
     "pack_header",
     "pack_tensor",
+    "pad_front",
+    "pad_rows",
     "parse_header",
     "ragged_of_nested",
     "ragged_of_rows",
@@ -211,8 +214,9 @@ def ragged_of_nested(nested: torch.Tensor, what: str) -> Ragged | torch.Tensor:
         return ragged_of_rows(rows, what)
     values = host_tensor(values, what)
     ends = starts + sizes
-    packed = offsets[0] == 0 and offsets[-1] == len(values) and torch.equal(ends, offsets[1:])
-    if packed:
+    if len(starts) and (int(starts.min()) < 0 or int(sizes.min()) < 0 or int(ends.max()) > len(values)):
+        raise InvalidTypeError(f"{what} is a nested tensor whose offsets do not lie within its {len(values)} values.")
+    if offsets[0] == 0 and offsets[-1] == len(values) and torch.equal(ends, offsets[1:]):
         return Ragged(values, offsets)
     return Ragged(gather_rows(values, starts, sizes), offsets_of(sizes))
 
@@ -262,14 +266,54 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def gather_rows(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Slices ``values[start : start + length]`` joined end to end; new memory."""
-    offsets = offsets_of(lengths)
-    total = int(offsets[-1])
-    if math.prod(values.shape[1:]) == 0:
+    """Slices ``values[start : start + length]`` joined end to end; new memory.
+
+    One join of byte slices: about twice the time of a memcpy, where an index and `index_select` take six times that.
+
+    Args:
+        values: (T, *trailing), contiguous, on the host.
+        starts: (N,) int64, within ``values``.
+        lengths: (N,) int64.
+    """
+    total = int(lengths.sum())
+    step = values.dtype.itemsize * math.prod(values.shape[1:])
+    if step == 0:
         return values.new_empty((total, *values.shape[1:]))
-    index = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
-    index += torch.arange(total)
-    return carrier(values).index_select(0, index).view(values.dtype)
+    data = byte_view(values)
+    begins, ends = (starts * step).tolist(), ((starts + lengths) * step).tolist()
+    joined = bytearray().join([data[begin:end] for begin, end in zip(begins, ends, strict=True)])
+    return from_bytes(joined, values.dtype, (total, *values.shape[1:]))
+
+
+def pad_front(rows: Ragged) -> Ragged:
+    """One zero element in front of every row; new memory."""
+    offsets = rows.offsets + torch.arange(len(rows.offsets))
+    shape = (int(offsets[-1]), *rows.values.shape[1:])
+    step = rows.values.dtype.itemsize * math.prod(shape[1:])
+    data, zeros = byte_view(rows.values), bytes(step)
+    cuts = (rows.offsets * step).tolist()
+    parts = [part for begin, end in pairwise(cuts) for part in (zeros, data[begin:end])]
+    return Ragged(from_bytes(bytearray().join(parts), rows.values.dtype, shape), offsets)
+
+
+def pad_rows(rows: Ragged, width: int, value: float | bool | complex = 0) -> torch.Tensor:
+    """(N, width, *trailing), rows on the left, ``value`` after them; new memory. No row is longer than ``width``."""
+    dtype, trailing = rows.values.dtype, tuple(rows.values.shape[1:])
+    step = dtype.itemsize * math.prod(trailing)
+    if step == 0:
+        return rows.values.new_empty((rows.num_rows, width, *trailing))
+    cuts = (rows.offsets * step).tolist()
+    size = width * step
+    gap = size - min((end - begin for begin, end in pairwise(cuts)), default=size)
+    filler = memoryview(
+        bytes(gap) if value == 0 else bytes(byte_view(torch.full((gap // dtype.itemsize,), value, dtype=dtype)))
+    )
+    data = byte_view(rows.values)
+    parts: list[memoryview] = []
+    for begin, end in pairwise(cuts):
+        parts.append(data[begin:end])
+        parts.append(filler[: size - (end - begin)])
+    return from_bytes(bytearray().join(parts), dtype, (rows.num_rows, width, *trailing))
 
 
 def to_nested(ragged: Ragged) -> torch.Tensor:

@@ -21,7 +21,14 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase, is_tensorclass
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDictBase,
+    is_tensor_collection,
+    is_tensorclass,
+)
 
 from dataplane_core.capabilities import WireFormat
 from dataplane_core.codec.frames import frame_ragged, unframe_ragged
@@ -41,6 +48,7 @@ from dataplane_core.codec.tensors import (
     is_jagged,
     jagged_parts,
     offsets_of,
+    pad_front,
     ragged_of_nested,
     ragged_of_rows,
     to_nested,
@@ -55,7 +63,7 @@ from dataplane_core.errors import (
 from dataplane_core.fields import FieldSpec
 from dataplane_core.hookspecs import WireColumn
 
-__all__ = ["column_nbytes", "lower", "num_rows", "raise_columns", "take_rows"]
+__all__ = ["column_nbytes", "lower", "num_rows", "object_column", "raise_columns", "take_rows"]
 
 _OBJECTS: Final = FieldSpec.of_objects()
 
@@ -249,13 +257,7 @@ def _pad(rows: Ragged | torch.Tensor) -> Ragged | torch.Tensor:
     """One more zero element in front of every row; new memory."""
     if isinstance(rows, torch.Tensor):
         return torch.cat([rows.new_zeros((rows.shape[0], 1, *rows.shape[2:])), rows], dim=1)
-    values, count = rows.values, rows.num_rows
-    offsets = rows.offsets + torch.arange(count + 1)
-    padded = values.new_zeros((len(values) + count, *values.shape[1:]))
-    keep = torch.ones(len(padded), dtype=torch.bool)
-    keep[offsets[:-1]] = False
-    carrier(padded)[keep] = carrier(values)
-    return Ragged(padded, offsets)
+    return pad_front(rows)
 
 
 def _container(column: Ragged | torch.Tensor, wire: WireFormat) -> WireColumn:
@@ -348,7 +350,7 @@ def _raise_objects(
         found = _check_cells(name, _gather(name, column, num_samples), torch.uint8, ())
         rows = found if isinstance(found, Ragged) else _ragged_of_dense(found)
         items = decode_items(_slices(rows), allow_pickle=allow_pickle)
-    return NonTensorStack(*items)
+    return object_column(items)
 
 
 def _slices(rows: Ragged) -> list[memoryview]:
@@ -491,6 +493,11 @@ def column_nbytes(column: WireColumn) -> int:
     return int(sizes.sum()) if isinstance(sizes, np.ndarray) else int(sizes) * count
 
 
+def object_column(items: Sequence[Any]) -> NonTensorStack:
+    """Items, one per row, as the column that a TensorDict takes; keeps references."""
+    return NonTensorStack(*[NonTensorData(data=item) if is_tensor_collection(item) else item for item in items])
+
+
 def take_rows(column: Any, positions: Sequence[int]) -> Any:
     """The rows at ``positions``, in that order, repeats included; the container of the result follows its rows.
 
@@ -522,4 +529,4 @@ def take_rows(column: Any, positions: Sequence[int]) -> Any:
     for position in positions:
         taken_items.append(copy_item(items[position]) if position in seen else items[position])
         seen.add(position)
-    return NonTensorStack(*taken_items)
+    return object_column(taken_items)

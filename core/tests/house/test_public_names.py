@@ -1,0 +1,30 @@
+"""The public names are a promise: a change here is a change of the package's version."""
+
+import dataplane_core
+
+NAMES = [
+    "Backend",
+    "BatchedDataDict",
+    "BlobStore",
+    "Capability",
+    "DataPlaneClient",
+    "DataPlaneConfig",
+    "DataPlaneError",
+    "KVBatchMeta",
+    "NamedSharding",
+    "SlicedDataDict",
+    "WireFormat",
+    "connect",
+    "kv_first_write",
+    "materialize",
+    "pack_jagged_fields",
+    "read_columns",
+    "shard_meta_for_dp",
+    "write_columns",
+]
+
+
+def test_the_top_level_names_are_as_promised_and_importable():
+    assert sorted(dataplane_core.__all__) == NAMES
+    for name in NAMES:
+        assert getattr(dataplane_core, name).__name__

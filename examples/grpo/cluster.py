@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
@@ -27,6 +30,7 @@ __all__ = ["Actors", "connect_actors", "ray_session", "required_cpus", "start_ac
 
 #: How long to wait for the failures of other actors once one has failed, to find the one that was first.
 _CAUSE_GRACE_S = 3.0
+_CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -75,17 +79,36 @@ def ray_session(config: RaySection, cpus: float) -> Iterator[None]:
         options |= {"address": "local", "num_cpus": config.num_cpus, "include_dashboard": False}
         options |= {"object_store_memory": 256 * 1024**2}
     else:
+        _check_reachable(config.address)
         options |= {"address": config.address}
     try:
         ray.init(**options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UserError(f"Ray does not start (ray.address: {config.address}): {error}") from error
+    # Ray's own handler aborts the process. Set after ray.init, this one lets the program clean up as after Ctrl-C.
+    previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         if config.address is not None:
             _check_cpus(cpus, config.address)
         yield
     finally:
         ray.shutdown()
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _check_reachable(address: str) -> None:
+    """Ray tries for minutes to reach a cluster that is not there; a plain connection tells at once."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        return  # "auto", or a form that only Ray understands
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"no Ray cluster answers at ray.address {address}: {error}.") from error
 
 
 def _check_cpus(cpus: float, address: str) -> None:
@@ -140,7 +163,7 @@ def connect_actors(actors: Actors, packed: PackedWeights, config: RaySection) ->
     (rendezvous,) = wait_for({"policy worker 0": first}, config.start_timeout_s, "opening the rendezvous")
     weights = ray.put(packed)
     setups = {
-        f"policy worker {rank}": worker.setup.remote(rendezvous, weights, config.step_timeout_s)
+        f"policy worker {rank}": worker.setup.remote(rendezvous, weights, 2 * config.step_timeout_s)
         for rank, worker in enumerate(actors.workers)
     }
     wait_for(setups, config.start_timeout_s, "forming the process group")

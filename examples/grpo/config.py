@@ -49,9 +49,9 @@ class ModelSection(_Section):
 class WarmStartSection(_Section):
     """The supervised steps before GRPO."""
 
-    steps: Annotated[int, Field(ge=0)] = 300
-    batch_size: _Count = 256
-    learning_rate: _Positive = 4e-3
+    steps: Annotated[int, Field(ge=0)] = 600
+    batch_size: _Count = 128
+    learning_rate: _Positive = 3e-3
     max_digits: _Count = 3
     wrong_fraction: _Fraction = 0.5
 

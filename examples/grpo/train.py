@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 if __name__ == "__main__":
     # Run as a script: the package `grpo` is this file's folder. Taking the script's own entry away keeps modules
@@ -40,7 +38,6 @@ from grpo.weights import pack_weights
 def main(argv: list[str] | None = None) -> int:
     """Runs the program; returns its exit status: 0 well, 1 the run failed, 2 bad input, 130 interrupted."""
     args = _parse(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         config = load_config(
             args.config,
@@ -70,7 +67,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: RunConfig, path: DataPath, out: Path) -> None:
     """One run from the prompts to the picture; everything that it starts has ended when it returns or raises."""
-    torch.set_num_threads(1)
     start = time.monotonic()
     problems = read_problems(
         config.data.file,
@@ -84,6 +80,7 @@ def run(config: RunConfig, path: DataPath, out: Path) -> None:
         raise UserError(f"--out {out} cannot be used: {error}.") from error
 
     with ray_session(config.ray, required_cpus(config, path.extra_cpus)):
+        torch.set_num_threads(1)  # as in the actors: more threads would change the last bits
         actors = start_actors(config, path.rollout_class, path.worker_class)
         print(f"{len(train_problems)} prompts to train on, {len(eval_problems)} to evaluate, from {config.data.file}")
         # The actors start while this process, which would only wait for them, warms the model up.
@@ -105,8 +102,8 @@ def run(config: RunConfig, path: DataPath, out: Path) -> None:
     if config.warm_start.wrong_fraction > 0:
         print(
             f"(The warm start put one wrong digit into {config.warm_start.wrong_fraction:.0%} of its targets, on "
-            "purpose: GRPO mostly moves probability back\nto answers that the model already half knew, which is why "
-            "sampled answers gain more than greedy ones.)"
+            "purpose.\nGRPO moves probability from such slips back to answers that the model mostly knew: sampled "
+            "answers gain,\ngreedy ones hardly change.)"
         )
     title = f"GRPO on sums over {path.name}, seed {config.seed}"
     plot_run(trainer.records, evaluation, title, out / "reward.png")
@@ -159,10 +156,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="overrides the configuration")
     parser.add_argument("--steps", type=int, help="GRPO steps; overrides the configuration")
     return parser.parse_args(argv)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -93,7 +93,8 @@ class PolicyWorker:
         Args:
             rendezvous: What `open_rendezvous` of rank 0 returned.
             packed: Weights of the policy and of its reference.
-            timeout_s: After this time in a collective a rank gives its peers up.
+            timeout_s: After this time in a collective a rank gives its peers up. More than the driver's deadline, so
+                that the driver is the one to say who did not answer.
         """
         store = self._store or dist.TCPStore(*rendezvous, is_master=False)
         timeout = timedelta(seconds=timeout_s)
@@ -226,9 +227,12 @@ class PolicyWorker:
 
 def _microbatches(data: BatchedDataDict, size: int | None) -> Iterator[BatchedDataDict]:
     """The driver's plan where the data carries one; it gives every rank the same number of microbatches."""
-    if data.micro_batch_indices is not None:
-        return data.make_microbatch_iterator_with_dynamic_shapes()
-    return data.make_microbatch_iterator(size or data.size)
+    if data.micro_batch_indices is None:
+        yield from data.make_microbatch_iterator(size or data.size)
+        return
+    num_batches = len(data.micro_batch_indices)
+    for index in range(num_batches):
+        yield from data.get_batch(index, data.size // num_batches).make_microbatch_iterator_with_dynamic_shapes()
 
 
 def _sync_gradients(model: Transformer, enabled: bool) -> None:

@@ -96,7 +96,7 @@ def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
         ('{"prompt": "1+1=", "anser": "2"}', "the key 'answer' is missing; the line has .'anser', 'prompt'."),
         ('{"prompt": "1+1=", "answer": 2}', "'answer' must be a string that is not empty, got 2"),
         ('{"prompt": "", "answer": "2"}', "'prompt' must be a string that is not empty"),
-        ('{"prompt": "1*1=", "answer": "1"}', "character '\\*'"),
+        ('{"prompt": "1*1=", "answer": "1"}', "'prompt' is '1.1=': character '.' is not one of"),
         ('{"prompt": "1+1=", "answer": "123456"}', "'answer' has 6 characters, the model has room for 5"),
         ('{"prompt": "1111111111+11111111=", "answer": "1"}', "'prompt' has 20 characters, the model has room for 18"),
     ],

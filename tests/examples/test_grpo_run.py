@@ -1,0 +1,210 @@
+"""The GRPO example as a program: whole runs in processes of their own, shortened, and how it ends when things break."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from grpo.train import main
+
+TRAIN = Path(__file__).resolve().parents[2] / "examples" / "grpo" / "train.py"
+
+#: A run of seconds: a tiny model, hardly warmed up. Everything else is the real thing.
+SHORT_RUN: dict[str, Any] = {
+    "seed": 5,
+    "data": {"file": "prompts.jsonl", "eval_prompts": 8},
+    "model": {"width": 32, "layers": 1, "heads": 2},
+    "warm_start": {"steps": 120, "batch_size": 64, "learning_rate": 1.0e-2, "max_digits": 1, "wrong_fraction": 0.2},
+    "grpo": {"steps": 4, "prompts_per_step": 8, "answers_per_prompt": 4, "learning_rate": 3.0e-3},
+    "dynamic_batching": {"max_tokens_per_microbatch": 64},
+}
+
+
+def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
+    """A configuration of `SHORT_RUN` with some keys replaced, and the prompts it names, in ``folder``."""
+    config = {
+        name: {**value, **sections.get(name, {})} if isinstance(value, dict) else value
+        for name, value in SHORT_RUN.items()
+    }
+    config |= {name: value for name, value in sections.items() if name not in SHORT_RUN}
+    problems = [(a, b) for a in range(10) for b in range(10)]
+    lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a, b in problems]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def start(config: Path, out: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(TRAIN), "--config", str(config), "--in-memory", "--out", str(out), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out.parent)
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 90.0) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error; a run that does not end is ended and fails the test."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        pytest.fail(f"the run did not end within {timeout_s:g} s")
+    return process.returncode, out, err
+
+
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
+
+
+@dataclass
+class Running:
+    """A run in the middle of its steps.
+
+    Attributes:
+        process: The program.
+        pids: Process ids of its actors, by name.
+        family: All processes that descend from it.
+    """
+
+    process: subprocess.Popen[str]
+    pids: dict[str, int]
+    family: list[psutil.Process]
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    config = write_config(tmp_path, grpo={"steps": 100_000}, ray={"step_timeout_s": 5})
+    process = start(config, tmp_path / "out")
+    family: list[psutil.Process] = []
+    try:
+        assert process.stdout is not None
+        pids: dict[str, int] = {}
+        for line in process.stdout:
+            pids |= {name: int(pid) for name, pid in re.findall(r"([a-z]+ worker(?: \d)?) \(pid (\d+)\)", line)}
+            if line.startswith("step") and " 3/" in line:
+                break
+        assert set(pids) == {"rollout worker", "policy worker 0", "policy worker 1"}
+        family = psutil.Process(process.pid).children(recursive=True)
+        yield Running(process, pids, family)
+    finally:
+        for member in [process, *(p for p in family if p.is_running())]:
+            member.kill()
+        process.communicate()
+
+
+def assert_gone(family: list[psutil.Process]) -> None:
+    assert len(family) >= 5  # Ray's own daemons and the actors
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+
+
+def test_a_short_run_leaves_its_results_and_repeats_bit_for_bit(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    first, second = tmp_path / "first", tmp_path / "second"
+    code, out, err = finish(start(config, first))
+    assert (code, err) == (0, "")
+
+    records = read_metrics(first)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    for record in records:
+        assert record["path"] == "in-memory"
+        assert 0.0 <= record["reward"] <= 1.0
+        assert record["answers"] == 32
+        assert 32 <= record["tokens"] <= 32 * 6
+        assert record["bytes_put"] > 0
+        assert record["bytes_get"] > 0
+        assert record["grad_norm"] > 0
+        assert record["generation_logprob_error"] < 1e-5  # the rollout worker had the newest weights
+        assert set(record["seconds"]) == {"weights", "generate", "advantages", "prev", "reference", "train"}
+    assert records[0]["kl"] == 0.0  # the policy still is the reference
+    assert records[-1]["kl"] > 0.0
+    assert len({record["advantages_sha256"] for record in records}) == 4
+    assert (first / "reward.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((first / "summary.json").read_text())
+    assert set(summary["evaluation"]) == {"before", "after"}
+    assert out.count("\nstep ") == 4
+    assert "warm start [" in out
+    assert "before GRPO" in out
+    assert "after GRPO" in out
+
+    code, _, err = finish(start(config, second))
+    assert (code, err) == (0, "")
+    assert without_times(read_metrics(second)) == without_times(records)
+    assert json.loads((second / "summary.json").read_text())["evaluation"] == summary["evaluation"]
+
+
+def test_a_worker_that_dies_ends_the_run_with_its_name(running: Running, tmp_path: Path) -> None:
+    os.kill(running.pids["policy worker 1"], signal.SIGKILL)
+    died = time.monotonic()
+    code, _, err = finish(running.process, timeout_s=30)
+    assert time.monotonic() - died < 20
+    assert code == 1
+    assert re.search(r"error: policy worker 1 died while .* in step \d+\.", err)
+    assert "Traceback" not in err
+    assert (tmp_path / "out" / "failure.txt").stat().st_size > 0
+    assert_gone(running.family)
+
+
+@pytest.mark.long
+def test_a_worker_that_stops_answering_ends_the_run_at_the_deadline(running: Running) -> None:
+    os.kill(running.pids["rollout worker"], signal.SIGSTOP)
+    code, _, err = finish(running.process, timeout_s=40)
+    assert code == 1
+    assert re.search(r"error: no answer from rollout worker within 5 s while .* in step \d+\.", err)
+    assert_gone(running.family)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_an_interrupted_run_leaves_no_process(running: Running, signum: signal.Signals) -> None:
+    running.process.send_signal(signum)
+    code, _, err = finish(running.process, timeout_s=30)
+    assert (code, err) == (130, "interrupted\n")
+    assert_gone(running.family)
+
+
+def test_the_program_says_what_is_wrong_without_a_traceback(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    code, out, err = finish(start(config, tmp_path / "out", "--data", "gone.jsonl"))
+    assert (code, out) == (2, "")
+    assert re.fullmatch(
+        r"error: prompts file .*gone\.jsonl does not exist\. Give a JSONL file with --data FILE\.\n", err
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "arguments", "message"),
+    [
+        ({"ray": {"num_cpus": 1}}, [], "Ray has too few CPUs: the run's actors ask for 1.5, ray.num_cpus is 1."),
+        ({"ray": {"address": "127.0.0.1:1"}}, [], "no Ray cluster answers at ray.address 127.0.0.1:1"),
+        ({"grpo": {"stepz": 4}}, [], "unknown key 'grpo.stepz'. Did you mean 'steps'?"),
+        ({}, ["--steps", "0"], "grpo.steps: Input should be greater than or equal to 1"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sections: dict[str, Any],
+    arguments: list[str],
+    message: str,
+) -> None:
+    config = write_config(tmp_path, **sections)
+    assert main(["--config", str(config), "--in-memory", "--out", str(tmp_path / "out"), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert captured.out == ""

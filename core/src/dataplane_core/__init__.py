@@ -2,6 +2,7 @@
 
 from dataplane_core.backend import Backend
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict
+from dataplane_core.blobstore import BlobStore
 from dataplane_core.capabilities import Capability, WireFormat
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.codec.jagged import materialize, pack_jagged_fields
@@ -15,6 +16,7 @@ from dataplane_core.sharding.preshard import shard_meta_for_dp
 __all__ = [
     "Backend",
     "BatchedDataDict",
+    "BlobStore",
     "Capability",
     "DataPlaneClient",
     "DataPlaneConfig",

@@ -236,6 +236,32 @@ class Partition:
             num_ready=num_ready,
         )
 
+    def may_claim(
+        self,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        *,
+        all_or_nothing: bool,
+        tag_filter: Mapping[str, tuple[str, Any]] | None,
+        now: float,
+    ) -> bool:
+        """Whether `claim` would change anything: hand out samples, end leases, refuse, or find the end."""
+        task = self._task(task_name)
+        group_size = self.info.grpo_group_size or 1
+        if batch_size % group_size or (self.expiries and self.expiries[0][0] <= now):
+            return True
+        view = self._view(task, frozenset(required_fields))
+        needed = batch_size // group_size if all_or_nothing else 1
+        found = 0
+        for entry in view.heap:
+            unit = self._unit(task_name, view, entry)
+            if unit is not None and all(matches(row.tags, tag_filter) for row in unit):
+                found += 1
+                if found >= needed:
+                    return True
+        return self._is_exhausted(task_name, found * group_size, tag_filter)
+
     def _hold(self, task: Task, task_name: str, rows: list[Row], lease_s: float | None, now: float) -> list[str] | None:
         task.num_held += len(rows)
         if lease_s is None:

@@ -430,6 +430,26 @@ class Ledger:
             now=now,
         )
 
+    def may_claim(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        *,
+        all_or_nothing: bool,
+        tag_filter: Mapping[str, tuple[str, Any]] | None,
+        now: float,
+    ) -> bool:
+        """Whether `claim` would change anything; itself changes nothing, so a journal need not record vain questions.
+
+        Raises:
+            UnknownPartitionError, UnknownTaskError: Not registered.
+        """
+        return self._partition(partition_id).may_claim(
+            task_name, required_fields, batch_size, all_or_nothing=all_or_nothing, tag_filter=tag_filter, now=now
+        )
+
     def ack(
         self, partition_id: str, task_name: str, sample_ids: Sequence[str], tokens: Sequence[str], *, now: float
     ) -> None:
@@ -494,7 +514,7 @@ class Ledger:
     def collected(self, refs: Sequence[Ref]) -> None:
         """Says that the payload of these refs was deleted."""
         for ref in refs:
-            self._garbage.pop(ref, None)
+            self._garbage.pop((ref[0], ref[1]), None)
 
     def _free(self, refs: list[Ref]) -> list[Ref]:
         for ref in refs:

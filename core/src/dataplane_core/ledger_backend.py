@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -72,14 +72,16 @@ class RefsGoneError(DataPlaneError):
 
 
 class LedgerService:
-    """A `Ledger` with a clock (`time.monotonic`) and a lock: what a host serves.
+    """A `Ledger` with a clock and a lock: what a host serves.
 
     Args:
         capacity_bytes: As for `Ledger`.
+        clock: Gives the time in seconds.
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    def __init__(self, capacity_bytes: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._ledger = Ledger(capacity_bytes=capacity_bytes)
+        self._clock = clock
         self._lock = threading.Lock()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +96,7 @@ class LedgerService:
         return self._ledger.describe(partition_id)
 
     def _do_begin_put(self, *args: Any, ttl_s: float) -> int:
-        return self._ledger.begin_put(*args, now=time.monotonic(), ttl_s=ttl_s)
+        return self._ledger.begin_put(*args, now=self._clock(), ttl_s=ttl_s)
 
     def _do_commit_put(self, write_id: int) -> list[Ref]:
         return self._ledger.commit_put(write_id)
@@ -104,7 +106,7 @@ class LedgerService:
     ) -> None:
         no_bytes = [0] * len(sample_ids)
         write_id = self._ledger.begin_put(
-            partition_id, sample_ids, {}, no_bytes, tags, epoch, now=time.monotonic(), ttl_s=1.0
+            partition_id, sample_ids, {}, no_bytes, tags, epoch, now=self._clock(), ttl_s=1.0
         )
         self._ledger.commit_put(write_id)
 
@@ -115,23 +117,26 @@ class LedgerService:
         return self._ledger.locate(partition_id, sample_ids, fields)
 
     def _do_claim(self, *args: Any, **kwargs: Any) -> Claim:
-        return self._ledger.claim(*args, **kwargs, now=time.monotonic())
+        return self._ledger.claim(*args, **kwargs, now=self._clock())
+
+    def _do_may_claim(self, *args: Any, **kwargs: Any) -> bool:
+        return self._ledger.may_claim(*args, **kwargs, now=self._clock())
 
     def _do_ack(self, *args: Any) -> None:
-        self._ledger.ack(*args, now=time.monotonic())
+        self._ledger.ack(*args, now=self._clock())
 
     def _do_nack(self, *args: Any) -> None:
-        self._ledger.nack(*args, now=time.monotonic())
+        self._ledger.nack(*args, now=self._clock())
 
     def _do_renew(self, *args: Any) -> None:
-        self._ledger.renew(*args, now=time.monotonic())
+        self._ledger.renew(*args, now=self._clock())
 
     def _do_consumed(self, partition_id: str, task_names: Sequence[str]) -> bool:
         return self._ledger.consumed(partition_id, task_names)
 
     def _do_clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> tuple[int, list[Ref]]:
         count, _ = self._ledger.clear(partition_id, sample_ids)
-        return count, self._ledger.garbage(time.monotonic())
+        return count, self._ledger.garbage(self._clock())
 
     def _do_collected(self, refs: Sequence[Ref]) -> None:
         self._ledger.collected(refs)

@@ -24,15 +24,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
 
     backends = commands.add_parser("backends", help="list the installed backends")
-    backends.add_argument("--load", action="store_true", help="import each, in a process of its own, and show what it declares")
+    backends.add_argument(
+        "--load", action="store_true", help="import each, in a process of its own, and show what it declares"
+    )
     backends.add_argument("--json", action="store_true", help="print JSON")
 
     conformance = commands.add_parser("conformance", help="run the conformance kit against a backend")
     conformance.add_argument("name", help="entry-point name of the backend")
-    conformance.add_argument("--options", default="{}", metavar="YAML", help="the backend's options, such as '{url: ...}'")
+    conformance.add_argument(
+        "--options", default="{}", metavar="YAML", help="the backend's options, such as '{url: ...}'"
+    )
     conformance.add_argument("--json", dest="json_path", metavar="FILE", help="write the report as JSON")
     conformance.add_argument("--markdown", dest="markdown_path", metavar="FILE", help="write the report as Markdown")
-    conformance.add_argument("-k", dest="select", metavar="EXPRESSION", help="only the tests that match, as pytest's -k")
+    conformance.add_argument(
+        "-k", dest="select", metavar="EXPRESSION", help="only the tests that match, as pytest's -k"
+    )
 
     chosen = parser.parse_args(arguments)
     try:

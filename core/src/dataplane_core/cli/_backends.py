@@ -51,7 +51,8 @@ def describe(name: str) -> dict[str, Any]:
         "wire": cls.wire.describe(),
         "capabilities": sorted(str(capability) for capability in cls.capabilities),
         "options": {
-            key: "required" if info.is_required() else repr(info.default) for key, info in cls.Config.model_fields.items()
+            key: "required" if info.is_required() else repr(info.default)
+            for key, info in cls.Config.model_fields.items()
         },
     }
 

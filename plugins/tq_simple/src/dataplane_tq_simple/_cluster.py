@@ -353,11 +353,11 @@ def _not_found(config: TQSimpleConfig, *, starting: bool) -> DataPlaneError:
             f"instance {config.instance!r} on {where} was still starting when time was up.", backend=BACKEND_NAME
         )
     prefix = "tq-"
-    running = [
+    running = sorted(
         actor["name"].removeprefix(prefix)
         for actor in ray.util.list_named_actors(all_namespaces=True)
         if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix) and "/" not in actor["name"]
-    ]
+    )
     return BackendUnavailableError(
         f"no instance {config.instance!r} runs on {where}; there: {preview(running) or 'none'}.",
         backend=BACKEND_NAME,

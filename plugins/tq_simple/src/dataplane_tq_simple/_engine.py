@@ -31,8 +31,8 @@ __all__ = ["Engine"]
 
 _logger = logging.getLogger(__name__)
 
-# Rows per read request where their size is not known.
-_ROWS_PER_READ = 256
+# What a row is taken to hold until an engine has seen some, in bytes.
+_USUAL_ROW_BYTES = 32 * 1024
 
 
 class Engine:
@@ -56,6 +56,7 @@ class Engine:
         self._session = session
         self._exchange = Exchange(instance.watch)
         self._clock = _ControllerClock()
+        self._row_bytes: float = _USUAL_ROW_BYTES
         self._close_lock = threading.Lock()
         self._closed = False
 
@@ -229,8 +230,8 @@ class Engine:
 
         Args:
             handles: N integers of 0 and more, each used for one put only. Row h goes to unit ``h % num_storage_units``.
-            buffer: The bytes: anything contiguous with the buffer protocol, such as a uint8 array. Copied: the caller
-                may reuse it at once.
+            buffer: The bytes: anything contiguous with the buffer protocol, such as a uint8 array. The caller may reuse
+                it when this returns.
             offsets: Shape (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``. Rows of length 0 are fine.
             column: The TransferQueue field to store under; handles of different columns must differ too.
             timeout_s: In seconds.
@@ -277,7 +278,6 @@ class Engine:
         *,
         column: str,
         timeout_s: float,
-        size_bytes: int | None = None,
     ) -> list[memoryview]:
         """Reads rows of bytes.
 
@@ -285,12 +285,10 @@ class Engine:
             handles: N row handles; repeats are allowed.
             column: The field that they were stored under.
             timeout_s: In seconds.
-            size_bytes: About how many bytes the rows hold in all, where it is known: large rows are then read in
-                pieces that overlap.
 
         Returns:
-            N read-only views, in the order of the handles. Each is a part of a larger received message, which lives as
-            long as any view of it: copy what is kept. They are not aligned for any type but bytes.
+            N views, in the order of the handles, to be read only. Each is a part of a larger received message, which
+            lives as long as any view of it: copy what is kept. They are not aligned for any type but bytes.
 
         Raises:
             RowsGoneError: A row is not there (any more).
@@ -302,9 +300,8 @@ class Engine:
         rows: list[Any] = [None] * num_rows
         if not num_rows:
             return rows
-        chunk_rows = _ROWS_PER_READ
-        if size_bytes is not None:
-            chunk_rows = max(1, self.config.chunk_size_bytes * num_rows // max(1, size_bytes))
+        # How large these rows are only their unit knows; those of the last read are the best guess.
+        chunk_rows = max(1, int(self.config.chunk_size_bytes / self._row_bytes))
 
         def request(unit: Peer, chunk: _wire.Chunk) -> Request:
             def on_reply(reply: list[Any]) -> None:
@@ -317,6 +314,7 @@ class Engine:
 
         plans = _wire.plan_by_rows(handles, len(self._instance.units), chunk_rows)
         self._run(f"get_rows({num_rows} rows)", plans, request, timeout_s)
+        self._row_bytes = max(1.0, sum(row.nbytes for row in rows) / num_rows)
         return rows
 
     def delete_rows(self, handles: Sequence[int] | npt.NDArray[np.int64], *, timeout_s: float) -> None:

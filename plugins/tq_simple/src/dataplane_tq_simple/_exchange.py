@@ -151,7 +151,7 @@ class Exchange:
     def _out_of_time(self, what: str, waiting: list[_Lane], watch: Watch | None, timeout_s: float) -> Exception:
         names = ", ".join(lane.peer.name for lane in waiting)
         return OperationTimeoutError(
-            f"{what}: no answer within {timeout_s:g} s from the {names}. It may have been carried out or not.",
+            f"{what}: no answer within {timeout_s:.3g} s from the {names}. It may have been carried out or not.",
             backend=BACKEND_NAME,
             hint=watch.describe() if watch else None,
         )

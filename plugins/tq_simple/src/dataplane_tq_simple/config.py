@@ -42,7 +42,7 @@ class TQSimpleConfig(CapacityOptions):
     attach_wait_s: float = Field(default=5.0, ge=0)
     """How long an attaching client waits for an instance that is not there yet, within its own deadline."""
 
-    chunk_size_bytes: int = Field(default=16 * 1024 * 1024, ge=64 * 1024)
+    chunk_size_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024)
     """Rows travel in messages of about this size, several in flight: larger batches then need no memory of their own
     size in between, and the stages of their transport overlap."""
 

@@ -1,0 +1,140 @@
+"""A Ray of our own, and a tiny service that stands in for the ledger."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane_core.errors import LeaseExpiredError
+
+
+class StandIn:
+    """What calls reach in these tests."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.log: list[str] = []
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def echo(self, value: Any, *, twice: bool = False) -> Any:
+        return [value, value] if twice else value
+
+    def add_slowly(self, number: int) -> int:
+        """A read, a pause and a write: loses updates wherever two calls run at once."""
+        before = self.total
+        time.sleep(0.001)
+        self.total = before + number
+        return self.total
+
+    def note(self, text: str) -> list[str]:
+        self.log.append(text)
+        return self.log
+
+    def sleep(self, duration_s: float) -> None:
+        time.sleep(duration_s)
+
+    def expire(self) -> None:
+        raise LeaseExpiredError("too late", sample_ids=["a", "b"], hint="Renew sooner.")
+
+    def divide(self, number: int) -> float:
+        return 1 / number
+
+    def return_a_lambda(self) -> Any:
+        return lambda: None
+
+    def exit(self) -> None:
+        sys.exit(3)
+
+
+def failing_factory() -> object:
+    raise LeaseExpiredError("no service today")
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[str]:
+    """A local Ray that this process is connected to, with 4 logical CPUs; its address."""
+    import ray
+
+    # Worker processes cannot import this file.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="session")
+def stand_in() -> type:
+    return StandIn
+
+
+@pytest.fixture(scope="session")
+def broken_factory() -> Callable[[], object]:
+    return failing_factory
+
+
+@pytest.fixture(scope="session")
+def unit_pid() -> Callable[[str, int], int]:
+    """The process id of a storage unit: ``unit_pid(instance, index)``."""
+
+    def ask(instance: str, index: int) -> int:
+        import ray
+
+        unit = ray.get_actor(f"tq-{instance}/unit-{index}", namespace="dataplane")
+        return int(ray.get(unit.__ray_call__.remote(_own_pid), timeout=30))
+
+    return ask
+
+
+def _own_pid(_: Any) -> int:
+    return os.getpid()
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a program in a process of its own, to its end."""
+
+    def run(source: str, *args: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / f"script_{time.monotonic_ns()}.py"
+        script.write_text(source)
+        env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        return subprocess.run(
+            [sys.executable, "-W", "error", str(script), *args],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=env,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def wait_until_gone() -> Callable[..., None]:
+    """Waits for processes to end: ``wait_until_gone(pid, ..., timeout_s=10)``."""
+
+    def wait(*pids: int, timeout_s: float = 10.0) -> None:
+        import psutil
+
+        deadline = time.monotonic() + timeout_s
+        while left := [pid for pid in pids if _runs(psutil, pid)]:
+            assert time.monotonic() < deadline, f"processes {left} still run"
+            time.sleep(0.05)
+
+    return wait
+
+
+def _runs(psutil: Any, pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

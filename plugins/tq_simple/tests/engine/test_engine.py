@@ -1,0 +1,332 @@
+"""Calls and rows, over a real controller and two real storage units."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from dataplane_core.errors import (
+    BackendError,
+    ClientClosedError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    OperationTimeoutError,
+)
+from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple._errors import RowsGoneError
+
+_next_handle = iter(range(0, 10**9, 10_000))
+
+_WORKER = """
+import sys
+from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple._engine import Engine
+
+address, handle = sys.argv[1:]
+with Engine.attach(TQSimpleConfig(instance="engine", ray_address=address)) as engine:
+    for _ in range(50):
+        engine.call("add_slowly", 1, timeout_s=20)
+    engine.put_rows([int(handle)], b"from another job", [0, 16], column="c", timeout_s=20)
+    assert bytes(engine.get_rows([int(handle)], column="c", timeout_s=20)[0]) == b"from another job"
+"""
+
+
+@pytest.fixture(scope="module")
+def engine(ray_cluster: str, stand_in: type) -> Iterator[Engine]:
+    config = TQSimpleConfig(instance="engine", num_storage_units=2, chunk_size_bytes=64 * 1024)
+    with Engine.bootstrap(config, stand_in) as engine:
+        yield engine
+
+
+def batch(lengths: Any, seed: int = 0) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Fresh handles, a buffer of random bytes, and the offsets of rows of these lengths."""
+    first = next(_next_handle)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    buffer = np.random.default_rng(seed).integers(0, 256, offsets[-1], dtype=np.uint8)
+    return list(range(first, first + len(lengths))), buffer, offsets
+
+
+def rows_of(buffer: np.ndarray, offsets: np.ndarray) -> list[bytes]:
+    return [buffer[a:b].tobytes() for a, b in itertools.pairwise(offsets)]
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_round_trips(engine: Engine) -> None:
+    ids = [f"prompt{i}_g{i % 8}" for i in range(512)]
+    assert engine.call("echo", ids, timeout_s=10) == ids
+    assert engine.call("echo", None, twice=True, timeout_s=10) == [None, None]
+    large = os.urandom(20_000_000)
+    assert engine.call("echo", large, timeout_s=30) == large
+
+
+def test_errors_of_the_service_come_back(engine: Engine) -> None:
+    with pytest.raises(LeaseExpiredError, match="too late"):
+        engine.call("expire", timeout_s=10)
+    with pytest.raises(BackendError, match="ZeroDivisionError"):
+        engine.call("divide", 0, timeout_s=10)
+    with pytest.raises(BackendError, match="SystemExit"):
+        engine.call("exit", timeout_s=10)
+    assert engine.call("echo", 1, timeout_s=10) == 1
+
+
+def test_calls_from_threads_tasks_actors_and_other_jobs_are_atomic(
+    engine: Engine, ray_cluster: str, python: Callable[..., Any]
+) -> None:
+    @ray.remote(num_cpus=0)
+    class Client:
+        def add(self, count: int) -> None:
+            with Engine.attach(TQSimpleConfig(instance="engine")) as engine:
+                for _ in range(count):
+                    engine.call("add_slowly", 1, timeout_s=20)
+
+    @ray.remote(num_cpus=0)
+    def add(count: int) -> None:
+        with Engine.attach(TQSimpleConfig(instance="engine")) as engine:
+            for _ in range(count):
+                engine.call("add_slowly", 1, timeout_s=20)
+
+    before = engine.call("add_slowly", 0, timeout_s=10)
+    handle = next(_next_handle)
+    client = Client.remote()
+    with ThreadPoolExecutor(9) as pool:
+        other_job = pool.submit(python, _WORKER, ray_cluster, str(handle))
+        in_ray = [client.add.remote(50), add.remote(50)]
+        for call in [pool.submit(engine.call, "add_slowly", 1, timeout_s=30) for _ in range(200)]:
+            call.result()
+        ray.get(in_ray, timeout=60)
+        done = other_job.result()
+    assert done.returncode == 0, done.stderr
+    assert engine.call("add_slowly", 0, timeout_s=10) == before + 350
+    assert bytes(engine.get_rows([handle], column="c", timeout_s=10)[0]) == b"from another job"
+
+
+def test_a_call_that_was_given_up_is_not_executed_later(engine: Engine) -> None:
+    engine.call("echo", 0, timeout_s=10)
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(engine.call, "sleep", 1.0, timeout_s=10)
+        time.sleep(0.2)  # the controller has begun
+        started = time.monotonic()
+        with pytest.raises(OperationTimeoutError, match="'note'"):
+            engine.call("note", "given up", timeout_s=0.2)
+        assert time.monotonic() - started < 0.6
+        busy.result()
+    assert "given up" not in engine.call("note", "after", timeout_s=10)
+
+
+def test_no_time_left_means_nothing_is_sent(engine: Engine) -> None:
+    with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
+        engine.call("note", "never", timeout_s=0)
+    with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
+        engine.put_rows([next(_next_handle)], b"x", [0, 1], column="c", timeout_s=-1.0)
+    assert "never" not in engine.call("note", "after", timeout_s=10)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [5],
+        [0],
+        [0, 0, 0],
+        [3, 0, 1, 7],
+        list(range(300)),
+        [200_000, 0, 1, 130_000, 64 * 1024],
+        [1] * 1000,
+        [5, 300_000, 0, 262_144, 262_143, 7, 500_000],
+    ],
+    ids=lambda lengths: f"{len(lengths)} rows of {sum(lengths)} bytes",
+)
+def test_rows_come_back_bit_for_bit(engine: Engine, lengths: list[int]) -> None:
+    handles, buffer, offsets = batch(lengths)
+    engine.put_rows(handles, buffer, offsets, column="c", timeout_s=10)
+    expected = rows_of(buffer, offsets)
+    assert [bytes(row) for row in engine.get_rows(handles, column="c", timeout_s=10)] == expected
+
+    order = np.random.default_rng(1).permutation(len(handles))
+    order = np.concatenate([order, order[:3]])  # repeats
+    rows = engine.get_rows(np.asarray(handles)[order], column="c", timeout_s=10)
+    assert [bytes(row) for row in rows] == [expected[i] for i in order]
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, "numpy", "read-only", "torch"])
+def test_any_buffer_will_do_and_may_be_reused_at_once(engine: Engine, kind: Any) -> None:
+    handles, array, offsets = batch([10, 20, 30])
+    expected = rows_of(array, offsets)
+    if kind == "torch":
+        buffer: Any = torch.from_numpy(array).numpy()
+    elif isinstance(kind, str):
+        buffer = array
+        buffer.flags.writeable = kind == "numpy"
+    else:
+        buffer = kind(array.tobytes())
+    engine.put_rows(handles, buffer, offsets, column="c", timeout_s=10)
+    if kind in (bytearray, "numpy"):
+        buffer[:] = bytes(60) if kind is bytearray else 0
+    assert [bytes(row) for row in engine.get_rows(handles, column="c", timeout_s=10)] == expected
+
+
+def test_a_handle_can_be_written_anew(engine: Engine) -> None:
+    handles, _, _ = batch([1])
+    for text in (b"one", b"two"):
+        engine.put_rows(handles, text, [0, 3], column="c", timeout_s=10)
+        assert bytes(engine.get_rows(handles, column="c", timeout_s=10)[0]) == text
+
+
+def test_large_handles(engine: Engine) -> None:
+    handles = [2**62, 2**63 - 1]
+    engine.put_rows(handles, b"ab", [0, 1, 2], column="c", timeout_s=10)
+    assert [bytes(row) for row in engine.get_rows(handles, column="c", timeout_s=10)] == [b"a", b"b"]
+    engine.delete_rows(handles, timeout_s=10)
+
+
+def test_reading_what_is_not_there_says_so(engine: Engine) -> None:
+    handles, buffer, offsets = batch([4] * 10)
+    engine.put_rows(handles, buffer, offsets, column="c", timeout_s=10)
+    engine.delete_rows([handles[3], handles[4], 999_999_999], timeout_s=10)
+    with pytest.raises(RowsGoneError) as caught:
+        engine.get_rows(handles, column="c", timeout_s=10)
+    assert {handles[3], handles[4]} & set(caught.value.handles)
+    assert caught.value.retryable
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), RowsGoneError)
+    with pytest.raises(RowsGoneError):
+        engine.get_rows(handles[:1], column="another column", timeout_s=10)
+    assert len(engine.get_rows(handles[:3] + handles[5:], column="c", timeout_s=10)) == 8
+
+
+def test_zero_rows_need_no_engine() -> None:
+    engine = object.__new__(Engine)  # connected to nothing
+    engine.put_rows([], b"", [0], column="c", timeout_s=0)
+    assert engine.get_rows([], column="c", timeout_s=0) == []
+    engine.delete_rows([], timeout_s=0)
+
+
+@pytest.mark.parametrize(
+    ("handles", "offsets"),
+    [
+        ([1], [0]),
+        ([1], [0, 1, 2]),
+        ([1, 2], [0, 3, 2]),
+        ([1], [0, 11]),
+        ([1], [-1, 3]),
+        ([-1], [0, 3]),
+        ([1], [[0, 3]]),
+    ],
+)
+def test_sizes_that_do_not_add_up_are_refused(engine: Engine, handles: Any, offsets: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="put_rows"):
+        engine.put_rows(handles, bytes(10), offsets, column="c", timeout_s=10)
+
+
+def test_a_unit_holds_independent_bytes_and_lets_go_of_deleted_ones(engine: Engine) -> None:
+    def held(unit: Any) -> dict[int, tuple[str, int]]:
+        column = unit.storage_data.field_data.get("memory", {})
+        return {handle: (type(row).__name__, len(row)) for handle, row in column.items()}
+
+    def ask() -> dict[int, tuple[str, int]]:
+        units = [ray.get_actor(f"tq-engine/unit-{i}", namespace="dataplane") for i in range(2)]
+        answers = ray.get([unit.__ray_call__.remote(held) for unit in units], timeout=10)
+        return {handle: row for answer in answers for handle, row in answer.items()}
+
+    handles, buffer, offsets = batch([10, 20, 30, 40])
+    engine.put_rows(handles, buffer, offsets, column="memory", timeout_s=10)
+    assert ask() == {handle: ("bytes", size) for handle, size in zip(handles, [10, 20, 30, 40], strict=True)}
+    engine.delete_rows(handles[:3], timeout_s=10)
+    assert ask() == {handles[3]: ("bytes", 40)}
+
+
+def test_threads_put_get_and_delete_at_once(engine: Engine) -> None:
+    def work(seed: int) -> None:
+        for round_ in range(5):
+            handles, buffer, offsets = batch(np.random.default_rng(seed).integers(0, 3000, 100), seed + round_)
+            engine.put_rows(handles, buffer, offsets, column="c", timeout_s=30)
+            rows = engine.get_rows(handles, column="c", timeout_s=30)
+            assert [bytes(row) for row in rows] == rows_of(buffer, offsets)
+            engine.delete_rows(handles, timeout_s=30)
+
+    with ThreadPoolExecutor(12) as pool:
+        for done in [pool.submit(work, seed) for seed in range(12)]:
+            done.result()
+
+
+# --- a good guest ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_torchs_thread_count_stays_as_it_was(engine: Engine, num_threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_threads)
+        handles, buffer, offsets = batch([100] * 10)
+        engine.put_rows(handles, buffer, offsets, column="c", timeout_s=10)
+        engine.get_rows(handles, column="c", timeout_s=10)
+        engine.delete_rows(handles, timeout_s=10)
+        engine.call("echo", 1, timeout_s=10)
+        with Engine.attach(TQSimpleConfig(instance="engine")):
+            pass
+        assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_engine_has_no_threads_of_its_own(engine: Engine) -> None:
+    before = threading.active_count()
+    with Engine.attach(TQSimpleConfig(instance="engine")) as attached:
+        attached.call("echo", 1, timeout_s=10)
+        assert threading.active_count() == before
+
+
+def test_an_engine_cannot_be_pickled(engine: Engine) -> None:
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(engine)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_use_after_a_fork_is_refused(engine: Engine) -> None:
+    engine.call("echo", 1, timeout_s=10)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            engine.call("echo", 1, timeout_s=5)
+        except ClientClosedError as error:
+            os.write(writer, str(error).encode())
+            engine.close()  # neither ends the parent's instance nor hangs
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        message = pipe.read().decode()
+    assert os.waitpid(child, 0)[1] == 0
+    assert "fork" in message
+    assert engine.call("echo", 1, timeout_s=10) == 1
+
+
+def test_importing_the_package_leaves_the_process_alone(python: Callable[..., Any]) -> None:
+    done = python(
+        "import os, sys, logging, threading\n"
+        "import dataplane_core\n"
+        "env, threads = dict(os.environ), threading.active_count()\n"
+        "import dataplane_tq_simple\n"
+        "assert dict(os.environ) == env and threading.active_count() == threads\n"
+        "assert not logging.root.handlers\n"
+        "assert not {'ray', 'transfer_queue', 'zmq'} & set(sys.modules), 'heavy imports'\n"
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,101 @@
+"""Processes that die or stand still: every operation ends in time and says what happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import ray
+
+from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
+from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple._engine import Engine
+
+
+@pytest.fixture(scope="module")
+def engine(ray_cluster: str, stand_in: type) -> Iterator[Engine]:
+    with Engine.bootstrap(TQSimpleConfig(instance="faults", num_storage_units=2), stand_in) as engine:
+        yield engine
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def takes(at_least_s: float, at_most_s: float) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    assert at_least_s <= time.monotonic() - started <= at_most_s
+
+
+def test_a_controller_that_stands_still(engine: Engine) -> None:
+    engine.call("note", "before", timeout_s=10)
+    with stopped(engine.call("pid", timeout_s=10)):
+        with takes(2.0, 3.0), pytest.raises(OperationTimeoutError, match="no answer within 2 s") as error:
+            engine.call("note", "while stopped", timeout_s=2.0)
+        assert "did not answer Ray either" in str(error.value)
+        with takes(0.3, 1.0), pytest.raises(OperationTimeoutError):
+            engine.call("note", "while stopped", timeout_s=0.3)
+        with takes(0.5, 2.0), pytest.raises(OperationTimeoutError):
+            Engine.attach(TQSimpleConfig(instance="faults"), timeout_s=0.5)
+        engine.put_rows([1, 2], b"ab", [0, 1, 2], column="c", timeout_s=10)  # the units go on
+    assert engine.call("note", "after", timeout_s=10) == ["before", "after"]
+
+
+def test_a_storage_unit_that_stands_still(engine: Engine, unit_pid: Callable[[str, int], int]) -> None:
+    engine.put_rows([10, 11], b"ab", [0, 1, 2], column="c", timeout_s=10)
+    with stopped(unit_pid("faults", 1)):
+        for operation in (
+            lambda: engine.put_rows([12, 13], b"ab", [0, 1, 2], column="c", timeout_s=0.5),
+            lambda: engine.get_rows([10, 11], column="c", timeout_s=0.5),
+            lambda: engine.delete_rows([12, 13], timeout_s=0.5),
+        ):
+            with takes(0.5, 1.5), pytest.raises(OperationTimeoutError, match="storage unit 1"):
+                operation()
+        assert bytes(engine.get_rows([10], column="c", timeout_s=10)[0]) == b"a"
+        assert engine.call("echo", 1, timeout_s=10) == 1
+    # What it received meanwhile it carries out late, and no reply of that is taken for another's.
+    assert [bytes(row) for row in engine.get_rows([10, 11], column="c", timeout_s=10)] == [b"a", b"b"]
+    engine.delete_rows([12, 13], timeout_s=10)
+
+
+def test_closing_ends_what_other_threads_wait_for(ray_cluster: str, stand_in: type, engine: Engine) -> None:
+    attached = Engine.attach(TQSimpleConfig(instance="faults"))
+    with ThreadPoolExecutor(1) as pool, takes(0.0, 5.0):
+        waiting = pool.submit(attached.call, "sleep", 3.0, timeout_s=60)
+        time.sleep(0.3)
+        with takes(0.0, 1.0):
+            attached.close()
+        with pytest.raises(ClientClosedError):
+            waiting.result(timeout=1)
+    assert engine.call("echo", 1, timeout_s=10) == 1
+
+
+def test_killed_processes(ray_cluster: str, stand_in: type, unit_pid: Callable[[str, int], int]) -> None:
+    with Engine.bootstrap(TQSimpleConfig(instance="mortal"), stand_in) as engine:
+        engine.put_rows([0, 1], b"ab", [0, 1, 2], column="c", timeout_s=10)
+        os.kill(unit_pid("mortal", 0), signal.SIGKILL)
+        dead = "storage unit 0 of instance 'mortal' is dead"
+        with takes(0.0, 5.0), pytest.raises(BackendUnavailableError, match=dead):
+            engine.get_rows([0, 1], column="c", timeout_s=60)
+        with takes(0.0, 5.0), pytest.raises(BackendUnavailableError, match=dead):
+            engine.put_rows([3], b"a", [0, 1], column="c", timeout_s=60)
+        os.kill(engine.call("pid", timeout_s=10), signal.SIGKILL)
+        dead = "controller of instance 'mortal' is dead"
+        with takes(0.0, 5.0), pytest.raises(BackendUnavailableError, match=dead) as error:
+            engine.call("echo", 1, timeout_s=60)
+        assert not error.value.retryable
+        assert isinstance(error.value.__cause__, ray.exceptions.RayActorError)
+        with takes(0.0, 5.0), pytest.raises(BackendUnavailableError):
+            Engine.attach(TQSimpleConfig(instance="mortal", attach_wait_s=0.5))

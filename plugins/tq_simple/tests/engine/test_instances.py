@@ -1,0 +1,229 @@
+"""Instances: their start, their names, their end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from pydantic import ValidationError
+
+from dataplane_core.errors import (
+    AlreadyRunningError,
+    BackendUnavailableError,
+    CapacityExceededError,
+    ClientClosedError,
+    ConfigError,
+    LeaseExpiredError,
+)
+from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple._engine import Engine
+
+_OWN_RAY = """
+import json
+import psutil, ray
+from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple._engine import Engine
+
+first = Engine.bootstrap(TQSimpleConfig(ray_num_cpus=1), dict)
+second = Engine.attach(TQSimpleConfig())
+assert ray.is_initialized() and ray.cluster_resources()["CPU"] == 1
+for engine in (first, second):
+    engine.put_rows([1, 2], b"ab", [0, 1, 2], column="c", timeout_s=20)
+    assert len(engine.get_rows([1, 2], column="c", timeout_s=20)) == 2
+    engine.delete_rows([1, 2], timeout_s=20)
+started = [process.pid for process in psutil.Process().children(recursive=True)]
+first.close()
+assert ray.is_initialized(), "an engine still uses it"
+second.close()
+second.close()
+assert not ray.is_initialized()
+print(json.dumps(started))
+"""
+
+_CRASHING_OWNER = """
+import sys, time
+from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple._engine import Engine
+
+engine = Engine.bootstrap(TQSimpleConfig(instance="crash", ray_address=sys.argv[1]), dict)
+print(engine.call("~ping", timeout_s=10)["pid"], flush=True)
+time.sleep(100)
+"""
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValidationError, match="no_such_option"):
+        TQSimpleConfig(no_such_option=1)  # type: ignore[call-arg]
+    with pytest.raises(ValidationError, match="instance"):
+        TQSimpleConfig(instance="a/b")
+    with pytest.raises(ValidationError, match="Ray Client"):
+        TQSimpleConfig(ray_address="ray://127.0.0.1:10001")
+
+
+def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster: str, stand_in: type) -> None:
+    with (
+        Engine.bootstrap(TQSimpleConfig(instance="one", ray_address=ray_cluster), stand_in) as one,
+        Engine.bootstrap(TQSimpleConfig(instance="two", storage_unit_size=3, unit_num_cpus=0.5), stand_in) as two,
+    ):
+        one.call("note", "one", timeout_s=10)
+        assert two.call("note", "two", timeout_s=10) == ["two"]
+        one.put_rows([7], b"one", [0, 3], column="c", timeout_s=10)
+        two.put_rows([7], b"two", [0, 3], column="c", timeout_s=10)
+        assert bytes(one.get_rows([7], column="c", timeout_s=10)[0]) == b"one"
+
+        # An attached engine knows the instance's options, not its own.
+        with Engine.attach(TQSimpleConfig(instance="two", num_storage_units=7)) as attached:
+            assert attached.config == two.config
+            assert attached.config.storage_unit_size == 3
+            assert not attached.bootstrapped
+            assert bytes(attached.get_rows([7], column="c", timeout_s=10)[0]) == b"two"
+        attached.close()
+        with pytest.raises(ClientClosedError):
+            attached.call("note", "closed", timeout_s=10)
+        assert two.call("note", "still", timeout_s=10) == ["two", "still"]
+
+        two.put_rows([8], b"a", [0, 1], column="c", timeout_s=10)
+        with pytest.raises(CapacityExceededError, match="2 existing"):
+            two.put_rows([9, 10], b"cd", [0, 1, 2], column="c", timeout_s=10)
+        two.delete_rows([7], timeout_s=10)
+        two.put_rows([9, 10], b"cd", [0, 1, 2], column="c", timeout_s=10)
+
+        started = time.monotonic()
+        with pytest.raises(AlreadyRunningError, match="'one' is already running"):
+            Engine.bootstrap(TQSimpleConfig(instance="one", num_storage_units=3), stand_in)
+        assert time.monotonic() - started < 5
+        assert one.call("note", "more", timeout_s=10) == ["one", "more"]
+
+        with pytest.raises(
+            BackendUnavailableError, match=r"no instance 'three' runs on .* there: 'one', 'two'"
+        ) as error:
+            Engine.attach(TQSimpleConfig(instance="three", attach_wait_s=0.2), timeout_s=10)
+        assert "Bootstrap it first" in str(error.value)
+
+
+@ray.remote(num_cpus=0)
+def attach_and_ask_for_the_pid(config: TQSimpleConfig) -> int:
+    with Engine.attach(config, timeout_s=60) as engine:
+        return int(engine.call("pid", timeout_s=10))
+
+
+def test_close_ends_the_processes_and_the_name_can_be_used_again(
+    ray_cluster: str, stand_in: type, unit_pid: Callable[[str, int], int], wait_until_gone: Callable[..., None]
+) -> None:
+    config = TQSimpleConfig(instance="again")
+    engine = Engine.bootstrap(config, stand_in)
+    pids = [engine.call("pid", timeout_s=10), unit_pid("again", 0)]
+    attached = Engine.attach(config)
+    engine.close()
+    engine.close()
+    wait_until_gone(*pids)
+    assert ray.is_initialized()  # it was not the engine that started Ray
+    with pytest.raises(ClientClosedError):
+        engine.call("pid", timeout_s=10)
+    with pytest.raises(ClientClosedError):
+        engine.put_rows([1], b"a", [0, 1], column="c", timeout_s=10)
+    started = time.monotonic()
+    with pytest.raises(BackendUnavailableError, match="controller of instance 'again' is dead"):
+        attached.call("pid", timeout_s=30)
+    assert time.monotonic() - started < 10
+    attached.close()
+
+    # The name is free, and who wants to attach waits for the instance to come up.
+    late = attach_and_ask_for_the_pid.remote(config.model_copy(update={"attach_wait_s": 60.0}))
+    with Engine.bootstrap(config, stand_in) as engine:
+        assert engine.call("note", "afresh", timeout_s=10) == ["afresh"]
+        assert ray.get(late, timeout=60) == engine.call("pid", timeout_s=10)
+
+
+def test_a_service_that_cannot_be_built_leaves_nothing_behind(ray_cluster: str, broken_factory: Any) -> None:
+    with pytest.raises(LeaseExpiredError, match="no service today"):
+        Engine.bootstrap(TQSimpleConfig(instance="broken"), broken_factory)
+    assert not [a for a in ray.util.list_named_actors(all_namespaces=True) if "broken" in a["name"]]
+
+
+def test_too_few_cpus_are_reported_with_numbers_and_at_once(
+    ray_cluster: str, stand_in: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TQSimpleConfig(instance="cpus", controller_num_cpus=1, unit_num_cpus=2, num_storage_units=2)
+    started = time.monotonic()
+    with pytest.raises(BackendUnavailableError, match=r"needs 5 CPUs .* 4 free of 4") as error:
+        Engine.bootstrap(config, stand_in)
+    assert time.monotonic() - started < 2
+    assert not error.value.retryable
+    assert "unit_num_cpus to 0" in str(error.value)
+
+    @ray.remote(num_cpus=3)
+    class Busy:
+        def ready(self) -> None: ...
+
+    busy = Busy.remote()
+    ray.get(busy.ready.remote(), timeout=60)
+    monkeypatch.setattr("dataplane_tq_simple._cluster._SETTLE_S", 0.5)
+    with pytest.raises(BackendUnavailableError, match=r"needs 2 CPUs .* 1 free of 4") as error:
+        Engine.bootstrap(TQSimpleConfig(instance="cpus", unit_num_cpus=2), stand_in)
+    assert error.value.retryable
+    ray.kill(busy)
+
+
+def test_another_cluster_than_the_connected_one_is_refused(ray_cluster: str) -> None:
+    with pytest.raises(ConfigError, match="one cluster per process"):
+        Engine.attach(TQSimpleConfig(ray_address="127.0.0.1:1"))
+
+
+def test_without_ray_attaching_says_what_to_do(python: Callable[..., Any]) -> None:
+    done = python(
+        "import sys, time\n"
+        "from dataplane_core.errors import BackendUnavailableError\n"
+        "from dataplane_tq_simple import TQSimpleConfig\n"
+        "from dataplane_tq_simple._engine import Engine\n"
+        "for address in (None, '127.0.0.1:1', 'nonsense'):\n"
+        "    started = time.monotonic()\n"
+        "    try:\n"
+        "        Engine.attach(TQSimpleConfig(ray_address=address), timeout_s=5)\n"
+        "    except BackendUnavailableError as error:\n"
+        "        print(error)\n"
+        "    assert time.monotonic() - started < 6\n"
+    )
+    assert done.returncode == 0, done.stderr
+    nothing, refused, nonsense = done.stdout.splitlines()
+    assert "Set ray_address" in nothing
+    assert "cannot connect to Ray at '127.0.0.1:1'" in refused
+    assert "nonsense" in nonsense
+
+
+def test_a_crashed_owner_takes_its_instance_along(
+    ray_cluster: str, tmp_path: Path, unit_pid: Callable[..., int], wait_until_gone: Callable[..., None]
+) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(_CRASHING_OWNER)
+    with subprocess.Popen([sys.executable, str(script), ray_cluster], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        controller_pid = int(owner.stdout.readline())
+        with Engine.attach(TQSimpleConfig(instance="crash")) as attached:
+            assert attached.call("get", "key", timeout_s=10) is None
+            pids = [controller_pid, unit_pid("crash", 0)]
+            owner.send_signal(signal.SIGKILL)
+            owner.wait(timeout=10)
+            wait_until_gone(*pids, timeout_s=20)
+    assert not [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "crash" in actor["name"]]
+
+
+def test_a_ray_of_its_own_is_started_shared_and_ended_quietly(
+    python: Callable[..., Any], wait_until_gone: Callable[..., None]
+) -> None:
+    done = python(_OWN_RAY, timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    *_, pids = done.stdout.splitlines()
+    assert len(json.loads(pids)) >= 3
+    wait_until_gone(*json.loads(pids))
+    # TransferQueue has warnings for every request, unless its processes are set up well.
+    for word in ("WARNING", "ERROR", "StorageUnit", "TransferQueue", "transfer_queue", "Traceback"):
+        assert word not in done.stdout + done.stderr

@@ -27,6 +27,7 @@ from grpo.config import RunConfig, load_config
 from grpo.data_path import DataPath, InMemoryPath
 from grpo.errors import RunFailedError, UserError
 from grpo.model import ModelConfig, Transformer, build_model
+from grpo.plane_path import DataPlanePath
 from grpo.plot import plot_run
 from grpo.progress import ProgressBar, step_line
 from grpo.task import Problem, read_problems, split_problems
@@ -142,7 +143,7 @@ def _print_evaluation(when: str, shares: dict[str, float], problems: list[Proble
 def _data_path(config: RunConfig, in_memory: bool) -> DataPath:
     if in_memory:
         return InMemoryPath(config)
-    raise UserError(f"no data path for backend '{config.data_plane.backend}' in this build; run with --in-memory.")
+    return DataPlanePath(config)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -160,6 +160,11 @@ class DataPlaneClient:
         """The config that this client was connected with."""
         return self._config
 
+    @property
+    def middleware(self) -> tuple[Any, ...]:
+        """The middleware objects around the backend, outermost first."""
+        return tuple(self._middleware)
+
     # --- operations ---------------------------------------------------------------------------------------------------
 
     def register_partition(

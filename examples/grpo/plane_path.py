@@ -1,0 +1,174 @@
+"""The run over a data plane: the driver moves metas, the columns go from the rollout worker to the policy workers.
+
+The rollout worker writes its columns to the store and hands the driver a meta: ids, lengths, no tensors. The driver
+sends each policy worker the part of the meta that is its own, with a microbatch plan; the worker reads its rows from
+the store, and writes the columns that it computes back under the same ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.middleware.metrics import Metrics
+from dataplane_integrations import DataPlanePolicy
+from dataplane_integrations.attach import DataPlaneClientMixin
+from dataplane_integrations.batching import Batching, DynamicBatching
+from dataplane_integrations.errors import WorkerFailedError
+from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
+from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
+
+from .cluster import Actors
+from .config import RunConfig
+from .data_path import DataPath, Traffic, summarize_training
+from .errors import RunFailedError
+from .rollout import RolloutCarry, RolloutWorker
+from .task import PAD_ID
+from .workers import LossFunction, PolicyWorker
+
+__all__ = ["DataPlanePath"]
+
+_PARTITION = "train"
+
+
+def _traffic_of(client: DataPlaneClient) -> Traffic:
+    """Payload bytes that a client has put and got so far, as its metrics middleware counted them."""
+    total = Traffic()
+    for plugin in client.middleware:
+        if isinstance(plugin, Metrics):
+            operations = plugin.snapshot()["operations"]
+            total.bytes_put += operations.get("put_samples", {}).get("n_bytes", 0)
+            total.bytes_get += operations.get("get_samples", {}).get("n_bytes", 0)
+    return total
+
+
+class _CountsTraffic(DataPlaneClientMixin):
+    def data_plane_traffic(self) -> Traffic:
+        """What this process moved since it attached."""
+        return _traffic_of(self._require_dp_client())
+
+
+class PlaneRolloutWorker(_CountsTraffic, DataPlaneRolloutMixin, RolloutWorker):
+    """The rollout worker, writing what it generates to the store."""
+
+    def generate_to_plane(
+        self, step: int, prompts: Sequence[str], answers_per_prompt: int
+    ) -> tuple[RolloutReceipt, RolloutCarry]:
+        """As `RolloutWorker.generate`, with the columns left in the store.
+
+        Returns:
+            The receipt for the rows, and the carry.
+        """
+        batch, carry = self.generate(step, prompts, answers_per_prompt)
+        ids = mint_sample_ids([f"s{step}_p{number}" for number in range(len(prompts))], answers_per_prompt)
+        tags = [{"step": step, "input_lengths": length} for length in carry.input_lengths]
+        return self._first_write(batch, sample_ids=ids, partition_id=_PARTITION, carry_fields=(), tags=tags), carry
+
+
+class PlanePolicyWorker(_CountsTraffic, FSDP2DataPlaneMixin, PolicyWorker):
+    """The policy worker with the data plane's entry points: ``train_presharded`` and its siblings."""
+
+    def _pad_value_dict(self) -> dict[str, int | float]:
+        return {"input_ids": PAD_ID}
+
+
+class DataPlanePath(DataPath):
+    """The rows live in the store that the configuration names; the driver holds their meta."""
+
+    rollout_class: ClassVar[type[RolloutWorker]] = PlaneRolloutWorker
+    worker_class: ClassVar[type[PolicyWorker]] = PlanePolicyWorker
+
+    def __init__(self, config: RunConfig) -> None:
+        plane = config.data_plane
+        if "metrics" not in plane.middleware:
+            plane = plane.model_copy(update={"middleware": ["metrics", *plane.middleware]})
+        self.name = plane.backend
+        self._config = config
+        self._plane = plane
+        self._timeout_s = config.ray.step_timeout_s
+        self._policy: DataPlanePolicy | None = None
+        self._seen = Traffic()
+
+    def start(self, actors: Actors) -> None:
+        self._actors = actors
+        dynamic = DynamicBatching(
+            train_mb_tokens=self._config.dynamic_batching.max_tokens_per_microbatch,
+            sequence_length_round=self._config.dynamic_batching.sequence_length_round,
+        )
+        with _reporting():
+            self._policy = DataPlanePolicy(
+                RayWorkerGroup(actors.workers),
+                self._plane,
+                batching=Batching(dynamic=dynamic),
+                timeout_s=self._timeout_s,
+            )
+            self._on_rollout("setup_data_plane", self._plane, doing="attaching to the data plane")
+
+    def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
+        answers = self._config.grpo.answers_per_prompt
+        with _reporting():
+            self._require().prepare_step(_PARTITION, num_samples=len(prompts) * answers, group_size=answers)
+            receipt, carry = self._on_rollout(
+                "generate_to_plane", step, list(prompts), answers, doing=f"generating in step {step}"
+            )
+        self._meta: KVBatchMeta = receipt.meta
+        answered: RolloutCarry = carry
+        return answered
+
+    def put_advantages(self, advantages_ns: Tensor) -> None:
+        with _reporting():
+            self._meta = self._require().write_to_dataplane(self._meta, {"advantages": advantages_ns})
+
+    def compute_prev_logprobs(self) -> None:
+        with _reporting():
+            self._meta = self._require().get_logprobs_from_meta(self._meta)
+
+    def compute_reference_logprobs(self) -> None:
+        with _reporting():
+            self._meta = self._require().get_reference_policy_logprobs_from_meta(self._meta)
+
+    def train(self, loss_fn: LossFunction) -> dict[str, float]:
+        with _reporting():
+            result = self._require().train_from_meta(self._meta, loss_fn)
+        return summarize_training([{**result, "global_loss": result["loss"]}])
+
+    def finish_step(self) -> Traffic:
+        with _reporting():
+            self._require().finish_step()
+            now = self._traffic()
+        step = Traffic(now.bytes_put - self._seen.bytes_put, now.bytes_get - self._seen.bytes_get)
+        self._seen = now
+        return step
+
+    def close(self) -> None:
+        if self._policy is not None:
+            self._policy.close()
+
+    def _require(self) -> DataPlanePolicy:
+        assert self._policy is not None, "start() comes first"
+        return self._policy
+
+    def _on_rollout(self, method: str, *args: Any, doing: str) -> Any:
+        call = getattr(self._actors.rollout, method).remote(*args)
+        return wait_for_all({"rollout worker": call}, timeout_s=self._timeout_s, doing=doing)[0]
+
+    def _traffic(self) -> Traffic:
+        calls = {name: actor.data_plane_traffic.remote() for name, actor in self._actors.names().items()}
+        parts = wait_for_all(calls, timeout_s=self._timeout_s, doing="counting the bytes moved")
+        parts.append(_traffic_of(self._require().client))
+        return Traffic(sum(part.bytes_put for part in parts), sum(part.bytes_get for part in parts))
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """A worker's failure as the program reports it."""
+    try:
+        yield
+    except WorkerFailedError as error:
+        raise RunFailedError(str(error), error.details) from error

@@ -6,15 +6,26 @@ only metas and a trainer that has the tensors get the same assignment.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypedDict
+from typing import Any, Final, Literal, NotRequired, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.errors import InvalidRequestError, preview
+from dataplane_core.sharding.packing import PACKERS, pack_flat, stable_argsort
 
-__all__ = ["DynamicBatchingArgs", "ShardPlan", "chunk_bounds", "plan_dynamic_batches", "plan_even_shards", "read_args"]
+__all__ = [
+    "DynamicBatchingArgs",
+    "SequencePackingArgs",
+    "ShardPlan",
+    "plan_dynamic_batches",
+    "plan_even_shards",
+    "plan_packed_batches",
+    "plan_uneven_shards",
+]
 
 
 class DynamicBatchingArgs(TypedDict):
@@ -33,15 +44,46 @@ class DynamicBatchingArgs(TypedDict):
     input_lengths_key: str
 
 
+class SequencePackingArgs(TypedDict):
+    """How sequences are packed in bins; each bin is one microbatch.
+
+    Attributes:
+        algorithm: Name of a packer, see `dataplane_core.sharding.packing.PACKERS`.
+        max_tokens_per_microbatch: Capacity of a bin.
+        input_key: Column of token ids.
+        input_lengths_key: Column of lengths in tokens.
+        sequence_length_pad_multiple: Each sequence takes a multiple of this many tokens of its bin.
+        microbatch_order: ``packer``: bins as the packer gives them (default); ``largest_first``: by falling tokens.
+        seed: For ``first_fit_shuffle``. Default 0, so that whoever plans gets the same plan.
+    """
+
+    algorithm: str
+    max_tokens_per_microbatch: int
+    input_key: str
+    input_lengths_key: str
+    sequence_length_pad_multiple: int
+    microbatch_order: NotRequired[Literal["packer", "largest_first"]]
+    seed: NotRequired[int]
+
+
+_DYNAMIC_KEYS: Final = tuple(DynamicBatchingArgs.__annotations__)
+_OPTIONAL_PACKING_KEYS: Final = ("microbatch_order", "seed")
+_PACKING_KEYS: Final = tuple(key for key in SequencePackingArgs.__annotations__ if key not in _OPTIONAL_PACKING_KEYS)
+_ORDERS: Final = ("packer", "largest_first")
+
+
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """An assignment of rows to shards.
+    """An assignment of rows to shards. Shards share no list.
 
     Attributes:
         rows: Per shard the rows that it gets, in its order, chunk after chunk.
-        micro_batch_indices: Per chunk the ``[start, end)`` pairs of the shard's rows of that chunk, the same for every
-            shard; None without microbatches.
-        micro_batch_lengths: Per chunk the padded length of each microbatch, aligned with the pairs.
+        micro_batch_indices: Per shard and chunk the ``[start, end)`` pairs of its microbatches, counted from the first
+            row that the shard holds of that chunk; None without microbatches. Every shard has equally many in a chunk.
+            With dynamic batching they are the same for all shards; with packing a pair is a bin, and shards differ.
+        micro_batch_lengths: Per shard and chunk the length in tokens of each microbatch, aligned with the pairs. With
+            dynamic batching: the width to which its rows are padded. With packing: the tokens of the bin, each row
+            rounded up to the multiple, which is the length of the packed sequence.
         elem_counts_per_gb: Per shard and chunk how many rows it holds (packing only: it may differ between shards).
     """
 
@@ -52,54 +94,41 @@ class ShardPlan:
 
     def order(self) -> list[int]:
         """Where each row of the concatenated shards came from."""
-        return [row for shard in self.rows for row in shard]
+        return list(itertools.chain.from_iterable(self.rows))
 
 
-_DYNAMIC_KEYS: Final = tuple(DynamicBatchingArgs.__annotations__)
-
-
-def read_args(args: Mapping[str, Any], required: Sequence[str], optional: Sequence[str], what: str) -> dict[str, Any]:
-    """Checks the keys of an argument dict.
-
-    Raises:
-        InvalidRequestError: A key is missing or unknown.
-    """
-    missing = [key for key in required if key not in args]
-    unknown = [key for key in args if key not in required and key not in optional]
-    if missing or unknown:
-        raise InvalidRequestError(
-            f"{what}: {'missing ' + ', '.join(missing) if missing else ''}{'; ' if missing and unknown else ''}"
-            f"{'unknown ' + ', '.join(unknown) if unknown else ''}. Expected {', '.join([*required, *optional])}."
-        )
-    return dict(args)
-
-
-def chunk_bounds(num_rows: int, shards: int, batch_size: int | None) -> list[tuple[int, int]]:
-    """The chunks ``[start, end)`` of a batch: of ``batch_size`` rows, or one of everything.
-
-    Raises:
-        InvalidRequestError: Sizes that are no multiples.
-    """
-    if shards < 1:
-        raise InvalidRequestError(f"shards must be at least 1, got {shards}.")
-    size = num_rows if batch_size is None else batch_size
-    if size < 1:
-        raise InvalidRequestError(f"batch_size must be at least 1, got {size} for {num_rows} rows.")
-    if num_rows % size:
-        raise InvalidRequestError(f"{num_rows} rows are not a multiple of batch_size {size}.")
-    if size % shards:
-        raise InvalidRequestError(f"a batch of {size} rows cannot be shared equally by {shards} shards.")
-    return [(start, start + size) for start in range(0, num_rows, size)]
+# --- without microbatches --------------------------------------------------------------------------------------------
 
 
 def plan_even_shards(num_rows: int, shards: int, batch_size: int | None) -> ShardPlan:
-    """Cuts each chunk in ``shards`` equal parts and joins the parts by position."""
-    rows: list[list[int]] = [[] for _ in range(shards)]
-    for start, end in chunk_bounds(num_rows, shards, batch_size):
+    """Cuts each chunk in ``shards`` equal parts and joins the parts by position.
+
+    Raises:
+        InvalidRequestError: Sizes that are no multiples, or no rows.
+    """
+    rows: list[list[int]] = [[] for _ in range(max(shards, 0))]
+    for start, end in _chunks(num_rows, shards, batch_size, equal=True):
         part = (end - start) // shards
         for shard in range(shards):
             rows[shard].extend(range(start + shard * part, start + (shard + 1) * part))
     return ShardPlan(rows)
+
+
+def plan_uneven_shards(num_rows: int, shards: int) -> ShardPlan:
+    """Cuts the rows in ``shards`` parts of equal size; the last ones may be smaller, or empty.
+
+    Raises:
+        InvalidRequestError: No shards.
+    """
+    if shards < 1:
+        raise InvalidRequestError(f"sharding refused: shards is {shards}. Expected 1 or more.")
+    part = -(-num_rows // shards)
+    return ShardPlan(
+        [list(range(min(shard * part, num_rows), min((shard + 1) * part, num_rows))) for shard in range(shards)]
+    )
+
+
+# --- dynamic batching ------------------------------------------------------------------------------------------------
 
 
 def plan_dynamic_batches(
@@ -119,47 +148,226 @@ def plan_dynamic_batches(
         stays within ``max_tokens_per_microbatch``.
 
     Raises:
-        InvalidRequestError: A row alone is over the limit (both numbers are said), or sizes that are no multiples.
+        InvalidRequestError: A row alone is over the limit or longer than the width (both numbers are said), or sizes
+            that are no multiples.
     """
-    checked = read_args(args, _DYNAMIC_KEYS, (), "dynamic_batching_args")
-    limit, multiple = int(checked["max_tokens_per_microbatch"]), int(checked["sequence_length_round"])
-    if limit < 1 or multiple < 1:
+    what = "dynamic_batching_args"
+    _check_keys(what, args, _DYNAMIC_KEYS)
+    limit = _at_least(1, what, args, "max_tokens_per_microbatch")
+    multiple = _at_least(1, what, args, "sequence_length_round")
+    chunks = _chunks(len(lengths), shards, batch_size, equal=True)
+    sizes = _as_sizes(lengths)
+    if int(sizes.max()) > width:
         raise InvalidRequestError(
-            f"dynamic_batching_args: max_tokens_per_microbatch {limit} and sequence_length_round {multiple} must be at "
-            "least 1."
+            f"dynamic batching refused: row {int(sizes.argmax())} has {int(sizes.max())} tokens, and the batch is "
+            f"padded to {width}. Expected no row longer than that."
         )
-    sizes = np.asarray(lengths, dtype=np.int64)
     rows: list[list[int]] = [[] for _ in range(shards)]
-    indices: list[list[list[int]]] = []
-    padded: list[list[int]] = []
-    for start, end in chunk_bounds(len(sizes), shards, batch_size):
-        order = np.argsort(sizes[start:end], kind="stable") + start
-        for shard in range(shards):
-            rows[shard].extend(order[shard::shards].tolist())
-        longest = sizes[order[shards - 1 :: shards]]  # ascending: the last of each deal is its longest
-        rounded = np.minimum(-(-longest // multiple) * multiple, width)
-        if len(rounded) and int(rounded[-1]) > limit:
+    indices: list[list[list[list[int]]]] = [[] for _ in range(shards)]
+    padded: list[list[list[int]]] = [[] for _ in range(shards)]
+    for start, end in chunks:
+        order = stable_argsort(sizes[start:end]) + start
+        longest = sizes[order[shards - 1 :: shards]]  # rising: the last of each deal is its longest
+        rounded = np.minimum(_round_up(longest, multiple), width)
+        if int(rounded[-1]) > limit:
             raise InvalidRequestError(
-                f"dynamic batching: a row of {int(longest[-1])} tokens, padded to {int(rounded[-1])}, is over "
-                f"max_tokens_per_microbatch {limit}."
+                f"dynamic batching refused: row {int(order[-1])} has {int(longest[-1])} tokens, padded to "
+                f"{int(rounded[-1])}. Expected at most max_tokens_per_microbatch, {limit}."
             )
-        cuts, ends = _cut(rounded.tolist(), limit)
-        indices.append(cuts)
-        padded.append(ends)
-    return ShardPlan(rows, [indices] * shards, [padded] * shards)
+        ends, widths = _cut(rounded.tolist(), limit)
+        for shard in range(shards):
+            rows[shard] += order[shard::shards].tolist()
+            indices[shard].append(_pairs(ends))
+            padded[shard].append(list(widths))
+    return ShardPlan(rows, indices, padded)
 
 
-def _cut(rounded: list[int], limit: int) -> tuple[list[list[int]], list[int]]:
-    """Greedy cuts of ascending lengths, such that rows x last length stays within the limit."""
-    cuts: list[list[int]] = []
-    lengths: list[int] = []
-    start = 0
+def _cut(rounded: list[int], limit: int) -> tuple[list[int], list[int]]:
+    """Greedy cuts of rising lengths, such that rows x last length stays within the limit: ends, and last lengths."""
+    ends: list[int] = []
+    widths: list[int] = []
+    start = previous = 0
     for position, length in enumerate(rounded):
         if (position - start + 1) * length > limit:
-            cuts.append([start, position])
-            lengths.append(rounded[position - 1])
+            ends.append(position)
+            widths.append(previous)
             start = position
-    if rounded:
-        cuts.append([start, len(rounded)])
-        lengths.append(rounded[-1])
-    return cuts, lengths
+        previous = length
+    ends.append(len(rounded))
+    widths.append(previous)
+    return ends, widths
+
+
+# --- sequence packing ------------------------------------------------------------------------------------------------
+
+
+def plan_packed_batches(
+    lengths: Sequence[int], shards: int, batch_size: int | None, args: Mapping[str, Any]
+) -> ShardPlan:
+    """Packs each chunk in bins and deals the bins round over the shards: bin i goes to shard ``i % shards``.
+
+    Each shard gets equally many bins of each chunk, at least one; its rows are those of its bins, in order. The width
+    of the padded batch plays no part: a packed row takes its own length, rounded up.
+
+    Args:
+        lengths: Tokens per row.
+        shards: Number of shards.
+        batch_size: Rows of a chunk over all shards, or None for one chunk. Needs to be no multiple of ``shards``.
+        args: `SequencePackingArgs`.
+
+    Returns:
+        The plan; the rounded lengths of every bin sum up to ``max_tokens_per_microbatch`` at most.
+
+    Raises:
+        InvalidRequestError: A rounded length over the limit (both numbers are said), fewer rows in a chunk than bins
+            needed, or sizes that are no multiples.
+    """
+    what = "sequence_packing_args"
+    _check_keys(what, args, _PACKING_KEYS, _OPTIONAL_PACKING_KEYS)
+    limit = _at_least(1, what, args, "max_tokens_per_microbatch")
+    multiple = _at_least(1, what, args, "sequence_length_pad_multiple")
+    seed = _at_least(0, what, {"seed": 0, **args}, "seed")
+    bin_order = args.get("microbatch_order", _ORDERS[0])
+    for key, value, known in (("algorithm", args["algorithm"], PACKERS), ("microbatch_order", bin_order, _ORDERS)):
+        if value not in known:
+            raise InvalidRequestError(f"{what} refused: {key} is {value!r}. Expected one of {', '.join(known)}.")
+    chunks = _chunks(len(lengths), shards, batch_size, equal=False)
+    sizes = _as_sizes(lengths)
+    rounded = _round_up(sizes, multiple)
+    longest = int(rounded.argmax())
+    if int(rounded[longest]) > limit:
+        raise InvalidRequestError(
+            f"sequence packing refused: row {longest} has {int(sizes[longest])} tokens, rounded up to "
+            f"{int(rounded[longest])}. Expected at most max_tokens_per_microbatch, {limit}."
+        )
+    plan = ShardPlan(
+        rows=[[] for _ in range(shards)],
+        micro_batch_indices=[[] for _ in range(shards)],
+        micro_batch_lengths=[[] for _ in range(shards)],
+        elem_counts_per_gb=[[] for _ in range(shards)],
+    )
+    for start, end in chunks:
+        items, counts = pack_flat(
+            args["algorithm"],
+            rounded[start:end],
+            limit,
+            min_bin_count=shards,
+            bin_count_multiple=shards,
+            seed=seed,
+        )
+        items += start
+        tokens = np.add.reduceat(rounded[items], np.cumsum(counts) - counts)
+        _deal(plan, items, counts, tokens, stable_argsort(-tokens) if bin_order == "largest_first" else None)
+    return plan
+
+
+def _deal(
+    plan: ShardPlan,
+    items: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    order: NDArray[np.int64] | None,
+) -> None:
+    """Adds a chunk's bins to the plan, in the order given.
+
+    Args:
+        plan: Grows by one chunk.
+        items: The rows, bin after bin.
+        counts: Per bin its rows.
+        tokens: Per bin its tokens.
+        order: The bins, in the order in which they are dealt; None: as they are.
+    """
+    assert plan.micro_batch_indices is not None
+    assert plan.micro_batch_lengths is not None
+    assert plan.elem_counts_per_gb is not None
+    shards = len(plan.rows)
+    bins = np.arange(len(counts)) if order is None else order
+    bins = bins.reshape(-1, shards).T.ravel()  # all of shard 0, all of shard 1, ...
+    starts = (np.cumsum(counts) - counts)[bins]
+    counts, tokens = counts[bins], tokens[bins]
+    ends = np.cumsum(counts)
+    items = items[np.repeat(starts - (ends - counts), counts) + np.arange(len(items))]
+    per_shard = len(bins) // shards
+    first = 0
+    for shard in range(shards):
+        part = slice(shard * per_shard, (shard + 1) * per_shard)
+        last = int(ends[part][-1])
+        plan.rows[shard].extend(items[first:last].tolist())
+        plan.micro_batch_indices[shard].append(_pairs((ends[part] - first).tolist()))
+        plan.micro_batch_lengths[shard].append(tokens[part].tolist())
+        plan.elem_counts_per_gb[shard].append(last - first)
+        first = last
+
+
+# --- shared ----------------------------------------------------------------------------------------------------------
+
+
+def _chunks(num_rows: int, shards: int, batch_size: int | None, *, equal: bool) -> list[tuple[int, int]]:
+    """The chunks ``[start, end)`` of a batch: of ``batch_size`` rows, or one of everything.
+
+    Args:
+        num_rows: Rows of the batch.
+        shards: Number of shards.
+        batch_size: Rows of a chunk.
+        equal: Whether each shard gets equally many rows of a chunk, so that its size must be a multiple.
+
+    Raises:
+        InvalidRequestError: Sizes that are no multiples, or no rows.
+    """
+    if shards < 1:
+        raise InvalidRequestError(f"sharding refused: shards is {shards}. Expected 1 or more.")
+    if num_rows < 1:
+        raise InvalidRequestError(
+            f"sharding refused: there are {num_rows} rows for {shards} shards. Expected 1 or more."
+        )
+    size = num_rows if batch_size is None else batch_size
+    if size < 1 or num_rows % size:
+        raise InvalidRequestError(
+            f"sharding refused: {num_rows} rows are not a multiple of batch_size {size}. Expected whole batches."
+        )
+    if equal and size % shards:
+        raise InvalidRequestError(
+            f"sharding refused: {size} rows are not a multiple of {shards} shards. Expected equal parts of each batch."
+        )
+    return [(start, start + size) for start in range(0, num_rows, size)]
+
+
+def _check_keys(what: str, args: Mapping[str, Any], required: Sequence[str], optional: Sequence[str] = ()) -> None:
+    missing = [key for key in required if key not in args]
+    unknown = [key for key in args if key not in required and key not in optional]
+    if missing or unknown:
+        found = [
+            f"{preview(keys, limit=9)} {said}" for keys, said in ((missing, "missing"), (unknown, "unknown")) if keys
+        ]
+        raise InvalidRequestError(
+            f"{what} refused: {' and '.join(found)}. Expected {', '.join(required)}"
+            f"{', and optionally ' + ', '.join(optional) if optional else ''}."
+        )
+
+
+def _at_least(least: int, what: str, args: Mapping[str, Any], key: str) -> int:
+    value = args[key]
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise InvalidRequestError(f"{what} refused: {key} is {value!r}. Expected an integer of {least} or more.")
+    return int(value)
+
+
+def _as_sizes(lengths: Sequence[int]) -> NDArray[np.int64]:
+    sizes = np.asarray(lengths)
+    if sizes.ndim != 1 or sizes.dtype.kind not in "iu":
+        raise InvalidRequestError(
+            f"sharding refused: lengths are {sizes.dtype} of shape {sizes.shape}. Expected one integer per row."
+        )
+    if int(sizes.min()) < 0:
+        raise InvalidRequestError(
+            f"sharding refused: row {int(sizes.argmin())} has {int(sizes.min())} tokens. Expected 0 or more."
+        )
+    return sizes.astype(np.int64, copy=False)
+
+
+def _round_up(sizes: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
+    return -(-sizes // multiple) * multiple
+
+
+def _pairs(ends: list[int]) -> list[list[int]]:
+    return [list(pair) for pair in itertools.pairwise([0, *ends])]

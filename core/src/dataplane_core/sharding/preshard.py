@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
-from dataplane_core.sharding.plan import plan_dynamic_batches, plan_even_shards
+from dataplane_core.sharding.plan import ShardPlan, plan_dynamic_batches, plan_even_shards, plan_packed_batches
 
 __all__ = ["ELEM_COUNTS_PER_GB", "MICRO_BATCH_INDICES", "MICRO_BATCH_LENGTHS", "shard_meta_for_dp"]
 
 #: ``extra_info`` keys that carry a shard's plan; as the attributes of `BatchedDataDict`.
-MICRO_BATCH_INDICES = "micro_batch_indices"
-MICRO_BATCH_LENGTHS = "micro_batch_lengths"
-ELEM_COUNTS_PER_GB = "elem_counts_per_gb"
+MICRO_BATCH_INDICES: Final = "micro_batch_indices"
+MICRO_BATCH_LENGTHS: Final = "micro_batch_lengths"
+ELEM_COUNTS_PER_GB: Final = "elem_counts_per_gb"
+_PLAN_KEYS: Final = (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB)
+
+_T = TypeVar("_T")
 
 
 def shard_meta_for_dp(
@@ -33,52 +37,91 @@ def shard_meta_for_dp(
     that of sorting the lengths.
 
     Args:
-        meta: The rows, with ``sequence_lengths``.
+        meta: The rows; with ``sequence_lengths`` where they are batched or packed by length.
         dp_world: Number of data-parallel ranks.
         batch_size: Rows of a global batch over all ranks; None: one batch of everything.
-        sequence_packing_args: As for `shard_by_batch_size`.
-        dynamic_batching_args: As for `shard_by_batch_size`.
+        sequence_packing_args: `SequencePackingArgs`.
+        dynamic_batching_args: `DynamicBatchingArgs`.
 
     Returns:
-        One meta per rank, with tags, lengths and tokens of its rows, and in ``extra_info`` the meta's own entries and
-        the plan; and where each row of the concatenated ranks came from, None if that is the meta's own order.
+        One meta per rank, and where each row of the concatenated ranks came from, None if that is the meta's own order.
         `BatchedDataDict.reorder_data` with it, on rank-concatenated outputs, restores the meta's order.
 
+        Tags, lengths and lease tokens follow their rows. ``extra_info`` has the meta's own entries (each rank its copy)
+        and, where microbatches are planned, ``micro_batch_indices``, ``micro_batch_lengths`` and ``elem_counts_per_gb``
+        (None for dynamic batching) as `ShardPlan` describes them. A plan that the meta carried is not inherited: it was
+        made for other rows.
+
     Raises:
-        InvalidRequestError: An empty meta, missing lengths, both kinds of arguments, sizes that are no multiples.
+        InvalidRequestError: An empty meta, missing lengths, both kinds of arguments, sizes that are no multiples, a row
+            over the token limit.
     """
+    where = f"shard_meta_for_dp('{meta.partition_id}', {meta.size} samples)"
     if not meta.sample_ids:
-        raise InvalidRequestError(f"shard_meta_for_dp('{meta.partition_id}') refused: the meta is empty.")
+        raise InvalidRequestError(f"{where} refused: the meta is empty. Expected one row or more.")
     if sequence_packing_args is not None and dynamic_batching_args is not None:
         raise InvalidRequestError(
-            "shard_meta_for_dp: dynamic_batching_args and sequence_packing_args exclude each other."
+            f"{where} refused: got dynamic_batching_args and sequence_packing_args. Expected one of them, or none."
         )
-    if sequence_packing_args is None and dynamic_batching_args is None:
-        plan = plan_even_shards(meta.size, dp_world, batch_size)
-    else:
-        lengths = meta.sequence_lengths
-        if lengths is None:
-            raise InvalidRequestError(
-                f"shard_meta_for_dp('{meta.partition_id}', {meta.size} samples) refused: the meta has no "
-                "sequence_lengths. Expected one length per sample: put the tag 'input_lengths', or set them."
-            )
-        width = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or max(lengths))
-        if dynamic_batching_args is not None:
-            plan = plan_dynamic_batches(lengths, width, dp_world, batch_size, dynamic_batching_args)
-        else:
-            from dataplane_core.sharding.packing import plan_packed_batches
+    try:
+        plan = _plan(meta, where, dp_world, batch_size, sequence_packing_args, dynamic_batching_args)
+    except InvalidRequestError as error:
+        if not error.message.startswith(where):
+            error.message = f"{where}: {error.message}"
+        raise
+    order = plan.order()
+    return _carry_out(meta, plan), None if order == list(range(meta.size)) else order
 
-            assert sequence_packing_args is not None
-            plan = plan_packed_batches(lengths, width, dp_world, batch_size, sequence_packing_args)
+
+def _plan(
+    meta: KVBatchMeta,
+    where: str,
+    dp_world: int,
+    batch_size: int | None,
+    packing_args: Mapping[str, Any] | None,
+    dynamic_args: Mapping[str, Any] | None,
+) -> ShardPlan:
+    if packing_args is None and dynamic_args is None:
+        return plan_even_shards(meta.size, dp_world, batch_size)
+    lengths = meta.sequence_lengths
+    if lengths is None:
+        raise InvalidRequestError(
+            f"{where} refused: the meta has no sequence_lengths. Expected one length per sample: put the tag "
+            "'input_lengths', or set them."
+        )
+    if packing_args is not None:
+        return plan_packed_batches(lengths, dp_world, batch_size, packing_args)
+    assert dynamic_args is not None
+    width = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or max(lengths))
+    return plan_dynamic_batches(lengths, width, dp_world, batch_size, dynamic_args)
+
+
+def _carry_out(meta: KVBatchMeta, plan: ShardPlan) -> list[KVBatchMeta]:
+    inherited = {key: value for key, value in meta.extra_info.items() if key not in _PLAN_KEYS}
     shards = []
     for rank, rows in enumerate(plan.rows):
-        shard = meta.subset(rows)
+        extra_info = copy.deepcopy(inherited)
         if plan.micro_batch_indices is not None:
-            shard.extra_info[MICRO_BATCH_INDICES] = copy.deepcopy(plan.micro_batch_indices[rank])
-        if plan.micro_batch_lengths is not None:
-            shard.extra_info[MICRO_BATCH_LENGTHS] = copy.deepcopy(plan.micro_batch_lengths[rank])
-        if plan.elem_counts_per_gb is not None:
-            shard.extra_info[ELEM_COUNTS_PER_GB] = list(plan.elem_counts_per_gb[rank])
-        shards.append(shard)
-    order = plan.order()
-    return shards, None if order == list(range(meta.size)) else order
+            extra_info[MICRO_BATCH_INDICES] = plan.micro_batch_indices[rank]
+            extra_info[MICRO_BATCH_LENGTHS] = (
+                None if plan.micro_batch_lengths is None else plan.micro_batch_lengths[rank]
+            )
+            extra_info[ELEM_COUNTS_PER_GB] = None if plan.elem_counts_per_gb is None else plan.elem_counts_per_gb[rank]
+        tags = meta.tags
+        shards.append(
+            dataclasses.replace(
+                meta,
+                sample_ids=_pick(meta.sample_ids, rows),
+                fields=None if meta.fields is None else list(meta.fields),
+                sequence_lengths=None if meta.sequence_lengths is None else _pick(meta.sequence_lengths, rows),
+                extra_info=extra_info,
+                # Tags are primitives by contract, so a shallow copy of each is a copy
+                tags=None if tags is None else [tags[row].copy() for row in rows],
+                lease_tokens=None if meta.lease_tokens is None else _pick(meta.lease_tokens, rows),
+            )
+        )
+    return shards
+
+
+def _pick(column: Sequence[_T], rows: list[int]) -> list[_T]:
+    return [column[row] for row in rows]

@@ -46,6 +46,7 @@ __all__ = [
     "frame_ragged",
     "join_row",
     "join_rows",
+    "ragged_of_items",
     "split_rows",
     "unframe_cell",
     "unframe_column",
@@ -55,6 +56,10 @@ __all__ = [
 #: A column as callers have it: dense or nested tensor, a list of row tensors, or a list of items.
 Column: TypeAlias = torch.Tensor | Sequence[Any]
 _Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+#: Cells of more bytes are handled as views of one buffer, smaller ones as byte strings: these take less time each, and
+#: unlike views they do not count as objects for the garbage collector, which thousands of new ones would set off.
+_LARGE_CELL: Final = 1024
 
 _ROW_FIXED: Final = struct.Struct("<3sBI")
 _ROW_MAGIC: Final = b"DPR"
@@ -84,7 +89,7 @@ def frame_column(
     """
     what = f"field '{name}'"
     if spec.kind == "object":
-        return frame_ragged(_ragged_of_items(list(column), name, allow_pickle), KIND_OBJECT)
+        return frame_ragged(ragged_of_items(list(column), name, allow_pickle=allow_pickle), KIND_OBJECT)
     if not isinstance(column, torch.Tensor):
         return frame_ragged(ragged_of_rows(column, what)) if len(column) else []
     return frame_ragged(ragged_of_nested(column, what) if column.is_nested else host_tensor(column, what))
@@ -104,7 +109,7 @@ def frame_ragged(column: Ragged | torch.Tensor, kind: int = KIND_TENSOR) -> list
         return []
     payload = byte_view(column)
     size = len(payload) // num_rows
-    if size > 256:  # large cells: one join; small ones: one array, which is then cut
+    if size > _LARGE_CELL:  # one join; smaller ones: one array, which is then cut
         starts = np.arange(num_rows + 1, dtype=np.int64) * size
         return _interleave(header * num_rows, len(header), payload, starts)
     table = np.empty((num_rows, len(header) + size), dtype=np.uint8)
@@ -128,8 +133,13 @@ def _frame_unequal(column: Ragged, kind: int) -> list[bytes | bytearray | memory
 
 
 def _interleave(headers: bytes, header_size: int, payload: memoryview, starts: _Int64) -> list[Any]:
-    """Row i is header i followed by ``payload[starts[i] : starts[i + 1]]``: one join, then views."""
+    """Row i is header i followed by ``payload[starts[i] : starts[i + 1]]``."""
     cuts = starts.tolist()
+    if len(payload) <= _LARGE_CELL * (len(cuts) - 1):
+        return [
+            headers[row * header_size : (row + 1) * header_size] + payload[start:stop]
+            for row, (start, stop) in enumerate(pairwise(cuts))
+        ]
     parts: list[BytesLike] = []
     for row, (start, stop) in enumerate(pairwise(cuts)):
         parts.append(headers[row * header_size : (row + 1) * header_size])
@@ -139,10 +149,16 @@ def _interleave(headers: bytes, header_size: int, payload: memoryview, starts: _
     return [data[start:stop] for start, stop in pairwise(cuts)]
 
 
-def _ragged_of_items(items: Sequence[Any], name: str, allow_pickle: bool) -> Ragged:
+def ragged_of_items(items: Sequence[Any], name: str, *, allow_pickle: bool = False) -> Ragged:
+    """Encoded items end to end, as uint8 rows.
+
+    Raises:
+        InvalidTypeError: An item outside the closed set.
+    """
     encoded = encode_items(items, name, allow_pickle=allow_pickle)
+    data = bytearray().join(encoded)
     lengths = torch.tensor([len(each) for each in encoded], dtype=torch.int64)
-    return Ragged(from_bytes(bytearray().join(encoded), torch.uint8, (-1,)), offsets_of(lengths))
+    return Ragged(from_bytes(data, torch.uint8, (len(data),)), offsets_of(lengths))
 
 
 def unframe_column(
@@ -237,7 +253,7 @@ def _product(dims: Any) -> int:
 
 def _flat(frame: BytesLike) -> BytesLike:
     if type(frame) is bytes:
-        return frame if len(frame) <= 256 else memoryview(frame)
+        return frame if len(frame) <= _LARGE_CELL else memoryview(frame)
     view = memoryview(frame)
     if view.ndim == 1 and view.itemsize == 1 and view.contiguous:
         return view

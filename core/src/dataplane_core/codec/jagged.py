@@ -8,6 +8,7 @@ Shape legend: ``N`` samples, ``S`` padded length, ``L`` a row's own length, ``T`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.codec.tensors import (
+    Arena,
     Ragged,
     gather_rows,
     host_tensor,
@@ -72,8 +74,14 @@ def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor | Sequence[
     Raises:
         InvalidRequestError: Sizes that do not fit.
     """
+    return _pack_per_token_field(column, lengths, None)
+
+
+def _pack_per_token_field(
+    column: torch.Tensor, lengths: torch.Tensor | Sequence[int], arena: Arena | None
+) -> torch.Tensor:
     if not column.is_nested:
-        return _pack("pack_per_token_field", column, lengths)
+        return _pack("pack_per_token_field", column, lengths, arena)
     rows = _rows(column, "the column")
     if not np.array_equal(rows.lengths, as_lengths("pack_per_token_field", lengths).numpy()):
         raise InvalidRequestError(
@@ -104,12 +112,20 @@ def pack_jagged_fields(
         InvalidTypeError: A column that is neither a tensor nor one object per row.
     """
     counts = as_lengths("pack_jagged_fields", lengths)
+    padded = {
+        name: column
+        for name in token_aligned_fields
+        if isinstance(column := fields.get(name), torch.Tensor) and not column.is_nested
+    }
+    widest = max((column.shape[1] for column in padded.values() if column.dim() > 1), default=0)
+    total = int(counts.clamp(0, widest).sum())  # wrong lengths are refused below, column by column
+    arena = Arena([total * column.element_size() * math.prod(column.shape[2:]) for column in padded.values()])
     columns: dict[str, Any] = {}
     for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
         column = fields.get(name)
         if name in token_aligned_fields and isinstance(column, torch.Tensor):
             try:
-                column = pack_per_token_field(column, counts)
+                column = _pack_per_token_field(column, counts, arena)
             except (InvalidRequestError, InvalidTypeError) as error:
                 error.message = f"field '{name}': {error.message}"
                 raise
@@ -202,7 +218,9 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
     return to_nested(Ragged(gather_rows(rows.values, starts, lengths), offsets_of(lengths)))
 
 
-def _pack(caller: str, padded: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
+def _pack(
+    caller: str, padded: torch.Tensor, lengths: torch.Tensor | Sequence[int], arena: Arena | None = None
+) -> torch.Tensor:
     counts = as_lengths(caller, lengths)
     if padded.is_nested or padded.dim() < 2:
         kind = "a nested tensor" if padded.is_nested else f"of shape {tuple(padded.shape)}"
@@ -219,7 +237,7 @@ def _pack(caller: str, padded: torch.Tensor, lengths: torch.Tensor | Sequence[in
         )
     plain = host_tensor(padded, f"{caller}: the column")
     starts = torch.arange(len(counts)) * width
-    return to_nested(Ragged(gather_rows(plain.flatten(0, 1), starts, counts), offsets_of(counts)))
+    return to_nested(Ragged(gather_rows(plain.flatten(0, 1), starts, counts, arena), offsets_of(counts)))
 
 
 def as_lengths(caller: str, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
@@ -285,33 +303,34 @@ def materialize(
         raise InvalidRequestError(f"materialize: layout must be 'padded' or 'jagged', got {layout!r}.")
     if pad_to_seqlen < 0:
         raise InvalidRequestError(f"materialize: pad_to_seqlen must be 0 or more, got {pad_to_seqlen}.")
-    pad_values = pad_value_dict or {}
     columns: dict[str, Any] = {}
+    ragged: dict[str, tuple[Ragged, int]] = {}
     for name in td.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
         column = td.get(name)
+        columns[name] = column
         if not isinstance(column, torch.Tensor):
             columns[name] = _object_array(column)
-        elif layout == "jagged" or column.dim() < 2:
-            columns[name] = column
-        else:
-            aligned = token_aligned_fields is None or name in token_aligned_fields
-            columns[name] = _pad(name, column, pad_values.get(name, 0), pad_to_seqlen if aligned else 0)
+        elif layout == "padded" and column.dim() >= 2:
+            width = pad_to_seqlen if token_aligned_fields is None or name in token_aligned_fields else 0
+            if column.is_nested:
+                rows = _rows(column, f"field '{name}'")
+                ragged[name] = rows, max(width, int(rows.lengths.max(initial=0)))
+            elif column.shape[1] < width:
+                columns[name] = _widen(name, column, (pad_value_dict or {}).get(name, 0), width)
+    arena = Arena([math.prod((rows.num_rows, width, rows.itemsize)) for rows, width in ragged.values()])
+    for name, (rows, width) in ragged.items():
+        value = (pad_value_dict or {}).get(name, 0)
+        _check_pad_value(name, value, rows.values.dtype)
+        columns[name] = pad_rows(rows, width, value, arena)
     return BatchedDataDict(columns)
 
 
-def _pad(name: str, column: torch.Tensor, value: float, width: int) -> torch.Tensor:
-    if not column.is_nested:
-        if column.shape[1] >= width:
-            return column
-        _check_pad_value(name, value, column.dtype)
-        padded = column.new_empty((column.shape[0], width, *column.shape[2:]))
-        padded[:, : column.shape[1]] = column
-        padded[:, column.shape[1] :] = torch.full((), value, dtype=column.dtype, device=column.device)
-        return padded
-    rows = _rows(column, f"field '{name}'")
-    width = max(width, int(rows.lengths.max(initial=0)))
+def _widen(name: str, column: torch.Tensor, value: float, width: int) -> torch.Tensor:
     _check_pad_value(name, value, column.dtype)
-    return pad_rows(rows, width, value)
+    padded = column.new_empty((column.shape[0], width, *column.shape[2:]))
+    padded[:, : column.shape[1]] = column
+    padded[:, column.shape[1] :] = torch.full((), value, dtype=column.dtype, device=column.device)
+    return padded
 
 
 def _check_pad_value(name: str, value: Any, dtype: torch.dtype) -> None:

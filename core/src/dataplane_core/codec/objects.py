@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any, Final
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 import torch
 
 from dataplane_core.codec.tensors import DTYPE_CODES, BytesLike, host_tensor, pack_tensor, unpack_tensor
@@ -116,7 +116,8 @@ def check_items(items: Sequence[Any], field: str, *, allow_pickle: bool = False)
 
 
 def _refusal(field: str, row: int | None, error: _OutsideError) -> InvalidTypeError:
-    place = f" at {error.path}" if error.path else ""
+    path = error.path if len(error.path) <= 60 else f"{error.path[:40]}...{error.path[-12:]}"
+    place = f" at {path}" if path else ""
     return InvalidTypeError(
         f"put_samples refused: object field '{field}'{'' if row is None else f', row {row}'}{place}: the item is "
         f"{error.reason}. Expected {_SET}.",

@@ -31,8 +31,8 @@ from tensordict import (
 )
 
 from dataplane_core.capabilities import WireFormat
-from dataplane_core.codec.frames import frame_ragged, unframe_ragged
-from dataplane_core.codec.objects import check_items, copy_item, decode_items, encode_items
+from dataplane_core.codec.frames import frame_ragged, ragged_of_items, unframe_ragged
+from dataplane_core.codec.objects import check_items, copy_item, decode_items
 from dataplane_core.codec.sizes import cell_nbytes
 from dataplane_core.codec.tensors import (
     DTYPE_CODES,
@@ -42,7 +42,6 @@ from dataplane_core.codec.tensors import (
     byte_view,
     carrier,
     from_byte_tensor,
-    from_bytes,
     gather_rows,
     host_tensor,
     is_jagged,
@@ -191,9 +190,7 @@ def _lower_objects(items: list[Any], name: str, wire: WireFormat, allow_pickle: 
     if wire.objects == "native" and not wire.bytes:
         check_items(items, name, allow_pickle=allow_pickle)
         return [copy_item(item) for item in items] if copy else items
-    encoded = encode_items(items, name, allow_pickle=allow_pickle)
-    lengths = torch.tensor([len(each) for each in encoded], dtype=torch.int64)
-    column = Ragged(from_bytes(bytearray().join(encoded), torch.uint8, (-1,)), offsets_of(lengths))
+    column = ragged_of_items(items, name, allow_pickle=allow_pickle)
     return list(frame_ragged(column, KIND_OBJECT)) if wire.bytes else _container(column, wire)
 
 

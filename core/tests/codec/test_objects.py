@@ -1,0 +1,292 @@
+"""Object items: a closed set, carried exactly, copied deeply, and refused with the place where they leave the set."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import enum
+import math
+import os
+import pickle
+import struct
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane_core.capabilities import ALL_DTYPES
+from dataplane_core.codec.objects import (
+    MAX_DEPTH,
+    check_items,
+    copy_item,
+    decode_item,
+    decode_items,
+    encode_item,
+    encode_items,
+)
+from dataplane_core.errors import FrameError, InvalidTypeError
+
+DERANDOMIZE = os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE") != "long"
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@dataclasses.dataclass
+class Custom:
+    value: int = 3
+
+
+def nested(depth, kind):
+    item = "core"
+    for _ in range(depth):
+        item = [item] if kind is list else {"k": item}
+    return item
+
+
+def same(one, two):
+    """Equality that tells 1 from True and 1.0, and looks at the bits of floats."""
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, list):
+        return len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, dict):
+        return list(one) == list(two) and all(map(same, one.values(), two.values()))
+    if isinstance(one, float):
+        return struct.pack("d", one) == struct.pack("d", two)
+    return one == two
+
+
+ITEMS = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    2**63 - 1,
+    -(2**63),
+    0.0,
+    -0.0,
+    math.nan,
+    -math.nan,
+    math.inf,
+    5e-324,
+    "",
+    "text",
+    "\x00",
+    "\ud800 lone surrogate",
+    "日本語",
+    b"",
+    b"\xff\x00",
+    [],
+    {},
+    [[], {}, [None]],
+    {"": None, "k": [1, "a", {"deep": b"b"}]},
+    list(range(1000)),
+    nested(MAX_DEPTH, list),
+    nested(MAX_DEPTH, dict),
+]
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: repr(item)[:30])
+def test_items_of_the_closed_set_come_back_exactly(item):
+    check_items([item], "x")
+    assert same(decode_item(encode_item(item)), item)
+    assert same(copy_item(item), item)
+
+
+def test_the_payload_of_a_nan_survives():
+    item = struct.unpack("d", struct.pack("Q", 0x7FF8DEADBEEF0001))[0]
+    assert struct.pack("d", decode_item(encode_item(item))) == struct.pack("d", item)
+
+
+@pytest.mark.parametrize("dtype", sorted(ALL_DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 3), (1, 2, 1, 2, 1)], ids=str)
+def test_tensors_inside_items_keep_dtype_shape_and_bits(dtype, shape, random_cell, bits):
+    tensor = random_cell(shape, dtype)
+    for item in (decode_item(encode_item({"t": [tensor]})), copy_item({"t": [tensor]})):
+        found = item["t"][0]
+        assert type(found) is torch.Tensor
+        assert (found.dtype, found.shape) == (dtype, shape)
+        assert bits(found) == bits(tensor)
+        assert found.numel() == 0 or found.data_ptr() != tensor.data_ptr()
+
+
+def test_tensors_inside_items_may_be_views_and_require_gradients():
+    tensor = torch.arange(6.0, requires_grad=True).view(2, 3).t()
+    for found in (decode_item(encode_item(tensor)), copy_item(tensor)):
+        assert found.is_contiguous()
+        assert not found.requires_grad
+        assert found.tolist() == tensor.tolist()
+    assert copy_item(torch.tensor([1 + 1j]).conj()).tolist() == [1 - 1j]
+
+
+CIRCULAR: list = []
+CIRCULAR.append(CIRCULAR)
+OUTSIDE = {
+    "tuple": ((1, 2), "of type tuple"),
+    "set": ({1}, "of type set"),
+    "frozenset": (frozenset(), "of type frozenset"),
+    "bytearray": (bytearray(b"x"), "of type bytearray"),
+    "memoryview": (memoryview(b"x"), "of type memoryview"),
+    "complex": (1j, "of type complex"),
+    "numpy float": (np.float64(1.0), "of type numpy.float64"),
+    "numpy int": (np.int64(1), "of type numpy.int64"),
+    "numpy bool": (np.bool_(True), "of type numpy.bool"),
+    "numpy str": (np.str_("x"), "of type numpy.str_"),
+    "ndarray": (np.zeros(2), "of type numpy.ndarray"),
+    "enum": (Colour.RED, "of type .*Colour"),
+    "subclass of str": (Text("x"), "of type .*Text"),
+    "subclass of dict": (collections.OrderedDict(), "of type collections.OrderedDict"),
+    "custom": (Custom(), "of type .*Custom"),
+    "datetime": (datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), "of type datetime.datetime"),
+    "timestamp": (msgpack.Timestamp(1), "of type msgpack.ext.Timestamp"),
+    "extension type": (msgpack.ExtType(1, b""), "of type msgpack.ext.ExtType"),
+    "int of 65 bits": (2**63, "does not fit in 64 bits"),
+    "int of 65 bits, negative": (-(2**63) - 1, "does not fit in 64 bits"),
+    "int key": ({1: 2}, "a dict with a key of type int"),
+    "bytes key": ({b"k": 2}, "a dict with a key of type bytes"),
+    "subclass of str as key": ({Text("k"): 2}, "a dict with a key of type .*Text"),
+    "circular": (CIRCULAR, "inside itself"),
+    "too deep": (nested(MAX_DEPTH + 1, list), "nested more than"),
+    "nested tensor": (torch.nested.nested_tensor_from_jagged(torch.zeros(2), torch.tensor([0, 2])), "a nested tensor"),
+    "meta tensor": (torch.zeros(2, device="meta"), "meta-device"),
+    "sparse tensor": (torch.eye(2).to_sparse(), "sparse"),
+}
+
+
+@pytest.mark.parametrize(("item", "reason"), OUTSIDE.values(), ids=OUTSIDE.keys())
+def test_anything_else_is_refused_with_field_row_and_type(item, reason):
+    for refuse in (check_items, encode_items):
+        with pytest.raises(InvalidTypeError, match=f"(?s)object field 'x', row 1.*: .*{reason}"):
+            refuse(["fine", item], "x")
+        with pytest.raises(InvalidTypeError, match=rf"(?s)object field 'x', row 0 at \[1\]\['k'\].*: .*{reason}"):
+            refuse([[0, {"k": item}]], "x")
+
+
+def test_big_ints_among_small_ones_are_found():
+    for item in ([1, 2, 2**63], {"a": 1, "b": -(2**63) - 1}):
+        with pytest.raises(InvalidTypeError, match="does not fit in 64 bits"):
+            encode_item(item)
+
+
+PICKLED = {name: item for name, (item, _) in OUTSIDE.items() if name in ("tuple", "set", "numpy int", "enum", "custom")}
+
+
+@pytest.mark.parametrize("item", PICKLED.values(), ids=PICKLED.keys())
+def test_other_items_travel_pickled_where_allowed_and_are_not_unpickled_elsewhere(item):
+    encoded = encode_item(item, allow_pickle=True)
+    assert decode_item(encoded, allow_pickle=True) == item
+    assert type(decode_item(encoded, allow_pickle=True)) is type(item)
+    with pytest.raises(FrameError, match=r"does not unpickle.*allow_pickle"):
+        decode_item(encoded)
+
+
+def test_a_circular_item_can_be_pickled():
+    item = decode_item(encode_item(CIRCULAR, allow_pickle=True), allow_pickle=True)
+    assert item[0] is item
+
+
+def test_an_item_that_cannot_be_pickled_is_refused():
+    with pytest.raises(InvalidTypeError, match="row 0: an item of type function cannot be pickled"):
+        encode_item(lambda: None, allow_pickle=True)
+
+
+def test_allow_pickle_changes_nothing_for_items_of_the_closed_set():
+    for item in ITEMS:
+        assert encode_item(item, allow_pickle=True) == encode_item(item)
+
+
+def test_a_pickle_inside_an_item_is_not_run_even_where_pickles_are_allowed_only_at_the_top():
+    data = msgpack.packb([msgpack.ExtType(2, pickle.dumps((1, 2)))])
+    for allow_pickle in (False, True):
+        with pytest.raises(FrameError):
+            decode_item(data, allow_pickle=allow_pickle)
+
+
+def test_copies_of_containers_share_nothing():
+    item = {"a": [1, [2]], "b": {"c": [3]}}
+    copied = copy_item(item)
+    copied["a"][1].append(9)
+    copied["b"]["c"].append(9)
+    assert item == {"a": [1, [2]], "b": {"c": [3]}}
+
+
+def test_items_outside_the_set_are_copied_deeply_too():
+    item = ([1],)
+    copied = copy_item(item)
+    assert copied == item
+    assert copied[0] is not item[0]
+
+
+MALFORMED = {
+    "nothing": b"",
+    "never used": b"\xc1",
+    "trailing bytes": b"\xc0\xc0",
+    "truncated str": b"\xa5abc",
+    "truncated array": b"\xdd\xff\xff\xff\xff",
+    "truncated map": b"\xdf\xff\xff\xff\xff",
+    "truncated bin": b"\xc6\xff\xff\xff\xff",
+    "bad utf-8": b"\xa1\xff",
+    "key that is not a str": b"\x81\x01\x02",
+    "bytes key": b"\x81\xc4\x01k\x02",
+    "list as key": b"\x81\x90\x02",
+    "uint64 beyond int64": b"\xcf" + b"\xff" * 8,
+    "timestamp": b"\xd6\xff\x00\x00\x00\x01",
+    "bad timestamp": b"\xc7\x01\xff\x00",
+    "unknown extension": b"\xd4\x09\x00",
+    "empty tensor": b"\xc7\x00\x01",
+    "bad tensor": b"\xd4\x01\x00",
+    "bad pickle": b"\xd4\x02\x00",
+    "deep": b"\x91" * 5000 + b"\xc0",
+    "deep, many claims": (b"\xdd\x00\x00\xff\xff" * 500) + b"\xc0" * 70000,
+    "single precision is fine, two are not": b"\xca\x00\x00\x00\x00" * 2,
+}
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
+@pytest.mark.parametrize("allow_pickle", [False, True])
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_malformed_bytes_are_a_frame_error_that_names_the_row(data, allow_pickle, kind):
+    with pytest.raises(FrameError, match="object in row 1"):
+        decode_items([kind(encode_item("fine")), kind(data)], allow_pickle=allow_pickle)
+
+
+ITEM = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats()
+    | st.text(st.characters(exclude_categories=[]))
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)
+
+
+@given(item=ITEM)
+@settings(max_examples=300, deadline=None, derandomize=DERANDOMIZE)
+def test_any_item_comes_back_exactly(item):
+    assert same(decode_item(encode_item(item)), item)
+    assert same(copy_item(item), item)
+
+
+@given(
+    data=st.binary(max_size=64) | ITEM.map(encode_item).flatmap(lambda d: st.integers(0, len(d)).map(lambda n: d[:n]))
+)
+@settings(max_examples=500, deadline=None, derandomize=DERANDOMIZE)
+def test_any_bytes_are_read_or_refused_with_a_frame_error(data):
+    try:
+        item = decode_item(data)
+    except FrameError:
+        return
+    check_items([item], "x")

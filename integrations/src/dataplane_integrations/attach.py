@@ -1,0 +1,68 @@
+"""`DataPlaneClientMixin`: one data-plane client per worker process, attached once and closed once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.config import DataPlaneConfig, load_config
+from dataplane_core.errors import ClientClosedError, InvalidRequestError
+from dataplane_core.registry import connect
+
+__all__ = ["DataPlaneClientMixin", "DataPlaneSource"]
+
+#: What a process attaches to: a config of a running backend, or a client of this very process.
+DataPlaneSource = DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | DataPlaneClient
+
+
+class DataPlaneClientMixin:
+    """Gives a class the client of its process. Runs in the worker or rollout process."""
+
+    _dp_client: DataPlaneClient | None = None
+    _dp_source: DataPlaneConfig | DataPlaneClient | None = None
+
+    def setup_data_plane(self, cfg: DataPlaneSource) -> None:
+        """Attaches to the running data plane (``bootstrap=False``); once is enough, and further calls do nothing.
+
+        Args:
+            cfg: The config that the driver connected with. A client of this process is taken as it is and stays its
+                owner's: so workers in the driver's process share a backend of scope ``process``.
+
+        Raises:
+            InvalidRequestError: Already attached to something else.
+            BackendUnavailableError: Nothing to attach to within ``op_timeout_s``.
+        """
+        source = cfg if isinstance(cfg, DataPlaneClient) else load_config(cfg)
+        if self._dp_client is not None:
+            if source is self._dp_source or source == self._dp_source:
+                return
+            raise InvalidRequestError(
+                f"setup_data_plane refused: this {type(self).__name__} is attached to backend "
+                f"'{self._dp_client.backend_name}' with another config. Expected the same config, or a call of "
+                "close_data_plane() first."
+            )
+        self._dp_client = source if isinstance(source, DataPlaneClient) else connect(source, bootstrap=False)
+        self._dp_source = source
+
+    def close_data_plane(self) -> None:
+        """Detaches. Idempotent; a client that was given to `setup_data_plane` stays open."""
+        client, self._dp_client = self._dp_client, None
+        source, self._dp_source = self._dp_source, None
+        if client is not None and client is not source:
+            client.close()
+
+    def _require_dp_client(self) -> DataPlaneClient:
+        """The client of this process.
+
+        Raises:
+            ClientClosedError: `setup_data_plane` was not called, or `close_data_plane` was.
+        """
+        if self._dp_client is None:
+            raise ClientClosedError(
+                f"{type(self).__name__} is not attached to a data plane. Expected setup_data_plane(cfg) before the "
+                "first fetch or write.",
+                hint="DataPlanePolicy attaches its workers when it is made.",
+            )
+        return self._dp_client

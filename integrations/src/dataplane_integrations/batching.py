@@ -1,0 +1,179 @@
+"""`Batching`: how rows become microbatches, for the driver's plan and for a worker that must plan by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias, TypedDict
+
+from dataplane_core.errors import ConfigError
+
+__all__ = ["PLAN_KEYS", "Batching", "DynamicBatching", "SequencePacking", "ShardArgs", "Stage"]
+
+#: What the rows are for; the token limit of a microbatch may differ, as a forward alone needs less memory.
+Stage: TypeAlias = Literal["train", "logprob"]
+
+#: ``extra_info`` keys, and attributes of a `BatchedDataDict`, that hold a shard's microbatch plan.
+PLAN_KEYS: Final = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
+
+
+_DEFAULT_PACKER: Final = "modified_first_fit_decreasing"
+
+
+class ShardArgs(TypedDict):
+    """Keyword arguments of ``shard_by_batch_size`` and ``shard_meta_for_dp``; at most one is not None."""
+
+    dynamic_batching_args: dict[str, Any] | None
+    sequence_packing_args: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicBatching:
+    """Microbatches of rows of like length.
+
+    Attributes:
+        train_mb_tokens: Most padded tokens of a microbatch in training.
+        logprob_mb_tokens: The same in a logprob forward; None: as in training.
+        sequence_length_round: Padded lengths are multiples of this many tokens.
+    """
+
+    train_mb_tokens: int
+    logprob_mb_tokens: int | None = None
+    sequence_length_round: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencePacking:
+    """Microbatches of several sequences in one row.
+
+    Attributes:
+        train_mb_tokens: Tokens of a bin in training.
+        logprob_mb_tokens: The same in a logprob forward; None: as in training.
+        algorithm: Name of the packer in `dataplane_core.sharding.packing`.
+        sequence_length_pad_multiple: Each sequence is padded to a multiple of this many tokens.
+        microbatch_order: ``packer``, or ``largest_first``.
+    """
+
+    train_mb_tokens: int
+    logprob_mb_tokens: int | None = None
+    algorithm: str = _DEFAULT_PACKER
+    sequence_length_pad_multiple: int = 1
+    microbatch_order: str = "packer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batching:
+    """Dynamic batching, sequence packing, or neither: microbatches of a fixed number of rows.
+
+    Attributes:
+        dynamic: Dynamic batching, or None.
+        packing: Sequence packing, or None.
+        pad_multiple: The common padded length is rounded up to at least a multiple of this many tokens.
+
+    Raises:
+        ConfigError: Both at once.
+    """
+
+    dynamic: DynamicBatching | None = None
+    packing: SequencePacking | None = None
+    pad_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dynamic is not None and self.packing is not None:
+            raise ConfigError(
+                "Batching refused: dynamic batching and sequence packing are both on. Expected one of them, or neither."
+            )
+        if self.pad_multiple < 1:
+            raise ConfigError(f"Batching refused: pad_multiple is {self.pad_multiple}. Expected 1 or more tokens.")
+
+    @classmethod
+    def from_config(cls, cfg: Mapping[str, Any]) -> Batching:
+        """Reads a policy's config.
+
+        Args:
+            cfg: ``dynamic_batching`` and ``sequence_packing``, each with ``enabled`` and the attributes of
+                `DynamicBatching` and `SequencePacking`, and ``make_sequence_length_divisible_by``; all may be missing,
+                further keys are the trainer's own.
+
+        Raises:
+            ConfigError: Both are enabled, or a key that one of them needs is missing.
+        """
+        multiple = int(cfg.get("make_sequence_length_divisible_by") or 1)
+        dynamic = _section(cfg, "dynamic_batching")
+        packing = _section(cfg, "sequence_packing")
+        return cls(
+            dynamic=None
+            if dynamic is None
+            else DynamicBatching(
+                train_mb_tokens=int(dynamic["train_mb_tokens"]),
+                logprob_mb_tokens=_optional(dynamic, "logprob_mb_tokens"),
+                sequence_length_round=int(dynamic.get("sequence_length_round") or 1),
+            ),
+            packing=None
+            if packing is None
+            else SequencePacking(
+                train_mb_tokens=int(packing["train_mb_tokens"]),
+                logprob_mb_tokens=_optional(packing, "logprob_mb_tokens"),
+                algorithm=str(packing.get("algorithm") or _DEFAULT_PACKER),
+                sequence_length_pad_multiple=_optional(packing, "sequence_length_pad_multiple") or multiple,
+                microbatch_order=str(packing.get("microbatch_order") or "packer"),
+            ),
+            pad_multiple=multiple,
+        )
+
+    @property
+    def length_round(self) -> int:
+        """Tokens that the plan rounds lengths up to a multiple of."""
+        if self.dynamic is not None:
+            return self.dynamic.sequence_length_round
+        return 1 if self.packing is None else self.packing.sequence_length_pad_multiple
+
+    @property
+    def plans(self) -> bool:
+        """Whether microbatches are planned from lengths."""
+        return self.dynamic is not None or self.packing is not None
+
+    def shard_args(self, stage: Stage) -> ShardArgs:
+        """Keyword arguments for ``shard_by_batch_size`` and ``shard_meta_for_dp``."""
+        keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
+        dynamic: dict[str, Any] | None = None
+        packing: dict[str, Any] | None = None
+        if self.dynamic is not None:
+            dynamic = {
+                **keys,
+                "max_tokens_per_microbatch": _limit(self.dynamic, stage),
+                "sequence_length_round": self.dynamic.sequence_length_round,
+            }
+        if self.packing is not None:
+            packing = {
+                **keys,
+                "algorithm": self.packing.algorithm,
+                "max_tokens_per_microbatch": _limit(self.packing, stage),
+                "sequence_length_pad_multiple": self.packing.sequence_length_pad_multiple,
+                "microbatch_order": self.packing.microbatch_order,
+            }
+        return {"dynamic_batching_args": dynamic, "sequence_packing_args": packing}
+
+
+def _limit(section: DynamicBatching | SequencePacking, stage: Stage) -> int:
+    if stage == "logprob" and section.logprob_mb_tokens is not None:
+        return section.logprob_mb_tokens
+    return section.train_mb_tokens
+
+
+def _section(cfg: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    section = cfg.get(name)
+    if not section or not section.get("enabled", False):
+        return None
+    if "train_mb_tokens" not in section:
+        raise ConfigError(
+            f"policy config refused: '{name}' is enabled without 'train_mb_tokens'. Expected the most tokens of a "
+            f"microbatch; found the keys {', '.join(sorted(map(str, section)))}."
+        )
+    result: Mapping[str, Any] = section
+    return result
+
+
+def _optional(section: Mapping[str, Any], name: str) -> int | None:
+    value = section.get(name)
+    return None if value is None else int(value)

@@ -1,0 +1,377 @@
+"""Broadcast of a `BatchedDataDict` from a replica group's leader to its siblings.
+
+Two phases. First a small descriptor as an object: names, dtypes, shapes, everything that is not a tensor, or the
+leader's failure. Then each tensor as bytes by `torch.distributed.broadcast`, on the group's device: bytes, because no
+backend carries every dtype (gloo refuses float8). Tensors inside list and object columns travel together, as one.
+
+Every rank of the group must call `broadcast_from_leader`, in the same order.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.errors import DataPlaneError, InvalidTypeError
+from dataplane_integrations.errors import ReplicaLeaderError
+
+__all__ = ["broadcast_batch", "broadcast_from_leader", "group_device"]
+
+#: Group rank of the leader: 0 on every replicated axis.
+_LEADER: Final = 0
+#: Tensors that travel together start at multiples of this many bytes: the largest element size.
+_ALIGN: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Stands for the tensor of that index in the descriptor's skeleton."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _JaggedSlot:
+    """Stands for a jagged nested tensor."""
+
+    values: int
+    offsets: int
+    ragged_idx: int
+    min_seqlen: int
+    max_seqlen: int
+
+
+@dataclass(frozen=True, slots=True)
+class _ObjectArray:
+    """Stands for an ``np.ndarray(dtype=object)``, whose items may hold tensors."""
+
+    items: list[Any]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorInfo:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device_type: str
+    together: bool  # travels with the others of its device, in one message
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for dim in self.shape:
+            count *= dim
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Descriptor:
+    """The first phase."""
+
+    batch_class: type[BatchedDataDict]
+    columns: dict[str, Any]
+    attributes: dict[str, Any]
+    tensors: list[_TensorInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """The first phase, when the leader has no batch to give."""
+
+    leader_rank: int
+    error: BaseException
+
+
+def broadcast_batch(batch: BatchedDataDict | None, *, group: dist.ProcessGroup) -> BatchedDataDict:
+    """Broadcasts the leader's batch; `broadcast_from_leader` is for a batch that is yet to be made.
+
+    Args:
+        batch: The batch on the leader (group rank 0); ignored elsewhere.
+        group: The replica group.
+    """
+
+    def given() -> BatchedDataDict:
+        if batch is None:
+            raise InvalidTypeError("broadcast_batch refused: the leader (group rank 0) gave no batch.")
+        return batch
+
+    return broadcast_from_leader(given, group=group)
+
+
+def broadcast_from_leader(produce: Callable[[], BatchedDataDict], *, group: dist.ProcessGroup) -> BatchedDataDict:
+    """Has the leader make a batch and gives it to every rank of the group. Collective over ``group``.
+
+    Blocks siblings until the leader is done, or until the group's own timeout: give the group one that is longer than
+    the data plane's ``op_timeout_s``.
+
+    Args:
+        produce: Called on the leader (group rank 0) alone.
+        group: The replica group. NCCL broadcasts on this process's CUDA device, gloo on the CPU.
+
+    Returns:
+        On the leader what ``produce`` returned. On siblings an equal batch that they own: same class, column order,
+        dtypes, values, jagged containers, object columns and extra attributes such as ``micro_batch_indices``, each
+        tensor on the type of device that it has on the leader.
+
+    Raises:
+        ReplicaLeaderError: On siblings, when ``produce`` raised; the cause is that error, which the leader raises
+            itself. Also when the leader's process is gone.
+    """
+    if dist.get_rank(group) == _LEADER:
+        return _send(produce, group)
+    return _receive(group)
+
+
+def group_device(group: dist.ProcessGroup, preferred: str = "cpu") -> torch.device:
+    """The device on which ``group`` communicates.
+
+    Args:
+        group: A process group.
+        preferred: Type of device to choose where the group has several.
+    """
+    backends = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(","))
+    # gloo takes CUDA tensors too, by way of the host: then the host is the better place to start from
+    usable = [kind for kind, backend in backends.items() if backend != "gloo" or kind == "cpu"]
+    kind = preferred if preferred in usable else next(iter(usable), "cpu")
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+# --- the leader ------------------------------------------------------------------------------------------------------
+
+
+def _send(produce: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> BatchedDataDict:
+    try:
+        batch = produce()
+        tensors: list[Tensor] = []
+        infos: list[_TensorInfo] = []
+        descriptor = _Descriptor(
+            batch_class=type(batch),
+            columns={name: _take_out(column, tensors, infos, top=True) for name, column in batch.data.items()},
+            attributes={
+                name: _take_out(value, tensors, infos, top=False)
+                for name, value in vars(batch).items()
+                if name != "data"
+            },
+            tensors=infos,
+        )
+        pickle.dumps(
+            descriptor
+        )  # here a column that cannot be pickled fails the siblings too; later it would hang them
+        messages = _pack_messages(tensors, infos)
+        staging = _staging([message.numel() for message, _ in messages], [kind for _, kind in messages], group)
+    except BaseException as error:
+        _send_failure(error, group)
+        raise
+    _broadcast_object(descriptor, group)
+    for message, kind in messages:
+        _broadcast_bytes(message, kind, staging, group, receive=False)
+    return batch
+
+
+def _send_failure(error: BaseException, group: dist.ProcessGroup) -> None:
+    try:
+        _broadcast_object(_Failure(dist.get_rank(), _portable(error)), group)
+    except Exception as broken:  # the group is gone as well: the first error is the one to report
+        error.add_note(f"The replica group could not be told: {type(broken).__name__}: {broken}")
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error itself if it can be pickled and read back, else one that carries its description."""
+    try:
+        pickle.loads(pickle.dumps(error))  # an object of this process, not data from outside
+    except Exception:
+        return DataPlaneError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _take_out(value: Any, tensors: list[Tensor], infos: list[_TensorInfo], *, top: bool) -> Any:
+    """A copy of ``value`` in which slots stand for the tensors, which are appended to ``tensors``."""
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            return _take_out_jagged(value, tensors, infos, top=top)
+        if value.layout is not torch.strided or value.device.type == "meta":
+            raise InvalidTypeError(
+                f"broadcast refused: a tensor of layout {value.layout} on device '{value.device}'. Expected dense or "
+                "jagged tensors that hold data."
+            )
+        plain = value.detach().resolve_conj().resolve_neg()
+        tensors.append(plain)
+        infos.append(_TensorInfo(plain.dtype, tuple(plain.shape), plain.device.type, together=not top))
+        return _Slot(len(tensors) - 1)
+    if type(value) is list:
+        return [_take_out(item, tensors, infos, top=False) for item in value]
+    if type(value) is tuple:
+        return tuple(_take_out(item, tensors, infos, top=False) for item in value)
+    if type(value) is dict:
+        return {key: _take_out(item, tensors, infos, top=False) for key, item in value.items()}
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        items = [_take_out(item, tensors, infos, top=False) for item in value.ravel()]
+        return _ObjectArray(items, value.shape)
+    return value
+
+
+def _take_out_jagged(value: Tensor, tensors: list[Tensor], infos: list[_TensorInfo], *, top: bool) -> _JaggedSlot:
+    nested: Any = value  # torch's stubs do not know nested tensors
+    if value.layout is not torch.jagged or nested.lengths() is not None:
+        # a strided nested tensor, or a jagged one with holes: its rows one after another are what both sides want
+        nested = torch.nested.as_nested_tensor(list(value.unbind()), layout=torch.jagged)
+    lengths = nested.offsets().diff()
+    low, high = (int(lengths.min()), int(lengths.max())) if lengths.numel() else (0, 0)
+    values = _take_out(nested.values(), tensors, infos, top=top)
+    offsets = _take_out(nested.offsets(), tensors, infos, top=False)
+    return _JaggedSlot(values.index, offsets.index, int(nested._ragged_idx), low, high)
+
+
+def _pack_messages(tensors: Sequence[Tensor], infos: Sequence[_TensorInfo]) -> list[tuple[Tensor, str]]:
+    """The byte tensors to broadcast, in the order that `_message_plan` tells the siblings."""
+    messages = []
+    for indices, kind, size_bytes in _message_plan(infos):
+        if len(indices) == 1 and not infos[indices[0]].together:
+            messages.append((_as_bytes(tensors[indices[0]]), kind))
+            continue
+        buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=tensors[indices[0]].device)
+        for index, start in zip(indices, _starts(infos[index].nbytes for index in indices), strict=True):
+            buffer[start : start + infos[index].nbytes] = _as_bytes(tensors[index]).to(buffer.device)
+        messages.append((buffer, kind))
+    return messages
+
+
+# --- the siblings ----------------------------------------------------------------------------------------------------
+
+
+def _receive(group: dist.ProcessGroup) -> BatchedDataDict:
+    try:
+        descriptor = _broadcast_object(None, group)
+        if isinstance(descriptor, _Failure):
+            raise ReplicaLeaderError(
+                f"no batch for rank {dist.get_rank()}: the leader of its replica group, rank "
+                f"{descriptor.leader_rank}, failed: {type(descriptor.error).__name__}: {descriptor.error}"
+            ) from descriptor.error
+        tensors = _receive_tensors(descriptor.tensors, group)
+    except ReplicaLeaderError:
+        raise
+    except RuntimeError as error:
+        raise ReplicaLeaderError(
+            f"no batch for rank {dist.get_rank()}: its replica group broke while the leader was to broadcast. "
+            "Expected the leader to be alive and the group's timeout to be longer than the leader's fetch.",
+            hint="Look at the leader's own error first.",
+        ) from error
+    columns = {name: _put_back(column, tensors) for name, column in descriptor.columns.items()}
+    batch: BatchedDataDict = descriptor.batch_class(columns)
+    for name, value in descriptor.attributes.items():
+        setattr(batch, name, _put_back(value, tensors))
+    return batch
+
+
+def _receive_tensors(infos: Sequence[_TensorInfo], group: dist.ProcessGroup) -> list[Tensor]:
+    plan = _message_plan(infos)
+    staging = _staging([size for _, _, size in plan], [kind for _, kind, _ in plan], group)
+    tensors: dict[int, Tensor] = {}
+    for indices, kind, size_bytes in plan:
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        message = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        _broadcast_bytes(message, kind, staging, group, receive=True)
+        alone = len(indices) == 1 and not infos[indices[0]].together
+        for index, start in zip(indices, _starts(infos[index].nbytes for index in indices), strict=True):
+            part = message[start : start + infos[index].nbytes]
+            # a copy where many share one message, so that one of them does not keep all of them alive
+            tensors[index] = (part if alone else part.clone()).view(infos[index].dtype).reshape(infos[index].shape)
+    return [tensors[index] for index in range(len(infos))]
+
+
+def _put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(value, _Slot):
+        return tensors[value.index]
+    if isinstance(value, _JaggedSlot):
+        return torch.nested.nested_tensor_from_jagged(
+            tensors[value.values],
+            offsets=tensors[value.offsets],
+            jagged_dim=value.ragged_idx,
+            min_seqlen=value.min_seqlen,
+            max_seqlen=value.max_seqlen,
+        )
+    if isinstance(value, _ObjectArray):
+        array = np.empty(len(value.items), dtype=object)
+        for position, item in enumerate(value.items):  # assigning the list would turn equal-length items into a matrix
+            array[position] = _put_back(item, tensors)
+        return array.reshape(value.shape)
+    if type(value) is list:
+        return [_put_back(item, tensors) for item in value]
+    if type(value) is tuple:
+        return tuple(_put_back(item, tensors) for item in value)
+    if type(value) is dict:
+        return {key: _put_back(item, tensors) for key, item in value.items()}
+    return value
+
+
+# --- both ------------------------------------------------------------------------------------------------------------
+
+
+def _message_plan(infos: Sequence[_TensorInfo]) -> list[tuple[list[int], str, int]]:
+    """What goes in which message: tensor indices, type of device, bytes. Empty tensors need none of the wire's time."""
+    alone = [([i], info.device_type, info.nbytes) for i, info in enumerate(infos) if not info.together]
+    together: dict[str, list[int]] = {}
+    for i, info in enumerate(infos):
+        if info.together:
+            together.setdefault(info.device_type, []).append(i)
+    return alone + [
+        (indices, kind, sum(_round_up(infos[i].nbytes) for i in indices)) for kind, indices in together.items()
+    ]
+
+
+def _starts(sizes: Iterable[int]) -> list[int]:
+    starts, position = [], 0
+    for size in sizes:
+        starts.append(position)
+        position += _round_up(size)
+    return starts
+
+
+def _round_up(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGN) * _ALIGN
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's bytes, flat; shares memory where the tensor is contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _staging(sizes: Sequence[int], kinds: Sequence[str], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Per type of device that the group does not communicate on: room on the group's device for the largest message."""
+    staging: dict[str, Tensor] = {}
+    for kind in set(kinds):
+        device = group_device(group, kind)
+        if device.type != kind:
+            largest = max(size for size, of in zip(sizes, kinds, strict=True) if of == kind)
+            staging[kind] = torch.empty(largest, dtype=torch.uint8, device=device)
+    return staging
+
+
+def _broadcast_bytes(
+    message: Tensor, kind: str, staging: dict[str, Tensor], group: dist.ProcessGroup, *, receive: bool
+) -> None:
+    if not message.numel():
+        return
+    if kind not in staging:
+        dist.broadcast(message, group=group, group_src=_LEADER)
+        return
+    room = staging[kind][: message.numel()]
+    if not receive:
+        room.copy_(message)
+    dist.broadcast(room, group=group, group_src=_LEADER)
+    if receive:
+        message.copy_(room)
+
+
+def _broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=_LEADER, device=group_device(group))
+    return box[0]

@@ -1,0 +1,41 @@
+"""Errors of the trainer's side: a replica group whose leader failed, a worker that failed, died or did not answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dataplane_core.errors import DataPlaneError
+
+__all__ = ["PlacementError", "ReplicaLeaderError", "WorkerFailedError", "WorkerTimeoutError"]
+
+
+class ReplicaLeaderError(DataPlaneError, RuntimeError):
+    """The leader of this rank's replica group failed to provide a batch; the cause is the leader's own error."""
+
+
+class WorkerFailedError(DataPlaneError, RuntimeError):
+    """A worker raised or died; the cause is its own error.
+
+    Attributes:
+        worker: Name of the worker that failed first, or None where that is unknown.
+        died: Whether its process is gone.
+        details: What every failed worker reported, tracebacks included; too long for a terminal.
+    """
+
+    def __init__(
+        self, message: str, *, worker: str | None = None, died: bool = False, details: str = "", **kwargs: Any
+    ) -> None:
+        super().__init__(message, **kwargs)
+        self.worker = worker
+        self.died = died
+        self.details = details
+
+
+class WorkerTimeoutError(WorkerFailedError, TimeoutError):
+    """Workers did not answer within the deadline."""
+
+    default_retryable = False
+
+
+class PlacementError(DataPlaneError, RuntimeError):
+    """The actors of a run cannot be placed: too few logical CPUs, or nodes that lack the backend's package."""

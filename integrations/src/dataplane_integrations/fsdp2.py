@@ -1,0 +1,138 @@
+"""FSDP2: a rank's coordinates and its replica group, from a `DeviceMesh`.
+
+A mesh such as ``(dp, cp, tp)`` has axes along which rows differ (data parallel) and axes along which ranks work on the
+same rows (context, tensor and pipeline parallel). Axes are known by their names, long or short; a data axis may be
+split, as in ``(dp_replicate, dp_shard, tp)``.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dataplane_core.errors import ConfigError, UnsupportedOperationError
+from dataplane_integrations.attach import DataPlaneSource
+from dataplane_integrations.worker import DataPlaneWorkerMixin
+
+__all__ = ["FSDP2DataPlaneMixin", "mesh_coords", "mesh_data_parallel_group", "mesh_replica_group"]
+
+_REPLICATED: Final = {
+    "cp": "context_parallel",
+    "context_parallel": "context_parallel",
+    "tp": "tensor_parallel",
+    "tensor_parallel": "tensor_parallel",
+    "pp": "pipeline_parallel",
+    "pipeline_parallel": "pipeline_parallel",
+}
+
+
+def mesh_coords(mesh: DeviceMesh) -> dict[str, int]:
+    """This rank's coordinate on each axis.
+
+    Args:
+        mesh: A mesh with named dims.
+
+    Returns:
+        ``data_parallel``, one number for all data axes together, and the replicated axes that the mesh has.
+
+    Raises:
+        ConfigError: The mesh has no names, or one that says neither.
+    """
+    data, replicated = _split_axes(mesh)
+    coords = {"data_parallel": 0}
+    for axis in data:
+        coords["data_parallel"] = coords["data_parallel"] * mesh[axis].size() + mesh.get_local_rank(axis)
+    coords.update({_REPLICATED[axis]: mesh.get_local_rank(axis) for axis in replicated})
+    return coords
+
+
+def mesh_replica_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that work on this rank's rows, the leader first; None where there is no other.
+
+    Collective over the mesh when it is first called and several replicated axes are larger than 1: their group is made
+    then.
+
+    Raises:
+        ConfigError: As `mesh_coords`.
+    """
+    return _group_over(mesh, _split_axes(mesh)[1])
+
+
+def mesh_data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that work on other rows beside this one; None where there is no other. Collective as above."""
+    return _group_over(mesh, _split_axes(mesh)[0])
+
+
+class FSDP2DataPlaneMixin(DataPlaneWorkerMixin):
+    """`DataPlaneWorkerMixin` for a worker whose attribute ``device_mesh`` or ``mesh`` holds its `DeviceMesh`."""
+
+    _replica_group: dist.ProcessGroup | None = None
+    _data_parallel_group: dist.ProcessGroup | None = None
+    _groups_built: bool = False
+
+    def setup_data_plane(self, cfg: DataPlaneSource) -> None:
+        """Attaches, and makes the replica group if the mesh is there already. Collective over the mesh then."""
+        super().setup_data_plane(cfg)
+        if self._find_mesh() is not None:
+            self._build_groups()
+
+    def _find_mesh(self) -> DeviceMesh | None:
+        mesh = getattr(self, "device_mesh", None)
+        mesh = getattr(self, "mesh", None) if mesh is None else mesh
+        return mesh if isinstance(mesh, DeviceMesh) else None
+
+    def _require_mesh(self) -> DeviceMesh:
+        mesh = self._find_mesh()
+        if mesh is None:
+            raise UnsupportedOperationError(
+                f"{type(self).__name__} has no DeviceMesh. Expected one in its attribute 'device_mesh' or 'mesh' "
+                "before the first fetch.",
+                hint="Call init_device_mesh(..., mesh_dim_names=('dp', 'cp', 'tp')) first.",
+            )
+        return mesh
+
+    def _build_groups(self) -> None:
+        if not self._groups_built:
+            mesh = self._require_mesh()
+            self._replica_group = mesh_replica_group(mesh)
+            self._data_parallel_group = mesh_data_parallel_group(mesh)
+            self._groups_built = True
+
+    def _local_coords(self) -> dict[str, int]:
+        return mesh_coords(self._require_mesh())
+
+    def _get_replica_group(self) -> dist.ProcessGroup | None:
+        self._build_groups()
+        return self._replica_group
+
+    def _get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        self._build_groups()
+        return self._data_parallel_group
+
+
+def _split_axes(mesh: DeviceMesh) -> tuple[list[str], list[str]]:
+    """The names of the data axes and of the replicated axes, in the mesh's order."""
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ConfigError(
+            "DeviceMesh refused: its dims have no names. Expected mesh_dim_names such as ('dp', 'cp', 'tp')."
+        )
+    unknown = [name for name in names if name not in _REPLICATED and not name.startswith(("dp", "data_parallel"))]
+    if unknown:
+        raise ConfigError(
+            f"DeviceMesh refused: the dim '{unknown[0]}' of {names} says neither whether its ranks see the same rows "
+            f"nor whether they see others. Expected names that begin with 'dp', or {', '.join(_REPLICATED)}."
+        )
+    return [name for name in names if name not in _REPLICATED], [name for name in names if name in _REPLICATED]
+
+
+def _group_over(mesh: DeviceMesh, axes: list[str]) -> dist.ProcessGroup | None:
+    large = tuple(axis for axis in axes if mesh[axis].size() > 1)
+    if not large:
+        return None
+    if len(large) == 1:
+        return mesh.get_group(large[0])
+    flat = mesh[large]._flatten("dataplane_" + "_".join(large))  # torch's own name for it; there is no public one
+    return flat.get_group()

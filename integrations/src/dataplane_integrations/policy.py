@@ -1,0 +1,425 @@
+"""`DataPlanePolicy`: the driver's side. It holds metas, never a token tensor.
+
+Runs in the driver's process. It starts the data plane, attaches the workers, and turns a step's meta into one meta per
+worker, with the microbatch plan and the common length; the workers fetch their rows themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.capabilities import Scope
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.columns import read_columns, write_columns
+from dataplane_core.errors import ConfigError, InvalidRequestError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.registry import connect
+from dataplane_core.schema import DP_TRAIN_FIELDS, GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, PAD_TO_MULTIPLE
+from dataplane_core.sharding.preshard import shard_meta_for_dp
+from dataplane_integrations.attach import DataPlaneSource
+from dataplane_integrations.batching import Batching, Stage
+from dataplane_integrations.groups import WorkerGroup
+from dataplane_integrations.results import FlopsTracker, aggregate_training_results, theoretical_tflops
+from dataplane_integrations.worker import DataPlaneWorkerMixin
+
+__all__ = ["DataPlanePolicy"]
+
+
+class DataPlanePolicy:
+    """Drives policy workers through the data plane; a context manager.
+
+    Args:
+        workers: The policy workers, each with `DataPlaneWorkerMixin`; see `RayWorkerGroup`.
+        config: The data plane. A config: started here (``bootstrap=True``) and ended by `close`. A client: used, and
+            left open. Workers attach with the same config, but for middleware that is an object: that stays here.
+        batching: How rows become microbatches; the plan is made here, so that all ranks have equally many.
+        train_fields: What `train_from_meta` has the workers read.
+        logprob_fields: What the logprob calls have the workers read.
+        timeout_s: Deadline of one call on all workers, in seconds.
+        flops_tracker: Sees the lengths of every shard that is trained on.
+
+    Raises:
+        ConfigError: The backend's scope does not reach the workers.
+        WorkerFailedError: A worker could not attach; what was started has ended.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerGroup,
+        config: DataPlaneSource,
+        *,
+        batching: Batching | None = None,
+        train_fields: Sequence[str] = DP_TRAIN_FIELDS,
+        logprob_fields: Sequence[str] = LP_SEED_FIELDS,
+        timeout_s: float = 600.0,
+        flops_tracker: FlopsTracker | None = None,
+    ) -> None:
+        self._workers = workers
+        self._dp_world = max(workers.dp_ranks) + 1
+        self._batching = batching or Batching()
+        self._train_fields = list(train_fields)
+        self._logprob_fields = list(logprob_fields)
+        self._timeout_s = timeout_s
+        self._flops_tracker = flops_tracker
+        self._step_partition: str | None = None
+        self._split_step: list[KVBatchMeta] | None = None
+        self._owns_client = not isinstance(config, DataPlaneClient)
+        self._client = config if isinstance(config, DataPlaneClient) else connect(config, bootstrap=True)
+        self._closed = False
+        self._failed = False
+        try:
+            self._attach()
+        except BaseException:
+            self._closed = True
+            if self._owns_client:
+                self._client.close()
+            raise
+
+    def _attach(self) -> None:
+        config = self._client.config
+        # an object serves one client; what the config names, every worker makes for itself
+        named = [item for item in config.middleware if isinstance(item, (str, Mapping))]
+        source: DataPlaneSource = config.model_copy(update={"middleware": named})
+        if self._client.scope is Scope.PROCESS:
+            if not self._workers.in_process:
+                raise ConfigError(
+                    f"backend '{self._client.backend_name}' lives in one process, the policy workers are others. "
+                    "Expected a backend of scope host or cluster.",
+                    backend=self._client.backend_name,
+                    hint="Choose one of those that `dataplane backends --load` shows with that scope.",
+                )
+            source = self._client
+        self._call("setup_data_plane", [(source,) for _ in self._workers.dp_ranks], doing="attaching to the data plane")
+
+    @property
+    def client(self) -> DataPlaneClient:
+        """The driver's client."""
+        return self._client
+
+    @property
+    def dp_world(self) -> int:
+        """Number of data-parallel ranks."""
+        return self._dp_world
+
+    # --- a step's rows ------------------------------------------------------------------------------------------------
+
+    def prepare_step(
+        self,
+        partition_id: str = "train",
+        *,
+        num_samples: int | None = None,
+        fields: Sequence[str] | None = None,
+        consumer_tasks: Sequence[str] = ("train",),
+        group_size: int | None = None,
+    ) -> str:
+        """Opens the step's partition afresh: rows of an earlier step under that name are gone.
+
+        Args:
+            partition_id: Its name.
+            num_samples: Rows that will be written, where claims are to know.
+            fields: Fields that producers are expected to write; None: those of training. More may be written.
+            consumer_tasks: The tasks that will claim.
+            group_size: Claims hand out whole groups of this many rows.
+
+        Returns:
+            ``partition_id``.
+        """
+        names = self._train_fields if fields is None else list(fields)
+        self._client.register_partition(partition_id, names, num_samples, consumer_tasks, grpo_group_size=group_size)
+        self._step_partition = partition_id
+        return partition_id
+
+    def prepare_val_partition(
+        self,
+        partition_id: str = "validation",
+        *,
+        num_samples: int | None = None,
+        fields: Sequence[str] | None = None,
+        consumer_tasks: Sequence[str] = ("validation",),
+    ) -> str:
+        """Opens a partition for validation beside that of the step; `discard_samples` or a re-opening empties it."""
+        names = self._logprob_fields if fields is None else list(fields)
+        self._client.register_partition(partition_id, names, num_samples, consumer_tasks)
+        return partition_id
+
+    def discard_samples(self, samples: KVBatchMeta | Sequence[str] | None, partition_id: str | None = None) -> None:
+        """Drops rows; those that are not there are ignored.
+
+        Args:
+            samples: A meta, or ids, or None for the whole partition.
+            partition_id: Their partition; None: the meta's, else the step's.
+        """
+        if isinstance(samples, KVBatchMeta):
+            self._client.clear_samples(samples.sample_ids, partition_id or samples.partition_id)
+            return
+        partition = partition_id or self._step_partition
+        if partition is None:
+            raise InvalidRequestError(
+                "discard_samples refused: ids without a partition, and no step is open. Expected partition_id=..., a "
+                "meta, or prepare_step() first."
+            )
+        self._client.clear_samples(None if samples is None else list(samples), partition)
+
+    def finish_step(self, meta: KVBatchMeta | None = None) -> None:
+        """Drops the rows of the step: those of ``meta``, else everything in the step's partition."""
+        if meta is not None or self._step_partition is not None:
+            self.discard_samples(meta)
+
+    def read_from_dataplane(
+        self,
+        meta: KVBatchMeta,
+        select_fields: Sequence[str] | None = None,
+        *,
+        pad_value_dict: Mapping[str, int | float] | None = None,
+    ) -> BatchedDataDict:
+        """Reads columns into the driver, padded to the longest row: for small ones, such as rewards.
+
+        Args:
+            meta: The rows.
+            select_fields: The columns; None: those that the meta names.
+            pad_value_dict: Pad values by field; others pad with 0.
+        """
+        return read_columns(self._client, meta, select_fields, pad_value_dict=pad_value_dict, pad_to_seqlen=0)
+
+    def write_to_dataplane(
+        self, meta: KVBatchMeta, fields: Mapping[str, Any], *, token_aligned_fields: Collection[str] | None = None
+    ) -> KVBatchMeta:
+        """Adds columns to the rows of ``meta``.
+
+        Args:
+            meta: The rows, with ``sequence_lengths`` where a field is token-aligned.
+            fields: Columns of one row per id.
+            token_aligned_fields: Those to cut to the rows' lengths; None: those that the workers cut.
+
+        Returns:
+            The meta, with the fields added.
+        """
+        declared = DataPlaneWorkerMixin.token_aligned_fields if token_aligned_fields is None else token_aligned_fields
+        return write_columns(self._client, meta, fields, token_aligned_fields=declared)
+
+    # --- what the workers do ------------------------------------------------------------------------------------------
+
+    def get_logprobs_from_meta(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> KVBatchMeta:
+        """Has the workers add the column ``prev_logprobs``.
+
+        Args:
+            meta: The rows, with ``sequence_lengths``. The common length is stamped into its ``extra_info``.
+            micro_batch_size: Rows per microbatch where `Batching` plans none.
+
+        Returns:
+            The meta, with the field added.
+
+        Raises:
+            WorkerFailedError: A worker raised, died or did not answer; the rows have been cleared.
+        """
+        return self._logprobs("get_logprobs_presharded", "prev_logprobs", meta, micro_batch_size)
+
+    def get_reference_policy_logprobs_from_meta(
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None
+    ) -> KVBatchMeta:
+        """The same under the reference policy: ``reference_policy_logprobs``."""
+        return self._logprobs(
+            "get_reference_policy_logprobs_presharded", "reference_policy_logprobs", meta, micro_batch_size
+        )
+
+    def train_from_meta(
+        self,
+        meta: KVBatchMeta,
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """Has the workers train on the rows.
+
+        Args:
+            meta: The rows, with ``sequence_lengths``. The common length is stamped into its ``extra_info``.
+            loss_fn: The loss, sent to the workers.
+            eval_mode: Compute the loss, change nothing.
+            gbs: Global batch size in rows: an optimizer step for each; None: one step.
+            mbs: Rows per microbatch where `Batching` plans none.
+
+        Returns:
+            ``loss`` and ``grad_norm``, one value per global batch; ``all_mb_metrics``; what else the workers report;
+            with a FLOPs tracker ``total_flops``, ``num_ranks`` and ``theoretical_tflops`` (None where unknown).
+
+        Raises:
+            WorkerFailedError: A worker raised, died or did not answer; the rows have been cleared.
+        """
+        with self._clearing_on_failure([meta]):
+            shards = self._shard(meta, "train", self._train_fields, gbs)
+            if self._flops_tracker is not None:
+                self._flops_tracker.reset()
+            self._track(shards)
+            results = self._call(
+                "train_presharded",
+                [(shards[rank], loss_fn) for rank in self._workers.dp_ranks],
+                {"eval_mode": eval_mode, "gbs": gbs, "mbs": mbs},
+                doing="training",
+            )
+            return self._aggregate(results)
+
+    def begin_train_step(self, loss_fn: Any, *, gbs: int | None = None, mbs: int | None = None) -> None:
+        """Opens an optimizer step whose rows arrive in portions: `train_microbatch_from_meta` for each, then
+        `finish_train_step`.
+
+        Raises:
+            InvalidRequestError: One is open.
+        """
+        if self._split_step is not None:
+            raise InvalidRequestError(
+                "begin_train_step refused: a step is open. Expected finish_train_step() or abort_train_step() first."
+            )
+        args = [(loss_fn,) for _ in self._workers.dp_ranks]
+        self._call("begin_train_step_presharded", args, {"gbs": gbs, "mbs": mbs}, doing="beginning a training step")
+        self._split_step = []
+        if self._flops_tracker is not None:
+            self._flops_tracker.reset()
+
+    def train_microbatch_from_meta(self, meta: KVBatchMeta) -> None:
+        """Has the workers accumulate the gradients of some rows of the open step.
+
+        Raises:
+            InvalidRequestError: No step is open.
+            WorkerFailedError: The step has been aborted and its rows, of earlier portions too, cleared.
+        """
+        step = self._require_split_step("train_microbatch_from_meta")
+        step.append(meta)
+        with self._aborting_on_failure(step):
+            shards = self._shard(meta, "train", self._train_fields, None)
+            self._track(shards)
+            args = [(shards[rank],) for rank in self._workers.dp_ranks]
+            self._call("train_microbatch_presharded", args, doing="training on a portion of a step")
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Has the workers make the optimizer step; returns what `train_from_meta` returns."""
+        step = self._require_split_step("finish_train_step")
+        with self._aborting_on_failure(step):
+            results = self._call(
+                "finish_train_step_presharded", [() for _ in self._workers.dp_ranks], doing="finishing a training step"
+            )
+            self._split_step = None
+            return self._aggregate(results)
+
+    def abort_train_step(self) -> None:
+        """Has the workers drop what the open step has accumulated; its rows stay. Without an open step does nothing."""
+        if self._split_step is not None:
+            self._split_step = None
+            args: list[tuple[Any, ...]] = [() for _ in self._workers.dp_ranks]
+            self._call("abort_train_step_presharded", args, doing="aborting a training step")
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self, *, detach_workers: bool = True) -> None:
+        """Ends what was started here. Idempotent, and safe after a failure.
+
+        Args:
+            detach_workers: Have the workers close their clients first; False where they are known to be gone.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if detach_workers:
+                # after a failure some workers wait in a collective for those that failed, and will not answer
+                patience_s = min(self._timeout_s, 2.0 if self._failed else 10.0)
+                args: list[tuple[Any, ...]] = [() for _ in self._workers.dp_ranks]
+                with contextlib.suppress(Exception):  # a worker that is gone has no client to close
+                    self._workers.call("close_data_plane", args, timeout_s=patience_s, doing="detaching")
+        finally:
+            if self._owns_client:
+                self._client.close()
+
+    def __enter__(self) -> DataPlanePolicy:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _logprobs(self, method: str, field: str, meta: KVBatchMeta, micro_batch_size: int | None) -> KVBatchMeta:
+        with self._clearing_on_failure([meta]):
+            shards = self._shard(meta, "logprob", self._logprob_fields, None)
+            args = [(shards[rank],) for rank in self._workers.dp_ranks]
+            self._call(method, args, {"micro_batch_size": micro_batch_size}, doing=f"computing {field}")
+        return meta.with_fields([field])
+
+    def _shard(self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None) -> list[KVBatchMeta]:
+        """One meta per data-parallel rank, with its plan, the common length, and the fields to read."""
+        self._stamp_common_length(meta)
+        shards, _ = shard_meta_for_dp(meta, dp_world=self._dp_world, batch_size=gbs, **self._batching.shard_args(stage))
+        return [dataclasses.replace(shard, fields=list(fields)) for shard in shards]
+
+    def _stamp_common_length(self, meta: KVBatchMeta) -> None:
+        """Writes the length at which every rank forwards into ``meta``, once: all calls on its rows then share it."""
+        if meta.sequence_lengths is None or not meta.size:
+            raise InvalidRequestError(
+                f"meta of '{meta.partition_id}' refused: {meta.size} rows "
+                f"{'without' if meta.sequence_lengths is None else 'with'} sequence_lengths. Expected at least one "
+                "row, and a length for each: kv_first_write fills them from input_lengths."
+            )
+        longest = max(meta.sequence_lengths)
+        if (meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0) >= longest:
+            return
+        pad_multiple = max(meta.extra_info.get(PAD_TO_MULTIPLE) or 1, self._batching.pad_multiple)
+        multiple = max(pad_multiple, self._batching.length_round)
+        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = -(-longest // multiple) * multiple
+
+    def _track(self, shards: Sequence[KVBatchMeta]) -> None:
+        if self._flops_tracker is not None:
+            for shard in shards:
+                self._flops_tracker.track_batch(list(shard.sequence_lengths or []))
+
+    def _aggregate(self, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        aggregated = aggregate_training_results(results, self._workers.dp_ranks)
+        if self._flops_tracker is not None:
+            aggregated["total_flops"] = self._flops_tracker.total_flops
+            aggregated["num_ranks"] = len(results)
+            aggregated["theoretical_tflops"] = theoretical_tflops(results)
+        return aggregated
+
+    def _call(
+        self, method: str, args: Sequence[Sequence[Any]], kwargs: Mapping[str, Any] | None = None, *, doing: str
+    ) -> list[Any]:
+        try:
+            return self._workers.call(method, args, kwargs, timeout_s=self._timeout_s, doing=doing)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _require_split_step(self, what: str) -> list[KVBatchMeta]:
+        if self._split_step is None:
+            raise InvalidRequestError(f"{what} refused: no step is open. Expected begin_train_step() first.")
+        return self._split_step
+
+    @contextlib.contextmanager
+    def _clearing_on_failure(self, metas: Sequence[KVBatchMeta]) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            for meta in metas:
+                try:
+                    self.discard_samples(meta)
+                except Exception as broken:  # the first error is the one to report
+                    error.add_note(f"Its {meta.size} rows could not be cleared: {type(broken).__name__}: {broken}")
+            raise
+
+    @contextlib.contextmanager
+    def _aborting_on_failure(self, metas: Sequence[KVBatchMeta]) -> Iterator[None]:
+        with self._clearing_on_failure(metas):
+            try:
+                yield
+            except BaseException as error:
+                try:
+                    self.abort_train_step()
+                except Exception as broken:
+                    error.add_note(f"The step could not be aborted: {type(broken).__name__}: {broken}")
+                raise

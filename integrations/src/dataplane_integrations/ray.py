@@ -1,0 +1,147 @@
+"""On Ray: workers that are actors, waited for together with a deadline.
+
+Ray is imported when something here is called.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from dataplane_core.errors import InvalidRequestError
+from dataplane_integrations.errors import ReplicaLeaderError, WorkerFailedError, WorkerTimeoutError
+from dataplane_integrations.groups import check_dp_ranks
+
+__all__ = ["RayWorkerGroup", "wait_for_all"]
+
+#: How long to wait for the failures of other workers once one has failed, to find the one that was first.
+_CAUSE_GRACE_S: Final = 3.0
+
+
+class RayWorkerGroup:
+    """Policy workers that are Ray actors; a `WorkerGroup`.
+
+    Args:
+        actors: Their handles, in the order of the ranks. They stay the caller's to end.
+        dp_ranks: Per worker, its data-parallel rank; None: each has rows of its own.
+        names: Per worker, a name for messages.
+    """
+
+    def __init__(
+        self, actors: Sequence[Any], dp_ranks: Sequence[int] | None = None, names: Sequence[str] | None = None
+    ) -> None:
+        self._actors = list(actors)
+        self._dp_ranks = check_dp_ranks(len(self._actors), dp_ranks)
+        self._names = [f"policy worker {i}" for i in range(len(self._actors))] if names is None else list(names)
+        if len(set(self._names)) != len(self._actors):
+            raise InvalidRequestError(
+                f"RayWorkerGroup refused: {len(self._actors)} actors with the names {self._names}. Expected one name "
+                "for each, all different."
+            )
+
+    @property
+    def dp_ranks(self) -> Sequence[int]:
+        """Per worker, its data-parallel rank."""
+        return self._dp_ranks
+
+    @property
+    def in_process(self) -> bool:
+        """False."""
+        return False
+
+    def call(
+        self,
+        method: str,
+        args: Sequence[Sequence[Any]],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float,
+        doing: str,
+    ) -> list[Any]:
+        """As `WorkerGroup.call`. All calls are started before the first is waited for."""
+        calls = {
+            name: getattr(actor, method).remote(*own, **(kwargs or {}))
+            for name, actor, own in zip(self._names, self._actors, args, strict=True)
+        }
+        return wait_for_all(calls, timeout_s=timeout_s, doing=doing)
+
+
+def wait_for_all(calls: Mapping[str, Any], *, timeout_s: float, doing: str) -> list[Any]:
+    """Waits for calls on several actors together; the first failure ends the wait.
+
+    Waiting for them one by one would hang: when one rank dies in the middle of a collective, its peers wait for it.
+
+    Args:
+        calls: The pending results (Ray object references), by the name of the actor.
+        timeout_s: Deadline for all of them together, in seconds.
+        doing: What they are doing, for the message: "training".
+
+    Returns:
+        The results in the order of ``calls``.
+
+    Raises:
+        WorkerFailedError: An actor died or raised; the cause is its error, rather than that of a peer that lost it.
+        WorkerTimeoutError: Not all answered in time.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    names = {reference: name for name, reference in calls.items()}
+    pending = list(names)
+    deadline = time.monotonic() + timeout_s
+    failures: list[tuple[str, Exception]] = []
+    while pending:
+        limit = min(deadline, time.monotonic() + _CAUSE_GRACE_S) if failures else deadline
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, limit - time.monotonic()))
+        if not ready:
+            break
+        try:
+            ray.get(ready)
+        except RayError as error:
+            failures.append((names[ready[0]], error))
+    if failures:
+        raise _failure(failures, doing)
+    if pending:
+        late = ", ".join(names[reference] for reference in pending)
+        raise WorkerTimeoutError(
+            f"no answer from {late} within {timeout_s:g} s while {doing}. Expected one from each of {len(calls)} "
+            "actors; one of them may hang in a collective that its peers never joined."
+        )
+    results: list[Any] = ray.get(list(calls.values()))
+    return results
+
+
+def _failure(failures: Sequence[tuple[str, Exception]], doing: str) -> WorkerFailedError:
+    from ray.exceptions import RayActorError, RayTaskError
+
+    def cause_of(error: Exception) -> Exception:
+        return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+
+    def rank(failure: tuple[str, Exception]) -> int:
+        """A death explains the errors of the peers that lost a connection to the dead; so does a leader's failure."""
+        cause = cause_of(failure[1])
+        if isinstance(cause, RayActorError):
+            return 0
+        if isinstance(cause, ReplicaLeaderError):
+            return 2
+        return 3 if "closed by peer" in str(cause) or "Connection reset" in str(cause) else 1
+
+    name, error = min(failures, key=rank)
+    details = "\n\n".join(f"{who}:\n{what}" for who, what in failures)
+    if isinstance(error, RayActorError):
+        failed = WorkerFailedError(
+            f"{name} died while {doing}. Its process is gone, with what it held.",
+            worker=name,
+            died=True,
+            details=details,
+            hint="Ray's log of that worker says why; an out-of-memory kill is the usual cause.",
+        )
+        failed.__cause__ = error
+        return failed
+    cause = cause_of(error)
+    failed = WorkerFailedError(
+        f"{name} failed while {doing}: {type(cause).__name__}: {cause}", worker=name, details=details
+    )
+    failed.__cause__ = cause
+    return failed

@@ -1,0 +1,113 @@
+"""What the driver makes of the workers' training results: one result per step, replica twins counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from dataplane_core.errors import InvalidRequestError
+
+__all__ = ["FlopsTracker", "aggregate_training_results", "leaders_of", "theoretical_tflops"]
+
+#: Dense peak of a device in TFLOP/s, by a part of its name; for 16-bit floating point.
+_PEAK_TFLOPS_16_BIT: Final = {
+    "B200": 2250.0,
+    "GB200": 2450.0,
+    "H100": 989.5,
+    "H200": 989.5,
+    "H20": 148.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+}
+_HALF: Final = frozenset({"bfloat16", "float16"})
+
+
+class FlopsTracker(Protocol):
+    """Counts the floating point operations of a training step from sequence lengths."""
+
+    total_flops: float
+
+    def reset(self) -> None:
+        """Starts at zero."""
+
+    def track_batch(self, sequence_lengths: list[int]) -> None:
+        """Adds the rows of one shard."""
+
+
+def leaders_of(results: Sequence[Mapping[str, Any]], dp_ranks: Sequence[int]) -> list[Mapping[str, Any]]:
+    """One result per data-parallel rank, in the order of the ranks: its replica leader's.
+
+    Args:
+        results: Per worker, what ``train_presharded`` returned.
+        dp_ranks: Per worker, its data-parallel rank.
+
+    Raises:
+        InvalidRequestError: A rank has no leader, or several.
+    """
+    chosen: list[Mapping[str, Any]] = []
+    for rank in range(max(dp_ranks) + 1):
+        leaders = [r for r, of in zip(results, dp_ranks, strict=True) if of == rank and r.get("is_replica_leader")]
+        if len(leaders) != 1:
+            raise InvalidRequestError(
+                f"training results refused: data-parallel rank {rank} has {len(leaders)} replica leaders among "
+                f"{list(dp_ranks).count(rank)} workers. Expected one: check the workers' _local_coords() against the "
+                "dp_ranks of the worker group."
+            )
+        chosen.append(leaders[0])
+    return chosen
+
+
+def aggregate_training_results(results: Sequence[Mapping[str, Any]], dp_ranks: Sequence[int]) -> dict[str, Any]:
+    """One result from those of all workers.
+
+    Args:
+        results: Per worker, ``global_loss`` and ``grad_norm`` (equal on all ranks), ``all_mb_metrics`` (name -> this
+            rank's values, one per microbatch), and whatever else the worker reports.
+        dp_ranks: Per worker, its data-parallel rank.
+
+    Returns:
+        ``loss`` and ``grad_norm`` of the first rank; ``all_mb_metrics``: name -> the values of all data-parallel ranks
+        in their order; further keys as the first rank reports them.
+
+    Raises:
+        InvalidRequestError: As `leaders_of`, or a result without ``global_loss``.
+    """
+    leaders = leaders_of(results, dp_ranks)
+    first = leaders[0]
+    if "global_loss" not in first:
+        raise InvalidRequestError(
+            f"training results refused: a worker returned the keys {', '.join(map(str, first))}. Expected "
+            "'global_loss', 'grad_norm' and 'all_mb_metrics'."
+        )
+    metrics: dict[str, list[Any]] = {}
+    for result in leaders:
+        for name, values in result.get("all_mb_metrics", {}).items():
+            metrics.setdefault(name, []).extend(values)
+    own = {"global_loss", "all_mb_metrics", "is_replica_leader"}
+    return {
+        "loss": first["global_loss"],
+        "grad_norm": first.get("grad_norm"),
+        **{name: value for name, value in first.items() if name not in own},
+        "all_mb_metrics": metrics,
+    }
+
+
+def theoretical_tflops(results: Sequence[Mapping[str, Any]]) -> float | None:
+    """Peak of all workers' devices together in TFLOP/s.
+
+    Args:
+        results: Per worker, ``gpu_name`` and ``model_dtype`` (a torch dtype or its name).
+
+    Returns:
+        None where a worker does not say what it runs on, or the peak of that device and dtype is not known.
+    """
+    total = 0.0
+    for result in results:
+        dtype = str(result.get("model_dtype", "")).removeprefix("torch.")
+        name = str(result.get("gpu_name", "")).upper()
+        # the longest match: "GB200" holds "B200", and "H200" holds "H20"
+        known = sorted((key for key in _PEAK_TFLOPS_16_BIT if key in name), key=len)
+        if dtype not in _HALF or not known:
+            return None
+        total += _PEAK_TFLOPS_16_BIT[known[-1]]
+    return total

@@ -1,0 +1,271 @@
+"""Process groups for the tests: real ranks over gloo, in processes that are reused from test to test."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from dataplane_core import DataPlaneConfig, KVBatchMeta, connect, kv_first_write
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.middleware.metrics import Metrics
+from dataplane_core.schema import DP_TRAIN_FIELDS
+from dataplane_integrations import DataPlaneWorkerMixin
+
+#: Ranks stay up between tests: starting one costs the import of torch.
+MAX_RANKS = 4
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = pipe.recv_bytes()
+        except (EOFError, ConnectionResetError):  # the test session is over
+            return
+        fn, args, rank, world, path, timeout_s = cloudpickle.loads(job)
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(path, world),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            answer = (True, fn(rank, *args))
+        except BaseException as error:
+            error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
+            answer = (False, error)
+        try:
+            pipe.send_bytes(cloudpickle.dumps(answer))
+        except Exception as error:
+            pipe.send_bytes(cloudpickle.dumps((False, RuntimeError(f"{answer!r} cannot be sent: {error!r}"))))
+        # not before the last rank is done: one may still be connecting to this one
+        with suppress(EOFError, ConnectionResetError):
+            pipe.recv_bytes()
+        with suppress(Exception):
+            dist.destroy_process_group()
+
+
+class Ranks:
+    """Runs a function on several ranks that form a process group."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._processes: list[tuple[Any, Connection]] = []
+
+    def _ensure(self, count: int) -> None:
+        self._processes = [(process, pipe) for process, pipe in self._processes if process.is_alive()]
+        while len(self._processes) < count:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append((process, here))
+
+    def outcomes(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Any]:
+        """Per rank what ``fn(rank, *args)`` returned, or the exception that it raised (EOFError: the rank died)."""
+        # the test's module is not importable in another process, so its functions travel by value
+        cloudpickle.register_pickle_by_value(sys.modules[fn.__module__])
+        self._ensure(world)
+        with tempfile.TemporaryDirectory() as folder:
+            pipes = [pipe for _, pipe in self._processes[:world]]
+            for rank, pipe in enumerate(pipes):
+                job = (fn, args, rank, world, os.path.join(folder, "store"), timeout_s)
+                pipe.send_bytes(cloudpickle.dumps(job))
+            answers: dict[int, Any] = {}
+            while len(answers) < world:
+                ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in answers], timeout=timeout_s + 10)
+                if not ready:
+                    late = sorted(set(range(world)) - set(answers))
+                    self.close()
+                    raise AssertionError(f"ranks {late} did not answer; the others: {answers}")
+                for pipe in ready:
+                    rank = pipes.index(pipe)  # type: ignore[arg-type]
+                    try:
+                        answers[rank] = cloudpickle.loads(pipe.recv_bytes())[1]  # type: ignore[union-attr]
+                    except (EOFError, ConnectionResetError) as error:
+                        self._processes[rank][0].join(10)
+                        answers[rank] = error
+            for pipe in pipes:
+                with suppress(OSError):
+                    pipe.send_bytes(b"all are done")
+        return [answers[rank] for rank in range(world)]
+
+    def __call__(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Any]:
+        """Per rank what ``fn(rank, *args)`` returned; raises the first exception."""
+        outcomes = self.outcomes(world, fn, *args, timeout_s=timeout_s)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+    def close(self) -> None:
+        for process, pipe in self._processes:
+            pipe.close()
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes = []
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """``ranks(world, fn, *args)`` runs ``fn(rank, *args)`` on ``world`` ranks."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+# --- a policy worker without a model, for what does not need one ------------------------------------------------------
+
+
+class ToyWorker(DataPlaneWorkerMixin):
+    """Its "logprobs" are known numbers, and it keeps the batches that it was given."""
+
+    def __init__(self, dp_rank: int = 0, tp_rank: int = 0, cfg: dict[str, Any] | None = None) -> None:
+        self.coords = {"data_parallel": dp_rank, "tensor_parallel": tp_rank}
+        self.cfg = cfg or {}
+        self.seen: list[tuple[str, BatchedDataDict]] = []
+        self.fail_in: str | None = None
+
+    def _local_coords(self) -> dict[str, int]:
+        return self.coords
+
+    def _note(self, what: str, data: BatchedDataDict) -> None:
+        if self.fail_in == what:
+            raise RuntimeError(f"worker {self.coords} broke in {what}")
+        self.seen.append((what, data))
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        self._note("train", data)
+        return {
+            "global_loss": torch.tensor([float(loss_fn)]),
+            "grad_norm": torch.tensor([2.0]),
+            "all_mb_metrics": {"rows": [data.size], "rank": [self.coords["data_parallel"]]},
+            "arguments": (eval_mode, gbs, mbs),
+        }
+
+    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Any]:
+        self._note("get_logprobs", data)
+        return {"logprobs": -data["input_ids"].float()}
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        self._note("get_reference_policy_logprobs", data)
+        return BatchedDataDict({"reference_logprobs": -2 * data["input_ids"].float()})
+
+    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
+        self.open: list[int] | None = []
+        self.loss_fn = loss_fn
+
+    def train_microbatch(self, data: BatchedDataDict) -> None:
+        self._note("train_microbatch", data)
+        assert self.open is not None
+        self.open.append(data.size)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        rows, self.open = self.open, None
+        return {
+            "global_loss": torch.tensor([self.loss_fn]),
+            "grad_norm": torch.tensor([0.0]),
+            "all_mb_metrics": {"rows": rows},
+        }
+
+    def abort_train_step(self) -> None:
+        self.open = None
+
+
+@pytest.fixture
+def toy_worker() -> type[ToyWorker]:
+    return ToyWorker
+
+
+@pytest.fixture
+def client() -> Iterator[DataPlaneClient]:
+    """A client of the in-process store, with its metrics in ``client.metrics``."""
+    metrics = Metrics()
+    with connect(DataPlaneConfig(backend="noop", middleware=[metrics])) as opened:
+        opened.metrics = metrics  # type: ignore[attr-defined]
+        yield opened
+
+
+def rollout_batch(lengths: list[int], first: int = 1) -> BatchedDataDict:
+    """Row i holds the token ``first + i`` as often as its length says."""
+    width = max(lengths)
+    inside = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    tokens = torch.arange(first, first + len(lengths)).unsqueeze(1)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.where(inside, tokens, 0),
+            "input_lengths": torch.tensor(lengths),
+            "generation_logprobs": -0.5 * inside,
+            "token_mask": inside.float(),
+            "sample_mask": torch.ones(len(lengths)),
+        }
+    )
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., BatchedDataDict]:
+    return rollout_batch
+
+
+@pytest.fixture
+def write_rows(client: DataPlaneClient) -> Callable[..., KVBatchMeta]:
+    """``write_rows(lengths)`` opens a partition and makes the first write of a rollout."""
+
+    def write(lengths: list[int], partition_id: str = "train", **options: Any) -> KVBatchMeta:
+        client.register_partition(partition_id, list(DP_TRAIN_FIELDS), None, ["train"])
+        ids = [f"p{i // 2}_g{i % 2}" for i in range(len(lengths))]
+        batch = rollout_batch(lengths)
+        return kv_first_write(batch, sample_ids=ids, dp_client=client, partition_id=partition_id, **options)
+
+    return write
+
+
+# --- Ray --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[Any]:
+    """A private Ray, ended with the session."""
+    ray = pytest.importorskip("ray")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=128 * 1024**2,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
+    )
+    yield ray
+    ray.shutdown()

@@ -1,0 +1,58 @@
+"""Settings for dynamic batching and packing, read from a policy's config."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane_core.errors import ConfigError
+from dataplane_integrations.batching import Batching, DynamicBatching, SequencePacking
+
+KEYS = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
+
+
+def test_dynamic_batching_is_read_with_a_limit_for_each_stage() -> None:
+    section = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 128, "sequence_length_round": 8}
+    batching = Batching.from_config({"dynamic_batching": section, "lr": 1e-4})
+    train = {**KEYS, "max_tokens_per_microbatch": 64, "sequence_length_round": 8}
+    assert batching.shard_args("train") == {"dynamic_batching_args": train, "sequence_packing_args": None}
+    logprob = batching.shard_args("logprob")["dynamic_batching_args"]
+    assert logprob == {**train, "max_tokens_per_microbatch": 128}
+    assert batching.length_round == 8
+
+
+def test_packing_pads_to_the_configs_multiple_unless_told_otherwise() -> None:
+    cfg = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64}, "make_sequence_length_divisible_by": 16}
+    batching = Batching.from_config(cfg)
+    assert batching.packing == SequencePacking(
+        train_mb_tokens=64, algorithm="modified_first_fit_decreasing", sequence_length_pad_multiple=16
+    )
+    assert batching.pad_multiple == 16
+    assert batching.shard_args("logprob")["sequence_packing_args"] == {
+        **KEYS,
+        "algorithm": "modified_first_fit_decreasing",
+        "max_tokens_per_microbatch": 64,
+        "sequence_length_pad_multiple": 16,
+        "microbatch_order": "packer",
+    }
+
+
+@pytest.mark.parametrize("cfg", [{}, {"dynamic_batching": None}, {"sequence_packing": {"enabled": False}}])
+def test_what_is_not_enabled_is_off(cfg: dict[str, object]) -> None:
+    batching = Batching.from_config(cfg)
+    assert not batching.plans
+    assert batching.shard_args("train") == {"dynamic_batching_args": None, "sequence_packing_args": None}
+
+
+def test_both_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match="both on"):
+        Batching(dynamic=DynamicBatching(train_mb_tokens=4), packing=SequencePacking(train_mb_tokens=4))
+
+
+def test_a_missing_limit_is_named() -> None:
+    with pytest.raises(ConfigError, match="'dynamic_batching' is enabled without 'train_mb_tokens'"):
+        Batching.from_config({"dynamic_batching": {"enabled": True}})
+
+
+def test_a_pad_multiple_below_1_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pad_multiple is 0"):
+        Batching(pad_multiple=0)

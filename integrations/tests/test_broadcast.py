@@ -1,0 +1,167 @@
+"""The leader's batch arrives on its siblings bit for bit, whatever its columns are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from dataplane_core.batch import BatchedDataDict, SlicedDataDict
+from dataplane_core.capabilities import ALL_DTYPES
+from dataplane_integrations.broadcast import broadcast_batch, group_device
+
+
+def _as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _column(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Bits of every kind, NaN payloads among them."""
+    generator = torch.Generator().manual_seed(7)
+    size = dtype.itemsize * int(np.prod(shape))
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _send(rank: int, make: Any) -> BatchedDataDict:
+    return broadcast_batch(make() if rank == 0 else None, group=dist.group.WORLD)
+
+
+def test_every_dtype_of_the_contract_arrives_bit_for_bit(ranks: Any) -> None:
+    def send(rank: int) -> list[tuple[Any, ...]]:
+        batch = BatchedDataDict({str(dtype): _column(dtype, (3, 5)) for dtype in sorted(ALL_DTYPES, key=str)})
+        received = broadcast_batch(batch if rank == 0 else None, group=dist.group.WORLD)
+        # as bytes: pickle does not carry every dtype
+        return [(name, str(c.dtype), tuple(c.shape), c.device.type, _as_bytes(c)) for name, c in received.items()]
+
+    expected = [
+        (str(dtype), str(dtype), (3, 5), "cpu", _as_bytes(_column(dtype, (3, 5))))
+        for dtype in sorted(ALL_DTYPES, key=str)
+    ]
+    assert ranks(3, send) == [expected] * 3
+
+
+def test_empty_scalar_strided_and_conjugated_tensors_arrive(ranks: Any) -> None:
+    def make() -> BatchedDataDict:
+        base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+        return BatchedDataDict(
+            {
+                "none": torch.zeros(4, 0),
+                "one": torch.arange(4),
+                "transposed": torch.arange(12).reshape(3, 4).T,
+                "expanded": torch.ones(4, 1).expand(4, 9),
+                "strided": base[:, ::2],
+                "conjugated": torch.tensor([1 + 2j, 3 - 1j, 0j, 5j]).conj(),
+                "graph": torch.ones(4, 2, requires_grad=True) * 3,
+            }
+        )
+
+    sibling = ranks(2, _send, make)[1]
+    for name, column in make().items():
+        assert torch.equal(sibling[name], column), name
+        assert sibling[name].is_contiguous()
+        assert not sibling[name].requires_grad
+
+
+def test_a_batch_without_rows_or_without_columns_arrives(ranks: Any) -> None:
+    def no_rows() -> BatchedDataDict:
+        return BatchedDataDict({"input_ids": torch.zeros(0, 7, dtype=torch.int64), "names": []})
+
+    sibling = ranks(2, _send, no_rows)[1]
+    assert sibling["input_ids"].shape == (0, 7)
+    assert sibling["names"] == []
+    assert ranks(2, _send, BatchedDataDict)[1] == {}
+
+
+def test_jagged_columns_stay_jagged_with_their_lengths_known(ranks: Any) -> None:
+    def send(rank: int) -> tuple[Any, ...]:
+        rows = [torch.arange(n, dtype=torch.bfloat16) for n in (3, 0, 5)]
+        wide = [torch.ones(n, 2) * n for n in (3, 0, 5)]
+        batch = BatchedDataDict(
+            {
+                "jagged": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
+                "wide": torch.nested.as_nested_tensor(wide, layout=torch.jagged),
+            }
+        )
+        received = broadcast_batch(batch if rank == 0 else None, group=dist.group.WORLD)
+        column = received["jagged"]
+        padded = torch.nested.to_padded_tensor(column, -1)
+        parts = [row.tolist() for row in column.unbind()]
+        return column.layout, column.dtype, parts, padded.shape, received["wide"].values().tolist()
+
+    leader, sibling = ranks(2, send)
+    assert leader == sibling
+    assert sibling[0] is torch.jagged
+    assert sibling[2] == [[0, 1, 2], [], [0, 1, 2, 3, 4]]
+    assert tuple(sibling[3]) == (3, 5)
+
+
+def test_lists_and_object_columns_arrive_with_the_tensors_inside_them(ranks: Any) -> None:
+    def make() -> BatchedDataDict:
+        objects = np.empty(2, dtype=object)
+        objects[0] = {"pixels": torch.full((2, 3), 0.5, dtype=torch.bfloat16), "name": "a"}
+        objects[1] = [torch.tensor(True), None, ("x", torch.arange(3, dtype=torch.int8))]
+        return BatchedDataDict({"text": ["é", "ß"], "rows": [torch.ones(1), torch.zeros(2)], "objects": objects})
+
+    sibling = ranks(2, _send, make)[1]
+    assert sibling["text"] == ["é", "ß"]
+    assert [row.tolist() for row in sibling["rows"]] == [[1.0], [0.0, 0.0]]
+    objects = sibling["objects"]
+    assert objects.dtype == object
+    assert objects.shape == (2,)
+    assert objects[0]["name"] == "a"
+    assert torch.equal(objects[0]["pixels"], torch.full((2, 3), 0.5, dtype=torch.bfloat16))
+    assert objects[1][0].item() is True
+    assert objects[1][2][1].dtype == torch.int8
+
+
+def test_class_and_microbatch_plan_travel_with_the_columns(ranks: Any) -> None:
+    def make() -> BatchedDataDict:
+        batch = SlicedDataDict({"input_ids": torch.zeros(4, 3)})
+        batch.micro_batch_indices = [[[0, 3], [3, 4]]]
+        batch.micro_batch_lengths = [[2, 3]]
+        batch.elem_counts_per_gb = [4]
+        return batch
+
+    sibling = ranks(2, _send, make)[1]
+    assert type(sibling) is SlicedDataDict
+    assert sibling.micro_batch_indices == [[[0, 3], [3, 4]]]
+    assert sibling.micro_batch_lengths == [[2, 3]]
+    assert sibling.elem_counts_per_gb == [4]
+
+
+def test_only_the_ranks_of_a_subgroup_take_part(ranks: Any) -> None:
+    def send(rank: int) -> list[int]:
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        leader = rank % 2 == 0
+        batch = BatchedDataDict({"rank": torch.full((3,), rank)}) if leader else None
+        received: list[int] = broadcast_batch(batch, group=groups[rank // 2])["rank"].tolist()
+        return received
+
+    assert ranks(4, send) == [[0] * 3, [0] * 3, [2] * 3, [2] * 3]
+
+
+def test_gloo_communicates_on_the_cpu(ranks: Any) -> None:
+    def device(rank: int) -> str:
+        assert dist.group.WORLD is not None
+        return str(group_device(dist.group.WORLD, preferred="cuda"))
+
+    assert ranks(1, device) == ["cpu"]
+
+
+@pytest.mark.parametrize("column", [torch.zeros(3, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"])
+def test_a_tensor_without_bytes_to_send_fails_both_sides(ranks: Any, column: torch.Tensor) -> None:
+    kind = "meta" if column.device.type == "meta" else "sparse"
+
+    def send(rank: int) -> None:
+        bad = torch.zeros(3, device="meta") if kind == "meta" else torch.eye(3).to_sparse()
+        broadcast_batch(BatchedDataDict({"bad": bad}) if rank == 0 else None, group=dist.group.WORLD)
+
+    leader, sibling = ranks.outcomes(2, send)
+    assert type(leader).__name__ == "InvalidTypeError"
+    assert type(sibling).__name__ == "ReplicaLeaderError"
+    assert "layout" in str(sibling)

@@ -1,0 +1,101 @@
+"""A leader that fails fails its siblings, with the cause and without a wait for the group's timeout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.errors import DataPlaneError, MissingDataError
+from dataplane_integrations.broadcast import broadcast_batch, broadcast_from_leader
+from dataplane_integrations.errors import ReplicaLeaderError
+
+
+def _run(rank: int, produce: Any) -> Any:
+    start = time.monotonic()
+    try:
+        broadcast_from_leader(produce, group=dist.group.WORLD)
+    except Exception as error:
+        return type(error), str(error), type(error.__cause__), str(error.__cause__), time.monotonic() - start
+    return None
+
+
+def test_siblings_raise_with_the_leaders_error_as_cause(ranks: Any) -> None:
+    def produce() -> BatchedDataDict:
+        raise MissingDataError("get_samples: 'a_g0' lacks 'advantages'.", backend="noop", partition_id="train")
+
+    leader, *siblings = ranks(3, _run, produce)
+    assert leader[0] is MissingDataError
+    for kind, message, cause, cause_message, seconds in siblings:
+        assert kind is ReplicaLeaderError
+        assert "rank 0" in message
+        assert "'a_g0' lacks 'advantages'" in message
+        assert cause is MissingDataError
+        assert "'a_g0' lacks 'advantages'" in cause_message
+        assert seconds < 10
+
+
+def test_an_error_that_cannot_be_pickled_is_described(ranks: Any) -> None:
+    def produce() -> BatchedDataDict:
+        class LocalError(Exception):
+            def __init__(self, code: int, why: str) -> None:
+                super().__init__(f"{why} ({code})")
+
+        raise LocalError(3, "the socket is gone")
+
+    leader, sibling = ranks(2, _run, produce)
+    assert leader[0].__name__ == "LocalError"
+    assert sibling[0] is ReplicaLeaderError
+    assert sibling[2] is DataPlaneError
+    assert "LocalError: the socket is gone (3)" in sibling[3]
+
+
+def test_a_column_that_cannot_be_pickled_fails_both_sides(ranks: Any) -> None:
+    def produce() -> BatchedDataDict:
+        return BatchedDataDict({"bad": [lambda: None]})
+
+    leader, sibling = ranks(2, _run, produce)
+    assert "pickle" in leader[1]
+    assert sibling[0] is ReplicaLeaderError
+
+
+def test_a_leader_without_a_batch_fails_both_sides(ranks: Any) -> None:
+    def send(rank: int) -> str:
+        try:
+            broadcast_batch(None, group=dist.group.WORLD)
+        except DataPlaneError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    leader, sibling = ranks(2, send)
+    assert leader.startswith("InvalidTypeError")
+    assert sibling.startswith("ReplicaLeaderError")
+
+
+def test_the_group_works_on_after_a_failure(ranks: Any) -> None:
+    def send(rank: int) -> int:
+        def fail() -> BatchedDataDict:
+            raise MissingDataError("gone")
+
+        with contextlib.suppress(MissingDataError, ReplicaLeaderError):
+            broadcast_from_leader(fail, group=dist.group.WORLD)
+        size: int = broadcast_batch(BatchedDataDict({"a": [1, 2]}) if rank == 0 else None, group=dist.group.WORLD).size
+        return size
+
+    assert ranks(2, send) == [2, 2]
+
+
+def test_siblings_of_a_leader_that_dies_raise_instead_of_hanging(ranks: Any) -> None:
+    def produce() -> BatchedDataDict:
+        os._exit(1)
+
+    start = time.monotonic()
+    leader, sibling = ranks.outcomes(2, _run, produce, timeout_s=20)
+    assert isinstance(leader, (EOFError, ConnectionResetError))
+    assert sibling[0] is ReplicaLeaderError
+    assert "its replica group broke" in sibling[1]
+    assert time.monotonic() - start < 25

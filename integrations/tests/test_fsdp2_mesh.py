@@ -1,0 +1,81 @@
+"""Coordinates and replica groups from a DeviceMesh, on real ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dataplane_core.errors import DataPlaneError
+from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin, mesh_coords, mesh_data_parallel_group, mesh_replica_group
+
+LAYOUTS = {
+    "pure data parallel": ((4,), ("dp",)),
+    "all axes, all data": ((2, 1, 1), ("dp", "cp", "tp")),
+    "tensor parallel": ((2, 1, 2), ("dp", "cp", "tp")),
+    "context and tensor parallel": ((1, 2, 2), ("dp", "cp", "tp")),
+    "context parallel": ((2, 2, 1), ("dp", "cp", "tp")),
+    "split data axis": ((2, 1, 2), ("dp_replicate", "dp_shard", "tp")),
+    "long names": ((1, 4), ("data_parallel", "tensor_parallel")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_share_rows_form_one_group_with_the_leader_first(ranks: Any, layout: str) -> None:
+    shape, names = LAYOUTS[layout]
+
+    def describe(rank: int) -> tuple[Any, ...]:
+        class Worker(FSDP2DataPlaneMixin):
+            def __init__(self) -> None:
+                self.device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+        worker = Worker()
+        group = worker._get_replica_group()
+        assert worker._get_replica_group() is group, "built once"
+        across = worker._get_data_parallel_group()
+
+        def members(of: Any) -> list[int]:
+            return [rank] if of is None else dist.get_process_group_ranks(of)
+
+        return worker._local_coords(), worker._is_replica_leader(), members(group), members(across)
+
+    world = math.prod(shape)
+    described = ranks(world, describe)
+    replicas = {"tp", "cp", "tensor_parallel"}
+    size = math.prod(n for n, name in zip(shape, names, strict=True) if name in replicas)
+    for rank, (coords, leads, group, across) in enumerate(described):
+        assert coords["data_parallel"] == rank // size
+        assert group == list(range(rank // size * size, rank // size * size + size))
+        assert leads == (rank == group[0])
+        assert across == list(range(rank % size, world, size))
+
+
+def test_one_rank_alone_has_no_group(ranks: Any) -> None:
+    def groups(rank: int) -> list[Any]:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        return [mesh_replica_group(mesh), mesh_data_parallel_group(mesh), mesh_coords(mesh)]
+
+    assert ranks(1, groups) == [[None, None, {"data_parallel": 0, "tensor_parallel": 0}]]
+
+
+def test_a_mesh_that_does_not_say_who_shares_rows_is_refused(ranks: Any) -> None:
+    def refusals(rank: int) -> list[str]:
+        said = []
+        for names in (None, ("dp", "ep")):
+            try:
+                mesh_coords(init_device_mesh("cpu", (1, 1), mesh_dim_names=names))
+            except DataPlaneError as error:
+                said.append(str(error))
+        return said
+
+    [[unnamed, unknown]] = ranks(1, refusals)
+    assert "its dims have no names" in unnamed
+    assert "'ep' of ('dp', 'ep')" in unknown
+
+
+def test_a_worker_without_a_mesh_says_what_it_lacks() -> None:
+    with pytest.raises(DataPlaneError, match=r"has no DeviceMesh.*'device_mesh' or 'mesh'"):
+        FSDP2DataPlaneMixin()._local_coords()

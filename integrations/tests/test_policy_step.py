@@ -1,0 +1,241 @@
+"""The driver's side of a step, over the in-process store with workers that are plain objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core import KVBatchMeta
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import ConfigError, InvalidRequestError, MissingDataError
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
+from dataplane_integrations import DataPlanePolicy
+from dataplane_integrations.batching import Batching, DynamicBatching
+from dataplane_integrations.errors import WorkerFailedError
+from dataplane_integrations.groups import InProcessWorkerGroup
+
+Write = Callable[..., KVBatchMeta]
+
+BATCHING = Batching(dynamic=DynamicBatching(train_mb_tokens=16, sequence_length_round=4))
+LENGTHS = [4, 1, 3, 2, 6, 5, 2, 7]
+
+
+@pytest.fixture
+def workers(toy_worker: Any) -> list[Any]:
+    return [toy_worker(dp_rank=0), toy_worker(dp_rank=1)]
+
+
+@pytest.fixture
+def policy(workers: list[Any], client: DataPlaneClient) -> Iterator[DataPlanePolicy]:
+    with DataPlanePolicy(InProcessWorkerGroup(workers), client, batching=BATCHING) as made:
+        yield made
+
+
+def _is_cleared(client: DataPlaneClient, meta: KVBatchMeta) -> bool:
+    return client.list_samples(meta.partition_id).size == 0
+
+
+def test_a_step_from_logprobs_to_training(
+    policy: DataPlanePolicy, workers: list[Any], write_rows: Write, client: DataPlaneClient
+) -> None:
+    meta = write_rows(LENGTHS)
+    meta = policy.write_to_dataplane(meta, {"advantages": torch.ones(8, 7)})
+    meta = policy.get_logprobs_from_meta(meta)
+    meta = policy.get_reference_policy_logprobs_from_meta(meta)
+    result = policy.train_from_meta(meta, 0.5)
+
+    assert meta.fields is not None
+    assert {"advantages", "prev_logprobs", "reference_policy_logprobs"} <= set(meta.fields)
+    assert result["loss"].tolist() == [0.5]
+    assert result["grad_norm"].tolist() == [2.0]
+    assert result["all_mb_metrics"] == {"rows": [4, 4], "rank": [0, 1]}
+    assert result["arguments"] == (False, None, None)
+    trained = [data for worker in workers for what, data in worker.seen if what == "train"]
+    for data in trained:
+        assert data["input_ids"].shape == (4, 8), "both ranks forward at the longest row, rounded up"
+        inside = data["token_mask"].bool()
+        assert torch.equal(data["prev_logprobs"], -data["input_ids"].float())
+        assert torch.equal(data["reference_policy_logprobs"], -2.0 * data["input_ids"])
+        assert torch.equal(data["advantages"], inside.float())
+    assert trained[0].micro_batch_indices == trained[1].micro_batch_indices, "or the ranks would wait for each other"
+    seen = sorted(int(row[0]) for data in trained for row in data["input_ids"])
+    assert seen == list(range(1, 9))
+
+    read = policy.read_from_dataplane(meta, ["prev_logprobs", "input_lengths"])
+    assert read["prev_logprobs"][1].tolist() == [-2.0] + [0.0] * 6
+    policy.finish_step(meta)
+    assert _is_cleared(client, meta)
+
+
+def test_the_common_length_is_stamped_once(policy: DataPlanePolicy, write_rows: Write) -> None:
+    meta = write_rows([5, 2])
+    policy.get_logprobs_from_meta(meta)
+    assert meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 8
+    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 12
+    policy.get_logprobs_from_meta(meta)
+    assert meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 12
+
+
+@pytest.mark.parametrize(("pad_to_multiple", "expected"), [(1, 8), (8, 8), (16, 16)])
+def test_the_common_length_is_a_multiple_of_the_larger_of_both(
+    policy: DataPlanePolicy, write_rows: Write, pad_to_multiple: int, expected: int
+) -> None:
+    meta = write_rows([5, 2], pad_to_multiple=pad_to_multiple)
+    policy.get_logprobs_from_meta(meta)
+    assert meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == expected
+
+
+def test_a_stamp_that_later_rows_outgrow_is_renewed(policy: DataPlanePolicy, write_rows: Write) -> None:
+    meta = write_rows([5, 2, 9, 1])
+    joined = meta.slice(0, 2)
+    policy.get_logprobs_from_meta(joined)
+    joined = joined.concat(meta.slice(2, 4))
+    policy.get_logprobs_from_meta(joined)
+    assert joined.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 12
+
+
+def test_arguments_of_training_reach_the_workers(policy: DataPlanePolicy, write_rows: Write) -> None:
+    meta = write_rows(LENGTHS)
+    columns = {name: torch.zeros(8, 7) for name in ("advantages", "prev_logprobs", "reference_policy_logprobs")}
+    result = policy.train_from_meta(policy.write_to_dataplane(meta, columns), 1.0, eval_mode=True, gbs=4, mbs=2)
+    assert result["arguments"] == (True, 4, 2)
+
+
+@pytest.mark.parametrize("call", ["get_logprobs", "get_reference_policy_logprobs"])
+def test_rows_are_cleared_although_a_worker_raised(
+    policy: DataPlanePolicy, workers: list[Any], write_rows: Write, client: DataPlaneClient, call: str
+) -> None:
+    meta = write_rows(LENGTHS)
+    workers[1].fail_in = call
+    with pytest.raises(WorkerFailedError, match="policy worker 1 failed while computing.*broke in " + call) as caught:
+        getattr(policy, f"{call}_from_meta")(meta)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert _is_cleared(client, meta)
+
+
+def test_rows_are_cleared_although_training_raised(
+    policy: DataPlanePolicy, write_rows: Write, client: DataPlaneClient
+) -> None:
+    meta = write_rows(LENGTHS)
+    with pytest.raises(WorkerFailedError, match="advantages") as caught:  # nobody wrote them
+        policy.train_from_meta(meta, 1.0)
+    assert isinstance(caught.value.__cause__, MissingDataError)
+    assert _is_cleared(client, meta)
+
+
+def test_rows_without_lengths_are_refused(policy: DataPlanePolicy) -> None:
+    policy.prepare_step()
+    with pytest.raises(InvalidRequestError, match="2 rows without sequence_lengths"):
+        policy.get_logprobs_from_meta(KVBatchMeta("train", None, ["a_g0", "a_g1"]))
+    with pytest.raises(InvalidRequestError, match="0 rows with sequence_lengths"):
+        policy.get_logprobs_from_meta(KVBatchMeta("train", None, [], sequence_lengths=[]))
+
+
+def test_partitions_are_opened_afresh_and_emptied(
+    policy: DataPlanePolicy, make_batch: Any, client: DataPlaneClient
+) -> None:
+    assert policy.prepare_step("train", num_samples=4, group_size=2) == "train"
+    assert policy.prepare_val_partition() == "validation"
+    for partition in ("train", "validation"):
+        client.put_samples(["a_g0", "a_g1"], partition, {"x": torch.arange(2)})
+    policy.discard_samples(["a_g0"])
+    assert client.list_samples("train").sample_ids == ["a_g1"]
+    policy.discard_samples(None, "validation")
+    policy.prepare_step("train")
+    assert client.list_samples("train").size == 0
+    client.put_samples(["b_g0"], "train", {"x": torch.arange(1)})
+    policy.finish_step()
+    policy.prepare_step("train")
+    assert client.list_samples("train").size == 0
+
+
+def test_ids_without_a_partition_are_refused(policy: DataPlanePolicy) -> None:
+    with pytest.raises(InvalidRequestError, match="no step is open"):
+        policy.discard_samples(["a"])
+
+
+def test_workers_in_other_processes_need_a_backend_that_reaches_them(workers: list[Any]) -> None:
+    class Elsewhere(InProcessWorkerGroup):
+        @property
+        def in_process(self) -> bool:
+            return False
+
+    with pytest.raises(ConfigError, match="backend 'noop' lives in one process"):
+        DataPlanePolicy(Elsewhere(workers), {"backend": "noop"})
+
+
+def test_a_worker_that_cannot_attach_leaves_nothing_behind(workers: list[Any]) -> None:
+    def refuse(cfg: Any) -> None:
+        raise RuntimeError("no route to the store")
+
+    workers[1].setup_data_plane = refuse
+    with pytest.raises(WorkerFailedError, match=r"policy worker 1 failed while attaching.*no route"):
+        DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"})
+    assert workers[0]._dp_client._closed
+
+
+def test_close_is_idempotent_and_leaves_a_given_client_open(workers: list[Any], client: DataPlaneClient) -> None:
+    policy = DataPlanePolicy(InProcessWorkerGroup(workers), client)
+    policy.close()
+    policy.close()
+    client.register_partition("open", ["a"], None, [])
+    own = DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"})
+    own.close()
+    assert workers[0]._dp_client is None
+
+
+# --- the split step ---------------------------------------------------------------------------------------------------
+
+
+def _trainable(policy: DataPlanePolicy, meta: KVBatchMeta) -> KVBatchMeta:
+    width = max(meta.sequence_lengths or [])
+    columns = ("advantages", "prev_logprobs", "reference_policy_logprobs")
+    return policy.write_to_dataplane(meta, {name: torch.zeros(meta.size, width) for name in columns})
+
+
+def test_a_split_step_trains_on_portions(policy: DataPlanePolicy, write_rows: Write) -> None:
+    meta = _trainable(policy, write_rows(LENGTHS))
+    policy.begin_train_step(0.25)
+    policy.train_microbatch_from_meta(meta.slice(0, 4))
+    policy.train_microbatch_from_meta(meta.slice(4, 8))
+    result = policy.finish_train_step()
+    assert result["loss"].tolist() == [0.25]
+    assert result["all_mb_metrics"] == {"rows": [2, 2, 2, 2]}
+
+
+def test_a_failing_portion_aborts_the_step_and_clears_all_its_rows(
+    policy: DataPlanePolicy, workers: list[Any], write_rows: Write, client: DataPlaneClient
+) -> None:
+    meta = _trainable(policy, write_rows(LENGTHS))
+    policy.begin_train_step(1.0)
+    policy.train_microbatch_from_meta(meta.slice(0, 4))
+    workers[1].fail_in = "train_microbatch"
+    with pytest.raises(WorkerFailedError, match="broke in train_microbatch"):
+        policy.train_microbatch_from_meta(meta.slice(4, 8))
+    assert _is_cleared(client, meta)
+    assert [worker.open for worker in workers] == [None, None]
+    with pytest.raises(InvalidRequestError, match="no step is open"):
+        policy.finish_train_step()
+
+
+def test_an_aborted_step_keeps_its_rows(policy: DataPlanePolicy, write_rows: Write, client: DataPlaneClient) -> None:
+    meta = _trainable(policy, write_rows(LENGTHS))
+    policy.abort_train_step()
+    policy.begin_train_step(1.0)
+    with pytest.raises(InvalidRequestError, match="a step is open"):
+        policy.begin_train_step(1.0)
+    policy.train_microbatch_from_meta(meta)
+    policy.abort_train_step()
+    assert client.list_samples("train").size == 8
+
+
+def test_a_worker_that_cannot_train_in_portions_says_so(
+    toy_worker: Any, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(toy_worker, "train_microbatch")
+    policy = DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), client)
+    with pytest.raises(WorkerFailedError, match="it lacks train_microbatch"):
+        policy.begin_train_step(1.0)

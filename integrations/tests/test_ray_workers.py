@@ -1,0 +1,101 @@
+"""Workers that are Ray actors: called together, waited for with a deadline, failures told by their cause."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dataplane_core.errors import InvalidRequestError, MissingDataError
+from dataplane_integrations.errors import ReplicaLeaderError, WorkerFailedError, WorkerTimeoutError
+from dataplane_integrations.ray import RayWorkerGroup
+
+
+class Actor:
+    """One rank."""
+
+    def echo(self, value: int, scale: int = 1) -> int:
+        return value * scale
+
+    def sleep(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    def fail(self, how: str) -> None:
+        if how == "leader":
+            raise MissingDataError("'a_g0' lacks 'advantages'.", backend="tq_simple")
+        if how == "sibling":
+            raise ReplicaLeaderError("the leader, rank 0, failed")
+        if how == "peer":
+            raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
+        if how == "die":
+            os._exit(1)
+        time.sleep(60)
+
+
+@pytest.fixture(scope="module")
+def group(local_ray: Any) -> Iterator[RayWorkerGroup]:
+    local_ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    actors = [
+        local_ray.remote(Actor).options(num_cpus=0.1, max_concurrency=8, max_restarts=-1).remote() for _ in range(3)
+    ]
+    local_ray.get([actor.echo.remote(0) for actor in actors])
+    yield RayWorkerGroup(actors)
+    for actor in actors:
+        local_ray.kill(actor)
+
+
+def _fail(group: RayWorkerGroup, *how: str, timeout_s: float = 30.0) -> WorkerFailedError:
+    with pytest.raises(WorkerFailedError) as caught:
+        group.call("fail", [(each,) for each in how], timeout_s=timeout_s, doing="training")
+    return caught.value
+
+
+def test_every_worker_gets_its_own_arguments_and_results_keep_the_order(group: RayWorkerGroup) -> None:
+    assert group.call("echo", [(1,), (2,), (3,)], {"scale": 10}, timeout_s=30, doing="echoing") == [10, 20, 30]
+    assert group.dp_ranks == [0, 1, 2]
+    assert not group.in_process
+
+
+def test_calls_run_at_the_same_time(group: RayWorkerGroup) -> None:
+    start = time.monotonic()
+    group.call("sleep", [(1.0,)] * 3, timeout_s=30, doing="sleeping")
+    assert time.monotonic() - start < 2.5
+
+
+def test_the_first_failure_ends_the_wait_and_is_the_cause(group: RayWorkerGroup) -> None:
+    start = time.monotonic()
+    error = _fail(group, "hang", "leader", "hang")
+    assert time.monotonic() - start < 15
+    assert str(error).startswith("policy worker 1 failed while training: MissingDataError: [tq_simple] 'a_g0' lacks")
+    assert isinstance(error.__cause__, MissingDataError)
+    assert error.worker == "policy worker 1"
+    assert not error.died
+    assert "in fail" in error.details
+
+
+def test_a_leaders_own_error_is_told_rather_than_its_siblings(group: RayWorkerGroup) -> None:
+    error = _fail(group, "sibling", "peer", "leader")
+    assert error.worker == "policy worker 2"
+
+
+def test_a_death_explains_the_errors_of_its_peers(group: RayWorkerGroup) -> None:
+    error = _fail(group, "peer", "die", "sibling")
+    assert error.worker == "policy worker 1"
+    assert error.died
+    assert "policy worker 1 died while training" in str(error)
+
+
+def test_workers_that_do_not_answer_are_named(group: RayWorkerGroup) -> None:
+    with pytest.raises(WorkerTimeoutError, match="no answer from policy worker 1 within 1 s while sleeping") as caught:
+        group.call("sleep", [(0.0,), (5.0,), (0.0,)], timeout_s=1, doing="sleeping")
+    assert isinstance(caught.value, TimeoutError)
+
+
+def test_names_must_be_one_for_each(group: RayWorkerGroup) -> None:
+    with pytest.raises(InvalidRequestError, match="2 actors with the names"):
+        RayWorkerGroup([object(), object()], names=["a", "a"])

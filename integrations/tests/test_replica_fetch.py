@@ -1,0 +1,133 @@
+"""One fetch per replica group and one writer per key, counted at the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dataplane_core import DataPlaneConfig, KVBatchMeta, connect
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.errors import MissingDataError
+from dataplane_core.middleware.metrics import Metrics
+from dataplane_integrations.errors import ReplicaLeaderError
+from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
+
+SHAPES = [(2, 1, 2), (1, 2, 2), (2, 2, 1)]
+
+
+def _prepared(shape: tuple[int, ...]) -> tuple[Any, Any, KVBatchMeta]:
+    """A worker whose process has a store of its own with the rows: what counts here is who asks it."""
+
+    class Worker(FSDP2DataPlaneMixin):
+        def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Any]:
+            return {"logprobs": -data["input_ids"].float()}
+
+    metrics = Metrics()
+    client = connect(DataPlaneConfig(backend="noop", middleware=[metrics]))
+    client.register_partition("train", ["input_ids"], None, [])
+    meta = client.put_samples(["a_g0", "a_g1"], "train", {"input_ids": torch.tensor([[1, 2], [3, 4]])})
+    meta.sequence_lengths = [2, 2]
+    worker = Worker()
+    worker.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))  # type: ignore[attr-defined]
+    worker.setup_data_plane(client)
+    return worker, metrics, meta
+
+
+def _calls(metrics: Metrics) -> dict[str, int]:
+    return {op: total["calls"] for op, total in metrics.snapshot()["operations"].items()}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_leader_alone_fetches_and_writes(ranks: Any, shape: tuple[int, ...]) -> None:
+    def run(rank: int) -> tuple[Any, ...]:
+        worker, metrics, meta = _prepared(shape)
+        fetched = worker._fetch(meta)["input_ids"].tolist()
+        worker.get_logprobs_presharded(meta)
+        calls = _calls(metrics)
+        return worker._is_replica_leader(), fetched, calls.get("get_samples", 0), calls["put_samples"]
+
+    outcomes = ranks(4, run)
+    assert [fetched for _, fetched, _, _ in outcomes] == [[[1, 2], [3, 4]]] * 4
+    for leads, _, gets, puts in outcomes:
+        assert gets == (2 if leads else 0)
+        assert puts == (2 if leads else 1), "the first put is the test's own"
+    assert sum(leads for leads, *_ in outcomes) == shape[0]
+
+
+def test_independent_fetches_are_one_per_rank(ranks: Any) -> None:
+    def run(rank: int) -> int:
+        worker, metrics, meta = _prepared((1, 2, 2))
+        worker._fetch(meta, fetch_policy="independent")
+        return _calls(metrics)["get_samples"]
+
+    assert ranks(4, run) == [1] * 4
+
+
+def test_preprocessing_and_its_plan_reach_the_siblings(ranks: Any) -> None:
+    def run(rank: int) -> tuple[Any, ...]:
+        worker, _, meta = _prepared((1, 1, 2))
+        runs = []
+
+        def preprocess(batch: BatchedDataDict) -> BatchedDataDict:
+            runs.append(rank)
+            batch["doubled"] = batch["input_ids"] * 2
+            batch.micro_batch_indices = [[[0, 2]]]
+            return batch
+
+        batch = worker._fetch(meta, preprocess=preprocess)
+        return runs, batch["doubled"].tolist(), batch.micro_batch_indices
+
+    assert ranks(2, run) == [([0], [[2, 4], [6, 8]], [[[0, 2]]]), ([], [[2, 4], [6, 8]], [[[0, 2]]])]
+
+
+def test_a_leaders_failed_fetch_fails_its_siblings_with_the_cause(ranks: Any) -> None:
+    def run(rank: int) -> tuple[Any, Any, str]:
+        worker, _, meta = _prepared((1, 2, 2))
+        meta.fields = ["input_ids", "advantages"]
+        try:
+            worker._fetch(meta)
+        except Exception as error:
+            return type(error), type(error.__cause__), str(error)
+        raise AssertionError("nothing was raised")
+
+    leader, *siblings = ranks(4, run)
+    assert leader[0] is MissingDataError
+    for kind, cause, message in siblings:
+        assert kind is ReplicaLeaderError
+        assert cause is MissingDataError
+        assert "advantages" in message
+
+
+def test_ranks_that_would_plan_unequal_microbatches_all_refuse(ranks: Any) -> None:
+    def run(rank: int) -> str:
+        worker, _, meta = _prepared((2, 1, 1))
+        worker.cfg = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 4}}
+        lengths = torch.tensor([1, 1] if rank == 0 else [3, 4])
+        data = BatchedDataDict({"input_ids": torch.ones(2, 4, dtype=torch.int64), "input_lengths": lengths})
+        try:
+            worker._attach_or_repack_pack_metadata(data, meta)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for rank, message in enumerate(ranks(2, run)):
+        assert f"this rank planned {rank + 1} microbatches, the data-parallel ranks planned 1 to 2" in message
+
+
+def test_a_group_in_another_order_than_the_axes_is_refused(ranks: Any) -> None:
+    def run(rank: int) -> str:
+        worker, _, meta = _prepared((1, 1, 2))
+        worker._is_replica_leader = lambda: rank == 1
+        assert dist.get_world_size() == 2
+        try:
+            worker._fetch(meta)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for message in ranks(2, run):
+        assert "to be the group's first" in message

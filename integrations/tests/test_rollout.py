@@ -1,0 +1,73 @@
+"""The rollout actor's first write: ids minted once, one put, a meta and a small carry for the driver."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError
+from dataplane_core.schema import DP_TRAIN_FIELDS
+from dataplane_integrations.rollout import DataPlaneRolloutMixin, mint_sample_ids
+
+
+@pytest.fixture
+def rollout(client: DataPlaneClient) -> DataPlaneRolloutMixin:
+    actor = DataPlaneRolloutMixin()
+    actor.setup_data_plane(client)
+    client.register_partition("train", list(DP_TRAIN_FIELDS), None, ["train"])
+    return actor
+
+
+def test_ids_put_a_prompts_generations_side_by_side() -> None:
+    assert mint_sample_ids(["s1_p0", "s1_p1"], 2) == ["s1_p0_g0", "s1_p0_g1", "s1_p1_g0", "s1_p1_g1"]
+    assert mint_sample_ids([], 4) == []
+
+
+@pytest.mark.parametrize(
+    ("uids", "group_size", "message"),
+    [(["a", "b", "a"], 2, "uids repeat: 'a'"), (["a", ""], 2, "a uid is empty"), (["a"], 0, "group_size is 0")],
+)
+def test_ids_that_would_collide_are_refused(uids: list[str], group_size: int, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        mint_sample_ids(uids, group_size)
+
+
+def test_everything_goes_out_in_one_put(
+    rollout: DataPlaneRolloutMixin, client: DataPlaneClient, make_batch: Any
+) -> None:
+    batch = make_batch([3, 1])
+    batch["text"] = ["a", "b"]
+    ids = mint_sample_ids(["p0"], 2)
+    receipt = rollout._first_write(
+        batch, sample_ids=ids, partition_id="train", tags=[{"reward": 1.0}, {"reward": 0.0}], pad_to_multiple=4
+    )
+    assert client.metrics.snapshot()["operations"]["put_samples"]["calls"] == 1  # type: ignore[attr-defined]
+    assert receipt.meta.sample_ids == ids
+    assert receipt.meta.sequence_lengths == [3, 1]
+    assert set(receipt.meta.fields or []) == set(batch)
+    assert receipt.carry == {"input_lengths": [3, 1]}
+    assert len(pickle.dumps(receipt)) < 2000
+    listed = client.list_samples("train")
+    assert listed.tags is not None
+    assert [tags["reward"] for tags in listed.tags] == [1.0, 0.0]
+    assert client.get_samples(ids, "train", ["input_ids"])["input_ids"].layout is torch.jagged
+
+
+def test_the_number_of_ids_must_match(rollout: DataPlaneRolloutMixin, make_batch: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="must match batch size"):
+        rollout._first_write(make_batch([3, 1]), sample_ids=["a_g0"], partition_id="train")
+
+
+def test_the_carry_stays_small(rollout: DataPlaneRolloutMixin, make_batch: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"'input_ids' has shape \(2, 3\). Expected \(N,\)"):
+        rollout._first_write(
+            make_batch([3, 1]), sample_ids=["a_g0", "a_g1"], partition_id="train", carry_fields=["input_ids"]
+        )
+    with pytest.raises(InvalidRequestError, match="'rewards' is not in the batch"):
+        rollout._first_write(
+            make_batch([3, 1]), sample_ids=["a_g0", "a_g1"], partition_id="train", carry_fields=["rewards"]
+        )

@@ -1,0 +1,195 @@
+"""A step over a multi-process backend: a rollout actor, two FSDP2 workers, and a driver that holds metas."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dataplane_core import KVBatchMeta
+from dataplane_core.batch import BatchedDataDict
+from dataplane_integrations import DataPlanePolicy
+from dataplane_integrations.batching import Batching, DynamicBatching
+from dataplane_integrations.errors import WorkerFailedError
+from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
+from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
+
+LENGTHS = [4, 1, 3, 2, 6, 5, 2, 7]
+CONFIG = {"backend": "tq_simple", "options": {"instance": "integrations-step"}, "op_timeout_s": 30}
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 16))
+
+
+def make_batch() -> BatchedDataDict:
+    inside = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)
+    tokens = torch.randint(1, 16, inside.shape, generator=torch.Generator().manual_seed(1))
+    return BatchedDataDict(
+        {
+            "input_ids": tokens * inside,
+            "input_lengths": torch.tensor(LENGTHS),
+            "generation_logprobs": torch.zeros(inside.shape),
+            "token_mask": inside.float(),
+            "sample_mask": torch.ones(len(LENGTHS)),
+        }
+    )
+
+
+def logprobs_of(model: nn.Module, data: BatchedDataDict) -> torch.Tensor:
+    ids = data["input_ids"]
+    logprobs: torch.Tensor = model(ids).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    return logprobs
+
+
+def loss_of(logprobs: torch.Tensor, data: BatchedDataDict, tokens: float) -> torch.Tensor:
+    ratio = (logprobs - data["prev_logprobs"]).exp()
+    loss: torch.Tensor = -(ratio * data["advantages"] * data["token_mask"]).sum() / tokens
+    return loss
+
+
+class Rollout(DataPlaneRolloutMixin):
+    """The rollout actor."""
+
+    def generate(self, step: int, partition_id: str) -> RolloutReceipt:
+        ids = mint_sample_ids([f"s{step}_p{i}" for i in range(4)], 2)
+        return self._first_write(make_batch(), sample_ids=ids, partition_id=partition_id)
+
+
+class Worker(FSDP2DataPlaneMixin):
+    """A policy worker with a real model."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        torch.set_num_threads(1)
+        self.rank = rank
+        self.port = port
+
+    def start(self) -> int:
+        store = dist.TCPStore("127.0.0.1", self.port, 2, self.rank == 0)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=2, timeout=timedelta(seconds=40))
+        self.mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        self.model = make_model()
+        fully_shard(self.model, mesh=self.mesh)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.rank
+
+    def break_next(self) -> None:
+        self.broken = True
+
+    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Any]:
+        if getattr(self, "broken", False):
+            raise RuntimeError("the worker broke")
+        with torch.no_grad():
+            return {"logprobs": logprobs_of(self.model, data)}
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> dict[str, Any]:
+        return {"reference_logprobs": self.get_logprobs(data)["logprobs"]}
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        tokens = data["token_mask"].sum()
+        dist.all_reduce(tokens)
+        total = torch.zeros(())
+        parts = []
+        for microbatch in data.make_microbatch_iterator_with_dynamic_shapes():
+            loss = loss_fn(logprobs_of(self.model, microbatch), microbatch, tokens.item())
+            (loss * 2).backward()  # FSDP averages over the two ranks
+            total += loss.detach()
+            parts.append(loss.item())
+        dist.all_reduce(total)
+        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        self.optimizer.zero_grad()
+        return {
+            "global_loss": total.reshape(1),
+            "grad_norm": norm.full_tensor().reshape(1),
+            "all_mb_metrics": {"loss": parts},
+        }
+
+
+@pytest.fixture(scope="module")
+def run(local_ray: Any) -> Iterator[tuple[Any, list[Any], DataPlanePolicy]]:
+    ray = local_ray
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    rollout = ray.remote(Rollout).options(num_cpus=0.5).remote()
+    workers = [ray.remote(Worker).options(num_cpus=0.5).remote(rank, port) for rank in range(2)]
+    wait_for_all({f"worker {i}": w.start.remote() for i, w in enumerate(workers)}, timeout_s=60, doing="starting")
+    batching = Batching(dynamic=DynamicBatching(train_mb_tokens=16, sequence_length_round=4))
+    policy = DataPlanePolicy(RayWorkerGroup(workers), CONFIG, batching=batching, timeout_s=60)
+    wait_for_all({"rollout": rollout.setup_data_plane.remote(policy.client.config)}, timeout_s=30, doing="attaching")
+    yield rollout, workers, policy
+    wait_for_all({"rollout": rollout.close_data_plane.remote()}, timeout_s=30, doing="detaching")
+    policy.close()
+    for actor in (rollout, *workers):
+        ray.kill(actor)
+
+
+def _generate(rollout: Any, step: int, partition_id: str) -> KVBatchMeta:
+    [receipt] = wait_for_all({"rollout": rollout.generate.remote(step, partition_id)}, timeout_s=30, doing="generating")
+    assert receipt.carry == {"input_lengths": LENGTHS}
+    meta: KVBatchMeta = receipt.meta
+    return meta
+
+
+def test_a_step_gives_the_loss_and_gradient_of_one_process(run: Any) -> None:
+    rollout, _, policy = run
+    batch = make_batch()
+    advantages = torch.linspace(-1, 1, 8).unsqueeze(1) * batch["token_mask"]
+
+    # one process, everything at once
+    model = make_model()
+    batch["advantages"] = advantages
+    with torch.no_grad():
+        batch["prev_logprobs"] = logprobs_of(model, batch)
+    expected = loss_of(logprobs_of(model, batch), batch, batch["token_mask"].sum().item())
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+    for step in range(2):
+        partition = policy.prepare_step("train", num_samples=8, group_size=2)
+        meta = _generate(rollout, step, partition)
+        meta = policy.write_to_dataplane(meta, {"advantages": advantages})
+        meta = policy.get_logprobs_from_meta(meta)
+        meta = policy.get_reference_policy_logprobs_from_meta(meta)
+        result = policy.train_from_meta(meta, loss_of)
+
+        read = policy.read_from_dataplane(meta, ["prev_logprobs"])
+        assert torch.allclose(read["prev_logprobs"], batch["prev_logprobs"] * batch["token_mask"], atol=1e-6)
+        assert result["loss"].item() == pytest.approx(expected.item(), abs=1e-5)
+        assert result["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5)
+        assert sum(result["all_mb_metrics"]["loss"]) == pytest.approx(expected.item(), abs=1e-5)
+        policy.finish_step(meta)
+        assert policy.client.list_samples("train").size == 0
+
+
+def test_rows_are_cleared_and_the_cause_is_told_when_a_worker_raises(run: Any) -> None:
+    rollout, workers, policy = run
+    partition = policy.prepare_step("failing")
+    meta = _generate(rollout, 9, partition)
+    wait_for_all({"worker 0": workers[0].break_next.remote()}, timeout_s=30, doing="breaking")
+    with pytest.raises(
+        WorkerFailedError, match=r"policy worker 0 failed while computing prev_logprobs.*the worker broke"
+    ):
+        policy.get_logprobs_from_meta(meta)
+    assert policy.client.list_samples("failing").size == 0

@@ -1,0 +1,26 @@
+"""`dataplane backends`."""
+
+import json
+import subprocess
+import sys
+
+from dataplane_core.cli import main
+
+
+def test_the_list_names_backend_distribution_and_version(capsys):
+    assert main(["backends"]) == 0
+    assert "noop" in capsys.readouterr().out
+
+
+def test_listing_imports_no_backend():
+    code = "import sys; from dataplane_core.cli import main; main(['backends']); print('dataplane_noop' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_load_shows_what_each_declares(capsys):
+    main(["backends", "--load", "--json"])
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["noop"]["scope"] == "process"
+    assert "claims" in rows["noop"]["capabilities"]
+    assert rows["noop"]["options"]["capacity_bytes"] == "None"

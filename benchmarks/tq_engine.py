@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import os
+
+os.environ.setdefault("TQ_NUM_THREADS", str(min(8, os.cpu_count() or 1)))  # else the peer warns at every request
 import statistics
 import time
 from collections import defaultdict

@@ -46,6 +46,9 @@ NAMESPACE = "dataplane"
 # warning per request. The performance log would come to every driver's output each five minutes.
 _ACTOR_ENV = {"TQ_NUM_THREADS": "1", "TQ_PERF_LOG_FLUSH_INTERVAL": "1000000000"}
 
+# Changes when clients of different versions of this package could no longer share an instance.
+_PROTOCOL = 1
+
 # How long after a process ended Ray may still count its CPUs as taken, or its name as used.
 _SETTLE_S = 5.0
 
@@ -201,9 +204,12 @@ class Instance:
                 )
                 handles[name] = _create(config, name, functools.partial(unit.remote, config=size), deadline)
             infos = _wait_for_start(config, handles, deadline)
-        except BaseException:
+        except BaseException as error:
             _kill(handles)
-            raise
+            if isinstance(error, DataPlaneError) or not isinstance(error, Exception):
+                raise
+            message = f"starting instance {config.instance!r} failed: {type(error).__name__}: {error}"
+            raise BackendError(message, backend=BACKEND_NAME) from error
         names = ["controller", *(f"storage unit {index}" for index in range(config.num_storage_units))]
         ports = ["request_handle_socket", *["put_get_socket"] * config.num_storage_units]
         peers = [
@@ -215,6 +221,7 @@ class Instance:
     def publish(self, *, deadline: float) -> None:
         """Makes the instance known to attaching clients."""
         description = {
+            "protocol": _PROTOCOL,
             "config": self.config.model_dump(),
             "controller": tuple(self.controller),
             "units": [tuple(unit) for unit in self.units],
@@ -253,6 +260,14 @@ class Instance:
             if time.monotonic() >= wait_until:
                 raise _not_found(config, starting=controller is not None)
             time.sleep(0.1)
+        if description["protocol"] != _PROTOCOL:
+            raise BackendUnavailableError(
+                f"instance {config.instance!r} speaks version {description['protocol']} of the engine's protocol. "
+                f"Expected {_PROTOCOL}.",
+                backend=BACKEND_NAME,
+                retryable=False,
+                hint="Install the same version of dataplane-tq-simple everywhere.",
+            )
         units = [Peer(*unit) for unit in description["units"]]
         handles = {name: controller, **{unit.actor: _lookup(unit.actor) for unit in units}}
         gone = [unit.name for unit in units if handles[unit.actor] is None]
@@ -279,7 +294,8 @@ class ActorWatch:
         self._alive: list[Peer] = []
         self._connected = ray.is_initialized()
         if self._connected:
-            self._asked = {peer: handle.get_zmq_server_info.remote() for peer, handle in actors}
+            with contextlib.suppress(ray.exceptions.RayError):  # then the deadline decides alone
+                self._asked = {peer: handle.get_zmq_server_info.remote() for peer, handle in actors}
 
     def check(self) -> None:
         """Raises `BackendUnavailableError` if one of them is dead. Does not block."""
@@ -290,15 +306,17 @@ class ActorWatch:
             try:
                 ray.get(self._asked.pop(peer), timeout=0)
                 self._alive.append(peer)
+            except ray.exceptions.ActorUnavailableError:
+                continue  # may come back: left to the deadline
             except ray.exceptions.RayActorError as error:
-                if isinstance(error, ray.exceptions.ActorUnavailableError):
-                    continue  # may come back: left to the deadline
                 raise BackendUnavailableError(
                     f"the {peer.name} of instance {self._instance!r} is dead: {_cause(error)}",
                     backend=BACKEND_NAME,
                     retryable=False,
                     hint="What it held is lost. Close this client and bootstrap the instance again.",
                 ) from error
+            except ray.exceptions.RayError:
+                continue  # says nothing about the actor
 
     def describe(self) -> str:
         """What is known, as a sentence."""
@@ -307,6 +325,8 @@ class ActorWatch:
         if self._asked:
             names = ", ".join(peer.name for peer in self._asked)
             return f"The {names} did not answer Ray either: stopped, overloaded, or on a node that is unreachable."
+        if not self._alive:
+            return "Ray knows nothing about them at the moment."
         names = ", ".join(peer.name for peer in self._alive)
         return f"The process of the {names} is alive: busy with other requests, or cut off from this one's network."
 
@@ -451,10 +471,3 @@ def _kill(handles: dict[str, Any]) -> None:
     for name in handles:
         while _lookup(name) is not None and time.monotonic() < give_up:
             time.sleep(0.02)
-
-
-def unexpected(what: str, error: Exception) -> DataPlaneError:
-    """An exception of Ray or TransferQueue that has no better name."""
-    if isinstance(error, DataPlaneError):
-        return error
-    return BackendError(f"{what} failed: {type(error).__name__}: {error}", backend=BACKEND_NAME)

@@ -18,10 +18,11 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
+import ray
 
 from dataplane_core.errors import InvalidRequestError, OperationTimeoutError
 from dataplane_tq_simple import _wire
-from dataplane_tq_simple._cluster import Instance, RaySession, unexpected
+from dataplane_tq_simple._cluster import Instance, RaySession
 from dataplane_tq_simple._errors import BACKEND_NAME
 from dataplane_tq_simple._exchange import Exchange, Peer, Request
 from dataplane_tq_simple._sampler import PING, decode_reply, encode_call
@@ -47,8 +48,6 @@ class Engine:
     """
 
     def __init__(self, instance: Instance, session: RaySession, *, bootstrapped: bool) -> None:
-        import ray
-
         self.config = instance.config
         self.bootstrapped = bootstrapped
         self.ray_address: str = ray.get_runtime_context().gcs_address
@@ -84,10 +83,6 @@ class Engine:
         session = RaySession.acquire(config, bootstrap=True, timeout_s=timeout_s)
         try:
             instance = Instance.start(config, service_factory, deadline=deadline)
-        except Exception as error:
-            session.release()
-            failure = unexpected(f"starting instance {config.instance!r}", error)
-            raise failure from (None if failure is error else error)
         except BaseException:
             session.release()
             raise
@@ -98,7 +93,7 @@ class Engine:
         except BaseException:
             engine.close()
             raise
-        _logger.debug("instance %r runs on the Ray cluster at %s", config.instance, engine.ray_address)
+        _logger.info("instance %r runs on the Ray cluster at %s", config.instance, engine.ray_address)
         return engine
 
     @classmethod

@@ -1,10 +1,10 @@
 """TransferQueue's messages, as far as the engine speaks them: calls to the controller, rows to and from its units.
 
 A row travels and is stored as a msgpack binary, the cheapest form of TransferQueue's serialisation: all rows of a
-message lie in one frame, none costs Python time of its own, and the unit keeps an independent ``bytes`` object for each.
-Tensors and arrays instead cost a frame, a pickled header and some 15 microseconds a row and side. For a large row that is
-less than what copying it into the common frame costs, so a large row travels as an array: not copied at the sending side,
-and kept by the unit in the frame it came in. Either way deleting a row frees its memory, whatever came along with it.
+message lie in one frame, none costs Python time of its own, and the unit keeps an independent ``bytes`` object each.
+Tensors and arrays instead cost a frame, a pickled header and some 15 microseconds a row and side. For a large row that
+is less than copying it into the common frame, so a large row travels as an array: not copied by the sender, and kept
+by the unit in the frame that it came in. Either way deleting a row frees its memory, whatever came along with it.
 
 Importing this module imports TransferQueue.
 """

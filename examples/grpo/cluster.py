@@ -84,7 +84,12 @@ def ray_session(config: RaySection, cpus: float) -> Iterator[None]:
     try:
         ray.init(**options)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UserError(f"Ray does not start (ray.address: {config.address}): {error}") from error
+        hint = (
+            ""
+            if config.address is None
+            else " If it says InvalidAuthToken above, give the cluster and this run the same RAY_AUTH_MODE."
+        )
+        raise UserError(f"Ray does not start (ray.address: {config.address}): {error}.{hint}") from error
     # Ray's own handler aborts the process. Set after ray.init, this one lets the program clean up as after Ctrl-C.
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 import torch
 
-from dataplane_core.errors import DataPlaneError
+from dataplane_core.errors import ConfigError, DataPlaneError, PluginError
 from grpo.cluster import connect_actors, ray_session, required_cpus, start_actors
 from grpo.config import RunConfig, load_config
 from grpo.data_path import DataPath, InMemoryPath
@@ -50,14 +50,15 @@ def main(argv: list[str] | None = None) -> int:
             },
         )
         run(config, _data_path(config, args.in_memory), args.out)
-    except (UserError, DataPlaneError) as error:
+    except (UserError, ConfigError, PluginError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except RunFailedError as error:
+    except (RunFailedError, DataPlaneError) as error:
         print(f"error: {error}", file=sys.stderr)
-        if error.details:
+        details = getattr(error, "details", "")
+        if details:
             report = args.out / "failure.txt"
-            report.write_text(error.details, encoding="utf-8")
+            report.write_text(details, encoding="utf-8")
             print(f"What the actors reported is in {report}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from grpo import config as grpo_config
 from grpo.cluster import ray_session, required_cpus
 from grpo.config import RunConfig, load_config
-from grpo.data_path import common_width
+from grpo.data_path import common_width, summarize_training
 from grpo.errors import UserError
 
 SHIPPED = Path(grpo_config.__file__).parent / "config.yaml"
@@ -85,3 +86,21 @@ def test_too_few_cpus_are_refused_before_ray_starts() -> None:
 def test_the_common_width_is_the_longest_row_rounded_up() -> None:
     config = load_config(SHIPPED, {})
     assert [common_width([5, length, 4], config) for length in (8, 9, 12, 13)] == [8, 12, 12, 16]
+
+
+def test_results_of_all_ranks_become_one_number_each() -> None:
+    ranks = [
+        {
+            "global_loss": torch.tensor([0.5, 0.25], dtype=torch.float64),
+            "grad_norm": torch.tensor([1.0, 2.0], dtype=torch.float64),
+            "global_tokens": 90,
+            "all_mb_metrics": {"kl": parts},
+        }
+        for parts in ([0.1, 0.2, 0.3], [0.4])
+    ]
+    assert summarize_training(ranks) == {
+        "loss": 0.375,
+        "grad_norm": 1.5,
+        "tokens": 90.0,
+        "kl": 0.5,
+    }

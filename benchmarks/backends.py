@@ -1,0 +1,161 @@
+"""Puts and gets of whole batches by the client, on every backend, beside TransferQueue's own interface and a copy.
+
+Run:  python benchmarks/backends.py [--rounds 7] [--batches A B] [--backends noop tq_simple]
+
+Batch A: 512 samples, 6 jagged fields (1 int64, 5 float32) of 256 to 2,048 tokens and 2 per-sample fields, 16 MB. Batch
+B: the same up to 8,192 tokens, 65 MB. Everything that a user gets is in the client's figures: checks, codec, ledger,
+confirmed commits. Peers: ``transfer_queue.kv_batch_put`` and ``kv_batch_get`` of the same columns with one storage
+unit, which do none of that; and cloning the bytes once each way. Rounds are interleaved, so a busy machine slows all
+alike; medians are printed. Last come the costs of one small put, and of the metrics middleware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("TQ_NUM_THREADS", "2")  # else the peer warns at every request
+
+import ray
+import torch
+import transfer_queue
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+
+from dataplane_core import DataPlaneClient, connect
+
+NUM_SAMPLES = 512
+MAX_TOKENS = {"A": 2048, "B": 8192}
+Step = Callable[[], Any]
+
+
+def batch(name: str) -> TensorDict:
+    """The columns of batch A or B."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(256, MAX_TOKENS[name] + 1, (NUM_SAMPLES,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    total = int(offsets[-1])
+
+    def jagged(values: torch.Tensor) -> torch.Tensor:
+        shortest, longest = int(lengths.min()), int(lengths.max())
+        return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=shortest, max_seqlen=longest)
+
+    columns = {"input_ids": jagged(torch.randint(0, 50_000, (total,), generator=generator))}
+    for number in range(5):
+        columns[f"column{number}"] = jagged(torch.randn(total, generator=generator))
+    columns["reward"] = torch.randn(NUM_SAMPLES, generator=generator)
+    columns["input_lengths"] = lengths
+    return TensorDict(columns, batch_size=[NUM_SAMPLES])
+
+
+def size_bytes(columns: TensorDict) -> int:
+    """Payload bytes."""
+    values = (column.values() if column.is_nested else column for _, column in columns.items())
+    return sum(column.numel() * column.element_size() for column in values)
+
+
+def client_steps(client: DataPlaneClient, columns: TensorDict) -> tuple[Step, Step, Step]:
+    """Put, get and clear by the client."""
+    ids = [f"prompt{i // 8}_g{i % 8}" for i in range(NUM_SAMPLES)]
+    names = list(columns.keys())
+    client.register_partition("bench", names, None, ["train"])
+    return (
+        lambda: client.put_samples(ids, "bench", columns),
+        lambda: client.get_samples(ids, "bench", names),
+        lambda: client.clear_samples(ids, "bench"),
+    )
+
+
+def raw_steps(columns: TensorDict) -> tuple[Step, Step, Step]:
+    """Put, get and clear by TransferQueue's own interface."""
+    keys = [f"prompt{i // 8}_g{i % 8}" for i in range(NUM_SAMPLES)]
+    names = list(columns.keys())
+    return (
+        lambda: transfer_queue.kv_batch_put(keys=keys, partition_id="raw", fields=columns),
+        lambda: transfer_queue.kv_batch_get(keys=keys, partition_id="raw", select_fields=names),
+        lambda: transfer_queue.kv_clear(keys=keys, partition_id="raw"),
+    )
+
+
+def copy_steps(columns: TensorDict) -> tuple[Step, Step, Step]:
+    """One copy of the bytes in fresh memory, each way."""
+    source = torch.ones(size_bytes(columns), dtype=torch.uint8)
+    return source.clone, source.clone, lambda: None
+
+
+def compare(columns: TensorDict, contestants: dict[str, tuple[Step, Step, Step]], rounds: int) -> None:
+    """Interleaves the contestants and prints their medians."""
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contestants}
+    for number in range(rounds + 1):
+        for name, (put, get, clear) in contestants.items():
+            for step, kept in zip((put, get), times[name], strict=True):
+                started = time.perf_counter()
+                step()
+                if number:  # the first round warms up
+                    kept.append((time.perf_counter() - started) * 1e3)
+            clear()
+    megabytes = size_bytes(columns) / 1e6
+    medians = {name: (statistics.median(put), statistics.median(get)) for name, (put, get) in times.items()}
+    raw, copied = medians["raw kv_batch"], medians["copy"]
+    print(
+        f"{'':16}{'put ms':>9}{'get ms':>9}{'put MB/s':>10}{'get MB/s':>10}{'put x raw':>11}{'get x raw':>11}{'both / copy':>13}"
+    )
+    for name, (put_ms, get_ms) in medians.items():
+        print(
+            f"{name:16}{put_ms:9.1f}{get_ms:9.1f}{megabytes / put_ms * 1e3:10.0f}{megabytes / get_ms * 1e3:10.0f}"
+            f"{raw[0] / put_ms:11.1f}{raw[1] / get_ms:11.1f}{(put_ms + get_ms) / sum(copied):13.1f}"
+        )
+
+
+def small_put_us(client: DataPlaneClient, repeats: int = 500) -> float:
+    """Median microseconds of a put of one sample with one scalar."""
+    client.register_partition("small", ["x"], None, ["train"])
+    columns = TensorDict({"x": torch.ones(1)}, batch_size=[1])
+    times = []
+    for number in range(repeats):
+        started = time.perf_counter()
+        client.put_samples([f"s{number}"], "small", columns)
+        times.append((time.perf_counter() - started) * 1e6)
+    return statistics.median(times)
+
+
+def main() -> None:
+    """Runs the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", nargs="+", choices=sorted(MAX_TOKENS), default=sorted(MAX_TOKENS))
+    parser.add_argument("--backends", nargs="+", default=["noop", "tq_simple"])
+    options = parser.parse_args()
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+    with contextlib.ExitStack() as stack:
+        clients = {name: stack.enter_context(connect({"backend": name})) for name in options.backends}
+        for name in options.batches:
+            columns = batch(name)
+            print(f"\nbatch {name}: {NUM_SAMPLES} samples, 8 fields, {size_bytes(columns) / 1e6:.0f} MB")
+            contestants = {backend: client_steps(client, columns) for backend, client in clients.items()}
+            compare(
+                columns,
+                {**contestants, "raw kv_batch": raw_steps(columns), "copy": copy_steps(columns)},
+                options.rounds,
+            )
+        print("\nput of 1 sample, 1 scalar")
+        for backend, client in clients.items():
+            with_metrics = {"backend": backend, "middleware": ["metrics"]}
+            line = f"{backend:16}{small_put_us(client):9.0f} us"
+            if backend == "noop":
+                with connect(with_metrics) as counted:
+                    line += f"; with the metrics middleware {small_put_us(counted):.0f} us"
+            print(line)
+    transfer_queue.close()
+    ray.shutdown()
+    print(f"\n{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

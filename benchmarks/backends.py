@@ -102,14 +102,15 @@ def compare(columns: TensorDict, contestants: dict[str, tuple[Step, Step, Step]]
     megabytes = size_bytes(columns) / 1e6
     medians = {name: (statistics.median(put), statistics.median(get)) for name, (put, get) in times.items()}
     raw, copied = medians["raw kv_batch"], medians["copy"]
-    print(
-        f"{'':16}{'put ms':>9}{'get ms':>9}{'put MB/s':>10}{'get MB/s':>10}{'put x raw':>11}{'get x raw':>11}{'both / copy':>13}"
-    )
+    heads = ["put ms", "get ms", "put MB/s", "get MB/s", "put x raw", "get x raw", "both / copy"]
+    print(f"{'':16}" + "".join(f"{head:>12}" for head in heads))
     for name, (put_ms, get_ms) in medians.items():
-        print(
-            f"{name:16}{put_ms:9.1f}{get_ms:9.1f}{megabytes / put_ms * 1e3:10.0f}{megabytes / get_ms * 1e3:10.0f}"
-            f"{raw[0] / put_ms:11.1f}{raw[1] / get_ms:11.1f}{(put_ms + get_ms) / sum(copied):13.1f}"
-        )
+        cells = [
+            *(f"{put_ms:.1f}", f"{get_ms:.1f}"),
+            *(f"{megabytes / put_ms * 1e3:.0f}", f"{megabytes / get_ms * 1e3:.0f}"),
+            *(f"{raw[0] / put_ms:.1f}", f"{raw[1] / get_ms:.1f}", f"{(put_ms + get_ms) / sum(copied):.1f}"),
+        ]
+        print(f"{name:16}" + "".join(f"{cell:>12}" for cell in cells))
 
 
 def small_put_us(client: DataPlaneClient, repeats: int = 500) -> float:

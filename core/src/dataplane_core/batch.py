@@ -6,37 +6,40 @@ Shape legend: ``N`` rows, ``S`` padded sequence length.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
-from torch.nn import functional
 
-from dataplane_core.errors import InvalidRequestError, MissingDataError
-from dataplane_core.sharding.plan import ShardPlan, plan_dynamic_batches, plan_even_shards
+from dataplane_core._batch_columns import Column, concatenate, num_rows, object_array, select_rows
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
+from dataplane_core.sharding.plan import (
+    ShardPlan,
+    plan_dynamic_batches,
+    plan_even_shards,
+    plan_packed_batches,
+    plan_uneven_shards,
+)
 
 __all__ = ["BatchedDataDict", "Column", "SlicedDataDict"]
-
-#: A column: rows along dim 0.
-Column: TypeAlias = torch.Tensor | list[Any] | np.ndarray[Any, Any]
 
 _B = TypeVar("_B", bound="BatchedDataDict")
 
 
-class UnsupportedColumnError(InvalidRequestError, NotImplementedError):
-    """A column that is neither a tensor, a list nor an array."""
-
-
 class BatchedDataDict(UserDict[str, Any]):
-    """A dict of equally long columns, each a tensor (batch first), a list, or an object array.
+    """A dict of equally long columns, each a tensor (batch first), a list, or an array.
+
+    Methods that give rows back share no plan with this batch, and leave it as it is, unless they say "in place".
 
     Attributes:
-        micro_batch_indices: Per chunk the ``[start, end)`` row pairs of its microbatches, or None.
-        micro_batch_lengths: Per chunk the padded length of each microbatch, or None.
-        elem_counts_per_gb: Per chunk how many rows this shard holds of it, or None.
+        micro_batch_indices: Per chunk (global batch) the ``[start, end)`` pair of each microbatch, counted in this
+            shard's rows of that chunk. None unless sharding set it.
+        micro_batch_lengths: Per chunk the length in tokens of each microbatch, aligned with the pairs: what its rows
+            are padded to (dynamic batching), or the sum of its rows' rounded lengths (packing). None unless sharding
+            set it.
+        elem_counts_per_gb: Per chunk how many rows this shard holds of it. None unless packing set it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,36 +59,41 @@ class BatchedDataDict(UserDict[str, Any]):
         """Concatenates batches: lists join, 1-D tensors join, tensors of 2 and more dims are right-padded on dim 1.
 
         Args:
-            batches: In order; empty ones may lack keys.
+            batches: In order. One without rows may lack columns.
             pad_value_dict: Column -> its pad value; default 0.
 
+        Returns:
+            The joined batch, without a plan; no batches give an empty dict.
+
         Raises:
-            MissingDataError: A key is missing from a non-empty batch.
+            MissingDataError: A ``KeyError``: a key is missing from a batch with rows.
             NotImplementedError: A column of another type; names key and type.
+            InvalidRequestError: A column differs between batches in dtype, number of dims, trailing dims or device.
         """
-        full = [batch for batch in batches if len(batch)]
+        pad_values = pad_value_dict or {}
         joined = cls()
-        for key in dict.fromkeys(key for batch in full for key in batch):
-            for number, batch in enumerate(full):
-                if key not in batch:
+        for key in dict.fromkeys(key for batch in batches for key in batch):
+            for number, batch in enumerate(batches):
+                if key not in batch and any(num_rows(name, column) for name, column in batch.items()):
                     raise MissingDataError(
-                        f"from_batches: key '{key}' is missing from batch {number}, which has {', '.join(batch)}."
+                        f"from_batches: key '{key}' is missing from batch {number}, which has {', '.join(batch)}. "
+                        "Expected the same columns in every batch that has rows."
                     )
-            pad_value = (pad_value_dict or {}).get(key, 0)
-            joined[key] = _concatenate(key, [batch[key] for batch in full], pad_value)
+            joined[key] = concatenate(key, [batch[key] for batch in batches if key in batch], pad_values.get(key, 0))
         return joined
 
     def all_gather(self: _B, group: Any) -> _B:
         """Concatenates the batches of all ranks of a process group, in rank order. Collective, and blocks.
 
-        Leading sizes may differ between ranks, and may be 0; tensors travel on the group's own device and come back on
-        the device they had.
+        Leading sizes may differ between ranks, and may be 0; a rank may also have no columns at all. Tensors travel on
+        the group's own device (NCCL: the current CUDA device; gloo: CPU), and come back detached, on their old device.
 
         Args:
-            group: A `torch.distributed` process group.
+            group: A `torch.distributed` process group; None: the default one. Lists and arrays travel pickled.
 
         Raises:
-            InvalidRequestError: Ranks disagree on a column's dtype or trailing shape.
+            InvalidRequestError: On every rank: the ranks disagree on the columns, their dtypes or trailing dims, or one
+                of them cannot send its own.
         """
         from dataplane_core._gather import all_gather_columns
 
@@ -101,24 +109,26 @@ class BatchedDataDict(UserDict[str, Any]):
 
         Raises:
             InvalidRequestError: Columns of different length; names them.
+            NotImplementedError: A column that is neither a tensor, a list nor an array.
         """
-        sizes = {key: len(column) for key, column in self.data.items()}
+        sizes = {key: num_rows(key, column) for key, column in self.data.items()}
         if len(set(sizes.values())) > 1:
             raise InvalidRequestError(f"columns differ in length: {sizes}. Expected one row per sample in each.")
         return next(iter(sizes.values()), 0)
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
-        """The rows ``[start, end)``; tensors are views.
+        """The rows ``[start, end)``. Tensors and arrays are views: pickled, each takes the whole of its memory along.
 
         Raises:
             InvalidRequestError: The range does not lie within the batch.
         """
-        if not 0 <= start <= end <= self.size:
-            raise InvalidRequestError(f"slice: [{start}, {end}) does not lie within the {self.size} rows.")
+        size = self.size
+        if not 0 <= start <= end <= size:
+            raise InvalidRequestError(f"slice: [{start}, {end}) does not lie within the {size} rows.")
         return SlicedDataDict({key: column[start:end] for key, column in self.data.items()})
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict:
-        """The ``rank``-th of ``chunks`` equal parts.
+        """The ``rank``-th of ``chunks`` equal parts, a `slice`.
 
         Raises:
             InvalidRequestError: ``rank`` is out of range, or the rows are not a multiple of ``chunks``.
@@ -132,52 +142,106 @@ class BatchedDataDict(UserDict[str, Any]):
         return self.slice(rank * part, (rank + 1) * part)
 
     def select_indices(self: _B, indices: Sequence[int] | torch.Tensor) -> _B:
-        """The rows at ``indices``, in that order; repeats are allowed. Copies tensors.
+        """The rows at ``indices``, in that order; repeats are allowed. Copies tensors, not the items of lists.
 
         Raises:
             InvalidRequestError: An index lies outside ``[-size, size)``.
+            InvalidTypeError: A boolean mask.
         """
-        picks = [int(index) for index in indices]
+        picks = _as_ints("select_indices", indices)
         size = self.size
         for index in picks:
             if not -size <= index < size:
                 raise InvalidRequestError(f"select_indices: index {index} is out of range for {size} rows.")
         picked = type(self)()
-        picked.data = {key: _select(column, picks) for key, column in self.data.items()}
+        picked.data = select_rows(self.data, [index % size for index in picks])
         return picked
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
-        """One global batch's rows of a shard, with that batch's microbatch plan.
+        """One global batch's rows of this shard, a `slice`, with that batch's part of the plan.
 
         Args:
             batch_idx: Which.
-            batch_size: Rows of each batch in this shard. Where packing gave batches of differing size
-                (``elem_counts_per_gb``), those counts decide, and this may be None.
+            batch_size: This shard's rows of each global batch. May be None where a plan says it. Packing gives batches
+                of differing size (``elem_counts_per_gb``): those counts decide there.
 
         Raises:
-            InvalidRequestError: Out of range.
+            InvalidRequestError: Out of range, or ``batch_size`` is not that of the plan.
         """
         size = self.size
+        if batch_size is not None and batch_size < 1:
+            raise InvalidRequestError(f"get_batch: batch_size must be at least 1, got {batch_size}.")
         if self.elem_counts_per_gb is not None:
             counts = self.elem_counts_per_gb
-        elif batch_size is None or batch_size < 1:
-            raise InvalidRequestError(f"get_batch: batch_size must be at least 1, got {batch_size}.")
-        else:
+        elif self.micro_batch_indices is not None:
+            counts = [pairs[-1][1] for pairs in self.micro_batch_indices]
+            if batch_size is not None and any(count != batch_size for count in counts):
+                raise InvalidRequestError(
+                    f"get_batch: batch_size {batch_size} is not that of the plan, which has {counts} rows per batch. "
+                    "Expected the batch_size that the batch was sharded with, divided by the number of shards."
+                )
+        elif batch_size is not None:
             counts = [batch_size] * (size // batch_size)
+        else:
+            raise InvalidRequestError("get_batch: the batch has no plan. Expected a batch_size.")
         if not 0 <= batch_idx < len(counts):
             raise InvalidRequestError(
-                f"get_batch: batch {batch_idx} of {batch_size} rows is out of range for {size} rows ({len(counts)} "
-                "batches)."
+                f"get_batch: batch {batch_idx} is out of range: {size} rows make {len(counts)} batches"
+                f"{'' if batch_size is None else f' of {batch_size} rows'}."
             )
         start = sum(counts[:batch_idx])
         batch = self.slice(start, start + counts[batch_idx])
         if self.micro_batch_indices is not None:
-            batch.micro_batch_indices = [copy.deepcopy(self.micro_batch_indices[batch_idx])]
+            batch.micro_batch_indices = [[list(pair) for pair in self.micro_batch_indices[batch_idx]]]
         if self.micro_batch_lengths is not None:
             batch.micro_batch_lengths = [list(self.micro_batch_lengths[batch_idx])]
         if self.elem_counts_per_gb is not None:
             batch.elem_counts_per_gb = [counts[batch_idx]]
         return batch
+
+    # --- sharding -----------------------------------------------------------------------------------------------------
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: None = None,
+        sequence_packing_args: None = None,
+    ) -> list[SlicedDataDict]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        *,
+        dynamic_batching_args: Mapping[str, Any],
+        sequence_packing_args: None = None,
+    ) -> tuple[list[SlicedDataDict], list[int]]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: None = None,
+        *,
+        sequence_packing_args: Mapping[str, Any],
+    ) -> tuple[list[SlicedDataDict], list[int]]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: Mapping[str, Any] | None = None,
+        sequence_packing_args: Mapping[str, Any] | None = None,
+    ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]: ...
 
     def shard_by_batch_size(
         self,
@@ -186,92 +250,125 @@ class BatchedDataDict(UserDict[str, Any]):
         allow_uneven_shards: bool = False,
         dynamic_batching_args: Mapping[str, Any] | None = None,
         sequence_packing_args: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
         """Cuts the batch in chunks, each chunk in ``shards`` equal parts, and joins the parts by position.
 
         ``[A A B B C C D D]`` with batch_size 2 and shards 2 gives ``[A B C D]`` twice.
+
+        With dynamic batching or packing, all shards get the same number of microbatches in every chunk, so that ranks
+        which communicate once per microbatch do not wait for each other for ever.
 
         Args:
             shards: Number of shards.
             batch_size: Rows of a chunk over all shards; None: one chunk of everything.
             allow_uneven_shards: Without ``batch_size``: the last shards may be smaller, or empty.
-            dynamic_batching_args: Sort each chunk by length, deal it round, and cut microbatches by token count.
-            sequence_packing_args: Pack each chunk in bins and deal those round.
+            dynamic_batching_args: `dataplane_core.sharding.DynamicBatchingArgs`: sort each chunk by length, deal it
+                round over the shards, and cut microbatches such that rows x padded length, by the longest row over all
+                shards, stays within a token limit. All shards get the same plan.
+            sequence_packing_args: `dataplane_core.sharding.SequencePackingArgs`: pack each chunk in bins of a token
+                limit, a multiple of ``shards`` in number, and deal the bins round. Shards may get differing numbers of
+                rows; a chunk needs at least one row per shard, but no multiple.
 
         Returns:
-            A list of `SlicedDataDict`; with dynamic batching or packing ``(shards, indices)``, where ``indices`` says
-            where each row of the concatenated shards came from: `reorder_data` of the concatenation restores the batch.
+            A list of `SlicedDataDict`, whose tensors are copies. With dynamic batching or packing, ``(shards,
+            indices)``, where ``indices`` says where each row of the concatenated shards came from: `reorder_data` of
+            the concatenation restores the batch.
 
         Raises:
-            InvalidRequestError: Sizes that are no multiples, both kinds of arguments, or a row over the limit.
+            InvalidRequestError: Sizes that are no multiples, both kinds of arguments, wrong keys in them, a row over
+                the token limit, or too few rows to pack.
+            MissingDataError: A ``KeyError``: a column that the arguments name is not there.
         """
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise InvalidRequestError(
-                "shard_by_batch_size: dynamic_batching_args and sequence_packing_args exclude each other."
+                "shard_by_batch_size refused: got dynamic_batching_args and sequence_packing_args. Expected one of "
+                "them, or none."
             )
-        if allow_uneven_shards and (batch_size is not None or dynamic_batching_args or sequence_packing_args):
+        if allow_uneven_shards and (batch_size is not None or dynamic_batching_args is not None):
             raise InvalidRequestError(
-                "shard_by_batch_size: allow_uneven_shards goes without batch_size, dynamic batching and packing."
+                f"shard_by_batch_size refused: allow_uneven_shards with "
+                f"{'dynamic batching' if batch_size is None else f'batch_size {batch_size}'}. Expected equal shards "
+                "there: leave it out."
             )
         size = self.size
         if dynamic_batching_args is not None:
-            lengths, width = self._lengths(dynamic_batching_args)
+            lengths, width = self._lengths(dynamic_batching_args), self._width(dynamic_batching_args)
             plan = plan_dynamic_batches(lengths, width, shards, batch_size, dynamic_batching_args)
-            return self._carry_out(plan), plan.order()
-        if sequence_packing_args is not None:
-            from dataplane_core.sharding.packing import plan_packed_batches
+        elif sequence_packing_args is not None:
+            plan = plan_packed_batches(self._lengths(sequence_packing_args), shards, batch_size, sequence_packing_args)
+        elif allow_uneven_shards:
+            return self._carry_out(plan_uneven_shards(size, shards))
+        else:
+            return self._carry_out(plan_even_shards(size, shards, batch_size))
+        return self._carry_out(plan), plan.order()
 
-            lengths, width = self._lengths(sequence_packing_args)
-            plan = plan_packed_batches(lengths, width, shards, batch_size, sequence_packing_args)
-            return self._carry_out(plan), plan.order()
-        if allow_uneven_shards:
-            if shards < 1:
-                raise InvalidRequestError(f"shards must be at least 1, got {shards}.")
-            part = -(-size // shards)
-            cuts = [min(shard * part, size) for shard in range(shards + 1)]
-            return [self.slice(start, end) for start, end in itertools.pairwise(cuts)]
-        return self._carry_out(plan_even_shards(size, shards, batch_size))
+    def _lengths(self, args: Mapping[str, Any]) -> list[int]:
+        """Tokens per row; without the keys, nothing: the planner refuses such arguments."""
+        named = [self._column(args[key]) for key in ("input_key", "input_lengths_key") if key in args]
+        if len(named) < 2:
+            return []
+        column = named[1]
+        if isinstance(column, torch.Tensor | np.ndarray) and column.ndim != 1:
+            raise InvalidRequestError(
+                f"shard_by_batch_size: lengths '{args['input_lengths_key']}' have shape {tuple(column.shape)}. "
+                f"Expected one length for each of the {self.size} rows."
+            )
+        return _as_ints("shard_by_batch_size", column)
 
-    def _lengths(self, args: Mapping[str, Any]) -> tuple[list[int], int]:
-        for key in ("input_key", "input_lengths_key"):
-            name = args.get(key)
-            if name is not None and name not in self.data:
-                raise MissingDataError(f"shard_by_batch_size: {key} '{name}' is not among {', '.join(self.data)}.")
-        lengths = self.data[args["input_lengths_key"]] if "input_lengths_key" in args else []
-        inputs = self.data[args["input_key"]] if "input_key" in args else torch.empty(0, 0)
-        return [int(length) for length in lengths], int(inputs.shape[1])
+    def _width(self, args: Mapping[str, Any]) -> int:
+        """Dim 1 of the input column; without the key, nothing: the planner refuses such arguments."""
+        if "input_key" not in args:
+            return 0
+        column = self._column(args["input_key"])
+        if not isinstance(column, torch.Tensor) or column.dim() < 2:
+            raise InvalidRequestError(
+                f"shard_by_batch_size: input_key '{args['input_key']}' names a {type(column).__name__}"
+                f"{f' of shape {tuple(column.shape)}' if isinstance(column, torch.Tensor) else ''}. Expected a padded "
+                "tensor (N, S, ...)."
+            )
+        return column.shape[1]
+
+    def _column(self, name: str) -> Any:
+        if name not in self.data:
+            raise MissingDataError(f"shard_by_batch_size: column '{name}' is not among {', '.join(self.data)}.")
+        return self.data[name]
 
     def _carry_out(self, plan: ShardPlan) -> list[SlicedDataDict]:
-        shards = []
+        pieces: list[SlicedDataDict] = []
         for number, rows in enumerate(plan.rows):
-            shard = SlicedDataDict()
-            shard.data = {key: _select(column, rows) for key, column in self.data.items()}
+            piece = SlicedDataDict()
+            piece.data = select_rows(self.data, rows)
+            # shards share no list of a plan
             if plan.micro_batch_indices is not None:
-                shard.micro_batch_indices = copy.deepcopy(plan.micro_batch_indices[number])
+                piece.micro_batch_indices = plan.micro_batch_indices[number]
             if plan.micro_batch_lengths is not None:
-                shard.micro_batch_lengths = copy.deepcopy(plan.micro_batch_lengths[number])
+                piece.micro_batch_lengths = plan.micro_batch_lengths[number]
             if plan.elem_counts_per_gb is not None:
-                shard.elem_counts_per_gb = list(plan.elem_counts_per_gb[number])
-            shards.append(shard)
-        return shards
+                piece.elem_counts_per_gb = plan.elem_counts_per_gb[number]
+            pieces.append(piece)
+        return pieces
 
     # --- ordering and changing ----------------------------------------------------------------------------------------
 
-    def reorder_data(self, indices: Sequence[int]) -> None:
+    def reorder_data(self, indices: Sequence[int] | torch.Tensor) -> None:
         """Reorders **in place**: row j goes to the position that ``indices[j]`` ranks to.
 
         ``indices`` names where each row came from, as `shard_by_batch_size` returns it: reordering puts the rows back.
+        (Where ``indices`` is a permutation p, new row p[j] is old row j; that is the inverse of selecting by p.) A
+        microbatch plan does not survive, since it speaks of the old order.
 
         Raises:
             InvalidRequestError: Not one index per row, or repeats.
         """
-        if len(indices) != self.size or len(set(indices)) != len(indices):
+        came_from = _as_ints("reorder_data", indices)
+        size = self.size
+        if len(came_from) != size or len(set(came_from)) != size:
             raise InvalidRequestError(
-                f"reorder_data: expected {self.size} different indices, got {len(indices)} with {len(set(indices))} "
-                "different ones."
+                f"reorder_data: got {len(came_from)} indices, {len(set(came_from))} of them different. Expected one "
+                f"for each of the {size} rows, all different."
             )
-        order = np.argsort(np.asarray(indices, dtype=np.int64), kind="stable").tolist()
-        self.data = {key: _select(column, order) for key, column in self.data.items()}
+        self.data = select_rows(self.data, np.argsort(np.asarray(came_from, dtype=np.int64)).tolist())
+        self.micro_batch_indices = self.micro_batch_lengths = self.elem_counts_per_gb = None
 
     def repeat_interleave(self: _B, n: int) -> _B:
         """Each row ``n`` times, side by side; list items are deep-copied.
@@ -287,7 +384,7 @@ class BatchedDataDict(UserDict[str, Any]):
                 repeated.data[key] = column.repeat_interleave(n, dim=0)
             else:
                 items = [copy.deepcopy(item) for item in column for _ in range(n)]
-                repeated.data[key] = _object_array(items) if isinstance(column, np.ndarray) else items
+                repeated.data[key] = object_array(items) if isinstance(column, np.ndarray) else items
         return repeated
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
@@ -356,42 +453,14 @@ class SlicedDataDict(BatchedDataDict):
     """A shard, or a part of a batch."""
 
 
-def _select(column: Column, rows: Sequence[int]) -> Column:
-    if isinstance(column, torch.Tensor):
-        return column.index_select(0, torch.tensor(rows, dtype=torch.int64, device=column.device))
-    if isinstance(column, np.ndarray):
-        return column[np.asarray(rows, dtype=np.int64)]
-    return [column[row] for row in rows]
-
-
-def _object_array(items: Sequence[Any]) -> np.ndarray[Any, Any]:
-    array = np.empty(len(items), dtype=object)
-    for index, item in enumerate(items):
-        array[index] = item
-    return array
-
-
-def _concatenate(key: str, columns: Sequence[Any], pad_value: int | float) -> Column:
-    if all(isinstance(column, torch.Tensor) for column in columns):
-        dims = {column.dim() for column in columns}
-        if len(dims) > 1:
-            raise InvalidRequestError(f"from_batches: column '{key}' has {sorted(dims)} dims. Expected one number.")
-        if dims.pop() < 2:
-            return torch.cat(list(columns))
-        width = max(column.shape[1] for column in columns)
-        return torch.cat([_pad_dim_1(column, width, pad_value) for column in columns])
-    if all(isinstance(column, list) for column in columns):
-        return [item for column in columns for item in column]
-    if all(isinstance(column, np.ndarray) for column in columns):
-        return np.concatenate(list(columns))
-    raise UnsupportedColumnError(
-        f"from_batches: column '{key}' is {', '.join(sorted({type(column).__name__ for column in columns}))}. Expected "
-        "tensors, lists or object arrays in every batch."
-    )
-
-
-def _pad_dim_1(tensor: torch.Tensor, width: int, pad_value: int | float) -> torch.Tensor:
-    missing = width - tensor.shape[1]
-    if not missing:
-        return tensor
-    return functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing), value=pad_value)
+def _as_ints(what: str, indices: Any) -> list[int]:
+    if isinstance(indices, torch.Tensor):
+        indices = indices.detach().cpu()
+    numbers = np.asarray(indices)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise InvalidTypeError(
+            f"{what}: got {numbers.dtype} of shape {numbers.shape}. Expected integers in one dim; for a mask, "
+            "mask.nonzero().flatten()."
+        )
+    listed: list[int] = numbers.tolist()
+    return listed

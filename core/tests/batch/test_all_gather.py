@@ -1,0 +1,166 @@
+"""`all_gather` over real gloo groups, one process per rank."""
+
+import datetime
+import queue
+import traceback
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dataplane_core.batch import BatchedDataDict
+
+WORLD = 3
+DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
+
+
+def expect_refusal(columns, said):
+    """Refused on this rank with ``said``, and the group still works."""
+    with pytest.raises(ValueError) as caught:
+        BatchedDataDict(columns).all_gather(None)
+    assert said in str(caught.value)
+    assert BatchedDataDict(x=torch.tensor([dist.get_rank()])).all_gather(None)["x"].tolist() == list(range(WORLD))
+
+
+def unequal_sizes(rank):
+    rows = 2 * rank + 1
+    batch = BatchedDataDict(
+        t=torch.full((rows, 2, 2), rank),
+        names=[f"r{rank}i{i}" for i in range(rows)],
+        objects=np.array([{"rank": rank}] * rows, dtype=object),
+        scattered=torch.arange(rows * 6).reshape(rows, 6)[:, ::3],
+    )
+    joined = batch.all_gather(dist.group.WORLD)
+    assert joined["t"][:, 1, 1].tolist() == [0, 1, 1, 1, 2, 2, 2, 2, 2]
+    assert joined["names"] == ["r0i0", "r1i0", "r1i1", "r1i2", "r2i0", "r2i1", "r2i2", "r2i3", "r2i4"]
+    assert [item["rank"] for item in joined["objects"]] == [0, 1, 1, 1, 2, 2, 2, 2, 2]
+    assert joined["scattered"][:2].tolist() == [[0, 3], [0, 3]]
+    assert joined["scattered"][-1].tolist() == [24, 27]
+    assert joined.size == 9
+
+
+def every_dtype(rank):
+    columns = {str(dtype): torch.tensor([rank, 1]).to(dtype) for dtype in DTYPES}
+    joined = BatchedDataDict(columns).all_gather(None)
+    for dtype in DTYPES:
+        assert joined[str(dtype)].dtype == dtype
+        expected = torch.tensor([0, 1, 1, 1, 2, 1]).to(dtype).to(torch.complex64)
+        assert torch.equal(joined[str(dtype)].to(torch.complex64), expected), dtype
+
+
+def empty_ranks(rank):
+    rows = 0 if rank == 1 else 2
+    names = ["a"] * rows
+    joined = BatchedDataDict(t=torch.full((rows, 3), float(rank)), names=names).all_gather(None)
+    assert joined["t"][:, 0].tolist() == [0, 0, 2, 2]
+    assert joined["names"] == ["a"] * 4
+    joined = BatchedDataDict({} if rank == 0 else {"t": torch.full((1, 3), rank), "names": ["b"]}).all_gather(None)
+    assert joined["t"].tolist() == [[1, 1, 1], [2, 2, 2]]
+    assert joined["t"].dtype == torch.int64
+    assert joined["names"] == ["b", "b"]
+    nothing = BatchedDataDict(t=torch.zeros(0, 4, dtype=torch.bool), names=[]).all_gather(None)
+    assert nothing["t"].shape == (0, 4)
+    assert nothing["t"].dtype == torch.bool
+    assert nothing["names"] == []
+    assert BatchedDataDict(z=torch.zeros(rank, 0)).all_gather(None)["z"].shape == (3, 0)
+    assert BatchedDataDict().all_gather(None) == {}
+
+
+def part_of_the_ranks(rank):
+    pair = dist.new_group([0, 2])
+    if rank != 1:
+        joined = BatchedDataDict(t=torch.tensor([rank])).all_gather(pair)
+        assert joined["t"].tolist() == [0, 2]
+
+
+def own_memory(rank):
+    leaf = torch.ones(2, requires_grad=True)
+    joined = BatchedDataDict(t=leaf * 2).all_gather(None)["t"]
+    assert not joined.requires_grad
+    joined.zero_()
+    assert (leaf * 2).tolist() == [2, 2]
+
+
+def in_another_order(rank):
+    columns = {"a": torch.tensor([rank]), "b": torch.tensor([10 + rank])}
+    if rank == 1:
+        columns = dict(reversed(columns.items()))
+    joined = BatchedDataDict(columns).all_gather(None)
+    assert joined["a"].tolist() == [0, 1, 2]
+    assert joined["b"].tolist() == [10, 11, 12]
+
+
+def disagreements(rank):
+    odd = rank == 1
+    expect_refusal({"x": torch.zeros(1, 3 if odd else 4)}, "column 'x'")
+    expect_refusal({"x": torch.zeros(1, dtype=torch.float64 if odd else torch.float32)}, "torch.float64")
+    expect_refusal({"x": [1] if odd else torch.zeros(1)}, "list on ranks [1]")
+    expect_refusal({"y" if odd else "x": torch.zeros(1)}, "missing on ranks [1]")
+
+
+def a_rank_that_cannot_send(rank):
+    odd = rank == 2
+    expect_refusal({"x": [1], "y": [1, 2] if odd else [1]}, "rank 2: columns differ in length")
+    expect_refusal({"x": [lambda: None] if odd else [1]}, "rank 2: ")
+    expect_refusal({"x": 5 if odd else [1]}, "rank 2: UnsupportedColumnError")
+
+
+CHECKS = {
+    "rank_order_is_kept_for_unequal_sizes": unequal_sizes,
+    "every_dtype_travels": every_dtype,
+    "ranks_without_rows_or_columns_take_part": empty_ranks,
+    "a_group_of_part_of_the_ranks_gathers_among_itself": part_of_the_ranks,
+    "the_result_is_detached_and_owned": own_memory,
+    "the_order_of_columns_may_differ": in_another_order,
+    "a_disagreement_fails_on_all_ranks_and_hangs_none": disagreements,
+    "a_rank_that_cannot_send_fails_all_and_hangs_none": a_rank_that_cannot_send,
+}
+
+
+def run(rank, store, replies):
+    """One rank: runs every check, and says how each went."""
+    torch.set_num_threads(1)
+    # a rank that waits for one that failed gives up soon
+    limit = datetime.timedelta(seconds=30)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=limit)
+    for name, check in CHECKS.items():
+        try:
+            dist.barrier()
+            check(rank)
+            replies.put((name, rank, "passed"))
+        except BaseException:
+            replies.put((name, rank, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Name of a check -> rank -> how it went there; all checks run in one group of processes."""
+    context = mp.get_context("spawn")
+    replies = context.Queue()
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    processes = [context.Process(target=run, args=(rank, store, replies)) for rank in range(WORLD)]
+    for process in processes:
+        process.start()
+    said = {name: {} for name in CHECKS}
+    try:
+        for _ in range(WORLD * len(CHECKS)):
+            name, rank, outcome = replies.get(timeout=150)
+            said[name][rank] = outcome
+    except queue.Empty:
+        pass
+    for process in processes:
+        process.join(30)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    replies.close()
+    replies.join_thread()
+    return said
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_gloo(outcomes, name):
+    assert outcomes[name] == dict.fromkeys(range(WORLD), "passed")

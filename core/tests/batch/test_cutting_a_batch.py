@@ -1,0 +1,159 @@
+"""Rows out of a batch: `size`, `slice`, `chunk`, `select_indices`, `get_batch`."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from dataplane_core.batch import BatchedDataDict, SlicedDataDict
+from dataplane_core.errors import DataPlaneError
+
+
+def batch_of(num_rows):
+    items = np.empty(num_rows, dtype=object)
+    items[:] = [f"o{i}" for i in range(num_rows)]
+    return BatchedDataDict(t=torch.arange(num_rows), names=[f"n{i}" for i in range(num_rows)], objects=items)
+
+
+def rows_of(batch):
+    """The row numbers that a part of `batch_of` holds, once its columns agree on them."""
+    rows = batch["t"].tolist()
+    assert batch["names"] == [f"n{i}" for i in rows]
+    assert list(batch["objects"]) == [f"o{i}" for i in rows]
+    return rows
+
+
+def test_size_counts_rows_and_an_empty_dict_has_none():
+    assert batch_of(5).size == 5
+    assert BatchedDataDict().size == 0
+
+
+def test_columns_of_unequal_length_are_an_error_that_gives_the_numbers():
+    with pytest.raises(ValueError, match=r"'a': 2, 'b': 3") as caught:
+        _ = BatchedDataDict(a=[1, 2], b=torch.zeros(3)).size
+    assert isinstance(caught.value, DataPlaneError)
+
+
+@pytest.mark.parametrize("value", [7, "text", torch.tensor(1.0), (1, 2)], ids=["int", "str", "0-dim", "tuple"])
+def test_what_is_no_column_is_refused_by_name(value):
+    with pytest.raises(NotImplementedError, match="column 'x'"):
+        _ = BatchedDataDict(x=value).size
+
+
+def test_a_slice_holds_the_rows_from_start_to_end():
+    part = batch_of(6).slice(2, 5)
+    assert type(part) is SlicedDataDict
+    assert rows_of(part) == [2, 3, 4]
+    assert rows_of(batch_of(3).slice(3, 3)) == []
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 7), (-1, 2), (4, 3)])
+def test_a_slice_outside_the_batch_is_refused_with_the_numbers(start, end):
+    with pytest.raises(ValueError, match=rf"\[{start}, {end}\).*6 rows"):
+        batch_of(6).slice(start, end)
+
+
+def test_chunks_are_equal_and_cover_the_batch():
+    batch = batch_of(6)
+    assert [rows_of(batch.chunk(rank, 3)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("rank", "chunks", "said"),
+    [(3, 3, "rank 3 .* 3 chunks"), (-1, 3, "rank -1"), (0, 4, "6 rows .* 4 chunks"), (0, 0, "0 chunks")],
+)
+def test_chunks_out_of_range_or_not_equal_are_refused_with_the_numbers(rank, chunks, said):
+    with pytest.raises(ValueError, match=said):
+        batch_of(6).chunk(rank, chunks)
+
+
+@pytest.mark.parametrize("indices", [[3, 0, 3, -1], torch.tensor([3, 0, 3, -1]), np.array([3, 0, 3, -1])])
+def test_rows_are_selected_in_any_order_and_may_repeat(indices):
+    assert rows_of(batch_of(5).select_indices(indices)) == [3, 0, 3, 4]
+
+
+def test_selecting_nothing_gives_columns_without_rows():
+    nothing = batch_of(5).select_indices([])
+    assert rows_of(nothing) == []
+    assert nothing["t"].dtype == torch.int64
+
+
+def test_an_index_out_of_range_is_refused_and_so_is_a_mask():
+    with pytest.raises(ValueError, match="index 5 is out of range for 5 rows"):
+        batch_of(5).select_indices([0, 5])
+    with pytest.raises(TypeError, match="nonzero"):
+        batch_of(2).select_indices(torch.tensor([True, False]))
+
+
+def test_selected_tensors_are_copies():
+    batch = batch_of(3)
+    batch.select_indices([0, 1])["t"][0] = 99
+    assert batch["t"].tolist() == [0, 1, 2]
+
+
+def test_get_batch_without_a_plan_cuts_by_batch_size():
+    batch = batch_of(6)
+    assert [rows_of(batch.get_batch(i, 2)) for i in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+def planned():
+    shard = SlicedDataDict(batch_of(6).data)
+    shard.micro_batch_indices = [[[0, 1], [1, 3]], [[0, 3]]]
+    shard.micro_batch_lengths = [[4, 8], [2]]
+    return shard
+
+
+def test_get_batch_keeps_that_batchs_part_of_the_plan_alone():
+    part = planned().get_batch(1, 3)
+    assert rows_of(part) == [3, 4, 5]
+    assert part.micro_batch_indices == [[[0, 3]]]
+    assert part.micro_batch_lengths == [[2]]
+    assert rows_of(planned().get_batch(0)) == [0, 1, 2]
+
+
+def test_get_batch_hands_out_a_copy_of_the_plan():
+    shard = planned()
+    part = shard.get_batch(0, 3)
+    part.micro_batch_indices[0][0][1] = 99
+    part.micro_batch_lengths[0][0] = 99
+    assert shard.micro_batch_indices == [[[0, 1], [1, 3]], [[0, 3]]]
+    assert shard.micro_batch_lengths == [[4, 8], [2]]
+
+
+def test_get_batch_follows_the_counts_of_batches_that_differ_in_size():
+    shard = planned()
+    shard.micro_batch_indices, shard.micro_batch_lengths = [[[0, 4]], [[0, 1], [1, 2]]], [[9], [3, 4]]
+    shard.elem_counts_per_gb = [4, 2]
+    first, second = shard.get_batch(0, 3), shard.get_batch(1, 3)
+    assert (rows_of(first), rows_of(second)) == ([0, 1, 2, 3], [4, 5])
+    assert second.micro_batch_indices == [[[0, 1], [1, 2]]]
+    assert second.elem_counts_per_gb == [2]
+
+
+def test_get_batch_refuses_a_batch_size_that_is_not_the_plans():
+    with pytest.raises(ValueError, match=r"batch_size 2 .*\[3, 3\]"):
+        planned().get_batch(0, 2)
+
+
+def test_get_batch_out_of_range_or_without_a_size_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match=r"batch 3 .* 6 rows make 3 batches of 2"):
+        batch_of(6).get_batch(3, 2)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        batch_of(6).get_batch(0, 0)
+    with pytest.raises(ValueError, match="Expected a batch_size"):
+        batch_of(6).get_batch(0)
+
+
+def test_copies_and_pickles_keep_the_plan():
+    shard = planned()
+    for twin in (pickle.loads(pickle.dumps(shard)), copy.copy(shard), copy.deepcopy(shard)):
+        assert type(twin) is SlicedDataDict
+        assert rows_of(twin) == rows_of(shard)
+        assert twin.micro_batch_indices == shard.micro_batch_indices
+        assert twin.micro_batch_lengths == shard.micro_batch_lengths
+
+
+def test_a_spec_in_brackets_is_accepted_as_by_other_libraries():
+    assert BatchedDataDict[dict]({"x": [1]}).size == 1

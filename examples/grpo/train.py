@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
@@ -39,6 +40,8 @@ from grpo.weights import pack_weights
 def main(argv: list[str] | None = None) -> int:
     """Runs the program; returns its exit status: 0 well, 1 the run failed, 2 bad input, 130 interrupted."""
     args = _parse(argv)
+    # torch says once per process, in four lines, that a jagged tensor was made
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
         config = load_config(
             args.config,

@@ -1,4 +1,4 @@
-"""Makes the examples' packages importable, as running them as scripts does; one torch thread, as the programs use."""
+"""Makes the examples' packages and this folder importable; one torch thread, as the programs use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-if str(EXAMPLES) not in sys.path:
-    sys.path.insert(0, str(EXAMPLES))
+for folder in (EXAMPLES, Path(__file__).parent):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 
 @pytest.fixture(autouse=True)

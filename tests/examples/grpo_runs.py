@@ -1,0 +1,90 @@
+"""Runs of the GRPO example as a program, for the tests beside this module."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+TRAIN = Path(__file__).resolve().parents[2] / "examples" / "grpo" / "train.py"
+
+#: A run of seconds: a tiny model, hardly warmed up. Everything else is the real thing.
+SHORT_RUN: dict[str, Any] = {
+    "seed": 5,
+    "data": {"file": "prompts.jsonl", "eval_prompts": 8},
+    "model": {"width": 32, "layers": 1, "heads": 2},
+    "warm_start": {"steps": 120, "batch_size": 64, "learning_rate": 1.0e-2, "max_digits": 1, "wrong_fraction": 0.2},
+    "grpo": {"steps": 4, "prompts_per_step": 8, "answers_per_prompt": 4, "learning_rate": 3.0e-3},
+    "dynamic_batching": {"max_tokens_per_microbatch": 64},
+}
+
+
+def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
+    """A configuration of `SHORT_RUN` with some keys replaced, and the prompts it names, in ``folder``."""
+    config = {
+        name: {**value, **sections.get(name, {})} if isinstance(value, dict) else value
+        for name, value in SHORT_RUN.items()
+    }
+    config |= {name: value for name, value in sections.items() if name not in SHORT_RUN}
+    problems = [(a, b) for a in range(10) for b in range(10)]
+    lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a, b in problems]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def start(config: Path, out: Path, *arguments: str, path: str = "in-memory") -> subprocess.Popen[str]:
+    """Starts the program over ``path``: ``in-memory``, or a backend's name."""
+    over = ["--in-memory"] if path == "in-memory" else ["--backend", path]
+    command = [sys.executable, str(TRAIN), "--config", str(config), *over, "--out", str(out), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out.parent)
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 90.0) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error; a run that does not end is ended and fails the test."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        pytest.fail(f"the run did not end within {timeout_s:g} s")
+    return process.returncode, out, err
+
+
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def results(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was computed, without what it took."""
+    costs = {"seconds", "bytes_put", "bytes_get", "path"}
+    return [{name: value for name, value in record.items() if name not in costs} for record in records]
+
+
+@dataclass
+class Running:
+    """A run in the middle of its steps.
+
+    Attributes:
+        process: The program.
+        pids: Process ids of its actors, by name.
+        family: All processes that descend from it.
+    """
+
+    process: subprocess.Popen[str]
+    pids: dict[str, int]
+    family: list[psutil.Process]
+
+
+def assert_gone(family: list[psutil.Process]) -> None:
+    assert len(family) >= 5  # Ray's own daemons and the actors
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []

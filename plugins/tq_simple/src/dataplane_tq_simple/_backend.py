@@ -11,7 +11,6 @@ from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger_backend import LedgerService, RefsGoneError
 from dataplane_core.row_store import RowStoreBackend
-
 from dataplane_tq_simple._errors import RowsGoneError
 from dataplane_tq_simple.config import TQSimpleConfig
 

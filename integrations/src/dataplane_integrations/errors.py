@@ -1,4 +1,4 @@
-"""Errors of the trainer's side: a replica group whose leader failed, a worker that failed, died or did not answer."""
+"""Errors of the trainer's side: replica groups, workers, their placement, dynamic sampling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from typing import Any
 
 from dataplane_core.errors import DataPlaneError
 
-__all__ = ["PlacementError", "ReplicaLeaderError", "WorkerFailedError", "WorkerTimeoutError"]
+__all__ = [
+    "PlacementError",
+    "ReplicaLeaderError",
+    "SamplingExhaustedError",
+    "WorkerFailedError",
+    "WorkerTimeoutError",
+]
 
 
 class ReplicaLeaderError(DataPlaneError, RuntimeError):
@@ -39,3 +45,15 @@ class WorkerTimeoutError(WorkerFailedError, TimeoutError):
 
 class PlacementError(DataPlaneError, RuntimeError):
     """The actors of a run cannot be placed: too few logical CPUs, or nodes that lack the backend's package."""
+
+
+class SamplingExhaustedError(DataPlaneError, RuntimeError):
+    """Dynamic sampling used up its generations without the wanted number of groups.
+
+    Attributes:
+        counts: What became of the groups (`dataplane_integrations.dynamic_sampling.SamplingCounts`), or None.
+    """
+
+    def __init__(self, message: str, *, counts: Any = None, **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.counts = counts

@@ -10,7 +10,7 @@ Shape legend: ``N`` rows of this data-parallel rank, ``S`` padded sequence lengt
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,12 @@ from dataplane_core.columns import read_columns, write_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, UnsupportedOperationError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PER_TOKEN_FIELDS
+from dataplane_core.sharding.axes import REPLICATED_AXES, NamedSharding
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.batching import PLAN_KEYS, Batching, Stage
 from dataplane_integrations.broadcast import broadcast_from_leader, group_device
 
 __all__ = ["DataPlaneWorkerMixin", "FetchPolicy", "PolicyWorker", "SplitStepWorker"]
-
-#: Axes along which ranks work on the same rows.
-REPLICATED_AXES: Final = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 
 #: Who reads from the store: every rank, or the leader of each replica group, which broadcasts. ``auto``: the leader
 #: where the group has siblings.
@@ -108,8 +106,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 
     def _is_replica_leader(self) -> bool:
         """Whether this rank is 0 on every replicated axis; axes that it does not have count as 0."""
-        coords = self._local_coords()
-        return all(coords.get(axis, 0) == 0 for axis in REPLICATED_AXES)
+        return NamedSharding.is_axis_zero(self._local_coords(), REPLICATED_AXES)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

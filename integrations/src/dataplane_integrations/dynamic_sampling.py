@@ -1,0 +1,284 @@
+"""Dynamic sampling, as in DAPO: generate until enough groups have something to teach.
+
+Runs in the driver. A group is one prompt's generations: the rows whose ids share what stands before the last ``_g``.
+What is kept is decided on tags alone, so no tensor leaves the store: rows that are not wanted are cleared there, and
+what comes out is a meta of exactly the wanted number of groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import InvalidRequestError, preview
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.tags import TagFilter, check_tag_filter, matches
+from dataplane_integrations.errors import SamplingExhaustedError
+
+__all__ = ["DynamicSampling", "GroupRule", "SamplingCounts", "all_match", "tag_varies"]
+
+#: Decides on a group from its rows' tags: True keeps it.
+GroupRule: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], bool]
+
+_GROUP_MARK: Final = "_g"
+
+
+def tag_varies(name: str = "reward", *, tolerance: float = 0.0) -> GroupRule:
+    """Keeps groups in which a tag's values differ: with equal rewards all advantages are 0.
+
+    Args:
+        name: A tag that holds a number.
+        tolerance: Values this close together count as equal.
+    """
+
+    def varies(group: Sequence[Mapping[str, Any]]) -> bool:
+        values = [_number(row, name) for row in group]
+        return max(values) - min(values) > tolerance
+
+    return varies
+
+
+def all_match(tag_filter: TagFilter) -> GroupRule:
+    """Keeps groups all of whose rows match a tag filter, such as ``{"truncated": ("==", False)}``."""
+    condition = check_tag_filter(tag_filter)
+
+    def match(group: Sequence[Mapping[str, Any]]) -> bool:
+        return all(matches(row, condition) for row in group)
+
+    return match
+
+
+def _number(tags: Mapping[str, Any], name: str) -> float:
+    value = tags.get(name)
+    if not isinstance(value, (int, float)) or math.isnan(value):
+        raise InvalidRequestError(
+            f"dynamic sampling refused: a row's tag '{name}' is {value!r}. Expected a number on every row: let the "
+            "driver stamp it with meta.stamp_tags({...}) once the rows are scored."
+        )
+    return float(value)
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingCounts:
+    """What became of the groups of a step.
+
+    Attributes:
+        generations: Calls of `DynamicSampling.add`.
+        generated: Groups that were added.
+        dropped: Those that the rule refused; their rows were cleared.
+        overflow: Those that it kept but that were one too many; their rows were cleared.
+        held: Those that stay.
+    """
+
+    generations: int = 0
+    generated: int = 0
+    dropped: int = 0
+    overflow: int = 0
+    held: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.generations} generations, {self.generated} groups: {self.held} held, {self.dropped} dropped, "
+            f"{self.overflow} too many"
+        )
+
+
+@dataclass(slots=True)
+class DynamicSampling:
+    """Collects one step's groups over several generations; make one for each step.
+
+    Example:
+        A step of 32 groups of 8::
+
+            sampling = DynamicSampling(policy.client, num_groups=32, group_size=8, max_generations=5)
+            meta = sampling.collect(lambda generation: scored(ray.get(rollout.generate.remote(...))))
+
+    Attributes:
+        client: The driver's client; only its ``clear_samples`` is called, once at most for each generation.
+        num_groups: Groups wanted.
+        group_size: Rows of a group.
+        keep: The rule.
+        max_generations: Generations after which to give up.
+        allow_fewer: At the limit, take the groups that there are (`exhausted` is then True) rather than raise.
+
+    Raises:
+        InvalidRequestError: A number below 1.
+    """
+
+    client: DataPlaneClient
+    num_groups: int
+    group_size: int
+    keep: GroupRule = field(default_factory=tag_varies)
+    max_generations: int = 10
+    allow_fewer: bool = False
+    counts: SamplingCounts = field(default_factory=SamplingCounts, init=False)
+    _held: KVBatchMeta | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("num_groups", "group_size", "max_generations"):
+            if getattr(self, name) < 1:
+                raise InvalidRequestError(
+                    f"DynamicSampling refused: {name} is {getattr(self, name)}. Expected 1 or more."
+                )
+
+    @property
+    def missing(self) -> int:
+        """Groups still wanted; what the next generation has to bring at least."""
+        return self.num_groups - self.counts.held
+
+    @property
+    def complete(self) -> bool:
+        """Whether all wanted groups are held."""
+        return self.missing == 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the generations are used up without that."""
+        return not self.complete and self.counts.generations >= self.max_generations
+
+    def collect(self, generate: Callable[[int], KVBatchMeta]) -> KVBatchMeta:
+        """Generates until the step is complete, or the limit is reached.
+
+        Args:
+            generate: Called with the number of the generation, from 0; returns its rows with the tags that ``keep``
+                reads. Whole groups, whose ids no earlier generation used.
+
+        Returns:
+            The rows of the wanted groups, a group's side by side, in the order of generation. With ``allow_fewer``
+            perhaps fewer, but one group at least.
+
+        Raises:
+            SamplingExhaustedError: The limit is reached. All rows of the step have been cleared, as they have after any
+                other error on the way, of ``generate`` too.
+        """
+        pending: list[KVBatchMeta] = []
+        try:
+            while not self.complete and not self.exhausted:
+                pending = [generate(self.counts.generations)]
+                self.add(pending[0])
+                pending = []
+            return self.take()
+        except BaseException as error:
+            held, self._held = self._held, None
+            self.counts.held = 0
+            for meta in [*([] if held is None else [held]), *pending]:
+                try:
+                    self._clear(meta)
+                except Exception as broken:  # the first error is the one to report
+                    error.add_note(f"{meta.size} rows could not be cleared: {type(broken).__name__}: {broken}")
+            raise
+
+    def add(self, meta: KVBatchMeta) -> bool:
+        """Takes in one generation: clears the groups that the rule refuses, and those beyond the wanted number.
+
+        Args:
+            meta: Whole groups, with the tags that ``keep`` reads.
+
+        Returns:
+            Whether the step is complete.
+
+        Raises:
+            InvalidRequestError: Missing tags, an incomplete group, an id that is held already, another partition, or
+                no generation left. Nothing has been cleared then.
+        """
+        self._check(meta)
+        groups = self._groups(meta)
+        tags = meta.tags or []
+        kept = [rows for rows in groups if self.keep([tags[row] for row in rows])]
+        wanted, overflow = kept[: self.missing], kept[self.missing :]
+        stay = [row for rows in wanted for row in rows]
+        staying = set(stay)
+        gone = [sample_id for row, sample_id in enumerate(meta.sample_ids) if row not in staying]
+
+        part = meta.subset(stay)
+        joined = part if self._held is None else self._held.concat(part)
+        self._held = joined if joined.size else None
+        self.counts.generations += 1
+        self.counts.generated += len(groups)
+        self.counts.dropped += len(groups) - len(kept)
+        self.counts.overflow += len(overflow)
+        self.counts.held += len(wanted)
+        if gone:
+            self.client.clear_samples(gone, meta.partition_id)
+        return self.complete
+
+    def take(self) -> KVBatchMeta:
+        """The rows of the step, which are the caller's from now on.
+
+        Raises:
+            SamplingExhaustedError: Fewer groups than wanted, unless ``allow_fewer`` and `exhausted`; or none at all.
+        """
+        enough = self.complete or (self.allow_fewer and self.exhausted)
+        if not enough or self._held is None:
+            raise SamplingExhaustedError(
+                f"dynamic sampling has {self.counts.held} of {self.num_groups} groups after {self.counts.generations} "
+                f"of at most {self.max_generations} generations ({self.counts}). Expected {self.num_groups} groups "
+                "that the rule keeps.",
+                counts=dataclasses.replace(self.counts),
+                hint="Generate more groups at a time, raise max_generations, or use prompts that are neither solved "
+                "nor hopeless.",
+            )
+        taken, self._held = self._held, None
+        return taken
+
+    def discard(self) -> None:
+        """Clears the rows held, as when the step is given up. Idempotent; what `take` gave away is not touched."""
+        held, self._held = self._held, None
+        if held is not None:
+            self.counts.held = 0
+            self._clear(held)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _clear(self, meta: KVBatchMeta) -> None:
+        self.client.clear_samples(meta.sample_ids, meta.partition_id)
+
+    def _check(self, meta: KVBatchMeta) -> None:
+        where = f"dynamic sampling refused generation {self.counts.generations} of '{meta.partition_id}'"
+        if self.complete or self.exhausted:
+            raise InvalidRequestError(
+                f"{where}: the step {'is complete' if self.complete else 'has used up its generations'} "
+                f"({self.counts}). Expected a new DynamicSampling for the next step."
+            )
+        if not meta.size or meta.tags is None:
+            raise InvalidRequestError(
+                f"{where}: {meta.size} rows {'without' if meta.tags is None else 'with'} tags. Expected at least one "
+                "row, and tags to decide on: stamp them with meta.stamp_tags({...})."
+            )
+        if self._held is None:
+            return
+        if meta.partition_id != self._held.partition_id:
+            raise InvalidRequestError(
+                f"{where}: the rows held are in '{self._held.partition_id}'. Expected one partition for a step."
+            )
+        held = set(self._held.sample_ids)
+        twice = [sample_id for sample_id in meta.sample_ids if sample_id in held]
+        if twice:
+            raise InvalidRequestError(
+                f"{where}: {preview(twice)} came in an earlier generation, whose rows these overwrote. Expected new "
+                "ids: put the number of the generation into the uids."
+            )
+
+    def _groups(self, meta: KVBatchMeta) -> list[list[int]]:
+        """The rows of each group, in the order of their first rows."""
+        groups: dict[str, list[int]] = {}
+        for row, sample_id in enumerate(meta.sample_ids):
+            group, mark, _ = sample_id.rpartition(_GROUP_MARK)
+            if not mark:
+                raise InvalidRequestError(
+                    f"dynamic sampling refused: sample id '{sample_id}' holds no '{_GROUP_MARK}'. Expected ids of "
+                    "mint_sample_ids."
+                )
+            groups.setdefault(group, []).append(row)
+        for name, rows in groups.items():
+            different = len({meta.sample_ids[row] for row in rows})
+            if not len(rows) == different == self.group_size:
+                raise InvalidRequestError(
+                    f"dynamic sampling refused: group '{name}' has {len(rows)} rows, {different} of them different. "
+                    f"Expected whole groups of {self.group_size}."
+                )
+        return list(groups.values())

@@ -1,0 +1,197 @@
+"""Dynamic sampling: on tags alone, with exactly the unwanted rows cleared from the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core import KVBatchMeta, connect
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import InvalidRequestError
+from dataplane_integrations.dynamic_sampling import DynamicSampling, all_match, tag_varies
+from dataplane_integrations.errors import SamplingExhaustedError
+from dataplane_integrations.rollout import mint_sample_ids
+
+GOOD, SOLVED, HOPELESS = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
+Generate = Callable[[Sequence[list[float]]], KVBatchMeta]
+
+
+def _generate(client: DataPlaneClient, generation: int, rewards: Sequence[list[float]]) -> KVBatchMeta:
+    ids = mint_sample_ids([f"r{generation}p{i}" for i in range(len(rewards))], 2)
+    lengths = list(range(1, len(ids) + 1))
+    meta = client.put_samples(ids, "train", {"input_ids": torch.ones(len(ids), 8, dtype=torch.int64)})
+    meta.sequence_lengths = lengths
+    meta.stamp_tags({"reward": [value for group in rewards for value in group], "input_lengths": lengths})
+    return meta
+
+
+@pytest.fixture
+def generate(client: DataPlaneClient) -> Generate:
+    """Writes a generation of groups with the given rewards, under new ids."""
+    client.register_partition("train", ["input_ids"], None, ["train"])
+    done: list[int] = []
+
+    def write(rewards: Sequence[list[float]]) -> KVBatchMeta:
+        done.append(1)
+        return _generate(client, len(done) - 1, rewards)
+
+    return write
+
+
+def _clears(client: Any) -> tuple[int, int]:
+    """Calls, and rows named."""
+    total = client.metrics.snapshot()["operations"].get("clear_samples", {})
+    return total.get("calls", 0), total.get("n_keys", 0)
+
+
+def _gets(client: Any) -> int:
+    calls: int = client.metrics.snapshot()["operations"].get("get_samples", {}).get("calls", 0)
+    return calls
+
+
+def test_survivors_accumulate_and_everything_else_is_cleared(client: DataPlaneClient, generate: Generate) -> None:
+    plan = [[GOOD, SOLVED, GOOD], [HOPELESS, SOLVED, HOPELESS], [SOLVED, GOOD, GOOD]]
+    sampling = DynamicSampling(client, num_groups=3, group_size=2)
+
+    assert not sampling.add(generate(plan[0]))
+    assert _clears(client) == (1, 2)
+    assert sampling.missing == 1
+    assert not sampling.add(generate(plan[1]))
+    assert _clears(client) == (2, 8)
+    assert sampling.add(generate(plan[2]))
+    assert _clears(client) == (3, 12)
+
+    meta = sampling.take()
+    kept = ["r0p0_g0", "r0p0_g1", "r0p2_g0", "r0p2_g1", "r2p1_g0", "r2p1_g1"]
+    assert meta.sample_ids == kept
+    assert meta.sequence_lengths == [1, 2, 5, 6, 3, 4]
+    assert meta.tags is not None
+    assert [row["reward"] for row in meta.tags] == GOOD * 3
+    assert sorted(client.list_samples("train").sample_ids) == sorted(kept)
+    counts = sampling.counts
+    assert (counts.generations, counts.generated, counts.dropped, counts.overflow, counts.held) == (3, 9, 5, 1, 3)
+    assert _gets(client) == 0
+
+
+def test_a_generation_without_losses_clears_nothing(client: DataPlaneClient, generate: Generate) -> None:
+    meta = DynamicSampling(client, num_groups=2, group_size=2).collect(lambda _: generate([GOOD, GOOD]))
+    assert meta.size == 4
+    assert _clears(client) == (0, 0)
+
+
+def test_collect_gives_up_after_the_last_generation_and_leaves_no_row(
+    client: DataPlaneClient, generate: Generate
+) -> None:
+    sampling = DynamicSampling(client, num_groups=3, group_size=2, max_generations=2)
+    with pytest.raises(SamplingExhaustedError, match=r"1 of 3 groups after 2 of at most 2 generations") as caught:
+        sampling.collect(lambda n: generate([GOOD if n == 0 else SOLVED, HOPELESS]))
+    assert sampling.counts.generations == 2
+    assert (caught.value.counts.held, caught.value.counts.dropped) == (1, 3)
+    assert client.list_samples("train").size == 0
+    assert _clears(client) == (3, 8)
+
+
+def test_fewer_groups_may_be_taken_at_the_limit(client: DataPlaneClient, generate: Generate) -> None:
+    sampling = DynamicSampling(client, num_groups=3, group_size=2, max_generations=2, allow_fewer=True)
+    meta = sampling.collect(lambda n: generate([GOOD if n == 0 else SOLVED]))
+    assert sampling.exhausted
+    assert meta.sample_ids == client.list_samples("train").sample_ids == ["r0p0_g0", "r0p0_g1"]
+    none = DynamicSampling(client, num_groups=1, group_size=2, max_generations=1, allow_fewer=True)
+    with pytest.raises(SamplingExhaustedError, match="0 of 1 groups"):
+        none.collect(lambda _: generate([SOLVED]))
+
+
+@pytest.mark.parametrize("breaks_in", ["generate", "tags"])
+def test_any_error_on_the_way_clears_the_rows_of_the_step(
+    client: DataPlaneClient, generate: Generate, breaks_in: str
+) -> None:
+    def broken(number: int) -> KVBatchMeta:
+        meta = generate([GOOD, GOOD])
+        if number == 1 and breaks_in == "generate":
+            client.clear_samples(meta.sample_ids, "train")
+            raise RuntimeError("the rollout worker died")
+        if number == 1:
+            meta.tags = None
+        return meta
+
+    with pytest.raises((RuntimeError, InvalidRequestError), match=r"rollout worker died|4 rows without tags"):
+        DynamicSampling(client, num_groups=3, group_size=2).collect(broken)
+    assert client.list_samples("train").size == 0
+
+
+def test_a_refused_generation_leaves_the_store_as_it_was(client: DataPlaneClient, generate: Generate) -> None:
+    sampling = DynamicSampling(client, num_groups=9, group_size=2)
+    first = generate([GOOD, SOLVED])
+    sampling.add(first)
+    second = generate([GOOD, SOLVED])
+    before = _clears(client), client.list_samples("train").sample_ids
+
+    elsewhere = KVBatchMeta("other", None, ["x_g0", "x_g1"], tags=[{"reward": 0.0}, {"reward": 1.0}])
+    untagged = KVBatchMeta("train", None, ["x_g0", "x_g1"], tags=[{"reward": 0.0}, {}])
+    nan = KVBatchMeta("train", None, ["x_g0", "x_g1"], tags=[{"reward": 0.0}, {"reward": float("nan")}])
+    no_group = KVBatchMeta("train", None, ["x", "y"], tags=[{"reward": 0.0}, {"reward": 1.0}])
+    for meta, message in [
+        (second.slice(0, 3), "group 'r1p1' has 1 rows, 1 of them different. Expected whole groups of 2"),
+        (second.subset([0, 0, 2, 3]), "group 'r1p0' has 2 rows, 1 of them different"),
+        (first.slice(0, 2), "'r0p0_g0', 'r0p0_g1' came in an earlier generation"),
+        (elsewhere, "'other': the rows held are in 'train'"),
+        (untagged, "tag 'reward' is None"),
+        (nan, "tag 'reward' is nan"),
+        (no_group, "'x' holds no '_g'"),
+        (second.slice(0, 0), "0 rows with tags"),
+    ]:
+        with pytest.raises(InvalidRequestError, match=message):
+            sampling.add(meta)
+    assert (_clears(client), client.list_samples("train").sample_ids) == before
+    assert sampling.counts.generations == 1
+    assert not sampling.add(second)
+
+
+def test_a_complete_step_takes_no_more_and_gives_its_rows_away_once(
+    client: DataPlaneClient, generate: Generate
+) -> None:
+    sampling = DynamicSampling(client, num_groups=1, group_size=2)
+    sampling.add(generate([GOOD]))
+    with pytest.raises(InvalidRequestError, match="the step is complete"):
+        sampling.add(generate([GOOD]))
+    sampling.take()
+    sampling.discard()
+    assert _clears(client) == (0, 0)
+
+
+def test_members_of_a_group_need_not_lie_side_by_side(client: DataPlaneClient, generate: Generate) -> None:
+    meta = generate([GOOD, SOLVED, GOOD]).subset([5, 0, 3, 1, 4, 2])
+    sampling = DynamicSampling(client, num_groups=2, group_size=2)
+    sampling.add(meta)
+    assert sampling.take().sample_ids == ["r0p2_g1", "r0p2_g0", "r0p0_g0", "r0p0_g1"]
+    assert sorted(client.list_samples("train").sample_ids) == ["r0p0_g0", "r0p0_g1", "r0p2_g0", "r0p2_g1"]
+
+
+def test_rules() -> None:
+    varies = tag_varies("score", tolerance=0.1)
+    assert not varies([{"score": 0.5}, {"score": 0.55}])
+    assert varies([{"score": 0.5}, {"score": 0.65}])
+    whole = all_match({"truncated": False, "weight_version": (">=", 3)})
+    assert whole([{"truncated": False, "weight_version": 3}] * 2)
+    assert not whole([{"truncated": False, "weight_version": 3}, {"truncated": True, "weight_version": 3}])
+
+
+@pytest.mark.parametrize("name", ["num_groups", "group_size", "max_generations"])
+def test_numbers_below_one_are_refused(client: DataPlaneClient, name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name} is 0"):
+        DynamicSampling(client, **{"num_groups": 1, "group_size": 1, name: 0})
+
+
+def test_over_a_store_of_several_processes(local_ray: Any) -> None:
+    config = {"backend": "tq_simple", "options": {"instance": "dynamic-sampling"}, "op_timeout_s": 30}
+    with connect(config) as client:
+        client.register_partition("train", ["input_ids"], None, ["train"], grpo_group_size=2)
+        plan = [[GOOD, SOLVED], [HOPELESS, GOOD, GOOD]]
+        sampling = DynamicSampling(client, num_groups=2, group_size=2)
+        meta = sampling.collect(lambda n: _generate(client, n, plan[n]))
+        assert meta.sample_ids == ["r0p0_g0", "r0p0_g1", "r1p1_g0", "r1p1_g1"]
+        assert sorted(client.list_samples("train").sample_ids) == sorted(meta.sample_ids)
+        assert client.get_data(meta, ["input_ids"])["input_ids"].shape == (4, 8)

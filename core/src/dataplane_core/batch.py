@@ -68,13 +68,15 @@ class BatchedDataDict(UserDict[str, Any]):
         Raises:
             MissingDataError: A ``KeyError``: a key is missing from a batch with rows.
             NotImplementedError: A column of another type; names key and type.
-            InvalidRequestError: A column differs between batches in dtype, number of dims, trailing dims or device.
+            InvalidRequestError: A column differs between batches in dtype, number of dims, trailing dims or device, or
+                the columns of one batch differ in length.
         """
         pad_values = pad_value_dict or {}
+        sizes = [_common_size(f"from_batches: batch {number}: ", batch) for number, batch in enumerate(batches)]
         joined = cls()
         for key in dict.fromkeys(key for batch in batches for key in batch):
             for number, batch in enumerate(batches):
-                if key not in batch and any(num_rows(name, column) for name, column in batch.items()):
+                if key not in batch and sizes[number]:
                     raise MissingDataError(
                         f"from_batches: key '{key}' is missing from batch {number}, which has {', '.join(batch)}. "
                         "Expected the same columns in every batch that has rows."
@@ -111,10 +113,7 @@ class BatchedDataDict(UserDict[str, Any]):
             InvalidRequestError: Columns of different length; names them.
             NotImplementedError: A column that is neither a tensor, a list nor an array.
         """
-        sizes = {key: num_rows(key, column) for key, column in self.data.items()}
-        if len(set(sizes.values())) > 1:
-            raise InvalidRequestError(f"columns differ in length: {sizes}. Expected one row per sample in each.")
-        return next(iter(sizes.values()), 0)
+        return _common_size("", self.data)
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
         """The rows ``[start, end)``. Tensors and arrays are views: pickled, each takes the whole of its memory along.
@@ -451,6 +450,13 @@ class BatchedDataDict(UserDict[str, Any]):
 
 class SlicedDataDict(BatchedDataDict):
     """A shard, or a part of a batch."""
+
+
+def _common_size(where: str, columns: Mapping[str, Any]) -> int:
+    sizes = {key: num_rows(key, column) for key, column in columns.items()}
+    if len(set(sizes.values())) > 1:
+        raise InvalidRequestError(f"{where}columns differ in length: {sizes}. Expected one row per sample in each.")
+    return next(iter(sizes.values()), 0)
 
 
 def _as_ints(what: str, indices: Any) -> list[int]:

@@ -70,6 +70,11 @@ def test_a_key_missing_from_a_batch_with_rows_is_a_key_error_that_names_both():
     assert "key 'b' is missing from batch 1" in str(caught.value)
 
 
+def test_a_batch_whose_columns_differ_in_length_is_refused_by_number():
+    with pytest.raises(ValueError, match=r"batch 1: columns differ in length: \{'a': 1, 'b': 2\}"):
+        BatchedDataDict.from_batches([{"a": [1], "b": [2]}, {"a": [3], "b": torch.zeros(2)}])
+
+
 def test_batches_without_rows_may_lack_keys():
     joined = BatchedDataDict.from_batches([{}, {"a": torch.tensor([1]), "b": ["x"]}, {"a": torch.zeros(0).long()}])
     assert joined["a"].tolist() == [1]

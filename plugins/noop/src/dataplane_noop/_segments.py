@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from dataplane_core.codec.objects import copy_item
+from dataplane_core.codec.tensors import carrier
 from dataplane_core.hookspecs import WireColumn
 
 __all__ = ["Ragged", "Segment", "StoredColumn", "merge", "to_wire"]
@@ -119,7 +120,7 @@ def _take(column: StoredColumn, rows: Sequence[int]) -> StoredColumn:
     if isinstance(column, list):
         return [copy_item(column[row]) for row in rows]
     if isinstance(column, torch.Tensor):
-        return column[start:stop].clone() if adjacent else column.index_select(0, torch.tensor(rows))
+        return column[start:stop].clone() if adjacent else _select(column, torch.tensor(rows))
     offsets = column.offsets
     if adjacent:
         first, last = int(offsets[start]), int(offsets[stop])
@@ -129,7 +130,12 @@ def _take(column: StoredColumn, rows: Sequence[int]) -> StoredColumn:
     new = _offsets(lengths)
     shift = offsets.index_select(0, picks) - new[:-1]
     index = torch.repeat_interleave(shift, lengths) + torch.arange(int(new[-1]))
-    return Ragged(column.values.index_select(0, index), new)
+    return Ragged(_select(column.values, index), new)
+
+
+def _select(column: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`index_select` for every dtype: torch has none for uint16 to uint64 and complex32."""
+    return carrier(column).index_select(0, index).view(column.dtype)
 
 
 def _as_ragged(column: StoredColumn) -> Ragged:

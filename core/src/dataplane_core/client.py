@@ -336,7 +336,8 @@ class DataPlaneClient:
         if names is None:
             raise InvalidRequestError(
                 f"get_data('{meta.partition_id}', {meta.size} samples) refused: neither select_fields nor meta.fields "
-                "names the columns to read."
+                "names the columns to read.",
+                backend=self.backend_name,
             )
         return self.get_samples(meta.sample_ids, meta.partition_id, names)
 
@@ -429,7 +430,8 @@ class DataPlaneClient:
 
     def renew(self, meta: KVBatchMeta, lease_s: float) -> None:
         """Extends leases to ``lease_s`` seconds from now; errors as `ack`."""
-        check_seconds("lease_s", lease_s)
+        with self._operation():
+            check_seconds("lease_s", lease_s)
         self._settle("renew", RenewRequest, meta, lease_s=lease_s)
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:

@@ -1,0 +1,274 @@
+"""What all suites of the kit share: what a test proves, gates by capability, deviations, no quiet overrides."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeVar
+
+import pytest
+
+from dataplane_core.backend import Backend
+from dataplane_core.capabilities import OPERATIONS, Capability, Scope
+from dataplane_core.errors import DataPlaneError
+from dataplane_core.registry import load_backend
+from dataplane_core.testing._store import Deployment, Store
+
+__all__ = ["ConformanceError", "Proof", "Suite", "needs_of", "proves"]
+
+#: What a test proves: the core of the contract, a capability, or a scope wider than one process.
+Proof: TypeAlias = Capability | Scope | Literal["core"]
+
+_Test = TypeVar("_Test", bound=Callable[..., Any])
+
+_CHAPTER: Final = "__dataplane_chapter__"
+_PROVES: Final = "__dataplane_proves__"
+
+#: Opens the reason of a test that is skipped because the backend does not declare what it proves.
+NOT_DECLARED: Final = "not declared: "
+
+#: What an author's class may define; every other name of the kit is the kit's.
+_AUTHORS_NAMES: Final = frozenset(
+    {
+        "absent_options",
+        "attach_options",
+        "backend",
+        "backend_class",
+        "conflicting_options",
+        "deviations",
+        "isolated_options",
+        "op_timeout_s",
+        "options",
+        "raw_get",
+        "restart",
+        "store_per_test",
+    }
+)
+
+
+class ConformanceError(DataPlaneError, TypeError):
+    """A subclass of `BackendConformance` is not what the kit can run: a quiet override, an unknown deviation."""
+
+
+def proves(*what: Proof) -> Callable[[_Test], _Test]:
+    """Marks a test of the kit with what it proves.
+
+    Args:
+        what: The row of the report that the test counts for; further ones must be declared too, or it is not run.
+    """
+
+    def mark(test: _Test) -> _Test:
+        setattr(test, _PROVES, what)
+        return test
+
+    return mark
+
+
+def needs_of(test: Any) -> tuple[Proof, ...]:
+    """What a test of the kit proves and needs; empty for a test that is not the kit's."""
+    found: tuple[Proof, ...] = getattr(test, _PROVES, ())
+    return found
+
+
+def chapter_of(test: Any) -> str | None:
+    """The chapter of the contract that a test of the kit belongs to; None for a test that is not the kit's."""
+    chapter: str | None = getattr(test, _CHAPTER, None)
+    return chapter
+
+
+class Suite:
+    """Base of the suites, and of `BackendConformance`. A suite of the kit names its chapter, an author's does not.
+
+    Attributes:
+        backend: Entry-point name of the backend; or the name that reports give to ``backend_class``.
+        backend_class: The backend's class.
+        deviations: Test -> why this backend departs from what it says. The test becomes a strict expected failure: it
+            must fail. A key may name some cases of a parametrized test, as in ``test_x[float8*]``.
+        op_timeout_s: Deadline of one operation in seconds, for the kit's clients.
+        store_per_test: Connect afresh for every test. By default one store serves all tests of the class that have
+            equal ``options``.
+    """
+
+    backend: ClassVar[str] = ""
+    backend_class: ClassVar[type[Backend] | None] = None
+    deviations: ClassVar[Mapping[str, str]] = {}
+    op_timeout_s: ClassVar[float] = 30.0
+    store_per_test: ClassVar[bool] = False
+
+    def __init_subclass__(cls, *, chapter: str | None = None, proof: Proof = "core", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if chapter is None:
+            _check_authors_class(cls)
+            return
+        setattr(cls, _CHAPTER, chapter)
+        owners = [
+            name for base in cls.__bases__ if base is not Suite for name in vars(base) if not name.startswith("__")
+        ]
+        assert len(owners) == len(set(owners)), "two suites of the kit define the same name"
+        for name, member in list(vars(cls).items()):
+            if name.startswith("test_"):
+                setattr(member, _CHAPTER, chapter)
+                if not hasattr(member, _PROVES):
+                    setattr(member, _PROVES, (proof,))
+
+    # --- what an author may supply ------------------------------------------------------------------------------------
+
+    @pytest.fixture
+    def options(self) -> dict[str, Any]:
+        """The backend's options. Override it as a fixture of any scope, which may use other fixtures."""
+        return {}
+
+    def isolated_options(self, options: dict[str, Any], tag: str) -> dict[str, Any]:
+        """Options of a store that shares nothing with the one of ``options``, for tests that need one of their own.
+
+        The default asks the backend class, where it has a classmethod of this name, else returns ``options``: right
+        where every bootstrapping client owns a store.
+        """
+        own = getattr(self.under_test(), "isolated_options", None)
+        made: dict[str, Any] = dict(options) if own is None else own(dict(options), tag)
+        return made
+
+    def attach_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options with which another process attaches to the store that was bootstrapped with ``options``."""
+        return dict(options)
+
+    def absent_options(self, options: dict[str, Any]) -> dict[str, Any] | None:
+        """Options under which there is nothing to attach to. Default: those of an isolated store, if they differ."""
+        isolated = self.isolated_options(options, "absent")
+        return isolated if isolated != options else None
+
+    def conflicting_options(self, options: dict[str, Any]) -> dict[str, Any] | None:
+        """Options that name the running store of ``options`` but would shape it otherwise; None: there are none."""
+        return None
+
+    def raw_get(self, backend: Backend, partition_id: str, sample_id: str, field: str) -> Any:
+        """A second way to read one cell, past the backend's own hooks and core's codec.
+
+        Args:
+            backend: The started backend of the kit's client.
+            partition_id: A registered partition.
+            sample_id: A sample that was put.
+            field: A field of it.
+
+        Returns:
+            The cell as the engine holds it: framed bytes where the wire is bytes, else the lowered tensor or item.
+        """
+        raise NotImplementedError
+
+    def restart(self, backend: Backend) -> None:
+        """Kills the store's processes (kill -9) and starts them again; for backends that declare ``durable``."""
+        raise NotImplementedError
+
+    # --- fixtures -----------------------------------------------------------------------------------------------------
+
+    @pytest.fixture(autouse=True)
+    def _conformance_gate(self, request: pytest.FixtureRequest) -> None:
+        if chapter_of(request.function) is None:
+            return
+        cls = self.under_test()
+        for need in needs_of(request.function):
+            if not declares(cls, need):
+                pytest.skip(f"{NOT_DECLARED}{label_of(need)}")
+        if request.node.get_closest_marker("xfail") is not None:
+            pytest.fail(
+                f"{request.node.name} carries an xfail mark. A departure from the contract is written down in "
+                f"{type(self).__name__}.deviations, with its reason."
+            )
+        reason = _deviation(type(self).deviations, request.node.name)
+        if reason is not None:
+            request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+
+    @pytest.fixture
+    def store(self, request: pytest.FixtureRequest, options: dict[str, Any]) -> Iterator[Store]:
+        """The store under test, as the tests of the kit use it."""
+        owner = request.node if self.store_per_test else request.node.getparent(pytest.Class)
+        cls = self.under_test()
+        deployment = Deployment.of(owner, self, cls, self.backend or cls.__name__, options)
+        store = Store(deployment)
+        try:
+            yield store
+        finally:
+            store.end_test()
+
+    # --- how it is done -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def under_test(cls) -> type[Backend]:
+        """The backend's class."""
+        if cls.backend_class is not None:
+            return cls.backend_class
+        if cls.backend:
+            return load_backend(cls.backend)
+        raise ConformanceError(
+            f"{cls.__name__} names no backend.",
+            hint="Set backend_class = MyBackend, or backend = 'its entry-point name'.",
+        )
+
+
+def declares(cls: type[Backend], need: Proof) -> bool:
+    """Whether a backend class declares what a test proves."""
+    if isinstance(need, Capability):
+        return need in cls.capabilities
+    if isinstance(need, Scope):
+        reach = list(Scope)
+        return reach.index(cls.scope) >= reach.index(need)
+    return True
+
+
+def label_of(need: Proof) -> str:
+    """How reports call it."""
+    return f"scope {need}" if isinstance(need, Scope) else str(need)
+
+
+def undeclared_operations(cls: type[Backend]) -> list[Capability]:
+    """Operations that the backend must refuse."""
+    return sorted(OPERATIONS - cls.capabilities)
+
+
+def kit_members(cls: type) -> dict[str, Any]:
+    """Everything that the kit's classes define, as the kit alone would resolve it."""
+    members: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if _CHAPTER in vars(base) or base is Suite:
+            members.update({name: value for name, value in vars(base).items() if not name.startswith("__")})
+    return members
+
+
+def _deviation(deviations: Mapping[str, str], node_name: str) -> str | None:
+    plain = node_name.partition("[")[0]
+    for key, reason in deviations.items():
+        # brackets are literal in a test's name, and a pattern only inside them
+        inside = key.removeprefix(f"{plain}[").removesuffix("]") if key.startswith(f"{plain}[") else None
+        if key in (plain, node_name):
+            return reason
+        if inside is not None and fnmatch.fnmatchcase(node_name.removeprefix(f"{plain}[").removesuffix("]"), inside):
+            return reason
+    return None
+
+
+def _check_authors_class(cls: type[Suite]) -> None:
+    members = kit_members(cls)
+    tests = {name for name in members if name.startswith("test_")}
+    overridden = [
+        name
+        for name, member in members.items()
+        if name not in _AUTHORS_NAMES and inspect.getattr_static(cls, name, None) is not member
+    ]
+    if overridden:
+        names = ", ".join(overridden)
+        raise ConformanceError(
+            f"{cls.__name__} overrides {names} of the conformance kit. The kit's own must run unchanged.",
+            hint=f"Write deviations = {{{overridden[0]!r}: 'why'}} and give your own test another name.",
+        )
+    marks = cls.__dict__.get("pytestmark", [])
+    for mark in marks if isinstance(marks, list) else [marks]:
+        if mark.name == "xfail":
+            raise ConformanceError(
+                f"{cls.__name__} marks the whole kit xfail.", hint="Write each departure down in deviations."
+            )
+    for key, reason in cls.deviations.items():
+        if key.partition("[")[0] not in tests:
+            raise ConformanceError(f"{cls.__name__}.deviations names {key!r}, which is no test of the kit.")
+        if not isinstance(reason, str) or not reason.strip():
+            raise ConformanceError(f"{cls.__name__}.deviations[{key!r}] gives no reason.")

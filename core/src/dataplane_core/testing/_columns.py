@@ -1,0 +1,298 @@
+"""Columns to put, the rows that must come back, and how the two are compared: bit for bit, without core's codec.
+
+Shape legend: ``N`` rows (`NUM_ROWS`), ``L`` a row's own length, ``T`` the lengths of all rows together.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from dataplane_core.capabilities import ALL_DTYPES
+
+__all__ = [
+    "DTYPES",
+    "LAYOUTS",
+    "NUM_ROWS",
+    "batch",
+    "cases",
+    "check_column",
+    "ids",
+    "items_of",
+    "jagged",
+    "random_cells",
+    "rows_of",
+    "same_bits",
+    "same_items",
+    "shared",
+    "values_and_offsets",
+]
+
+#: Every dtype of the contract, in an order.
+DTYPES: Final = sorted(ALL_DTYPES, key=str)
+
+NUM_ROWS: Final = 5
+_LENGTHS: Final = (3, 1, 4, 1, 6)
+_LENGTHS_WITH_EMPTY: Final = (0, 2, 0, 5, 0)
+
+#: The column to put, and the rows that it holds.
+Laid: TypeAlias = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+def ids(count: int, prefix: str = "s") -> list[str]:
+    """Sample ids ``s0``, ``s1``, ..."""
+    return [f"{prefix}{index}" for index in range(count)]
+
+
+def batch(num_rows: int, **columns: Any) -> TensorDict:
+    """A TensorDict of batch size ``[num_rows]``."""
+    return TensorDict(columns, batch_size=[num_rows])
+
+
+def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of shape (L, ...) as one ``torch.jagged`` nested tensor."""
+    lengths = torch.tensor([len(row) for row in rows])
+    return _jagged_of(torch.cat(list(rows)), lengths)
+
+
+def random_cells(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torch.Tensor:
+    """Random bits read as ``dtype``: NaN payloads, denormals and negative zeros among them."""
+    if dtype == torch.complex32:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says once that it is experimental
+            torch.empty(0, dtype=dtype)
+    generator = np.random.default_rng(seed)
+    if dtype == torch.bool:
+        return torch.from_numpy(generator.integers(0, 2, size=tuple(shape)).astype(np.bool_))
+    count = math.prod(shape) * dtype.itemsize
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.from_numpy(generator.integers(0, 256, size=count, dtype=np.uint8)).view(dtype).view(tuple(shape))
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The content as bytes, in row-major order."""
+    plain = tensor.detach().contiguous()
+    if plain.numel() == 0:
+        return b""
+    return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal dtype, shape and bits."""
+    return left.dtype == right.dtype and left.shape == right.shape and bits(left) == bits(right)
+
+
+def values_and_offsets(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parts of a jagged tensor: values (T, ...) and offsets (N + 1,)."""
+    return nested.values(), nested.offsets()
+
+
+def rows_of(column: Any, num_rows: int) -> list[torch.Tensor]:
+    """The rows of a tensor column that was read."""
+    assert isinstance(column, torch.Tensor), f"expected a tensor column, got a {type(column).__name__}"
+    if column.is_nested:
+        assert column.layout == torch.jagged, f"expected the layout torch.jagged, got {column.layout}"
+        values, offsets = values_and_offsets(column)
+        rows = [values[start:stop] for start, stop in pairwise(offsets.tolist())]
+    else:
+        assert column.dim() >= 1, "expected one row per id, got a scalar tensor"
+        rows = [column[index] for index in range(column.shape[0])]
+    assert len(rows) == num_rows, f"expected {num_rows} rows, got {len(rows)}"
+    return rows
+
+
+def check_column(column: Any, expected: Sequence[torch.Tensor]) -> None:
+    """Asserts that a column that was read holds these rows, in the container that the contract promises."""
+    rows = rows_of(column, len(expected))
+    uniform = len({tuple(row.shape) for row in expected}) == 1
+    shapes = [tuple(row.shape) for row in expected]
+    assert column.dtype == expected[0].dtype, f"dtype {column.dtype}, expected {expected[0].dtype}"
+    assert [tuple(row.shape) for row in rows] == shapes, (
+        f"rows of shapes {[tuple(row.shape) for row in rows]}, expected {shapes}"
+    )
+    for index, (row, wanted) in enumerate(zip(rows, expected, strict=True)):
+        assert bits(row) == bits(wanted), f"row {index}: {row} is not bit for bit {wanted}"
+    if uniform:
+        assert not column.is_nested, f"rows of one shape {shapes[0]} came back nested, expected dense"
+        assert column.is_contiguous(), "a dense column is not contiguous"
+    else:
+        assert column.is_nested, "rows of different shapes did not come back as one nested tensor"
+        assert values_and_offsets(column)[0].is_contiguous(), "the values of a jagged column are not contiguous"
+        lengths = [len(row) for row in expected]
+        found = getattr(column, "_maybe_min_seqlen", None), getattr(column, "_maybe_max_seqlen", None)
+        assert found == (min(lengths), max(lengths)), f"min and max length are {found}, expected those of {lengths}"
+    assert column.device.type == "cpu"
+    assert not column.requires_grad, "a column came back attached to a graph"
+
+
+def items_of(column: Any) -> list[Any]:
+    """The items of an object column that was read."""
+    assert hasattr(column, "tolist"), f"expected a NonTensorStack, got a {type(column).__name__}"
+    found: list[Any] = column.tolist()
+    return found
+
+
+def shared(left: Any, right: Any) -> bool:
+    """Whether two tensors of any layout share memory."""
+    pointers = [
+        (each.values() if each.is_nested and each.layout == torch.jagged else each).untyped_storage().data_ptr()
+        for each in (left, right)
+    ]
+    return bool(pointers[0] == pointers[1] != 0)
+
+
+def same_items(left: Any, right: Any) -> bool:
+    """Equal items of object columns: the same types all the way down, NaN equal to NaN, tensors bit for bit."""
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and same_bits(left, right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, list):
+        return len(left) == len(right) and all(same_items(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same_items(left[key], right[key]) for key in left)
+    if isinstance(left, float):
+        return left.hex() == right.hex() or (math.isnan(left) and math.isnan(right))
+    return bool(left == right)
+
+
+def as_objects(*items: Any) -> NonTensorStack:
+    """An object column."""
+    return NonTensorStack(*items)
+
+
+def as_object_array(*items: Any) -> Any:
+    """The same as ``np.ndarray(dtype=object)``."""
+    array = np.empty(len(items), dtype=object)
+    for index, item in enumerate(items):
+        array[index] = item
+    return array
+
+
+# --- layouts: from a dtype and a seed to a column and its rows --------------------------------------------------------
+
+
+def _jagged_of(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
+    return nested
+
+
+def _dense(*cell: int) -> Callable[[torch.dtype, int], Laid]:
+    def lay(dtype: torch.dtype, seed: int) -> Laid:
+        column = random_cells(dtype, (NUM_ROWS, *cell), seed)
+        return column, list(column.clone().unbind())
+
+    return lay
+
+
+def _ragged(lengths: Sequence[int], *trailing: int) -> Callable[[torch.dtype, int], Laid]:
+    def lay(dtype: torch.dtype, seed: int) -> Laid:
+        values = random_cells(dtype, (sum(lengths), *trailing), seed)
+        return _jagged_of(values, torch.tensor(lengths)), list(values.clone().split_with_sizes(list(lengths)))
+
+    return lay
+
+
+def _one_row(dtype: torch.dtype, seed: int) -> Laid:
+    column = random_cells(dtype, (1, 4), seed)
+    return column, [column[0].clone()]
+
+
+def _transposed(dtype: torch.dtype, seed: int) -> Laid:
+    column = random_cells(dtype, (3, NUM_ROWS, 2), seed).transpose(0, 1)
+    return column, list(column.contiguous().unbind())
+
+
+def _expanded(dtype: torch.dtype, seed: int) -> Laid:
+    column = random_cells(dtype, (1, 1, 3), seed).expand(NUM_ROWS, 2, 3)
+    return column, list(column.contiguous().unbind())
+
+
+def _strided_slice(dtype: torch.dtype, seed: int) -> Laid:
+    column = random_cells(dtype, (2 * NUM_ROWS + 1, 6), seed)[1::2, 1:5:2]
+    return column, list(column.contiguous().unbind())
+
+
+def _with_grad(dtype: torch.dtype, seed: int) -> Laid:
+    column = random_cells(dtype, (NUM_ROWS, 3), seed)
+    return column.clone().requires_grad_(), list(column.unbind())
+
+
+def _jagged_with_grad(dtype: torch.dtype, seed: int) -> Laid:
+    values = random_cells(dtype, (sum(_LENGTHS),), seed)
+    column = _jagged_of(values.clone().requires_grad_(), torch.tensor(_LENGTHS))
+    return column, list(values.split_with_sizes(list(_LENGTHS)))
+
+
+def _jagged_with_holes(dtype: torch.dtype, seed: int) -> Laid:
+    values = random_cells(dtype, (NUM_ROWS * 7, 2), seed)
+    lengths = torch.tensor(_LENGTHS)
+    offsets = torch.arange(NUM_ROWS + 1) * 7
+    column = torch.nested.nested_tensor_from_jagged(values, offsets, lengths)
+    return column, [values[7 * index : 7 * index + length].clone() for index, length in enumerate(_LENGTHS)]
+
+
+def _strided_nested(lengths: Sequence[int]) -> Callable[[torch.dtype, int], Laid]:
+    def lay(dtype: torch.dtype, seed: int) -> Laid:
+        rows = [random_cells(dtype, (length, 2), seed + index) for index, length in enumerate(lengths)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls the strided layout a prototype
+            return torch.nested.nested_tensor(rows, layout=torch.strided), rows
+
+    return lay
+
+
+_REAL: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_GRAD: Final = _REAL | {torch.complex64, torch.complex128}
+_STRIDED: Final = _GRAD | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+
+#: Layouts that torch itself has for some dtypes only.
+_ONLY_FOR: Final[dict[str, frozenset[torch.dtype]]] = {
+    "with_grad": _GRAD,
+    "jagged_with_grad": _REAL,
+    "strided_nested": _STRIDED,
+    "strided_nested_with_empty_rows": _STRIDED,
+}
+
+#: Layout -> what makes a column of a dtype in it.
+LAYOUTS: Final[dict[str, Callable[[torch.dtype, int], Laid]]] = {
+    "scalars": _dense(),
+    "column_of_one": _dense(1),
+    "vectors": _dense(3),
+    "no_width": _dense(0),
+    "trailing_dims": _dense(2, 3),
+    "deep": _dense(2, 1, 3, 2),
+    "trailing_dim_of_0": _dense(2, 0),
+    "one_row": _one_row,
+    "jagged": _ragged(_LENGTHS),
+    "jagged_with_empty_rows": _ragged(_LENGTHS_WITH_EMPTY),
+    "jagged_of_equal_lengths": _ragged((3,) * NUM_ROWS),
+    "jagged_all_rows_empty": _ragged((0,) * NUM_ROWS),
+    "jagged_with_trailing_dims": _ragged(_LENGTHS_WITH_EMPTY, 2, 3),
+    "jagged_with_holes": _jagged_with_holes,
+    "jagged_with_grad": _jagged_with_grad,
+    "strided_nested": _strided_nested(_LENGTHS),
+    "strided_nested_with_empty_rows": _strided_nested(_LENGTHS_WITH_EMPTY),
+    "transposed": _transposed,
+    "expanded": _expanded,
+    "strided_slice": _strided_slice,
+    "with_grad": _with_grad,
+}
+
+
+def cases() -> list[tuple[torch.dtype, str]]:
+    """Every dtype in every layout that torch has for it."""
+    return [(dtype, layout) for layout in LAYOUTS for dtype in DTYPES if dtype in _ONLY_FOR.get(layout, ALL_DTYPES)]

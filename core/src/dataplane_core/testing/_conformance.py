@@ -1,0 +1,88 @@
+"""`BackendConformance`: all suites in one class."""
+
+from __future__ import annotations
+
+from dataplane_core.testing._base import Suite
+from dataplane_core.testing.suites.bounds import BoundSuite
+from dataplane_core.testing.suites.capabilities import CapabilitySuite
+from dataplane_core.testing.suites.capacity import CapacitySuite
+from dataplane_core.testing.suites.claims import ClaimSuite
+from dataplane_core.testing.suites.clear import ClearSuite
+from dataplane_core.testing.suites.consumption import ConsumptionSuite
+from dataplane_core.testing.suites.errors import ErrorSuite
+from dataplane_core.testing.suites.get import GetSuite
+from dataplane_core.testing.suites.groups import GroupSuite
+from dataplane_core.testing.suites.guarantees import GuaranteeSuite
+from dataplane_core.testing.suites.leases import LeaseSuite
+from dataplane_core.testing.suites.lifecycle import LifecycleSuite
+from dataplane_core.testing.suites.listing import ListingSuite
+from dataplane_core.testing.suites.machine import MachineSuite
+from dataplane_core.testing.suites.matrix import MatrixSuite
+from dataplane_core.testing.suites.overwrite import OverwriteSuite
+from dataplane_core.testing.suites.processes import ProcessSuite
+from dataplane_core.testing.suites.put import PutSuite
+from dataplane_core.testing.suites.put_refusals import PutRefusalSuite
+from dataplane_core.testing.suites.races import RaceSuite
+from dataplane_core.testing.suites.registration import RegistrationSuite
+from dataplane_core.testing.suites.tag_filters import TagFilterSuite
+
+__all__ = ["SUITES", "BackendConformance"]
+
+#: The suites, in the order in which they run.
+SUITES: tuple[type[Suite], ...] = (
+    CapabilitySuite,
+    RegistrationSuite,
+    PutSuite,
+    PutRefusalSuite,
+    GetSuite,
+    MatrixSuite,
+    ClaimSuite,
+    GroupSuite,
+    LeaseSuite,
+    TagFilterSuite,
+    ListingSuite,
+    OverwriteSuite,
+    ClearSuite,
+    ConsumptionSuite,
+    CapacitySuite,
+    ErrorSuite,
+    BoundSuite,
+    LifecycleSuite,
+    GuaranteeSuite,
+    RaceSuite,
+    ProcessSuite,
+    MachineSuite,
+)
+
+
+class BackendConformance(
+    CapabilitySuite,
+    RegistrationSuite,
+    PutSuite,
+    PutRefusalSuite,
+    GetSuite,
+    MatrixSuite,
+    ClaimSuite,
+    GroupSuite,
+    LeaseSuite,
+    TagFilterSuite,
+    ListingSuite,
+    OverwriteSuite,
+    ClearSuite,
+    ConsumptionSuite,
+    CapacitySuite,
+    ErrorSuite,
+    BoundSuite,
+    LifecycleSuite,
+    GuaranteeSuite,
+    RaceSuite,
+    ProcessSuite,
+    MachineSuite,
+    chapter="",
+):
+    """Every test of the contract. Subclass it, name the backend, and override the fixture ``options``.
+
+    What a subclass may define: ``backend`` or ``backend_class``, ``options``, ``deviations``, ``op_timeout_s``,
+    ``store_per_test``, ``isolated_options``, ``attach_options``, ``absent_options``, ``conflicting_options``,
+    ``raw_get`` and ``restart``, all documented on this class; and tests of its own. It may not override the kit's.
+    """

@@ -1,0 +1,217 @@
+"""The hooks of a backend called directly, past the client: its own rows, its own order, its own errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from tensordict import TensorDictBase
+
+from dataplane_core.backend import Backend
+from dataplane_core.codec.wire import lower, raise_columns
+from dataplane_core.hookspecs import (
+    AckRequest,
+    Claim,
+    ClaimRequest,
+    ClearReply,
+    ClearRequest,
+    ConsumptionReply,
+    ConsumptionRequest,
+    DescribeRequest,
+    GetRequest,
+    ListRequest,
+    NackRequest,
+    PartitionInfo,
+    PutReply,
+    PutRequest,
+    RegisterRequest,
+    RenewRequest,
+    SampleList,
+    SettleReply,
+    WireBatch,
+)
+from dataplane_core.tags import TagFilter, check_tag_filter
+
+__all__ = ["Hooks"]
+
+_R = TypeVar("_R")
+
+
+class Hooks:
+    """Calls hooks as core does: unique ids, lowered columns, a deadline.
+
+    Args:
+        backend: A started backend.
+        deadline_s: Seconds until the deadline of each request; may be negative.
+    """
+
+    def __init__(self, backend: Backend, deadline_s: float = 30.0) -> None:
+        self._backend = backend
+        self._wire = type(backend).wire
+        self._deadline_s = deadline_s
+
+    def within(self, deadline_s: float) -> Hooks:
+        """The same hooks with another deadline."""
+        return Hooks(self._backend, deadline_s)
+
+    def register(
+        self,
+        partition_id: str,
+        fields: Sequence[str] = ("x",),
+        *,
+        num_samples: int | None = None,
+        tasks: Sequence[str] = ("train",),
+        group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+    ) -> PartitionInfo:
+        """``register_partition``."""
+        request = RegisterRequest(
+            partition_id=partition_id,
+            fields=list(fields),
+            num_samples=num_samples,
+            consumer_tasks=list(tasks),
+            grpo_group_size=group_size,
+            enums={name: list(words) for name, words in (enums or {}).items()},
+            deadline=self._deadline(),
+        )
+        return self._call("register_partition", request, PartitionInfo)
+
+    def describe(self, partition_id: str) -> PartitionInfo:
+        """``describe_partition``."""
+        request = DescribeRequest(partition_id=partition_id, deadline=self._deadline())
+        return self._call("describe_partition", request, PartitionInfo)
+
+    def put(
+        self,
+        partition_id: str,
+        sample_ids: Sequence[str],
+        fields: TensorDictBase | Mapping[str, Any] | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        epoch: int | None = None,
+    ) -> PutReply:
+        """``put_samples``, the fields lowered to the backend's wire format."""
+        columns, specs = ({}, {}) if fields is None else lower(fields, len(sample_ids), self._wire)
+        request = PutRequest(
+            partition_id=partition_id,
+            sample_ids=list(sample_ids),
+            columns=columns,
+            specs=specs,
+            tags=None if tags is None else [dict(row) for row in tags],
+            epoch=epoch,
+            deadline=self._deadline(),
+        )
+        return self._call("put_samples", request, PutReply)
+
+    def get(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> WireBatch:
+        """``get_samples``, the columns as they come."""
+        request = GetRequest(
+            partition_id=partition_id, sample_ids=list(sample_ids), fields=list(fields), deadline=self._deadline()
+        )
+        return self._call("get_samples", request, WireBatch)
+
+    def read(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> dict[str, Any]:
+        """``get_samples``, the columns raised."""
+        reply = self.get(partition_id, sample_ids, fields)
+        return raise_columns(reply.columns, reply.specs, len(sample_ids), self._wire)
+
+    def claim(
+        self,
+        partition_id: str,
+        batch_size: int,
+        fields: Sequence[str] = ("x",),
+        *,
+        task: str = "train",
+        all_or_nothing: bool = False,
+        lease_s: float | None = None,
+        tag_filter: TagFilter | None = None,
+        explain: bool = False,
+    ) -> Claim:
+        """``claim``."""
+        request = ClaimRequest(
+            partition_id=partition_id,
+            task_name=task,
+            required_fields=list(fields),
+            batch_size=batch_size,
+            all_or_nothing=all_or_nothing,
+            lease_s=lease_s,
+            tag_filter=check_tag_filter(tag_filter),
+            explain=explain,
+            deadline=self._deadline(),
+        )
+        return self._call("claim", request, Claim)
+
+    def ack(
+        self, partition_id: str, sample_ids: Sequence[str], tokens: Sequence[str], task: str = "train"
+    ) -> SettleReply:
+        """``ack``."""
+        return self._settle("ack", AckRequest, partition_id, sample_ids, tokens, task)
+
+    def nack(
+        self, partition_id: str, sample_ids: Sequence[str], tokens: Sequence[str], task: str = "train"
+    ) -> SettleReply:
+        """``nack``."""
+        return self._settle("nack", NackRequest, partition_id, sample_ids, tokens, task)
+
+    def renew(
+        self,
+        partition_id: str,
+        sample_ids: Sequence[str],
+        tokens: Sequence[str],
+        lease_s: float,
+        task: str = "train",
+    ) -> SettleReply:
+        """``renew``."""
+        return self._settle("renew", RenewRequest, partition_id, sample_ids, tokens, task, lease_s=lease_s)
+
+    def consumed(self, partition_id: str, tasks: Sequence[str] = ("train",)) -> ConsumptionReply:
+        """``check_consumption``."""
+        request = ConsumptionRequest(partition_id=partition_id, task_names=list(tasks), deadline=self._deadline())
+        return self._call("check_consumption", request, ConsumptionReply)
+
+    def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> ClearReply:
+        """``clear_samples``."""
+        request = ClearRequest(
+            partition_id=partition_id,
+            sample_ids=None if sample_ids is None else list(sample_ids),
+            deadline=self._deadline(),
+        )
+        return self._call("clear_samples", request, ClearReply)
+
+    def listing(self, partition_id: str, tag_filter: TagFilter | None = None) -> SampleList:
+        """``list_samples``."""
+        request = ListRequest(
+            partition_id=partition_id, tag_filter=check_tag_filter(tag_filter), deadline=self._deadline()
+        )
+        return self._call("list_samples", request, SampleList)
+
+    def _settle(
+        self,
+        operation: str,
+        request_type: Any,
+        partition_id: str,
+        sample_ids: Sequence[str],
+        tokens: Sequence[str],
+        task: str,
+        **extra: Any,
+    ) -> SettleReply:
+        request = request_type(
+            partition_id=partition_id,
+            task_name=task,
+            sample_ids=list(sample_ids),
+            lease_tokens=list(tokens),
+            deadline=self._deadline(),
+            **extra,
+        )
+        return self._call(operation, request, SettleReply)
+
+    def _call(self, operation: str, request: Any, reply_type: type[_R]) -> _R:
+        reply = getattr(self._backend, operation)(request)
+        assert isinstance(reply, reply_type), (
+            f"hook '{operation}' returned {type(reply).__name__}, expected {reply_type.__name__}"
+        )
+        return reply
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._deadline_s

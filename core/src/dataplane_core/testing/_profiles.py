@@ -1,0 +1,34 @@
+"""How many examples Hypothesis tries: few and always the same, or, under the profile ``long``, many and random."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, Phase, settings
+
+__all__ = ["is_long", "kit_settings"]
+
+
+def is_long() -> bool:
+    """Whether ``DATAPLANE_HYPOTHESIS_PROFILE=long`` is set."""
+    return os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE") == "long"
+
+
+def kit_settings(max_examples: int, *, stateful_step_count: int = 50) -> settings:
+    """Settings of the kit's own, whatever profile the author's suite loads.
+
+    Args:
+        max_examples: Examples of the short profile; the long one tries 25 times as many.
+        stateful_step_count: Steps of one history of a state machine.
+    """
+    long = is_long()
+    return settings(
+        max_examples=max_examples * (25 if long else 1),
+        derandomize=not long,
+        database=None,
+        deadline=None,
+        print_blob=long,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
+        stateful_step_count=stateful_step_count,
+    )

@@ -1,0 +1,371 @@
+"""The store under test: one connected client that serves a whole class, and what a test does with it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import msgpack
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.backend import Backend
+from dataplane_core.capabilities import Capability, Scope
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.errors import DataPlaneError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.registry import connect_backend
+from dataplane_core.testing._columns import batch, bits
+from dataplane_core.testing._hooks import Hooks
+from dataplane_core.testing._workers import BackendReference, Worker
+from dataplane_core.testing.faults import Faults
+
+if TYPE_CHECKING:
+    from dataplane_core.testing._base import Suite
+
+__all__ = ["NOT_RUN", "Deployment", "Store", "not_run"]
+
+_E = TypeVar("_E", bound=BaseException)
+
+#: Opens the reason of a test that this machine or this author's class cannot run.
+NOT_RUN = "not run: "
+
+#: Distinct options that one class may have before the kit asks for `store_per_test`.
+_MOST_STORES = 8
+
+
+def not_run(reason: str) -> NoReturn:
+    """Ends a test that cannot be run, with the reason that the report shows."""
+    pytest.skip(f"{NOT_RUN}{reason}")
+
+
+class Deployment:
+    """A connected store with all that was opened on it; closed with the test class (or test) that owns it."""
+
+    def __init__(self, case: Suite, backend_class: type[Backend], name: str, options: dict[str, Any]) -> None:
+        self.case = case
+        self.backend_class = backend_class
+        self.name = name
+        self.options = copy.deepcopy(options)
+        self.faults = Faults()
+        self._clients: dict[str, DataPlaneClient] = {}
+        self._workers: list[Worker] = []
+        self.client = self.connect(self.options, middleware=[self.faults])
+
+    @classmethod
+    def of(
+        cls, owner: Any, case: Suite, backend_class: type[Backend], name: str, options: dict[str, Any]
+    ) -> Deployment:
+        """The deployment of these options that belongs to a pytest node; connected where there is none."""
+        known: dict[str, Deployment | Exception] | None = owner.stash.get(_KNOWN, None)
+        if known is None:
+            known = owner.stash[_KNOWN] = {}
+            owner.addfinalizer(lambda: _close_all(known))
+        key = repr(sorted(options.items()))
+        found = known.get(key)
+        if isinstance(found, Exception):
+            pytest.fail(f"the store could not be connected: {type(found).__name__}: {found}", pytrace=False)
+        if found is None:
+            if len(known) >= _MOST_STORES:
+                pytest.fail("the fixture 'options' gives other options to every test; set store_per_test = True.")
+            try:
+                found = cls(case, backend_class, name, options)
+            except Exception as error:
+                known[key] = error
+                raise
+            known[key] = found
+        found.case = case
+        return found
+
+    def connect(
+        self,
+        options: Mapping[str, Any],
+        *,
+        bootstrap: bool = True,
+        op_timeout_s: float | None = None,
+        allow_pickle: bool = False,
+        middleware: Sequence[Any] = (),
+    ) -> DataPlaneClient:
+        """A client of the backend under test; whoever asks closes it."""
+        config = DataPlaneConfig(
+            backend=self.name,
+            options=dict(options),
+            middleware=list(middleware),
+            op_timeout_s=self.case.op_timeout_s if op_timeout_s is None else op_timeout_s,
+            allow_pickle=allow_pickle,
+        )
+        return connect_backend(self.backend_class, config, bootstrap=bootstrap)
+
+    def isolated(self, tag: str, **options: Any) -> DataPlaneClient:
+        """A client of a store of its own, with further options; one per tag and options, closed at the end."""
+        key = f"{tag} {sorted(options.items())}"
+        if key not in self._clients:
+            made = self.case.isolated_options(copy.deepcopy(self.options), f"kit{len(self._clients)}")
+            self._clients[key] = self.connect({**made, **options})
+        return self._clients[key]
+
+    def closed_client(self) -> DataPlaneClient:
+        """A client that was closed; one for all tests that only need to be refused."""
+        if "closed" not in self._clients:
+            attach = self.backend_class.scope is not Scope.PROCESS
+            options = copy.deepcopy(self.options)
+            self._clients["closed"] = self.connect(
+                self.case.attach_options(options) if attach else options, bootstrap=not attach
+            )
+            self._clients["closed"].close()
+        return self._clients["closed"]
+
+    def workers(self, count: int) -> list[Worker]:
+        """Clients in spawned processes, attached to the store; kept for the next test that asks."""
+        for worker in [each for each in self._workers if not each.alive]:
+            worker.close()
+            self._workers.remove(worker)
+        missing = count - len(self._workers)
+        if missing > 0:
+            config = DataPlaneConfig(
+                backend=self.name,
+                options=self.case.attach_options(copy.deepcopy(self.options)),
+                op_timeout_s=self.case.op_timeout_s,
+            )
+            reference = BackendReference.of(self.backend_class, self.name, by_name=self.case.backend_class is None)
+            started = [Worker(reference, config) for _ in range(missing)]
+            self._workers.extend(started)
+            for worker in started:
+                worker.wait_ready()
+        return self._workers[:count]
+
+    def close(self) -> None:
+        """Ends the processes, then closes the clients, the bootstrapping one last."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.client.close)
+            for client in self._clients.values():
+                stack.callback(client.close)
+            for worker in self._workers:
+                stack.callback(worker.close)
+
+
+_KNOWN = pytest.StashKey[dict[str, "Deployment | Exception"]]()
+
+
+def _close_all(known: dict[str, Deployment | Exception]) -> None:
+    with contextlib.ExitStack() as stack:
+        for each in known.values():
+            if isinstance(each, Deployment):
+                stack.callback(each.close)
+    known.clear()
+
+
+class Store:
+    """What a test of the kit uses.
+
+    Attributes:
+        client: A client of the store; shared by the tests of a class.
+        backend: The started backend behind it.
+        hooks: The backend's hooks, called directly.
+        faults: The middleware around them: counts calls, and fails them on demand.
+        name: What errors call the backend.
+    """
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self.client = deployment.client
+        self.backend: Backend = deployment.client._backend
+        self.hooks = Hooks(self.backend)
+        self.faults = deployment.faults
+        self.name = deployment.name
+        self._partitions: list[tuple[DataPlaneClient, str]] = []
+        self._clients: list[DataPlaneClient] = []
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def case(self) -> Suite:
+        """The author's test object."""
+        return self.deployment.case
+
+    def declares(self, capability: Capability) -> bool:
+        """Whether the backend declares it."""
+        return capability in self.deployment.backend_class.capabilities
+
+    @property
+    def scope(self) -> Scope:
+        """The declared scope."""
+        return self.deployment.backend_class.scope
+
+    # --- clients ------------------------------------------------------------------------------------------------------
+
+    def another_client(self, **config: Any) -> DataPlaneClient:
+        """A further client, closed when the test ends: attached to the same store where the scope allows, else with a
+        store of its own."""
+        if self.scope is Scope.PROCESS:
+            options = self.case.isolated_options(copy.deepcopy(self.deployment.options), "another")
+            client = self.deployment.connect(options, **config)
+        else:
+            client = self.attached_client(**config)
+        self._clients.append(client)
+        return client
+
+    def attached_client(self, **config: Any) -> DataPlaneClient:
+        """A further client of the same store, closed when the test ends; for scopes wider than the process."""
+        options = self.case.attach_options(copy.deepcopy(self.deployment.options))
+        client = self.deployment.connect(options, bootstrap=False, **config)
+        self._clients.append(client)
+        return client
+
+    # --- partitions and rows ------------------------------------------------------------------------------------------
+
+    def new_id(self) -> str:
+        """A partition id that nobody used."""
+        return f"kit-{uuid.uuid4().hex[:12]}"
+
+    def register(
+        self,
+        *fields: str,
+        num_samples: int | None = None,
+        tasks: Sequence[str] = ("train",),
+        group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+        partition_id: str | None = None,
+        client: DataPlaneClient | None = None,
+    ) -> str:
+        """Registers a partition that is cleared when the test ends.
+
+        Args:
+            fields: Default: ``x``.
+            num_samples: As the client's.
+            tasks: The consumer tasks.
+            group_size: As the client's ``grpo_group_size``.
+            enums: As the client's.
+            partition_id: Default: a new one.
+            client: Default: the shared one.
+
+        Returns:
+            The partition's id.
+        """
+        owner = client or self.client
+        chosen = partition_id or self.new_id()
+        owner.register_partition(chosen, fields or ("x",), num_samples, tasks, group_size, enums)
+        self._partitions.append((owner, chosen))
+        return chosen
+
+    def put(
+        self,
+        partition_id: str,
+        sample_ids: Sequence[str],
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        columns: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> KVBatchMeta:
+        """Puts columns given by name, or as a dict where a name is no identifier."""
+        columns = {**(columns or {}), **more}
+        fields = batch(len(sample_ids), **columns) if columns else None
+        return self.client.put_samples(sample_ids, partition_id, fields, tags)
+
+    def get(self, partition_id: str, sample_ids: Sequence[str], *fields: str) -> TensorDict:
+        """Reads columns; default: ``x``."""
+        return self.client.get_samples(sample_ids, partition_id, list(fields or ("x",)))
+
+    def claim(
+        self, partition_id: str, batch_size: int, *fields: str, task: str = "train", **options: Any
+    ) -> KVBatchMeta:
+        """Claims what is ready now; default of the required fields: ``x``."""
+        options.setdefault("blocking", False)
+        return self.client.claim_meta(partition_id, task, list(fields or ("x",)), batch_size, **options)
+
+    def tags_of(self, partition_id: str) -> dict[str, dict[str, Any]]:
+        """Id -> tags, of the samples that hold a cell ``x``; by listing, else by a claim of the task ``train``."""
+        if self.declares(Capability.LISTING):
+            meta = self.client.list_samples(partition_id)
+        elif self.declares(Capability.CLAIMS):
+            meta = self.claim(partition_id, 10_000)
+        else:
+            not_run("neither listing nor claims are declared, so tags cannot be read")
+        assert meta.tags is not None, "the meta carries no tags"
+        return dict(zip(meta.sample_ids, meta.tags, strict=True))
+
+    def has(self, partition_id: str, sample_id: str, field: str = "x") -> bool:
+        """Whether a cell is produced."""
+        try:
+            self.client.get_samples([sample_id], partition_id, [field])
+        except KeyError:
+            return False
+        return True
+
+    # --- past the hooks -----------------------------------------------------------------------------------------------
+
+    def raw_payload(self, partition_id: str, sample_id: str, field: str, rank: int) -> bytes:
+        """The bytes of a tensor cell of that rank as the engine holds it, read past hooks and codec."""
+        raw, wire = self._raw(partition_id, sample_id, field), self.deployment.backend_class.wire
+        if wire.bytes:
+            return _frame_payload(raw)
+        assert isinstance(raw, torch.Tensor), f"raw_get returned a {type(raw).__name__}, expected the cell's tensor"
+        return bits(raw if wire.zero_length_rows or not rank else raw[1:])
+
+    def raw_item(self, partition_id: str, sample_id: str, field: str) -> Any:
+        """An object item as the engine holds it, read past hooks and codec."""
+        raw, wire = self._raw(partition_id, sample_id, field), self.deployment.backend_class.wire
+        if wire.bytes:
+            return msgpack.unpackb(_frame_payload(raw))
+        if wire.objects == "native":
+            return raw
+        return msgpack.unpackb(bits(raw if wire.zero_length_rows else raw[1:]))
+
+    def _raw(self, partition_id: str, sample_id: str, field: str) -> Any:
+        try:
+            return self.case.raw_get(self.backend, partition_id, sample_id, field)
+        except NotImplementedError:
+            not_run("the author's class supplies no raw_get")
+
+    # --- refusals -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def refusal(
+        self, error_type: type[_E], *words: str, client: DataPlaneClient | None = None
+    ) -> Iterator[pytest.ExceptionInfo[_E]]:
+        """Asserts that the block raises as every error of the data plane must.
+
+        Args:
+            error_type: The builtin (or data-plane error) that a user would catch.
+            words: What the message must contain.
+            client: The client that raises.
+        """
+        with pytest.raises(error_type) as caught:
+            yield caught
+        check_error(caught.value, self.name, *words)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def end_test(self) -> None:
+        """Clears the test's partitions and closes its clients."""
+        for owner, partition_id in self._partitions:
+            with contextlib.suppress(DataPlaneError):  # the test may have closed or broken the client
+                owner.clear_samples(None, partition_id)
+        with contextlib.ExitStack() as stack:
+            for client in self._clients:
+                stack.callback(client.close)
+
+
+def _frame_payload(frame: Any) -> bytes:
+    """What follows the header of a framed cell: "DPF", version, kind, dtype, rank, 0, and the shape as int64."""
+    data = bytes(frame)
+    assert data[:3] == b"DPF", f"raw_get returned {data[:8]!r}..., expected a framed cell"
+    return data[8 + 8 * data[6] :]
+
+
+def check_error(error: BaseException, backend: str, *words: str) -> None:
+    """Asserts what holds for every error that a client raises."""
+    kind = type(error).__name__
+    assert isinstance(error, DataPlaneError), f"{kind} does not derive from DataPlaneError: {error}"
+    assert error.backend == backend, f"{kind}.backend is {error.backend!r}, expected {backend!r}"
+    assert isinstance(error.retryable, bool)
+    assert error.hint is None or isinstance(error.hint, str)
+    text = str(error)
+    assert text, f"{kind} has no message"
+    for word in words:
+        assert word in text, f"the message of {kind} does not say {word!r}: {text}"

@@ -1,0 +1,178 @@
+"""Clients in spawned processes, attached to the store under test, that do as they are told."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from dataplane_core.backend import Backend
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.registry import connect_backend, load_backend
+
+__all__ = ["BackendReference", "Worker"]
+
+#: Seconds that a process may take to start, import torch and attach.
+_START_S: Final = 120.0
+#: Seconds that a process may take to end when asked.
+_END_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class BackendReference:
+    """Where another process finds the backend's class.
+
+    Attributes:
+        name: Entry-point name, or what reports call it.
+        module: Its module, or empty where the entry point leads to it.
+        qualname: Its name in the module.
+    """
+
+    name: str
+    module: str = ""
+    qualname: str = ""
+
+    @classmethod
+    def of(cls, backend_class: type[Backend], name: str, *, by_name: bool) -> BackendReference:
+        """The reference to a class."""
+        return cls(name) if by_name else cls(name, backend_class.__module__, backend_class.__qualname__)
+
+    def load(self) -> type[Backend]:
+        """Imports the class."""
+        if not self.module:
+            return load_backend(self.name)
+        found: Any = importlib.import_module(self.module)
+        for part in self.qualname.split("."):
+            found = getattr(found, part)
+        loaded: type[Backend] = found
+        return loaded
+
+
+class Worker:
+    """One spawned process with an attached client.
+
+    Everything sent is pickled: functions must be importable by name. The process ends with `close`, or with this
+    process.
+    """
+
+    def __init__(self, reference: BackendReference, config: DataPlaneConfig) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, reference, config.model_dump()), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.is_alive()
+
+    def wait_ready(self) -> None:
+        """Waits until the client is attached; raises what attaching raised."""
+        self.result(_START_S)
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Begins ``function(client, *arguments)`` in the process."""
+        self._connection.send_bytes(pickle.dumps((function, arguments)))
+
+    def result(self, within_s: float = 60.0) -> Any:
+        """What the function that was begun returned; raises what it raised.
+
+        Raises:
+            AssertionError: It did not end in time, or the process died.
+        """
+        assert self._connection.poll(within_s), f"the worker process did not answer within {within_s:g} s"
+        try:
+            succeeded, reply = pickle.loads(self._connection.recv_bytes())  # from our own child
+        except (EOFError, ConnectionResetError) as error:
+            raise AssertionError(f"the worker process died, exit code {self._process.exitcode}") from error
+        if not succeeded:
+            raise reply
+        return reply
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`start` and `result`."""
+        self.start(function, *arguments)
+        return self.result()
+
+    def kill(self) -> None:
+        """Ends the process at once, as kill -9 does."""
+        self._process.kill()
+        self._process.join(_END_S)
+
+    def close(self) -> None:
+        """Ends the process: first asks, then kills it."""
+        with contextlib.suppress(OSError):  # it may be gone already
+            self._connection.send_bytes(pickle.dumps(None))
+        self._process.join(_END_S)
+        if self._process.is_alive():
+            self.kill()
+        self._connection.close()
+
+
+def _serve(connection: Connection, reference: BackendReference, config: dict[str, Any]) -> None:
+    try:
+        client = connect_backend(reference.load(), DataPlaneConfig.model_validate(config), bootstrap=False)
+    except Exception as error:
+        _reply(connection, False, error)
+        return
+    _reply(connection, True, os.getpid())
+    with client:
+        while True:
+            try:
+                command = pickle.loads(connection.recv_bytes())  # from our own parent
+            except EOFError:
+                return
+            if command is None:
+                return
+            function, arguments = command
+            try:
+                _reply(connection, True, function(client, *arguments))
+            except Exception as error:
+                _reply(connection, False, error)
+
+
+def _reply(connection: Connection, succeeded: bool, value: Any) -> None:
+    try:
+        data = pickle.dumps((succeeded, value))
+    except Exception as error:
+        data = pickle.dumps((False, RuntimeError(f"the reply cannot be pickled: {error}: {value!r}")))
+    connection.send_bytes(data)
+
+
+# --- what workers do --------------------------------------------------------------------------------------------------
+
+
+def call(client: DataPlaneClient, method: str, *arguments: Any) -> Any:
+    """Calls a method of the client."""
+    return getattr(client, method)(*arguments)
+
+
+def read_items(client: DataPlaneClient, partition_id: str, sample_ids: list[str], field: str) -> Any:
+    """Reads a tensor column as nested lists."""
+    return client.get_samples(sample_ids, partition_id, [field])[field].tolist()
+
+
+def claim_all(client: DataPlaneClient, partition_id: str, task: str, batch_size: int, within_s: float) -> list[str]:
+    """Claims until the partition can give no more."""
+    mine: list[str] = []
+    give_up = time.monotonic() + within_s
+    while time.monotonic() < give_up:
+        meta = client.claim_meta(partition_id, task, ["x"], batch_size, timeout_s=within_s)
+        if not meta.size:
+            break
+        mine.extend(meta.sample_ids)
+    return mine
+
+
+def claim_leased(client: DataPlaneClient, partition_id: str, task: str, batch_size: int, lease_s: float) -> Any:
+    """Claims with a lease and returns the meta."""
+    return client.claim_meta(partition_id, task, ["x"], batch_size, blocking=False, lease_s=lease_s)

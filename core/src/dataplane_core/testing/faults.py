@@ -1,0 +1,132 @@
+"""`Faults`: a middleware that counts a backend's calls and makes them fail, stall or come back short, on demand.
+
+Any backend can be put in it: ``connect({..., "middleware": [Faults()]})``. Unarmed it passes everything through.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from dataplane_core.hookspecs import WireBatch, hookimpl
+from dataplane_core.manager import OPERATION_NAMES
+from dataplane_core.middleware import Middleware
+
+__all__ = ["Faults"]
+
+
+class Faults(Middleware):
+    """Counts hook calls and, where armed, acts before or after them. May be used from several threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._logs: list[list[str]] = []
+        self._before: dict[str, Callable[[Any], None]] = {}
+        self._after: dict[str, Callable[[Any, Any], Any]] = {}
+
+    @contextmanager
+    def counting(self) -> Iterator[list[str]]:
+        """Yields the list of hook names called in the block, in order, by any thread."""
+        log: list[str] = []
+        with self._lock:
+            self._logs.append(log)
+        try:
+            yield log
+        finally:
+            with self._lock:
+                self._logs = [each for each in self._logs if each is not log]
+
+    @contextmanager
+    def before(self, operation: str, action: Callable[[Any], None]) -> Iterator[None]:
+        """Calls ``action(request)`` before the backend sees the request; what it raises, the client gets."""
+        self._before[operation] = action
+        try:
+            yield
+        finally:
+            del self._before[operation]
+
+    @contextmanager
+    def after(self, operation: str, action: Callable[[Any, Any], Any]) -> Iterator[None]:
+        """Calls ``action(request, reply)`` after the backend replied; its result is the reply."""
+        self._after[operation] = action
+        try:
+            yield
+        finally:
+            del self._after[operation]
+
+    @contextmanager
+    def error_before(self, operation: str, error: Exception) -> Iterator[None]:
+        """The backend never sees the request; the client gets ``error``."""
+
+        def act(request: Any) -> None:
+            raise error
+
+        with self.before(operation, act):
+            yield
+
+    @contextmanager
+    def error_after(self, operation: str, error: Exception) -> Iterator[None]:
+        """The backend did what was asked, and its reply is lost; the client gets ``error``."""
+
+        def act(request: Any, reply: Any) -> Any:
+            raise error
+
+        with self.after(operation, act):
+            yield
+
+    @contextmanager
+    def delay(self, operation: str, duration_s: float) -> Iterator[None]:
+        """Holds every request back for ``duration_s`` seconds."""
+        with self.before(operation, lambda request: time.sleep(duration_s)):
+            yield
+
+    @contextmanager
+    def truncation(self, num_rows: int = 1, field: str | None = None) -> Iterator[None]:
+        """Reads come back with ``num_rows`` fewer rows in every column, or without the column ``field``."""
+
+        def act(request: Any, reply: WireBatch) -> WireBatch:
+            if field is not None:
+                return replace(reply, columns={name: each for name, each in reply.columns.items() if name != field})
+            return replace(
+                reply, columns={name: _without_last(column, num_rows) for name, column in reply.columns.items()}
+            )
+
+        with self.after("get_samples", act):
+            yield
+
+    def _around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
+        with self._lock:
+            for log in self._logs:
+                log.append(operation)
+        before = self._before.get(operation)
+        if before is not None:
+            before(request)
+        reply = yield
+        after = self._after.get(operation)
+        return reply if after is None else after(request, reply)
+
+
+def _without_last(column: Any, num_rows: int) -> Any:
+    if isinstance(column, list):
+        return column[:-num_rows]
+    rows = list(column.unbind())[:-num_rows] if column.is_nested else None
+    return column[:-num_rows] if rows is None else rows
+
+
+def _wrapper(operation: str) -> Callable[..., Any]:
+    @hookimpl(wrapper=True)
+    def wrap(self: Faults, request: Any) -> Generator[None, Any, Any]:
+        return (yield from self._around(operation, request))
+
+    wrap.__name__ = operation
+    wrap.__doc__ = f"Counts ``{operation}`` and applies what is armed."
+    return wrap
+
+
+for _operation in OPERATION_NAMES:
+    setattr(Faults, _operation, _wrapper(_operation))

@@ -1,0 +1,1 @@
+"""One module per chapter of the contract. Every test quotes the sentence that it proves."""

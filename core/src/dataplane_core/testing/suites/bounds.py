@@ -1,0 +1,121 @@
+"""No call hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.errors import DataPlaneError
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._columns import batch, ids
+from dataplane_core.testing._store import Store, not_run
+from dataplane_core.testing._timing import PROMPT_S, Background, bounded
+
+__all__ = ["BoundSuite"]
+
+_HOOKS: dict[str, tuple[Callable[[Store, str], Any], Capability | None]] = {
+    "register_partition": (lambda s, p: s.hooks.within(-1).register(p), None),
+    "describe_partition": (lambda s, p: s.hooks.within(-1).describe(p), None),
+    "put_samples": (lambda s, p: s.hooks.within(-1).put(p, ["z"], batch(1, x=torch.zeros(1))), None),
+    "get_samples": (lambda s, p: s.hooks.within(-1).get(p, ["a"], ["x"]), None),
+    "get_samples_missing": (lambda s, p: s.hooks.within(-1).get(p, ["nobody"], ["x"]), None),
+    "claim": (lambda s, p: s.hooks.within(-1).claim(p, 1), Capability.CLAIMS),
+    "check_consumption": (lambda s, p: s.hooks.within(-1).consumed(p), Capability.CLAIMS),
+    "clear_samples": (lambda s, p: s.hooks.within(-1).clear(p, ["a"]), None),
+    "list_samples": (lambda s, p: s.hooks.within(-1).listing(p), Capability.LISTING),
+}
+
+
+class BoundSuite(Suite, chapter="bounds"):
+    """Deadlines."""
+
+    @pytest.mark.parametrize("hook", list(_HOOKS))
+    def test_hooks_heed_their_deadline(self, store: Store, hook: str) -> None:
+        """Hook spec: "must return or raise before deadline."
+
+        Check first: every wait inside the hook ends by request.deadline; here it has passed before the call.
+        """
+        call, capability = _HOOKS[hook]
+        if capability is not None and not store.declares(capability):
+            not_run(f"'{capability}' is not declared")
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.zeros(1))
+        running = Background(lambda: call(store, partition))
+        with contextlib.suppress(DataPlaneError):
+            running.result(what=f"hook '{hook}' with a deadline in the past")
+        # and the store still answers
+        again = store.register("x")
+        bounded(lambda: store.put(again, ["a"], x=torch.zeros(1)), what="a put after a deadline was missed")
+
+    def test_a_read_of_missing_data_does_not_wait(self, store: Store) -> None:
+        """Contract: "Bounded: the deadline is op_timeout_s of the config" ... "No call hangs."
+
+        Check first: get_samples raises MissingDataError at once; it does not wait for a producer.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(3), x=torch.arange(3))
+
+        def reads() -> None:
+            for names, fields in ((["s0", "nobody"], ["x"]), (ids(3), ["x", "y"]), (["nobody"], ["x"])):
+                with store.refusal(KeyError):
+                    store.client.get_samples(names, partition, fields)
+
+        bounded(reads, what="a read of what is not there")
+
+    @proves(Capability.CLAIMS)
+    def test_a_claim_ends_by_its_timeout(self, store: Store) -> None:
+        """Contract: "a blocking claim's, its timeout_s. No call hangs."
+
+        Check first: the claim hook answers at once; the client counts the time.
+        """
+        partition = store.register("x")
+        start = time.monotonic()
+        with store.refusal(TimeoutError):
+            bounded(lambda: store.claim(partition, 1, blocking=True, timeout_s=0.3), what="a claim with a timeout")
+        assert 0.3 <= time.monotonic() - start < 0.3 + PROMPT_S
+
+    @proves(Capability.CLAIMS)
+    def test_a_waiting_claim_holds_nobody_up(self, store: Store) -> None:
+        """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."
+
+        Check first: no lock, connection or single thread is held while a claim waits.
+        """
+        partition = store.register("x", tasks=["train", "eval"])
+        waiting = [Background(lambda: store.claim(partition, 9, blocking=True, timeout_s=60)) for _ in range(4)]
+
+        def work() -> None:
+            for number in range(8):
+                store.put(partition, [f"s{number}"], x=torch.tensor([number]))
+                assert store.get(partition, [f"s{number}"])["x"].tolist() == [number]
+                store.claim(partition, 1, task="eval")
+
+        bounded(work, 2 * PROMPT_S, "work next to waiting claims")
+        assert all(each.running for each in waiting)
+        store.client.clear_samples(None, partition)
+        for each in waiting:
+            with store.refusal(KeyError):
+                each.result(what="a claim of a partition that was cleared")
+
+    def test_one_bad_request_holds_nobody_up(self, store: Store) -> None:
+        """Contract: "No call hangs."
+
+        Check first: a request that fails in the engine leaves the engine's loop and sockets usable.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2))
+        bad = [
+            Background(lambda: store.get(partition, ["nobody"])),
+            Background(lambda: store.get(store.new_id(), ["a"])),
+            Background(lambda: store.put(partition, ["s9"], x=torch.zeros(1))),
+        ]
+        found = bounded(lambda: store.get(partition, ids(2))["x"].tolist(), what="a read next to bad requests")
+        assert found == [0, 1]
+        for each in bad:
+            with pytest.raises(DataPlaneError):
+                each.result(what="a bad request")

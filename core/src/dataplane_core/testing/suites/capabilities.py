@@ -1,0 +1,121 @@
+"""What is declared: readable, consistent, and what is not declared is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+
+from dataplane_core.backend import required_operations
+from dataplane_core.capabilities import Capability, Scope, WireFormat
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import UnsupportedOperationError
+from dataplane_core.manager import check_backend_class
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.testing._base import Suite, undeclared_operations
+from dataplane_core.testing._columns import batch, ids
+from dataplane_core.testing._store import Store
+
+__all__ = ["CapabilitySuite"]
+
+
+def _leased(partition: str) -> KVBatchMeta:
+    return KVBatchMeta(partition, "train", ["s0"], lease_tokens=["token"])
+
+
+#: How each operation is asked for, on a partition ``p`` with the samples s0 and s1.
+_ASK: dict[Capability, list[Callable[[DataPlaneClient, str], Any]]] = {
+    Capability.CLAIMS: [
+        lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False),
+        lambda c, p: c.claim_meta(p, "train", ["x"], 1, timeout_s=0.1),
+        lambda c, p: c.check_consumption_status(p, ["train"]),
+    ],
+    Capability.GROUPS: [lambda c, p: c.register_partition(p + "-groups", ["x"], None, ["train"], grpo_group_size=2)],
+    Capability.LEASES: [
+        lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False, lease_s=1.0),
+        lambda c, p: c.ack(_leased(p)),
+        lambda c, p: c.nack(_leased(p)),
+        lambda c, p: c.renew(_leased(p), 1.0),
+    ],
+    Capability.TAG_FILTERS: [
+        lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False, tag_filter={"n": 1}),
+        lambda c, p: c.list_samples(p, {"n": 1}),
+    ],
+    Capability.LISTING: [lambda c, p: c.list_samples(p)],
+    Capability.OVERWRITE: [lambda c, p: c.put_samples(["s0", "s2"], p, batch(2, x=torch.arange(2) + 7))],
+}
+
+
+class CapabilitySuite(Suite, chapter="capabilities"):
+    """Declarations, both ways."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One case per operation that is not declared."""
+        if "undeclared" in metafunc.fixturenames:
+            names = undeclared_operations(self.under_test())
+            metafunc.parametrize("undeclared", names or [None], ids=[str(name) for name in names] or ["none"])
+
+    def test_undeclared_operations_are_refused(self, store: Store, undeclared: Capability | None) -> None:
+        """Contract: "Operations, refused with UnsupportedOperationError where undeclared: claims, groups, leases,
+        tag_filters, capacity, listing, overwrite."
+
+        Check first: capabilities; core refuses all but an overwrite, which the put hook refuses itself.
+        """
+        if undeclared is None:
+            return
+        partition = store.register("x")
+        store.put(partition, ids(2), [{"n": 1}, {"n": 2}], x=torch.arange(2))
+        if undeclared is Capability.CAPACITY:
+            fields = type(store.backend).Config.model_fields
+            assert "capacity_bytes" not in fields, "an option 'capacity_bytes' is taken, but 'capacity' is not declared"
+            return
+        for ask in _ASK[undeclared]:
+            with store.refusal(UnsupportedOperationError) as caught:
+                ask(store.client, partition)
+            assert isinstance(caught.value, NotImplementedError)
+        assert store.get(partition, ids(2))["x"].tolist() == [0, 1], "a refused operation changed data"
+        assert not store.has(partition, "s2"), "a refused operation wrote a row"
+
+    def test_the_class_fits_the_hook_specs(self, store: Store) -> None:
+        """Contract: "Capabilities (capabilities.py) are of two kinds."
+
+        Check first: the operations that the capabilities call for are there, each taking (self, request).
+        """
+        cls = type(store.backend)
+        check_backend_class(cls, store.name)
+        for operation in required_operations(cls.capabilities):
+            assert callable(getattr(cls, operation))
+
+    def test_declarations_are_readable_without_connecting(self, store: Store) -> None:
+        """Contract: "Guarantees, tested only where declared: scope (process, host, cluster), durable, fenced,
+        atomic_overwrite, no_pickle."
+
+        Check first: wire, capabilities, scope and Config are class attributes of the right types.
+        """
+        cls = type(store.backend)
+        assert isinstance(cls.wire, WireFormat)
+        assert isinstance(cls.capabilities, frozenset)
+        assert all(isinstance(each, Capability) for each in cls.capabilities)
+        assert isinstance(cls.scope, Scope)
+        assert issubclass(cls.Config, BaseModel)
+
+    def test_operations_that_build_on_claims_declare_them(self, store: Store) -> None:
+        """Contract: "groups: with grpo_group_size g, whole groups only" ... "leases: with lease_s, a claim".
+
+        Check first: groups and leases are about claims, so claims must be declared too.
+        """
+        declared = type(store.backend).capabilities
+        for capability in (Capability.GROUPS, Capability.LEASES):
+            assert capability not in declared or Capability.CLAIMS in declared, f"'{capability}' needs 'claims'"
+        if Capability.TAG_FILTERS in declared:
+            assert declared & {Capability.CLAIMS, Capability.LISTING}, "'tag_filters' needs 'claims' or 'listing'"
+        if Capability.ATOMIC_OVERWRITE in declared:
+            assert Capability.OVERWRITE in declared, "'atomic_overwrite' needs 'overwrite'"
+        if Capability.CAPACITY in declared:
+            fields = type(store.backend).Config.model_fields
+            assert {"capacity_bytes", "on_full"} <= set(fields), (
+                "'capacity' needs the options capacity_bytes and on_full"
+            )

@@ -1,0 +1,169 @@
+"""`capacity_bytes` and `on_full`: bounded, and never at the cost of what nobody has consumed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import CapacityExceededError
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._columns import batch, ids
+from dataplane_core.testing._store import Store
+from dataplane_core.testing._timing import PROMPT_S, Background
+
+__all__ = ["CapacitySuite"]
+
+_ROW = 64 * 1024
+_ROWS_THAT_FIT = 8
+#: Room for eight rows with some overhead of the engine's own, but not for twelve.
+_CAPACITY = 10 * _ROW
+
+
+def _rows(count: int, value: int = 0) -> torch.Tensor:
+    return torch.full((count, _ROW), value, dtype=torch.uint8)
+
+
+def _full(store: Store, on_full: str = "raise") -> tuple[DataPlaneClient, str]:
+    client = store.deployment.isolated("capacity", capacity_bytes=_CAPACITY, on_full=on_full)
+    partition = store.register("x", client=client)
+    client.put_samples(ids(_ROWS_THAT_FIT), partition, batch(_ROWS_THAT_FIT, x=_rows(_ROWS_THAT_FIT, 1)))
+    return client, partition
+
+
+def _put(client: DataPlaneClient, partition: str, names: list[str], value: int = 2) -> None:
+    client.put_samples(names, partition, batch(len(names), x=_rows(len(names), value)))
+
+
+class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
+    """A store of its own with room for eight rows."""
+
+    def test_a_full_store_raises(self, store: Store) -> None:
+        """Contract: "capacity_bytes with on_full: block | raise."
+
+        Check first: the put reserves its bytes before it stores anything, and raises CapacityExceededError.
+        """
+        client, partition = _full(store)
+        with store.refusal(MemoryError) as caught:
+            _put(client, partition, ids(4, "n"))
+        assert isinstance(caught.value, CapacityExceededError)
+        assert caught.value.retryable
+        with pytest.raises(KeyError):
+            client.get_samples(["n0"], partition, ["x"])
+
+    def test_nothing_is_evicted(self, store: Store) -> None:
+        """Contract: "Never evicts a sample that a task has not been given."
+
+        Check first: a full store refuses; an engine that evicts by itself must be told not to.
+        """
+        client, partition = _full(store)
+        for _ in range(3):
+            with store.refusal(MemoryError):
+                _put(client, partition, ids(4, "n"))
+        found = client.get_samples(ids(_ROWS_THAT_FIT), partition, ["x"])["x"]
+        assert torch.equal(found, _rows(_ROWS_THAT_FIT, 1))
+        if store.declares(Capability.CLAIMS):
+            meta = client.claim_meta(partition, "train", ["x"], 99, blocking=False)
+            assert meta.sample_ids == ids(_ROWS_THAT_FIT)
+
+    def test_cleared_samples_make_room(self, store: Store) -> None:
+        """Contract: "capacity_bytes with on_full: block | raise."
+
+        Check first: a clear gives the bytes of its rows back before it returns.
+        """
+        client, partition = _full(store)
+        client.clear_samples(ids(4), partition)
+        _put(client, partition, ids(4, "n"))
+        assert torch.equal(client.get_samples(["n3"], partition, ["x"])["x"], _rows(1, 2))
+
+    def test_cleared_partitions_make_room(self, store: Store) -> None:
+        """Contract: "capacity_bytes with on_full: block | raise."
+
+        Check first: clearing or registering a partition gives the bytes of all its rows back.
+        """
+        client, partition = _full(store)
+        client.register_partition(partition, ["x"], None, ["train"])
+        _put(client, partition, ids(_ROWS_THAT_FIT, "n"))
+        client.clear_samples(None, partition)
+        other = store.register("x", client=client)
+        _put(client, other, ids(_ROWS_THAT_FIT, "m"))
+
+    def test_room_does_not_leak(self, store: Store) -> None:
+        """Contract: "capacity_bytes with on_full: block | raise."
+
+        Check first: refused puts give back what they reserved, and clears what they freed, to the byte.
+        """
+        client, partition = _full(store)
+        for _ in range(25):
+            with store.refusal(MemoryError):
+                _put(client, partition, ids(4, "n"))
+            client.clear_samples(["s0"], partition)
+            with store.refusal(ValueError):
+                client.put_samples(["s0"], partition, batch(1, x=torch.zeros(1, _ROW // 8)))
+            _put(client, partition, ["s0"])
+        client.clear_samples(ids(_ROWS_THAT_FIT), partition)
+        _put(client, partition, ids(_ROWS_THAT_FIT))
+
+    @proves(Capability.CAPACITY, Capability.OVERWRITE)
+    def test_overwrites_take_no_room_for_long(self, store: Store) -> None:
+        """Contract: "capacity_bytes with on_full: block | raise."
+
+        Check first: an overwrite gives the bytes of the cells that it replaced back.
+        """
+        client, partition = _full(store)
+        client.clear_samples(ids(4), partition)
+        for value in range(20):
+            _put(client, partition, ["s5"], value)
+        assert torch.equal(client.get_samples(["s5"], partition, ["x"])["x"], _rows(1, 19))
+
+    def test_a_put_that_can_never_fit_says_so(self, store: Store) -> None:
+        """Contract: "No call hangs."
+
+        Check first: more than capacity_bytes in one put raises at once, also where full stores block.
+        """
+        for on_full in ("raise", "block"):
+            client, partition = _full(store, on_full)
+            start = time.monotonic()
+            with store.refusal(MemoryError) as caught:
+                _put(client, partition, ids(20, "n"))
+            assert isinstance(caught.value, CapacityExceededError)
+            assert not caught.value.retryable
+            assert time.monotonic() - start < PROMPT_S
+            client.clear_samples(None, partition)
+
+    def test_a_blocked_put_goes_on_when_there_is_room(self, store: Store) -> None:
+        """Contract: "capacity_bytes with on_full: block | raise."
+
+        Check first: a put that waits looks again until its deadline.
+        """
+        client, partition = _full(store, "block")
+        waiting = Background(lambda: _put(client, partition, ids(4, "n")))
+        time.sleep(0.1)
+        assert waiting.running, "a put into a full store did not wait"
+        with pytest.raises(KeyError):
+            client.get_samples(["n0"], partition, ["x"])
+        client.clear_samples(ids(4), partition)
+        waiting.result(what="a put after rows were cleared")
+        assert torch.equal(
+            client.get_samples(["n0", "s7"], partition, ["x"])["x"], torch.cat([_rows(1, 2), _rows(1, 1)])
+        )
+
+    def test_a_blocked_put_ends_by_its_deadline(self, store: Store) -> None:
+        """Contract: "Bounded: the deadline is op_timeout_s of the config".
+
+        Check first: a put that waits raises OperationTimeoutError by request.deadline, and writes nothing.
+        """
+        client, partition = _full(store, "block")
+        hooks = type(store.hooks)(client._backend, 0.3)
+        start = time.monotonic()
+        with pytest.raises(TimeoutError) as caught:
+            hooks.put(partition, ids(4, "n"), batch(4, x=_rows(4)))
+        assert time.monotonic() - start < 0.3 + PROMPT_S
+        assert type(caught.value).__module__.startswith("dataplane_core")
+        client.clear_samples(ids(4), partition)
+        with pytest.raises(KeyError):
+            client.get_samples(["n0"], partition, ["x"])
+        _put(client, partition, ids(4, "n"))

@@ -1,0 +1,419 @@
+"""`claim_meta`: each ready sample to each task once, in order of first write."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, UnknownPartitionError, UnknownTaskError
+from dataplane_core.testing._base import Suite
+from dataplane_core.testing._columns import ids
+from dataplane_core.testing._store import Store
+from dataplane_core.testing._timing import PROMPT_S, Background, bounded, eventually
+
+__all__ = ["ClaimSuite"]
+
+_LONG_S = 60.0
+
+
+class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
+    """Claims without groups, leases or filters."""
+
+    # --- what is handed out -------------------------------------------------------------------------------------------
+
+    def test_each_sample_is_given_once(self, store: Store) -> None:
+        """Contract: "Across all clients and processes no sample is given to a task twice."
+
+        Check first: choosing samples and marking them as given is one atomic step.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(10), x=torch.arange(10))
+        given = [sample_id for _ in range(5) for sample_id in store.claim(partition, 3).sample_ids]
+        assert given == ids(10)
+        assert store.claim(partition, 3).size == 0
+
+    def test_each_task_has_its_own_cursor(self, store: Store) -> None:
+        """Contract: "Task: a named consumer with its own cursor."
+
+        Check first: what was given is kept per task.
+        """
+        partition = store.register("x", tasks=["train", "eval"])
+        store.put(partition, ids(4), x=torch.arange(4))
+        assert store.claim(partition, 3).sample_ids == ids(3)
+        assert store.claim(partition, 4, task="eval").sample_ids == ids(4)
+        assert store.claim(partition, 4).sample_ids == ["s3"]
+
+    def test_only_ready_samples_are_given(self, store: Store) -> None:
+        """Contract: "Hands out samples whose required fields are all produced and that task_name has not been given."
+
+        Check first: readiness is judged on every required field, whichever put brought it.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(4), x=torch.arange(4))
+        store.put(partition, ["s3", "s1"], y=torch.zeros(2))
+        assert store.claim(partition, 4, "x", "y").sample_ids == ["s1", "s3"]
+        assert store.claim(partition, 4, "y", "x").size == 0
+        store.put(partition, ["s0"], y=torch.zeros(1))
+        assert store.claim(partition, 4, "x", "y").sample_ids == ["s0"]
+
+    def test_required_fields_share_one_cursor(self, store: Store) -> None:
+        """Contract: "that task_name has not been given".
+
+        Check first: a sample given for some fields is not given again to that task for others, nor when fields are
+        added.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(3), x=torch.arange(3))
+        assert store.claim(partition, 2, "x").sample_ids == ["s0", "s1"]
+        store.put(partition, ids(3), y=torch.zeros(3))
+        assert store.claim(partition, 3, "y").sample_ids == ["s2"]
+
+    def test_fields_beyond_the_registered_may_be_required(self, store: Store) -> None:
+        """Contract: "further fields may be written (multimodal extras ride along)."
+
+        Check first: readiness knows every field that was written, not only those of the registration.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2))
+        store.put(partition, ["s1"], extra=torch.zeros(1))
+        assert store.claim(partition, 2, "x", "extra").sample_ids == ["s1"]
+
+    # --- order --------------------------------------------------------------------------------------------------------
+
+    def test_claims_come_in_order_of_first_write(self, store: Store) -> None:
+        """Contract: "Order: by first write."
+
+        Check first: rows are numbered as they are first written, within a put in the order of its ids; names do not
+        sort.
+        """
+        partition = store.register("x")
+        order = ["z", "a", "m10", "m9", "b", "y"]
+        store.put(partition, order[:3], x=torch.arange(3))
+        store.put(partition, order[3:], x=torch.arange(3))
+        assert store.claim(partition, 2).sample_ids == order[:2]
+        assert store.claim(partition, 9).sample_ids == order[2:]
+
+    def test_tags_alone_are_a_first_write(self, store: Store) -> None:
+        """Contract: "A put of tags alone makes the sample; it counts as written, in order, and for num_samples."
+
+        Check first: the row is numbered, and its id counted, by whatever put names it first.
+        """
+        partition = store.register("x", num_samples=3)
+        store.put(partition, ["b"], [{"n": 1}])
+        store.put(partition, ["a", "c"], x=torch.arange(2))
+        store.client.clear_samples(["c"], partition)
+        with store.refusal(TimeoutError, "'b'", "x"):
+            store.claim(partition, 3, blocking=True, timeout_s=0.05)
+        store.put(partition, ["b"], x=torch.arange(1))
+        assert store.claim(partition, 3, blocking=True).sample_ids == ["b", "a"]
+
+    def test_completion_does_not_change_the_order(self, store: Store) -> None:
+        """Contract: "Order: by first write."
+
+        Check first: a row keeps the number of its first write when later puts make it ready.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(5), x=torch.arange(5))
+        for sample_id in ("s3", "s0", "s4", "s1"):
+            store.put(partition, [sample_id], y=torch.zeros(1))
+        assert store.claim(partition, 9, "x", "y").sample_ids == ["s0", "s1", "s3", "s4"]
+
+    def test_a_thousand_claims_in_order(self, store: Store) -> None:
+        """Contract: "Order: by first write."
+
+        Check first: numbers of rows compare as numbers, not as text.
+        """
+        partition = store.register("x")
+        for start in range(0, 1200, 300):
+            store.put(partition, [f"s{start + index}" for index in range(300)], x=torch.arange(300))
+        given: list[str] = []
+        for size in (1, 99, 500, 600):
+            given.extend(store.claim(partition, size).sample_ids)
+        assert given == ids(1200)
+
+    # --- what comes along ---------------------------------------------------------------------------------------------
+
+    def test_claims_bring_tags(self, store: Store) -> None:
+        """Contract: "Tags come along; sequence_lengths is filled from the tag input_lengths where all have it."
+
+        Check first: the reply's tags align with its sample ids.
+        """
+        partition = store.register("x")
+        tags = [{"input_lengths": 5 + index, "n": str(index)} for index in range(4)]
+        store.put(partition, ids(4), tags, x=torch.arange(4))
+        store.put(partition, ["s4"], [{"n": "4"}], x=torch.zeros(1, dtype=torch.int64))
+        meta = store.claim(partition, 2)
+        assert meta.tags == tags[:2]
+        assert meta.sequence_lengths == [5, 6]
+        assert (meta.task_name, meta.fields, meta.lease_tokens) == ("train", ["x"], None)
+        rest = store.claim(partition, 9)
+        assert rest.tags == [*tags[2:], {"n": "4"}]
+        assert rest.sequence_lengths is None
+
+    def test_a_claimed_meta_reads_its_data(self, store: Store) -> None:
+        """Contract: "get_data(meta, select_fields=None): get_samples by meta."
+
+        Check first: a claim gives out samples; it does not remove them.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        meta = store.claim(partition, 2)
+        assert store.client.get_data(meta)["x"].tolist() == [0, 1]
+
+    # --- non-blocking -------------------------------------------------------------------------------------------------
+
+    def test_nonblocking_takes_what_is_ready(self, store: Store) -> None:
+        """Contract: "Non-blocking: what is ready now, up to batch_size, perhaps none."
+
+        Check first: without all_or_nothing the hook hands out fewer than asked for.
+        """
+        partition = store.register("x")
+        empty = store.claim(partition, 4)
+        assert (empty.sample_ids, empty.tags, empty.size) == ([], [], 0)
+        store.put(partition, ids(6), x=torch.arange(6))
+        assert store.claim(partition, 4).size == 4
+        assert store.claim(partition, 4).size == 2
+        assert store.claim(partition, 4).size == 0
+
+    def test_dp_rank_is_reserved(self, store: Store) -> None:
+        """Contract: "dp_rank is reserved."
+
+        Check first: nothing in the backend; it never sees dp_rank.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(4), x=torch.arange(4))
+        assert store.claim(partition, 2, dp_rank=1).sample_ids == ["s0", "s1"]
+        assert store.claim(partition, 2, dp_rank=0).sample_ids == ["s2", "s3"]
+
+    # --- blocking -----------------------------------------------------------------------------------------------------
+
+    def test_blocking_waits_until_enough_are_ready(self, store: Store) -> None:
+        """Contract: "Blocking: waits until batch_size are ready".
+
+        Check first: with all_or_nothing the hook takes nothing until it can give batch_size.
+        """
+        partition = store.register("x")
+        waiting = Background(lambda: store.claim(partition, 4, blocking=True, timeout_s=_LONG_S))
+        for start in (0, 2):
+            assert waiting.running
+            store.put(partition, [f"s{start}", f"s{start + 1}"], x=torch.arange(2))
+        assert waiting.result(what="a claim of samples that are ready").sample_ids == ids(4)
+
+    def test_a_waiting_claim_takes_nothing(self, store: Store) -> None:
+        """Contract: "Blocking: waits until batch_size are ready".
+
+        Check first: with all_or_nothing the hook takes nothing until it can give batch_size.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        with store.refusal(TimeoutError):
+            store.claim(partition, 4, blocking=True, timeout_s=0.1)
+        assert store.claim(partition, 4).sample_ids == ids(3), "a claim that timed out took samples along"
+
+    def test_blocking_gives_the_tail(self, store: Store) -> None:
+        """Contract: "or until the partition can give no more (num_samples distinct ids were written, cleared ones
+        included, and fewer remain), and then returns those".
+
+        Check first: with all_or_nothing, fewer than batch_size are handed out once num_samples ids were written.
+        """
+        partition = store.register("x", num_samples=5)
+        store.put(partition, ids(3), x=torch.arange(3))
+        assert store.claim(partition, 2, blocking=True).size == 2
+        waiting = Background(lambda: store.claim(partition, 4, blocking=True, timeout_s=_LONG_S))
+        store.put(partition, ["s3"], x=torch.zeros(1, dtype=torch.int64))
+        assert waiting.running
+        store.put(partition, ["s4"], x=torch.zeros(1, dtype=torch.int64))
+        assert waiting.result(what="a claim of the tail").sample_ids == ["s2", "s3", "s4"]
+
+    def test_an_exhausted_partition_gives_empty_claims(self, store: Store) -> None:
+        """Contract: "or until the partition can give no more".
+
+        Check first: Claim.exhausted is set also when nothing remains; consumers end their loops by it.
+        """
+        partition = store.register("x", num_samples=2)
+        store.put(partition, ids(2), x=torch.arange(2))
+        assert store.claim(partition, 2, blocking=True).size == 2
+        for _ in range(2):
+            meta = bounded(lambda: store.claim(partition, 2, blocking=True, timeout_s=_LONG_S), what="an empty claim")
+            assert meta.size == 0
+
+    def test_cleared_samples_count_for_the_tail(self, store: Store) -> None:
+        """Contract: "num_samples distinct ids were written, cleared ones included, and fewer remain".
+
+        Check first: ids are counted when they are first written; a clear does not take them off the count.
+        """
+        partition = store.register("x", num_samples=4)
+        store.put(partition, ids(4), x=torch.arange(4))
+        store.client.clear_samples(["s0", "s2"], partition)
+        meta = bounded(lambda: store.claim(partition, 3, blocking=True, timeout_s=_LONG_S), what="a claim of the tail")
+        assert meta.sample_ids == ["s1", "s3"]
+
+    def test_an_id_written_twice_counts_once(self, store: Store) -> None:
+        """Contract: "num_samples distinct ids were written".
+
+        Check first: distinct ids are counted, not puts or rows.
+        """
+        partition = store.register("x", "y", num_samples=3)
+        store.put(partition, ids(2), x=torch.arange(2))
+        store.put(partition, ids(2), y=torch.arange(2))
+        store.client.clear_samples(["s0"], partition)
+        store.put(partition, ["s0"], x=torch.arange(1))
+        with store.refusal(TimeoutError):
+            store.claim(partition, 3, blocking=True, timeout_s=0.05)
+
+    def test_the_tail_waits_for_required_fields(self, store: Store) -> None:
+        """Contract: "Hands out samples whose required fields are all produced".
+
+        Check first: a partition of which all ids were written can still give samples whose fields come later.
+        """
+        partition = store.register("x", "y", num_samples=3)
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.put(partition, ["s0"], y=torch.zeros(1))
+        with store.refusal(TimeoutError):
+            store.claim(partition, 2, "y", blocking=True, timeout_s=0.05)
+        store.put(partition, ["s2"], y=torch.zeros(1))
+        assert store.claim(partition, 2, "y", blocking=True).sample_ids == ["s0", "s2"]
+
+    def test_without_num_samples_there_is_no_tail(self, store: Store) -> None:
+        """Contract: "num_samples tells claims when the last, smaller batch is complete; None: never."
+
+        Check first: num_samples None never makes a claim exhausted.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        with store.refusal(TimeoutError):
+            store.claim(partition, 4, blocking=True, timeout_s=0.05)
+
+    def test_a_timeout_says_what_is_missing(self, store: Store) -> None:
+        """Contract: "past timeout_s, a TimeoutError subclass that says how many were ready and which fields the next
+        ones miss".
+
+        Check first: with explain, the hook fills Claim.num_ready and Claim.missing_cells.
+        """
+        partition = store.register("x", "y", "z")
+        store.put(partition, ids(5), x=torch.arange(5))
+        store.put(partition, ["s0", "s3"], y=torch.zeros(2), z=torch.zeros(2))
+        store.put(partition, ["s1"], y=torch.zeros(1))
+        start = time.monotonic()
+        with store.refusal(ClaimTimeoutError, "2", "4", "'s1'", "z") as caught:
+            store.claim(partition, 4, "x", "y", "z", blocking=True, timeout_s=0.2)
+        assert 0.2 <= time.monotonic() - start < PROMPT_S
+        error = caught.value
+        assert isinstance(error, TimeoutError)
+        assert error.num_ready == 2
+        assert {name: sorted(fields) for name, fields in error.missing_cells.items()} == {
+            "s1": ["z"],
+            "s2": ["y", "z"],
+            "s4": ["y", "z"],
+        }
+
+    def test_a_timeout_of_zero_asks_once(self, store: Store) -> None:
+        """Contract: "past timeout_s, a TimeoutError subclass".
+
+        Check first: nothing in the backend; the client asks at least once.
+        """
+        partition = store.register("x")
+        with store.refusal(TimeoutError):
+            store.claim(partition, 1, blocking=True, timeout_s=0)
+        store.put(partition, ["a"], x=torch.zeros(1))
+        assert store.claim(partition, 1, blocking=True, timeout_s=0).sample_ids == ["a"]
+
+    def test_a_claim_of_a_cleared_partition_ends_at_once(self, store: Store) -> None:
+        """Contract: "the partition cleared meanwhile: KeyError at once."
+
+        Check first: the claim hook raises UnknownPartitionError as soon as the partition is gone.
+        """
+        partition = store.register("x")
+        waiting = Background(lambda: store.claim(partition, 1, blocking=True, timeout_s=_LONG_S))
+        eventually(lambda: waiting.running, what="the claim's start")
+        store.client.clear_samples(None, partition)
+        with store.refusal(KeyError, partition):
+            waiting.result(what="a claim of a partition that was cleared")
+
+    # --- refusals -----------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("batch_size", [0, -1])
+    def test_a_batch_size_below_1_is_refused(self, store: Store, batch_size: int) -> None:
+        """Contract: "A batch size below 1: ValueError."
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = store.register("x")
+        with store.refusal(ValueError, "batch_size"):
+            store.claim(partition, batch_size)
+
+    @pytest.mark.parametrize("blocking", [False, True])
+    def test_unknown_partition_or_task_is_refused(self, store: Store, blocking: bool) -> None:
+        """Contract: "Unknown partition or task: KeyError."
+
+        Check first: the claim hook raises UnknownPartitionError and UnknownTaskError; it makes no task.
+        """
+        partition, unknown = store.register("x"), store.new_id()
+        store.put(partition, ["a"], x=torch.zeros(1))
+        with store.refusal(KeyError, unknown):
+            store.claim(unknown, 1, blocking=blocking, timeout_s=_LONG_S)
+        with store.refusal(KeyError, "nobody"):
+            store.claim(partition, 1, task="nobody", blocking=blocking, timeout_s=_LONG_S)
+
+    # --- the hook -----------------------------------------------------------------------------------------------------
+
+    def test_claim_hook_never_waits(self, store: Store) -> None:
+        """Hook spec: "The hook never waits: the client asks again until its deadline."
+
+        Check first: with nothing ready the hook returns an empty Claim at once; the client does the waiting.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.zeros(1))
+        for all_or_nothing in (True, False):
+            claim = bounded(
+                partial(store.hooks.within(600).claim, partition, 2, ["y"], all_or_nothing=all_or_nothing),
+                what="a claim hook with nothing to give",
+            )
+            assert list(claim.sample_ids) == []
+
+    def test_claim_hook_gives_all_or_nothing(self, store: Store) -> None:
+        """Hook spec: "Hand out batch_size or, when the partition can give no more, what remains; else nothing."
+
+        Check first: all_or_nothing, and Claim.exhausted.
+        """
+        partition = store.register("x", num_samples=4)
+        store.put(partition, ids(3), x=torch.arange(3))
+        none = store.hooks.claim(partition, 4, all_or_nothing=True)
+        assert (list(none.sample_ids), none.exhausted) == ([], False)
+        store.put(partition, ["s3"], x=torch.zeros(1, dtype=torch.int64))
+        assert list(store.hooks.claim(partition, 3, all_or_nothing=True).sample_ids) == ids(3)
+        tail = store.hooks.claim(partition, 3, all_or_nothing=True)
+        assert (list(tail.sample_ids), tail.exhausted) == (["s3"], True)
+        end = store.hooks.claim(partition, 3, all_or_nothing=True)
+        assert (list(end.sample_ids), end.exhausted) == ([], True)
+
+    def test_claim_hook_explains_itself(self, store: Store) -> None:
+        """Hook spec: "For the next samples, the fields they miss (where explain was set)."
+
+        Check first: with explain, num_ready and missing_cells are filled although nothing is handed out.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.put(partition, ["s1"], y=torch.zeros(1))
+        claim = store.hooks.claim(partition, 3, ["x", "y"], all_or_nothing=True, explain=True)
+        assert claim.num_ready == 1
+        assert {name: tuple(fields) for name, fields in claim.missing_cells.items()} == {"s0": ("y",), "s2": ("y",)}
+
+    def test_claim_hook_raises_its_own_errors(self, store: Store) -> None:
+        """Hook spec: "UnknownPartitionError, UnknownTaskError: Not registered."
+
+        Check first: the hook raises dataplane_core.errors itself; core wraps anything else in BackendError.
+        """
+        partition = store.register("x")
+        with pytest.raises(UnknownTaskError):
+            store.hooks.claim(partition, 1, task="nobody")
+        with pytest.raises(UnknownPartitionError):
+            store.hooks.claim(store.new_id(), 1)
+        if store.declares(Capability.GROUPS):
+            grouped = store.register("x", group_size=2)
+            with pytest.raises(InvalidRequestError):
+                store.hooks.claim(grouped, 3)

@@ -1,0 +1,198 @@
+"""`clear_samples`: what it drops is gone, and nothing else."""
+
+from __future__ import annotations
+
+import torch
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._columns import ids, jagged
+from dataplane_core.testing._store import Store
+
+__all__ = ["ClearSuite"]
+
+
+class ClearSuite(Suite, chapter="clear"):
+    """Clears of samples and of partitions."""
+
+    def test_cleared_rows_are_gone(self, store: Store) -> None:
+        """Contract: "ids: drops those rows with their tags and cursors; ids not there are ignored."
+
+        Check first: the rows are gone when clear_samples returns, for every field; the others stay.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(5), x=torch.arange(5), y=jagged([torch.arange(index) for index in range(5)]))
+        store.client.clear_samples(["s3", "s0"], partition)
+        for sample_id in ("s0", "s3"):
+            for field in ("x", "y"):
+                with store.refusal(KeyError, f"'{sample_id}'"):
+                    store.get(partition, [sample_id], field)
+        assert store.get(partition, ["s4", "s1", "s2"])["x"].tolist() == [4, 1, 2]
+        if store.declares(Capability.LISTING):
+            assert store.client.list_samples(partition).sample_ids == ["s1", "s2", "s4"]
+
+    def test_cleared_tags_are_gone(self, store: Store) -> None:
+        """Contract: "ids: drops those rows with their tags and cursors".
+
+        Check first: an id that is written again starts without tags.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), [{"old": 1}] * 2, x=torch.arange(2))
+        store.client.clear_samples(["s0"], partition)
+        store.put(partition, ["s0"], [{"new": 1}], x=torch.arange(1))
+        assert store.tags_of(partition) == {"s1": {"old": 1}, "s0": {"new": 1}}
+
+    @proves(Capability.CLAIMS)
+    def test_cleared_cursors_are_gone(self, store: Store) -> None:
+        """Contract: "ids: drops those rows with their tags and cursors".
+
+        Check first: an id that is written again is a new sample, at the end of the order, that no task was given.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        assert store.claim(partition, 2).sample_ids == ["s0", "s1"]
+        store.client.clear_samples(["s0", "s1"], partition)
+        assert store.claim(partition, 1).sample_ids == ["s2"]
+        store.put(partition, ["s1", "s9"], x=torch.arange(2))
+        assert store.claim(partition, 3).sample_ids == ["s1", "s9"]
+
+    @proves(Capability.CLAIMS)
+    def test_cleared_samples_are_not_given(self, store: Store) -> None:
+        """Contract: "ids: drops those rows with their tags and cursors".
+
+        Check first: ready samples that were queued for claims leave the queue when they are cleared.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(4), x=torch.arange(4))
+        store.client.clear_samples(["s0", "s2"], partition)
+        assert store.claim(partition, 4).sample_ids == ["s1", "s3"]
+
+    def test_ids_not_there_are_ignored(self, store: Store) -> None:
+        """Contract: "ids not there are ignored."
+
+        Check first: one unknown id does not keep the others from being cleared.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.client.clear_samples(["nobody", "s1", "no one", "s1"], partition)
+        store.client.clear_samples(["s1"], partition)
+        store.client.clear_samples([], partition)
+        assert store.get(partition, ["s0", "s2"])["x"].tolist() == [0, 2]
+        assert not store.has(partition, "s1")
+
+    def test_rows_of_tags_alone_can_be_cleared(self, store: Store) -> None:
+        """Contract: "ids: drops those rows with their tags and cursors".
+
+        Check first: rows without any cell, and rows of different fields, in one clear.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ["tags"], [{"n": 1}])
+        store.put(partition, ["x"], x=torch.zeros(1))
+        store.put(partition, ["y", "both"], [{"n": 2}] * 2, y=torch.zeros(2))
+        store.put(partition, ["both"], x=torch.zeros(1))
+        store.client.clear_samples(["x", "tags", "both", "y"], partition)
+        store.put(partition, ["tags", "x", "y", "both"], [{}] * 4, x=torch.arange(4).float())
+        assert store.tags_of(partition) == {"tags": {}, "x": {}, "y": {}, "both": {}}
+        assert not store.has(partition, "both", "y")
+
+    def test_ids_may_be_used_again(self, store: Store) -> None:
+        """Contract: "ids: drops those rows with their tags and cursors".
+
+        Check first: an id that is written again never shows the old cells; keys or indexes that the engine uses again
+        are the usual fault.
+        """
+        partition, other = store.register("x", "y"), store.register("x")
+        store.put(other, ids(3), x=torch.arange(3) + 100)
+        for value in range(10):
+            store.put(partition, ids(3), x=torch.full((3,), value))
+            if value % 2:
+                store.put(partition, ids(3), y=torch.full((3,), value))
+            assert store.get(partition, ids(3))["x"].tolist() == [value] * 3
+            assert store.has(partition, "s1", "y") == bool(value % 2)
+            store.client.clear_samples(ids(3)[::-1], partition)
+            store.put(partition, ["z"], x=torch.tensor([value]))
+            store.client.clear_samples(["z"], partition)
+        assert store.get(other, ids(3))["x"].tolist() == [100, 101, 102]
+
+    def test_a_cleared_partition_is_gone(self, store: Store) -> None:
+        """Contract: "None: drops the whole partition, schema included, whoever wrote it."
+
+        Check first: every operation on it raises UnknownPartitionError until it is registered again.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.client.clear_samples(None, partition)
+        with store.refusal(KeyError, partition):
+            store.get(partition, ["s0"])
+        with store.refusal(KeyError, partition):
+            store.put(partition, ["s0"], x=torch.arange(1))
+        if store.declares(Capability.CLAIMS):
+            with store.refusal(KeyError, partition):
+                store.claim(partition, 1)
+            assert not store.client.check_consumption_status(partition, ["train"])
+        if store.declares(Capability.LISTING):
+            with store.refusal(KeyError, partition):
+                store.client.list_samples(partition)
+
+    def test_a_cleared_partition_starts_afresh(self, store: Store) -> None:
+        """Contract: "None: drops the whole partition, schema included, whoever wrote it."
+
+        Check first: a partition registered after a clear has no rows, and its fields no dtype.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), [{"old": 1}] * 3, x=torch.arange(3))
+        store.client.clear_samples(None, partition)
+        store.register("x", partition_id=partition)
+        assert not store.has(partition, "s0")
+        store.put(partition, ["s2"], x=torch.ones(1, 2))
+        assert store.get(partition, ["s2"])["x"].tolist() == [[1.0, 1.0]]
+        assert store.tags_of(partition) == {"s2": {}}
+
+    def test_other_partitions_stay(self, store: Store) -> None:
+        """Contract: "Sample: a row, by a string id unique in its partition."
+
+        Check first: rows are addressed by partition and id together, in clears too; prefixes of names are no partition.
+        """
+        base = store.new_id()
+        first, second, third = (store.register("x", partition_id=base + end) for end in ("", "-2", "/x"))
+        for partition in (first, second, third):
+            store.put(partition, ids(3), x=torch.arange(3))
+        store.client.clear_samples(["s1"], first)
+        store.client.clear_samples(None, first)
+        for partition in (second, third):
+            assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2]
+
+    def test_an_unknown_partition_is_nothing_to_do(self, store: Store) -> None:
+        """Contract: "Unknown partition: nothing to do."
+
+        Check first: clear_samples of a partition that is not there replies, and does not make it.
+        """
+        unknown = store.new_id()
+        store.client.clear_samples(None, unknown)
+        store.client.clear_samples(["a"], unknown)
+        with store.refusal(KeyError, unknown):
+            store.get(unknown, ["a"])
+
+    def test_clear_of_many_rows(self, store: Store) -> None:
+        """Contract: "ids: drops those rows with their tags and cursors".
+
+        Check first: batch limits of the engine.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(1500), x=torch.arange(1500))
+        store.client.clear_samples(ids(1500)[1:], partition)
+        assert store.get(partition, ["s0"])["x"].tolist() == [0]
+        for name in ("s1", "s750", "s1499"):
+            assert not store.has(partition, name)
+
+    def test_clear_hook_counts_its_rows(self, store: Store) -> None:
+        """Hook spec: "Drops rows with their tags and cursors, or the whole partition; what is not there is ignored."
+
+        Check first: ClearReply.num_samples counts the rows that were there.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(5), x=torch.arange(5))
+        assert store.hooks.clear(partition, ["s0", "nobody"]).num_samples == 1
+        assert store.hooks.clear(partition, ["s0"]).num_samples == 0
+        assert store.hooks.clear(partition, None).num_samples == 4
+        assert store.hooks.clear(partition, None).num_samples == 0

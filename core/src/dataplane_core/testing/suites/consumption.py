@@ -1,0 +1,121 @@
+"""`check_consumption_status`: whether every task was given everything."""
+
+from __future__ import annotations
+
+import torch
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._columns import ids
+from dataplane_core.testing._store import Store
+
+__all__ = ["ConsumptionSuite"]
+
+
+def _consumed(store: Store, partition: str, *tasks: str) -> bool:
+    return store.client.check_consumption_status(partition, list(tasks or ("train",)))
+
+
+class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
+    """Consumption status."""
+
+    def test_an_empty_partition_is_not_consumed(self, store: Store) -> None:
+        """Contract: "False while it holds none, and for an unknown task."
+
+        Check first: zero of zero samples is not everything.
+        """
+        partition = store.register("x")
+        assert not _consumed(store, partition)
+        store.put(partition, ids(2), x=torch.arange(2))
+        store.claim(partition, 2)
+        assert _consumed(store, partition)
+        store.client.clear_samples(ids(2), partition)
+        assert not _consumed(store, partition)
+
+    def test_an_unknown_task_has_consumed_nothing(self, store: Store) -> None:
+        """Contract: "False while it holds none, and for an unknown task."
+
+        Check first: no error, and False for the whole question, even where the other tasks are done.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2))
+        store.claim(partition, 2)
+        assert not _consumed(store, partition, "nobody")
+        assert not _consumed(store, partition, "train", "nobody")
+        assert not _consumed(store, store.new_id())
+
+    def test_every_sample_counts(self, store: Store) -> None:
+        """Contract: "every task has been given (leased claims: has acked) every sample that the partition holds."
+
+        Check first: samples are compared, not counts of claims; a sample without the claimed fields is held, too.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.claim(partition, 2)
+        assert not _consumed(store, partition)
+        store.claim(partition, 2)
+        assert _consumed(store, partition)
+        store.put(partition, ["s3"], y=torch.zeros(1))
+        assert not _consumed(store, partition), "a new sample is not consumed"
+        store.claim(partition, 1, "y")
+        assert _consumed(store, partition)
+
+    def test_every_task_counts(self, store: Store) -> None:
+        """Contract: "every task has been given (leased claims: has acked) every sample that the partition holds."
+
+        Check first: one task that is behind makes the answer False.
+        """
+        partition = store.register("x", tasks=["train", "eval"])
+        store.put(partition, ids(2), x=torch.arange(2))
+        store.claim(partition, 2)
+        assert _consumed(store, partition, "train")
+        assert not _consumed(store, partition, "train", "eval")
+        store.claim(partition, 2, task="eval")
+        assert _consumed(store, partition, "eval", "train")
+
+    def test_cleared_samples_no_longer_count(self, store: Store) -> None:
+        """Contract: "every sample that the partition holds."
+
+        Check first: clearing takes a sample off both sides: what is held, and what was given.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(4), x=torch.arange(4))
+        store.claim(partition, 2)
+        store.client.clear_samples(["s3"], partition)
+        assert not _consumed(store, partition)
+        store.client.clear_samples(["s2", "s0"], partition)
+        assert _consumed(store, partition)
+        store.put(partition, ["s0"], x=torch.arange(1))
+        assert not _consumed(store, partition)
+
+    @proves(Capability.LEASES, Capability.CLAIMS)
+    def test_leased_samples_count_when_acked(self, store: Store) -> None:
+        """Contract: "every task has been given (leased claims: has acked) every sample that the partition holds."
+
+        Check first: a lease alone is not consumption; an ack is.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        meta = store.claim(partition, 2, lease_s=600)
+        store.claim(partition, 2)
+        assert not _consumed(store, partition), "leased samples count before they are acked"
+        store.client.ack(meta.slice(0, 1))
+        assert not _consumed(store, partition)
+        store.client.nack(meta.slice(1, 2))
+        assert not _consumed(store, partition)
+        store.client.ack(store.claim(partition, 2, lease_s=600))
+        assert _consumed(store, partition)
+
+    def test_consumption_hook_answers_for_what_is_not_there(self, store: Store) -> None:
+        """Hook spec: "Answers from the store's own state; False for an unknown partition or task, and while nothing is
+        held."
+
+        Check first: the hook replies ConsumptionReply(consumed=False); it does not raise.
+        """
+        partition = store.register("x")
+        assert store.hooks.consumed(store.new_id()).consumed is False
+        assert store.hooks.consumed(partition).consumed is False
+        store.put(partition, ["a"], x=torch.zeros(1))
+        assert store.hooks.consumed(partition, ["nobody"]).consumed is False
+        store.claim(partition, 1)
+        assert store.hooks.consumed(partition).consumed is True

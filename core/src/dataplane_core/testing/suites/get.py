@@ -1,0 +1,270 @@
+"""`get_samples` and `get_data`: exactly the rows asked for, or an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.errors import MissingDataError, UnknownPartitionError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._columns import as_objects, batch, check_column, ids, items_of, jagged, rows_of, shared
+from dataplane_core.testing._store import Store
+
+__all__ = ["GetSuite"]
+
+
+class GetSuite(Suite, chapter="get"):
+    """Reads."""
+
+    def test_get_keeps_the_order_asked_for(self, store: Store) -> None:
+        """Contract: "Exactly one row per id given, in that order, repeats included."
+
+        Check first: bring the engine's rows into the order of request.sample_ids.
+        """
+        partition = store.register("x", "o")
+        rows = [torch.full((index % 4,), index) for index in range(12)]
+        store.put(partition, ids(12), x=jagged(rows), o=as_objects(*range(12)), y=torch.arange(12))
+        order = [7, 0, 11, 3, 4, 5, 1]
+        found = store.get(partition, [f"s{index}" for index in order], "x", "y", "o")
+        assert found.batch_size == torch.Size([7])
+        assert found["y"].tolist() == order
+        assert items_of(found["o"]) == order
+        check_column(found["x"], [rows[index] for index in order])
+
+    def test_get_repeats_rows(self, store: Store) -> None:
+        """Contract: "Exactly one row per id given, in that order, repeats included."
+
+        Check first: nothing in the backend; core asks for each id once and repeats the rows.
+        """
+        partition = store.register("x", "o")
+        rows = [torch.full((index + 1,), index) for index in range(3)]
+        store.put(partition, ids(3), x=jagged(rows), y=torch.arange(3), o=as_objects([0], [1], [2]))
+        order = [2, 0, 2, 2, 1, 0]
+        found = store.get(partition, [f"s{index}" for index in order], "x", "y", "o")
+        assert found["y"].tolist() == order
+        check_column(found["x"], [rows[index] for index in order])
+        items = items_of(found["o"])
+        assert items == [[index] for index in order]
+        items[0].append("changed")
+        assert items[2] == [2], "repeated rows share one item"
+
+    def test_get_joins_rows_of_many_puts(self, store: Store) -> None:
+        """Contract: "Exactly one row per id given, in that order".
+
+        Check first: rows that were written apart are brought together, whatever put each field came with.
+        """
+        partition = store.register("x", "y", "o")
+        for index in range(6):
+            store.put(partition, [f"s{index}"], x=torch.full((1, index % 3), index), y=torch.tensor([index]))
+        for index in (3, 1, 5, 0, 2, 4):
+            store.put(partition, [f"s{index}"], o=as_objects({"n": index}), z=torch.full((1, 2), float(index)))
+        order = [5, 2, 0, 4, 1]
+        found = store.get(partition, [f"s{index}" for index in order], "o", "x", "z", "y")
+        assert found["y"].tolist() == order
+        assert found["z"].tolist() == [[float(index)] * 2 for index in order]
+        assert items_of(found["o"]) == [{"n": index} for index in order]
+        check_column(found["x"], [torch.full((index % 3,), index) for index in order])
+
+    def test_equal_rows_of_unequal_puts_come_back_dense(self, store: Store) -> None:
+        """Contract: "rows of equal shape stacked dense, else one torch.jagged nested tensor (with its min and max
+        length known), rows of length 0 among them".
+
+        Check first: the container follows the rows that are read, not those that were written together.
+        """
+        partition = store.register("x")
+        rows = [torch.arange(2), torch.arange(3), torch.arange(0), torch.arange(3) + 5]
+        store.put(partition, ids(4), x=jagged(rows))
+        store.put(partition, ["s4"], x=torch.arange(3).unsqueeze(0) + 9)
+        check_column(store.get(partition, ["s4", "s1", "s3"])["x"], [torch.arange(3) + 9, rows[1], rows[3]])
+        check_column(store.get(partition, ["s2"])["x"], [rows[2]])
+        check_column(store.get(partition, ["s2", "s4"])["x"], [rows[2], torch.arange(3) + 9])
+
+    # --- missing ------------------------------------------------------------------------------------------------------
+
+    def test_get_of_missing_samples_names_them(self, store: Store) -> None:
+        """Contract: "A missing sample or a cell not yet produced: a KeyError subclass that names the first few and
+        counts the rest; never fewer rows."
+
+        Check first: compare what the engine returned with what was asked for, and raise MissingDataError.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(5), x=torch.arange(5))
+        with store.refusal(KeyError, "'gone0'"):
+            store.get(partition, ["s0", "gone0", "s1"])
+        missing = ids(9, "gone")
+        with store.refusal(MissingDataError, "'gone0'", "6 more") as caught:
+            store.get(partition, ["s4", *missing, "s3"])
+        assert caught.value.missing_samples == ("gone0", "gone1", "gone2")
+
+    def test_get_of_only_missing_samples_raises(self, store: Store) -> None:
+        """Contract: "A missing sample or a cell not yet produced: a KeyError subclass".
+
+        Check first: an empty reply of the engine is no reply.
+        """
+        partition = store.register("x")
+        with store.refusal(KeyError, "'a'"):
+            store.get(partition, ["a"])
+        store.put(partition, ["a"], x=torch.zeros(1))
+        with store.refusal(KeyError, "'b'"):
+            store.get(partition, ["b"])
+
+    def test_get_of_missing_cells_names_them(self, store: Store) -> None:
+        """Contract: "A missing sample or a cell not yet produced: a KeyError subclass that names the first few and
+        counts the rest; never fewer rows."
+
+        Check first: every field asked for must be there for every row; a silently dropped field is the worst reply.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(6), x=torch.arange(6))
+        store.put(partition, ["s1"], y=torch.zeros(1))
+        with store.refusal(KeyError, "'s0'", "y"):
+            store.get(partition, ["s1", "s0"], "x", "y")
+        with store.refusal(MissingDataError, "2 more") as caught:
+            store.get(partition, ids(6), "y", "x")
+        assert caught.value.missing_cells == {"s0": ("y",), "s2": ("y",), "s3": ("y",)}
+
+    def test_get_of_a_field_that_nobody_wrote_raises(self, store: Store) -> None:
+        """Contract: "A missing sample or a cell not yet produced: a KeyError subclass".
+
+        Check first: a field without any cell has no schema yet; that is a missing cell like any other.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ["a"], x=torch.zeros(1))
+        with store.refusal(KeyError, "y"):
+            store.get(partition, ["a"], "y")
+        with store.refusal(KeyError, "unheard_of"):
+            store.get(partition, ["a"], "x", "unheard_of")
+
+    # --- arguments ----------------------------------------------------------------------------------------------------
+
+    def test_select_fields_is_required(self, store: Store) -> None:
+        """Contract: "select_fields is required; there is no "all"."
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.zeros(1))
+        with store.refusal(ValueError, "select_fields"):
+            store.client.get_samples(["a"], partition, [])
+        with pytest.raises(TypeError):
+            store.client.get_samples(["a"], partition)  # type: ignore[call-arg]
+        with store.refusal(TypeError, "select_fields"):
+            store.client.get_samples(["a"], partition, None)  # type: ignore[arg-type]
+
+    def test_get_without_ids_does_no_io(self, store: Store) -> None:
+        """Contract: "Empty ids: an empty TensorDict of batch size 0."
+
+        Check first: nothing in the backend; core answers.
+        """
+        partition = store.register("x")
+        with store.faults.counting() as calls:
+            found = store.client.get_samples([], partition, ["x"])
+        assert found.batch_size == torch.Size([0])
+        assert calls == []
+
+    @proves(Capability.CLAIMS)
+    def test_get_advances_no_cursor(self, store: Store) -> None:
+        """Contract: "Advances no cursor."
+
+        Check first: reads do not touch what tasks were given.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.get(partition, ids(3))
+        assert not store.client.check_consumption_status(partition, ["train"])
+        assert store.claim(partition, 3).sample_ids == ids(3)
+        assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2], "a claimed sample can no longer be read"
+
+    def test_get_data_reads_by_meta(self, store: Store) -> None:
+        """Contract: "get_data(meta, select_fields=None): get_samples by meta. Fields: select_fields, else meta.fields,
+        else ValueError."
+
+        Check first: nothing in the backend; core reads.
+        """
+        partition = store.register("x", "y")
+        meta = store.put(partition, ids(3), x=torch.arange(3), y=torch.ones(3))
+        found = store.client.get_data(meta)
+        assert sorted(found.keys()) == ["x", "y"]
+        assert sorted(store.client.get_data(meta, ["y"]).keys()) == ["y"]
+        assert store.client.get_data(meta.subset([2, 0, 2]))["x"].tolist() == [2, 0, 2]
+        with store.refusal(ValueError, "select_fields"):
+            store.client.get_data(KVBatchMeta(partition, None, ["s0"]))
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def test_what_comes_back_is_owned_by_the_caller(self, store: Store) -> None:
+        """Contract: "what comes back is contiguous, detached and owned by the caller."
+
+        Check first: the get hook returns memory of its own, not the store's.
+        """
+        partition = store.register("x", "y", "o")
+        rows = [torch.tensor([1, 2]), torch.tensor([3])]
+        store.put(partition, ids(2), x=jagged(rows), y=torch.arange(4).view(2, 2), o=as_objects([1], [2]))
+        first, second = (store.get(partition, ids(2), "x", "y", "o") for _ in range(2))
+        assert not shared(first["x"], second["x"]), "two reads share memory"
+        assert not shared(first["y"], second["y"]), "two reads share memory"
+        first["x"].values().fill_(-1)
+        first["y"].fill_(-1)
+        items_of(first["o"])[0].append("changed")
+        for found in (second, store.get(partition, ids(2), "x", "y", "o")):
+            check_column(found["x"], rows)
+            assert found["y"].tolist() == [[0, 1], [2, 3]]
+            assert items_of(found["o"]) == [[1], [2]]
+
+    def test_rows_of_one_read_are_independent(self, store: Store) -> None:
+        """Contract: "owned by the caller."
+
+        Check first: repeated rows are copies, dense and jagged alike.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(4).view(2, 2))
+        found = store.get(partition, ["s0", "s0", "s1"])["x"]
+        found[0].fill_(-1)
+        assert found.tolist() == [[-1, -1], [0, 1], [2, 3]]
+
+    # --- the hook -----------------------------------------------------------------------------------------------------
+
+    def test_get_hook_returns_the_rows_asked_for(self, store: Store) -> None:
+        """Hook spec: "Reads exactly one row per id in every column asked for."
+
+        Check first: the order of request.sample_ids; core repairs nothing.
+        """
+        partition = store.register("x", "o")
+        rows = [torch.full((index % 3,), index) for index in range(8)]
+        store.put(partition, ids(8), x=jagged(rows), y=torch.arange(8), o=as_objects(*range(8)))
+        order = [6, 1, 7, 0, 3]
+        found = store.hooks.read(partition, [f"s{index}" for index in order], ["y", "x", "o"])
+        assert found["y"].tolist() == order
+        assert items_of(found["o"]) == order
+        for row, index in zip(rows_of(found["x"], 5), order, strict=True):
+            assert torch.equal(row, rows[index])
+
+    def test_get_hook_returns_the_columns_asked_for(self, store: Store) -> None:
+        """Hook spec: "Field -> the spec fixed by the field's first write."
+
+        Check first: WireBatch holds a column and a spec for every field of the request.
+        """
+        partition = store.register("x", "y", "z")
+        store.put(partition, ids(2), x=torch.zeros(2, 3, 4, dtype=torch.bfloat16), y=as_objects(1, 2), z=torch.ones(2))
+        reply = store.hooks.get(partition, ids(2), ["y", "x"])
+        assert {"x", "y"} <= set(reply.columns)
+        assert {"x", "y"} <= set(reply.specs)
+        x, y = reply.specs["x"], reply.specs["y"]
+        assert (x.kind, x.dtype, x.rank, tuple(x.trailing)) == ("tensor", "bfloat16", 2, (4,))
+        assert y.kind == "object"
+
+    def test_get_hook_raises_its_own_errors(self, store: Store) -> None:
+        """Hook spec: "MissingDataError: Names the first missing samples or cells, and counts the rest."
+
+        Check first: the hook raises dataplane_core.errors itself; core wraps anything else in BackendError.
+        """
+        partition = store.register("x", "y")
+        store.hooks.put(partition, ["a"], batch(1, x=torch.zeros(1)))
+        with pytest.raises(MissingDataError, match="nobody"):
+            store.hooks.get(partition, ["a", "nobody"], ["x"])
+        with pytest.raises(MissingDataError, match="'a'"):
+            store.hooks.get(partition, ["a"], ["x", "y"])
+        with pytest.raises(UnknownPartitionError):
+            store.hooks.get(store.new_id(), ["a"], ["x"])

@@ -1,0 +1,223 @@
+"""GRPO groups: whole groups only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.errors import InvalidRequestError
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._columns import batch
+from dataplane_core.testing._store import Store
+from dataplane_core.testing._timing import Background, bounded
+
+__all__ = ["GroupSuite"]
+
+
+def _group(name: str, size: int = 3) -> list[str]:
+    return [f"{name}_g{index}" for index in range(size)]
+
+
+class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
+    """Claims of a partition with a group size."""
+
+    def test_incomplete_groups_are_not_given(self, store: Store) -> None:
+        """Contract: "with grpo_group_size g, whole groups only: the g samples whose ids share what stands before the
+        last _g."
+
+        Check first: a group becomes claimable when its last member is ready, not before.
+        """
+        partition = store.register("x", group_size=3)
+        store.put(partition, ["a_g0", "b_g0", "a_g1", "b_g1"], x=torch.arange(4))
+        assert store.claim(partition, 6).size == 0
+        store.put(partition, ["b_g2"], x=torch.zeros(1, dtype=torch.int64))
+        assert store.claim(partition, 6).sample_ids == _group("b")
+        store.put(partition, ["a_g2"], x=torch.zeros(1, dtype=torch.int64))
+        assert sorted(store.claim(partition, 6).sample_ids) == _group("a")
+
+    def test_groups_wait_for_every_required_field(self, store: Store) -> None:
+        """Contract: "Hands out samples whose required fields are all produced".
+
+        Check first: a group is ready when all of its members have all of the required fields.
+        """
+        partition = store.register("x", "y", group_size=2)
+        store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1"], x=torch.arange(4))
+        store.put(partition, ["a_g0", "b_g1", "b_g0"], y=torch.zeros(3))
+        assert store.claim(partition, 4, "x", "y").sample_ids == ["b_g0", "b_g1"]
+        assert store.claim(partition, 4, "x").sample_ids == ["a_g0", "a_g1"]
+
+    def test_claims_never_split_a_group(self, store: Store) -> None:
+        """Contract: "whole groups only".
+
+        Check first: groups are handed out as units; members of one group stand next to each other.
+        """
+        partition = store.register("x", group_size=2)
+        order = ["a_g0", "b_g0", "c_g0", "c_g1", "b_g1", "a_g1"]
+        store.put(partition, order, x=torch.arange(6))
+        given = [store.claim(partition, 2).sample_ids for _ in range(3)]
+        assert [sorted(pair) for pair in given] == [["a_g0", "a_g1"], ["b_g0", "b_g1"], ["c_g0", "c_g1"]]
+        assert store.claim(partition, 2).size == 0
+
+    def test_groups_come_in_order_of_first_write(self, store: Store) -> None:
+        """Contract: "Order: by first write."
+
+        Check first: a group stands where its first member was first written.
+        """
+        partition = store.register("x", group_size=2)
+        store.put(partition, ["z_g1", "a_g0"], x=torch.arange(2))
+        store.put(partition, ["m_g0", "m_g1"], x=torch.arange(2))
+        store.put(partition, ["a_g1"], x=torch.arange(1))
+        store.put(partition, ["z_g0"], x=torch.arange(1))
+        given = store.claim(partition, 6).sample_ids
+        assert [name.partition("_")[0] for name in given] == ["z", "z", "a", "a", "m", "m"]
+
+    def test_the_last_mark_counts(self, store: Store) -> None:
+        """Contract: "the g samples whose ids share what stands before the last _g."
+
+        Check first: split at the last _g of the id.
+        """
+        partition = store.register("x", group_size=2)
+        store.put(partition, ["a_g0_g0", "a_g1_g0", "a_g0_g1", "v7_p3_gx", "v7_p3_g"], x=torch.arange(5))
+        assert store.claim(partition, 4).sample_ids == ["a_g0_g0", "a_g0_g1", "v7_p3_gx", "v7_p3_g"]
+
+    def test_an_id_without_a_mark_is_refused(self, store: Store) -> None:
+        """Contract: "An id without _g or a surplus member: ValueError at put."
+
+        Check first: the put hook checks ids against the group size before anything is stored.
+        """
+        partition = store.register("x", group_size=2)
+        with store.refusal(ValueError, "lonely", "_g"):
+            store.put(partition, ["a_g0", "lonely"], x=torch.arange(2))
+        assert not store.has(partition, "a_g0"), "a refused put wrote a row"
+        store.put(partition, ["a_g0", "a_g1"], x=torch.arange(2))
+        assert store.claim(partition, 2).size == 2
+
+    def test_a_surplus_member_is_refused(self, store: Store) -> None:
+        """Contract: "An id without _g or a surplus member: ValueError at put."
+
+        Check first: members are counted with those of the same put; a later put of a known member is no surplus.
+        """
+        partition = store.register("x", "y", group_size=2)
+        with store.refusal(ValueError, "'a'"):
+            store.put(partition, ["b_g0", "a_g0", "a_g1", "a_g2"], x=torch.arange(4))
+        assert not store.has(partition, "b_g0"), "a refused put wrote a row"
+        store.put(partition, ["a_g0", "a_g1"], x=torch.arange(2))
+        with store.refusal(ValueError, "'a'"):
+            store.put(partition, ["a_g7"], x=torch.arange(1))
+        store.put(partition, ["a_g1", "a_g0"], y=torch.arange(2))
+        assert store.claim(partition, 2, "x", "y").size == 2
+
+    def test_a_group_with_a_cleared_member_is_never_given(self, store: Store) -> None:
+        """Contract: "A group with a cleared member is never given."
+
+        Check first: a clear marks the group for good, complete or not; writing the member again does not mend it.
+        """
+        partition = store.register("x", group_size=2)
+        store.put(partition, ["a_g0", "a_g1", "b_g0", "c_g0", "c_g1"], x=torch.arange(5))
+        store.client.clear_samples(["a_g1", "b_g0"], partition)
+        store.put(partition, ["a_g1", "b_g0", "b_g1"], x=torch.arange(3))
+        assert store.claim(partition, 6).sample_ids == ["c_g0", "c_g1"]
+        assert store.claim(partition, 2).size == 0
+        assert store.get(partition, ["a_g0", "b_g1"])["x"].tolist() == [0, 2]
+
+    def test_batch_sizes_are_multiples(self, store: Store) -> None:
+        """Contract: "batch_size not a multiple of g: ValueError."
+
+        Check first: the claim hook refuses it with InvalidRequestError.
+        """
+        partition = store.register("x", group_size=3)
+        for blocking in (True, False):
+            with store.refusal(ValueError, "4", "3"):
+                store.claim(partition, 4, blocking=blocking)
+
+    def test_blocking_claims_wait_for_whole_groups(self, store: Store) -> None:
+        """Contract: "Blocking: waits until batch_size are ready".
+
+        Check first: members of incomplete groups do not count as ready.
+        """
+        partition = store.register("x", group_size=2)
+        store.put(partition, ["a_g0", "a_g1", "b_g0", "c_g0"], x=torch.arange(4))
+        waiting = Background(lambda: store.claim(partition, 4, blocking=True, timeout_s=60))
+        with store.refusal(TimeoutError):
+            store.claim(partition, 4, blocking=True, timeout_s=0.05)
+        assert waiting.running
+        store.put(partition, ["c_g1"], x=torch.arange(1))
+        assert waiting.result(what="a claim of two whole groups").sample_ids == ["a_g0", "a_g1", "c_g0", "c_g1"]
+
+    def test_the_tail_has_whole_groups(self, store: Store) -> None:
+        """Contract: "or until the partition can give no more (num_samples distinct ids were written, cleared ones
+        included, and fewer remain), and then returns those".
+
+        Check first: groups that can never be given (a cleared member) do not keep a claim waiting.
+        """
+        partition = store.register("x", group_size=2, num_samples=6)
+        store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1", "c_g0", "c_g1"], x=torch.arange(6))
+        store.client.clear_samples(["b_g0"], partition)
+        meta = bounded(lambda: store.claim(partition, 6, blocking=True, timeout_s=60), what="a claim of the tail")
+        assert meta.sample_ids == ["a_g0", "a_g1", "c_g0", "c_g1"]
+        meta = bounded(lambda: store.claim(partition, 2, blocking=True, timeout_s=60), what="a claim of nothing")
+        assert meta.size == 0
+
+    def test_each_task_is_given_every_group(self, store: Store) -> None:
+        """Contract: "Task: a named consumer with its own cursor."
+
+        Check first: what was given is kept per task.
+        """
+        partition = store.register("x", tasks=["train", "eval"], group_size=2)
+        store.put(partition, ["a_g0", "a_g1"], x=torch.arange(2))
+        assert store.claim(partition, 2).sample_ids == ["a_g0", "a_g1"]
+        assert store.claim(partition, 2, task="eval").sample_ids == ["a_g0", "a_g1"]
+
+    def test_a_partition_without_groups_takes_any_ids(self, store: Store) -> None:
+        """Contract: "with grpo_group_size g, whole groups only".
+
+        Check first: ids are only read as groups where the registration has a group size.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a_g0", "b", "a_g1", "a_g2"], x=torch.arange(4))
+        assert store.claim(partition, 3).sample_ids == ["a_g0", "b", "a_g1"]
+
+    @proves(Capability.GROUPS, Capability.LEASES)
+    def test_groups_are_leased_and_given_back_whole(self, store: Store) -> None:
+        """Contract: "ack(meta), nack(meta), renew(meta, lease_s): all rows or none".
+
+        Check first: a group that goes back to the pool is given again as a whole; part of a claim may be acked.
+        """
+        partition = store.register("x", group_size=2)
+        store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1"], x=torch.arange(4))
+        meta = store.claim(partition, 4, lease_s=600)
+        store.client.ack(meta.slice(2, 4))
+        store.client.nack(meta.slice(0, 2))
+        assert store.claim(partition, 4, lease_s=600).sample_ids == ["a_g0", "a_g1"]
+
+    @proves(Capability.GROUPS, Capability.LEASES)
+    def test_groups_are_settled_as_a_whole(self, store: Store) -> None:
+        """Contract: "In a partition with groups, a group is acked, nacked and renewed as a whole (ValueError
+        otherwise)."
+
+        Check first: compare the rows of the request with those of the group that the task holds, before any is changed.
+        """
+        partition = store.register("x", group_size=2)
+        store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1"], x=torch.arange(4))
+        meta = store.claim(partition, 4, lease_s=600)
+        part = meta.subset([0, 1, 2])
+        with store.refusal(ValueError, "'b'"):
+            store.client.ack(part)
+        with store.refusal(ValueError, "'b'"):
+            store.client.nack(part)
+        with store.refusal(ValueError, "'b'"):
+            store.client.renew(part, 60)
+        store.client.ack(meta)
+        assert store.client.check_consumption_status(partition, ["train"])
+
+    def test_put_hook_checks_groups(self, store: Store) -> None:
+        """Hook spec: "InvalidRequestError: An id without _g or a surplus group member; nothing is written."
+
+        Check first: the hook raises dataplane_core.errors itself; core wraps anything else in BackendError.
+        """
+        partition = store.register("x", group_size=1)
+        with pytest.raises(InvalidRequestError):
+            store.hooks.put(partition, ["plain"], batch(1, x=torch.zeros(1)))
+        with pytest.raises(InvalidRequestError):
+            store.hooks.put(partition, ["a_g0", "a_g1"], batch(2, x=torch.zeros(2)))

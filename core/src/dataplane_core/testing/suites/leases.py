@@ -1,0 +1,371 @@
+"""Leases: a claim that nobody settles goes back to the pool, and two holders never both succeed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.errors import LeaseExpiredError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.testing._base import Suite
+from dataplane_core.testing._columns import ids
+from dataplane_core.testing._store import Store
+from dataplane_core.testing._timing import bounded, eventually
+
+__all__ = ["LeaseSuite"]
+
+#: A lease that outlives every test, and one that a test waits out.
+_LONG_S = 600.0
+_SHORT_S = 0.1
+
+
+def _wait_out(lease_s: float = _SHORT_S) -> None:
+    """Until a lease taken before this call has run out on every clock."""
+    time.sleep(lease_s + 0.05)
+
+
+def _filled(store: Store, count: int = 4) -> str:
+    partition = store.register("x")
+    store.put(partition, ids(count), x=torch.arange(count))
+    return partition
+
+
+def _settlers(store: Store) -> list[Callable[[KVBatchMeta], None]]:
+    """ack, nack, renew."""
+    return [store.client.ack, store.client.nack, partial(store.client.renew, lease_s=_LONG_S)]
+
+
+class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
+    """Claims with ``lease_s``, ack, nack, renew."""
+
+    def test_leased_claims_carry_tokens(self, store: Store) -> None:
+        """Contract: "tags and lease_tokens align 1:1 with the ids".
+
+        Check first: Claim.lease_tokens has one str per id where a lease was asked for, else it is None.
+        """
+        partition = _filled(store)
+        meta = store.claim(partition, 3, lease_s=_LONG_S)
+        assert meta.lease_tokens is not None
+        assert len(meta.lease_tokens) == 3
+        assert all(isinstance(token, str) for token in meta.lease_tokens)
+        assert store.claim(partition, 3).lease_tokens is None
+
+    def test_leased_samples_are_not_given_again(self, store: Store) -> None:
+        """Contract: "Across all clients and processes no sample is given to a task twice."
+
+        Check first: a lease holds a sample until it is settled or runs out.
+        """
+        partition = _filled(store)
+        assert store.claim(partition, 3, lease_s=_LONG_S).sample_ids == ids(3)
+        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s3"]
+        assert store.claim(partition, 4).size == 0
+
+    def test_unsettled_leases_go_back(self, store: Store) -> None:
+        """Contract: "with lease_s, a claim that is neither acked nor renewed in time goes back to the pool."
+
+        Check first: run-out leases are collected when samples are claimed; nobody has to call anything.
+        """
+        partition = _filled(store)
+        lost = store.claim(partition, 2, lease_s=_SHORT_S)
+        _wait_out()
+        again = eventually(
+            lambda: (meta := store.claim(partition, 4, lease_s=_LONG_S)).size and meta,
+            what="the return of a lost claim",
+        )
+        assert isinstance(again, KVBatchMeta)
+        assert again.sample_ids == ids(4), "returned samples lost their place in the order"
+        assert again.lease_tokens is not None
+        assert lost.lease_tokens is not None
+        assert not set(again.lease_tokens) & set(lost.lease_tokens), "a token was given out twice"
+
+    def test_blocking_claims_wake_when_leases_run_out(self, store: Store) -> None:
+        """Contract: "a claim that is neither acked nor renewed in time goes back to the pool."
+
+        Check first: a claim that waits sees the samples of leases that run out meanwhile.
+        """
+        partition = _filled(store)
+        store.claim(partition, 4, lease_s=_SHORT_S)
+        assert store.claim(partition, 4, blocking=True, timeout_s=30).sample_ids == ids(4)
+
+    def test_acked_samples_never_go_back(self, store: Store) -> None:
+        """Contract: "a claim that is neither acked nor renewed in time goes back to the pool."
+
+        Check first: an ack settles the sample for good.
+        """
+        partition = _filled(store)
+        store.client.ack(store.claim(partition, 4, lease_s=0.5))
+        _wait_out(0.5)
+        assert store.claim(partition, 4).size == 0
+
+    def test_an_expired_ack_is_refused(self, store: Store) -> None:
+        """Contract: "LeaseExpiredError names the ids whose token is no longer valid, so two holders never both
+        succeed."
+
+        Check first: an ack compares the token and the time; a lease that ran out is void even if nobody claimed since.
+        """
+        partition = _filled(store)
+        meta = store.claim(partition, 2, lease_s=_SHORT_S)
+        _wait_out()
+        with store.refusal(LeaseExpiredError, "'s0'") as caught:
+            store.client.ack(meta)
+        assert sorted(caught.value.sample_ids) == ["s0", "s1"]
+        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ids(4), "a refused ack settled samples"
+
+    def test_two_holders_never_both_succeed(self, store: Store) -> None:
+        """Contract: "LeaseExpiredError names the ids whose token is no longer valid, so two holders never both
+        succeed."
+
+        Check first: every claim gives a new token, and ack, nack and renew compare it.
+        """
+        partition = _filled(store)
+        first = store.claim(partition, 4, lease_s=_SHORT_S)
+        _wait_out()
+        second = store.claim(partition, 4, lease_s=_LONG_S)
+        assert second.sample_ids == first.sample_ids
+        for settle in _settlers(store):
+            with store.refusal(LeaseExpiredError):
+                settle(first)
+        store.client.ack(second)
+        with store.refusal(LeaseExpiredError):
+            store.client.nack(first)
+        assert store.client.check_consumption_status(partition, ["train"])
+
+    def test_settling_is_all_or_none(self, store: Store) -> None:
+        """Contract: "ack(meta), nack(meta), renew(meta, lease_s): all rows or none; LeaseExpiredError names the ids
+        whose token is no longer valid".
+
+        Check first: check every token before the first row is changed, in one atomic step.
+        """
+        partition = _filled(store)
+        lost = store.claim(partition, 2, lease_s=_SHORT_S)
+        held = store.claim(partition, 2, lease_s=_LONG_S)
+        _wait_out()
+        both = held.concat(lost)
+        for settle in _settlers(store):
+            with store.refusal(LeaseExpiredError) as caught:
+                settle(both)
+            assert sorted(caught.value.sample_ids) == ["s0", "s1"], "the ids of valid tokens are named, too"
+        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s0", "s1"], "a refused nack gave samples back"
+        store.client.ack(held)
+
+    def test_nack_gives_back_at_once(self, store: Store) -> None:
+        """Contract: "nack(meta)".
+
+        Check first: nacked samples are claimable when nack returns, in their old order.
+        """
+        partition = _filled(store)
+        meta = store.claim(partition, 3, lease_s=_LONG_S)
+        store.client.nack(meta.subset([0, 2]))
+        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s0", "s2", "s3"]
+
+    def test_renew_extends_the_lease(self, store: Store) -> None:
+        """Contract: "a claim that is neither acked nor renewed in time goes back to the pool."
+
+        Check first: renew sets the time to lease_s from now; the old time no longer counts.
+        """
+        partition = _filled(store)
+        meta = store.claim(partition, 4, lease_s=1.0)
+        store.client.renew(meta.slice(0, 2), _LONG_S)
+        _wait_out(1.0)
+        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s2", "s3"]
+        store.client.ack(meta.slice(0, 2))
+
+    def test_renew_may_shorten_the_lease(self, store: Store) -> None:
+        """Hook spec: "Extend leases to lease_s seconds from now."
+
+        Check first: renew sets the time; it does not keep the later of two.
+        """
+        partition = _filled(store)
+        meta = store.claim(partition, 2, lease_s=_LONG_S)
+        store.client.renew(meta, _SHORT_S)
+        _wait_out()
+        with store.refusal(LeaseExpiredError):
+            store.client.ack(meta)
+
+    @pytest.mark.parametrize("operation", ["nack", "renew"])
+    def test_settled_leases_are_over(self, store: Store, operation: str) -> None:
+        """Contract: "LeaseExpiredError names the ids whose token is no longer valid".
+
+        Check first: an ack ends the token; nothing can bring an acked sample back.
+        """
+        partition = _filled(store)
+        meta = store.claim(partition, 2, lease_s=_LONG_S)
+        store.client.ack(meta)
+        settle = dict(zip(("ack", "nack", "renew"), _settlers(store), strict=True))[operation]
+        with store.refusal(LeaseExpiredError):
+            settle(meta)
+        assert store.claim(partition, 4).sample_ids == ["s2", "s3"]
+
+    def test_a_nacked_token_is_void(self, store: Store) -> None:
+        """Contract: "LeaseExpiredError names the ids whose token is no longer valid".
+
+        Check first: a nack ends the token.
+        """
+        partition = _filled(store)
+        meta = store.claim(partition, 2, lease_s=_LONG_S)
+        store.client.nack(meta)
+        with store.refusal(LeaseExpiredError):
+            store.client.ack(meta)
+
+    def test_acks_may_be_for_part_of_a_claim(self, store: Store) -> None:
+        """Contract: "Acks may be for part of a claim."
+
+        Check first: tokens are checked per sample; the rest of the claim stays leased.
+        """
+        partition = _filled(store)
+        meta = store.claim(partition, 4, lease_s=_LONG_S)
+        store.client.ack(meta.subset([3, 1]))
+        assert not store.client.check_consumption_status(partition, ["train"])
+        assert store.claim(partition, 4).size == 0
+        store.client.nack(meta.subset([2]))
+        assert store.claim(partition, 4).sample_ids == ["s2"]
+        store.client.ack(meta.subset([0]))
+        assert store.client.check_consumption_status(partition, ["train"])
+
+    def test_acking_again_succeeds(self, store: Store) -> None:
+        """Contract: "Acking again with the same token succeeds, since the first reply may have been lost."
+
+        Check first: an ack keeps the token with the settled sample; the second one changes nothing.
+        """
+        partition = _filled(store)
+        meta = store.claim(partition, 4, lease_s=_LONG_S)
+        with store.faults.error_after("ack", ConnectionError("the reply was lost")), pytest.raises(RuntimeError):
+            store.client.ack(meta)
+        store.client.ack(meta)
+        store.client.ack(meta.subset([2, 1]))
+        assert store.client.check_consumption_status(partition, ["train"])
+        assert store.claim(partition, 4).size == 0
+
+    def test_leased_samples_count_as_given(self, store: Store) -> None:
+        """Contract: "Samples leased to another holder count as given: a blocking claim that finds nothing else returns
+        what remains, perhaps nothing."
+
+        Check first: with all num_samples written, a blocking claim does not wait for the leases of others.
+        """
+        partition = store.register("x", num_samples=4)
+        store.put(partition, ids(4), x=torch.arange(4))
+        held = store.claim(partition, 3, lease_s=_LONG_S)
+        rest = bounded(partial(store.claim, partition, 2, blocking=True, timeout_s=60), what="a claim of the tail")
+        assert rest.sample_ids == ["s3"]
+        assert (
+            bounded(partial(store.claim, partition, 2, blocking=True, timeout_s=60), what="a claim of nothing").size
+            == 0
+        )
+        store.client.nack(held)
+        assert store.claim(partition, 3, blocking=True).sample_ids == ids(3)
+
+    def test_metas_of_several_claims_settle_together(self, store: Store) -> None:
+        """Contract: "ack(meta), nack(meta), renew(meta, lease_s): all rows or none".
+
+        Check first: one request may carry different tokens.
+        """
+        partition = _filled(store)
+        metas = [store.claim(partition, 2, lease_s=_LONG_S) for _ in range(2)]
+        store.client.ack(metas[1].concat(metas[0]))
+        assert store.client.check_consumption_status(partition, ["train"])
+
+    def test_each_task_leases_on_its_own(self, store: Store) -> None:
+        """Contract: "Task: a named consumer with its own cursor."
+
+        Check first: leases are kept per task; a token of one task is nothing to another.
+        """
+        partition = store.register("x", tasks=["train", "eval"])
+        store.put(partition, ids(2), x=torch.arange(2))
+        train = store.claim(partition, 2, lease_s=_LONG_S)
+        evaluation = store.claim(partition, 2, task="eval", lease_s=_LONG_S)
+        assert train.sample_ids == evaluation.sample_ids
+        store.client.nack(train)
+        evaluation.task_name = "train"
+        with store.refusal(LeaseExpiredError):
+            store.client.ack(evaluation)
+        assert store.claim(partition, 2).size == 2
+        assert store.claim(partition, 2, task="eval").size == 0
+
+    def test_cleared_samples_end_their_leases(self, store: Store) -> None:
+        """Contract: "drops those rows with their tags and cursors".
+
+        Check first: a cleared sample that was written again is a new one; the old token is void.
+        """
+        partition = _filled(store, 2)
+        meta = store.claim(partition, 2, lease_s=_LONG_S)
+        store.client.clear_samples(["s0"], partition)
+        with store.refusal(LeaseExpiredError) as caught:
+            store.client.ack(meta)
+        assert list(caught.value.sample_ids) == ["s0"]
+        store.put(partition, ["s0"], x=torch.tensor([7]))
+        with store.refusal(LeaseExpiredError):
+            store.client.ack(meta.subset([0]))
+        assert store.claim(partition, 2).sample_ids == ["s0"]
+        store.client.ack(meta.subset([1]))
+
+    def test_without_a_lease_delivery_is_at_most_once(self, store: Store) -> None:
+        """Contract: "Without a lease, delivery is at most once: a claim whose reply is lost has lost its rows."
+
+        Check first: a claim without lease_s never goes back to the pool.
+        """
+        partition = _filled(store)
+        with store.faults.error_after("claim", ConnectionError("the reply was lost")), pytest.raises(RuntimeError):
+            store.claim(partition, 2)
+        assert store.claim(partition, 4).sample_ids == ["s2", "s3"]
+
+    def test_with_a_lease_a_lost_reply_loses_nothing(self, store: Store) -> None:
+        """Contract: "with lease_s, a claim that is neither acked nor renewed in time goes back to the pool."
+
+        Check first: the lease begins in the store, whoever gets the reply.
+        """
+        partition = _filled(store)
+        with store.faults.error_after("claim", ConnectionError("the reply was lost")), pytest.raises(RuntimeError):
+            store.claim(partition, 2, lease_s=_SHORT_S)
+        _wait_out()
+        assert store.claim(partition, 4).sample_ids == ids(4)
+
+    def test_metas_without_tokens_are_refused(self, store: Store) -> None:
+        """Contract: "ack(meta), nack(meta), renew(meta, lease_s)".
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = _filled(store)
+        meta = store.claim(partition, 2)
+        with store.refusal(ValueError, "token"):
+            store.client.ack(meta)
+        store.client.ack(KVBatchMeta(partition, "train", []))
+
+    @pytest.mark.parametrize("lease_s", [0, -1.0, float("nan"), float("inf")])
+    def test_leases_are_of_some_seconds(self, store: Store, lease_s: float) -> None:
+        """Contract: "Core does once, for all backends: argument checks".
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = _filled(store)
+        with store.refusal(ValueError, "lease_s"):
+            store.claim(partition, 2, lease_s=lease_s)
+        meta = store.claim(partition, 2, lease_s=_LONG_S)
+        with store.refusal(ValueError, "lease_s"):
+            store.client.renew(meta, lease_s)
+
+    def test_lease_hooks_raise_their_own_errors(self, store: Store) -> None:
+        """Hook spec: "LeaseExpiredError: Names the ids whose token is no longer valid."
+
+        Check first: the hook raises dataplane_core.errors itself; core wraps anything else in BackendError.
+        """
+        partition = _filled(store)
+        claim = store.hooks.claim(partition, 2, lease_s=_LONG_S)
+        assert claim.lease_tokens is not None
+        tokens = list(claim.lease_tokens)
+        assert store.hooks.renew(partition, ids(2), tokens, _LONG_S).num_samples == 2
+        hooks: list[Callable[..., Any]] = [
+            store.hooks.ack,
+            store.hooks.nack,
+            partial(store.hooks.renew, lease_s=1.0),
+        ]
+        for settle in hooks:
+            with pytest.raises(LeaseExpiredError) as caught:
+                settle(partition, ids(2), [tokens[0], "no-token"])
+            assert list(caught.value.sample_ids) == ["s1"]
+        assert store.hooks.ack(partition, ids(2), tokens).num_samples == 2

@@ -1,0 +1,260 @@
+"""Connecting, closing, pickling, forking."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core.capabilities import Capability, Scope
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClientClosedError, ConfigError
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._columns import batch, ids
+from dataplane_core.testing._store import Store, check_error, not_run
+from dataplane_core.testing._timing import PROMPT_S, Background, bounded, eventually
+
+__all__ = ["LifecycleSuite"]
+
+_OPERATIONS: dict[str, tuple[Callable[[DataPlaneClient], Any], Capability | None]] = {
+    "register_partition": (lambda client: client.register_partition("p", ["x"], None, ["train"]), None),
+    "put_samples": (lambda client: client.put_samples(["a"], "p", batch(1, x=torch.zeros(1))), None),
+    "put_samples_of_nothing": (lambda client: client.put_samples([], "p"), None),
+    "get_samples": (lambda client: client.get_samples(["a"], "p", ["x"]), None),
+    "claim_meta": (lambda client: client.claim_meta("p", "train", ["x"], 1), Capability.CLAIMS),
+    "check_consumption_status": (lambda client: client.check_consumption_status("p", ["train"]), Capability.CLAIMS),
+    "clear_samples": (lambda client: client.clear_samples(None, "p"), None),
+    "list_samples": (lambda client: client.list_samples("p"), Capability.LISTING),
+}
+
+
+class LifecycleSuite(Suite, chapter="lifecycle"):
+    """From connect to close."""
+
+    def test_close_is_idempotent(self, store: Store) -> None:
+        """Contract: "close(): idempotent."
+
+        Check first: stop is called once; it must also work after a failed start.
+        """
+        client = store.another_client()
+        client.close()
+        client.close()
+        with client:
+            pass
+
+    @pytest.mark.parametrize("operation", list(_OPERATIONS))
+    def test_a_closed_client_refuses(self, store: Store, operation: str) -> None:
+        """Contract: "Later calls raise ClientClosedError."
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        call, capability = _OPERATIONS[operation]
+        if capability is not None and not store.declares(capability):
+            not_run(f"'{capability}' is not declared")
+        client = store.deployment.closed_client()
+        with store.refusal(ClientClosedError):
+            call(client)
+
+    def test_a_client_is_a_context_manager(self, store: Store) -> None:
+        """Contract: "close(): idempotent. Later calls raise ClientClosedError."
+
+        Check first: nothing in the backend; core closes.
+        """
+        with store.another_client() as client:
+            partition = store.register("x", client=client)
+            client.put_samples(["a"], partition, batch(1, x=torch.zeros(1)))
+        with store.refusal(ClientClosedError):
+            client.get_samples(["a"], partition, ["x"])
+
+    @proves(Capability.CLAIMS)
+    def test_close_ends_waiting_claims(self, store: Store) -> None:
+        """Contract: "Later calls raise ClientClosedError." and "No call hangs."
+
+        Check first: a hook that waits inside the backend keeps close waiting, too.
+        """
+        client = store.another_client()
+        partition = store.register("x", client=client)
+        waiting = Background(lambda: client.claim_meta(partition, "train", ["x"], 1, timeout_s=60))
+        eventually(lambda: waiting.running, what="the claim's start")
+        bounded(client.close, what="close while a claim waits")
+        with store.refusal(ClientClosedError):
+            waiting.result(what="a claim on a client that was closed")
+
+    def test_two_clients_live_side_by_side(self, store: Store) -> None:
+        """Contract: "The client that bootstrapped a backend ends what it started, by process id or its own actors, and
+        nothing else; attached clients leave it running."
+
+        Check first: stop ends this client's own connection; no global state, no kill by name.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2))
+        other = store.another_client()
+        theirs = store.register("x", client=other)
+        other.put_samples(ids(2), theirs, batch(2, x=torch.arange(2) + 5))
+        assert other.get_samples(ids(2), theirs, ["x"])["x"].tolist() == [5, 6]
+        other.close()
+        assert store.get(partition, ids(2))["x"].tolist() == [0, 1]
+        store.put(partition, ["s2"], x=torch.tensor([2]))
+
+    def test_pickling_a_client_is_refused(self, store: Store) -> None:
+        """Contract: "Pickling a client, or using it after a fork: refused with a clear error."
+
+        Check first: nothing in the backend; core refuses.
+        """
+        with store.refusal(TypeError, "pickle"):
+            pickle.dumps(store.client)
+
+    def test_a_fork_cannot_use_the_client(self, store: Store) -> None:
+        """Contract: "Pickling a client, or using it after a fork: refused with a clear error."
+
+        Check first: nothing in the backend; core compares process ids.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.tensor([1]))
+
+        def in_child() -> str:
+            try:
+                store.get(partition, ["a"])
+            except ClientClosedError as error:
+                reply = f"refused: {error}"
+            else:
+                reply = "worked"
+            store.client.close()  # must not end what the parent started
+            return reply
+
+        assert "refused" in _forked(in_child)
+        assert store.get(partition, ["a"])["x"].tolist() == [1], "the fork's close reached the parent's store"
+
+    def test_a_client_says_what_it_is(self, store: Store) -> None:
+        """Contract: "Capabilities (capabilities.py) are of two kinds."
+
+        Check first: wire, capabilities and scope are class attributes, readable without connecting.
+        """
+        cls = store.deployment.backend_class
+        assert store.client.capabilities == cls.capabilities
+        assert store.client.scope == cls.scope
+        assert store.client.backend_name == store.name
+        assert "closed" in repr(store.deployment.closed_client())
+
+    def test_unknown_options_are_refused(self, store: Store) -> None:
+        """Contract: "Bootstrapping over a running instance of other options: an error."
+
+        Check first: the Config model forbids extra keys, so that a misspelt option is not ignored.
+        """
+        with pytest.raises(ConfigError, match="no_such_option_of_the_kit"):
+            store.deployment.connect({**store.deployment.options, "no_such_option_of_the_kit": 1})
+
+    # --- attaching ----------------------------------------------------------------------------------------------------
+
+    def test_attaching_within_one_process_is_refused(self, store: Store) -> None:
+        """Contract: "connect(config, bootstrap=False) fails clearly, within its deadline, when there is nothing to
+        attach to."
+
+        Check first: the class attribute scope. Wider scopes are tested to attach.
+        """
+        if store.scope is not Scope.PROCESS:
+            store.attached_client().close()
+            return
+        with pytest.raises(BackendUnavailableError) as caught:
+            store.deployment.connect(store.deployment.options, bootstrap=False)
+        check_error(caught.value, store.name)
+
+    @proves(Scope.HOST)
+    def test_attaching_to_nothing_fails_clearly(self, store: Store) -> None:
+        """Contract: "connect(config, bootstrap=False) fails clearly, within its deadline, when there is nothing to
+        attach to."
+
+        Check first: start(bootstrap=False) raises BackendUnavailableError by its deadline.
+        """
+        absent = store.case.absent_options(dict(store.deployment.options)) or not_run(
+            "the author's class supplies no absent_options"
+        )
+        start = time.monotonic()
+        with pytest.raises(ConnectionError) as caught:
+            bounded(
+                lambda: store.deployment.connect(absent, bootstrap=False, op_timeout_s=3),
+                3 + 2 * PROMPT_S,
+                "attaching to nothing",
+            )
+        assert time.monotonic() - start < 3 + PROMPT_S
+        check_error(caught.value, store.name)
+
+    @proves(Scope.HOST)
+    def test_bootstrapping_over_other_options_is_refused(self, store: Store) -> None:
+        """Contract: "Bootstrapping over a running instance of other options: an error."
+
+        Check first: start(bootstrap=True) compares the options with those of the instance that runs.
+        """
+        conflicting = store.case.conflicting_options(dict(store.deployment.options)) or not_run(
+            "the author's class supplies no conflicting_options"
+        )
+        with pytest.raises(AlreadyRunningError) as caught:
+            store.deployment.connect(conflicting).close()
+        check_error(caught.value, store.name)
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.zeros(1))
+
+    @proves(Scope.HOST)
+    def test_attached_clients_share_the_store(self, store: Store) -> None:
+        """Contract: "Returns only when the write is committed and visible to every other client".
+
+        Check first: the attach options lead to the same store, and its state is not cached in clients.
+        """
+        other = store.attached_client()
+        partition = store.register("x")
+        store.put(partition, ids(2), [{"n": 1}] * 2, x=torch.arange(2))
+        assert other.get_samples(ids(2), partition, ["x"])["x"].tolist() == [0, 1]
+        other.put_samples(["s2"], partition, batch(1, x=torch.tensor([2])))
+        assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2]
+        other.clear_samples(["s0"], partition)
+        assert not store.has(partition, "s0")
+        other.clear_samples(None, partition)
+        with store.refusal(KeyError, partition):
+            store.get(partition, ["s1"])
+
+    @proves(Scope.HOST)
+    def test_attached_clients_leave_the_store_running(self, store: Store) -> None:
+        """Contract: "attached clients leave it running."
+
+        Check first: stop of an attached client closes its own connections only.
+        """
+        partition = store.register("x")
+        for number in range(3):
+            other = store.attached_client()
+            other.put_samples([f"s{number}"], partition, batch(1, x=torch.tensor([number])))
+            other.close()
+        assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2]
+
+
+def _forked(call: Callable[[], str]) -> str:
+    """Calls in a fork of this process and returns what it said."""
+    if not hasattr(os, "fork"):
+        not_run("this platform has no fork")
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the child calls next to nothing, whatever threads there are
+        pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writer, call().encode())
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    try:
+        ready, _, _ = select.select([reader], [], [], PROMPT_S)
+        assert ready, "a fork that used the client hangs"
+        return os.read(reader, 65536).decode()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reader)

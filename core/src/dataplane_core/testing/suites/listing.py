@@ -1,0 +1,91 @@
+"""`list_samples`: ids and tags, no data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.errors import UnknownPartitionError
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._columns import ids
+from dataplane_core.testing._store import Store
+
+__all__ = ["ListingSuite"]
+
+
+class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
+    """Listings."""
+
+    def test_listing_gives_ids_and_tags(self, store: Store) -> None:
+        """Contract: "list_samples(partition_id, tag_filter=None) -> meta (listing): ids and tags, no data."
+
+        Check first: SampleList aligns tags with ids; a sample without tags has an empty dict.
+        """
+        partition = store.register("x")
+        assert store.client.list_samples(partition).sample_ids == []
+        store.put(partition, ["b", "a"], [{"n": 1, "input_lengths": 3}, {"input_lengths": 4}], x=torch.arange(2))
+        meta = store.client.list_samples(partition)
+        assert (meta.partition_id, meta.sample_ids) == (partition, ["b", "a"])
+        assert meta.tags == [{"n": 1, "input_lengths": 3}, {"input_lengths": 4}]
+        store.put(partition, ["c"], x=torch.zeros(1, dtype=torch.int64))
+        assert store.client.list_samples(partition).tags == [*meta.tags, {}]
+
+    def test_listing_holds_every_sample(self, store: Store) -> None:
+        """Contract: "ids and tags, no data."
+
+        Check first: samples that are incomplete, or have tags alone, are listed too.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ["complete"], x=torch.zeros(1), y=torch.zeros(1))
+        store.put(partition, ["partial"], y=torch.zeros(1))
+        store.put(partition, ["tags"], [{"n": 1}])
+        assert store.client.list_samples(partition).sample_ids == ["complete", "partial", "tags"]
+
+    def test_listing_of_many_samples(self, store: Store) -> None:
+        """Hook spec: "Ids in order of first write, with their tags."
+
+        Check first: page sizes of the engine.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(1500)[::-1], [{"n": index} for index in range(1500)], x=torch.arange(1500))
+        meta = store.client.list_samples(partition)
+        assert meta.sample_ids == ids(1500)[::-1]
+        assert meta.tags is not None
+        assert [row["n"] for row in meta.tags] == list(range(1500))
+
+    @proves(Capability.LISTING, Capability.CLAIMS)
+    def test_listing_advances_no_cursor(self, store: Store) -> None:
+        """Contract: "ids and tags, no data."
+
+        Check first: a listing reads; given samples are listed like any other.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.client.list_samples(partition)
+        assert store.claim(partition, 2).size == 2
+        assert store.client.list_samples(partition).sample_ids == ids(3)
+        assert store.claim(partition, 2).size == 1
+
+    def test_listing_of_an_unknown_partition_is_refused(self, store: Store) -> None:
+        """Contract: "Unknown partition: KeyError."
+
+        Check first: list_samples raises UnknownPartitionError; it does not return an empty list.
+        """
+        unknown = store.new_id()
+        with store.refusal(KeyError, unknown):
+            store.client.list_samples(unknown)
+        with pytest.raises(UnknownPartitionError):
+            store.hooks.listing(unknown)
+
+    def test_a_listing_is_owned_by_the_caller(self, store: Store) -> None:
+        """Contract: "owned by the caller."
+
+        Check first: the hook returns copies of the tags.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a"], [{"n": 1}], x=torch.zeros(1))
+        meta = store.client.list_samples(partition)
+        assert meta.tags is not None
+        meta.tags[0]["n"] = 9
+        assert store.client.list_samples(partition).tags == [{"n": 1}]

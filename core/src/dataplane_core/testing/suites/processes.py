@@ -1,0 +1,144 @@
+"""Several processes on one store: spawned, attached with ``bootstrap=False``. For scopes wider than one process."""
+
+from __future__ import annotations
+
+import torch
+
+from dataplane_core.capabilities import Capability, Scope
+from dataplane_core.errors import LeaseExpiredError
+from dataplane_core.testing import _workers
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._columns import as_objects, batch, ids, items_of
+from dataplane_core.testing._profiles import is_long
+from dataplane_core.testing._store import Store
+from dataplane_core.testing._timing import Background, eventually
+
+__all__ = ["ProcessSuite"]
+
+
+class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
+    """What is true within one client is true across processes."""
+
+    def test_a_put_is_visible_in_other_processes(self, store: Store) -> None:
+        """Contract: "Returns only when the write is committed and visible to every other client".
+
+        Check first: the hook replies after the commit is confirmed; no client caches rows or schema of others.
+        """
+        (worker,) = store.deployment.workers(1)
+        partition = store.register("x")
+        for value in range(20):
+            store.put(partition, [f"s{value}"], [{"n": value}], x=torch.tensor([value]))
+            assert worker.run(_workers.read_items, partition, [f"s{value}"], "x") == [value]
+        theirs = batch(2, x=torch.tensor([7, 8]), o=as_objects({"a": 1}, None))
+        worker.run(_workers.call, "put_samples", ["w0", "w1"], partition, theirs)
+        found = store.get(partition, ["w1", "w0"], "x", "o")
+        assert found["x"].tolist() == [8, 7]
+        assert items_of(found["o"]) == [None, {"a": 1}]
+
+    def test_registrations_cross_processes(self, store: Store) -> None:
+        """Contract: "rows, tags, cursors and schema of an earlier registration are gone when it returns."
+
+        Check first: no client keeps the schema or the registration of a partition without asking.
+        """
+        (worker,) = store.deployment.workers(1)
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.tensor([1]))
+        worker.run(_workers.call, "register_partition", partition, ["x"], None, ["train"])
+        assert not store.has(partition, "a")
+        store.put(partition, ["a"], x=torch.tensor([1.5]))
+        assert worker.run(_workers.read_items, partition, ["a"], "x") == [1.5]
+
+    def test_clears_cross_processes(self, store: Store) -> None:
+        """Contract: "None: drops the whole partition, schema included, whoever wrote it."
+
+        Check first: a clear drops what other processes wrote, and their waiting claims see it.
+        """
+        (worker,) = store.deployment.workers(1)
+        partition = store.register("x")
+        worker.run(_workers.call, "put_samples", ids(3), partition, batch(3, x=torch.arange(3)))
+        store.client.clear_samples(["s1"], partition)
+        with store.refusal(KeyError, "'s1'"):
+            worker.run(_workers.read_items, partition, ["s0", "s1"], "x")
+        worker.run(_workers.call, "clear_samples", None, partition)
+        with store.refusal(KeyError, partition):
+            store.get(partition, ["s0"])
+
+    @proves(Scope.HOST, Capability.CLAIMS)
+    def test_each_sample_goes_to_one_process(self, store: Store) -> None:
+        """Contract: "Across all clients and processes no sample is given to a task twice."
+
+        Check first: choosing samples and marking them as given is one atomic step of the store, not of a client.
+        """
+        count = 3000 if is_long() else 300
+        workers = store.deployment.workers(2)
+        partition = store.register("x", num_samples=count)
+        names = ids(count)
+        for worker in workers:
+            worker.start(_workers.claim_all, partition, "train", 7, 60.0)
+        mine = Background(lambda: _workers.claim_all(store.client, partition, "train", 7, 60.0))
+        for start in range(0, count, 50):
+            store.put(partition, names[start : start + 50], x=torch.arange(50))
+        given = [worker.result(90) for worker in workers] + [mine.result(90, "the claims of this process")]
+        flat = [name for part in given for name in part]
+        assert len(flat) == len(set(flat)), "a sample was given to two processes"
+        assert sorted(flat) == sorted(names), "samples were lost"
+
+    @proves(Scope.HOST, Capability.CLAIMS)
+    def test_consumption_is_seen_by_every_process(self, store: Store) -> None:
+        """Contract: "Authoritative across processes."
+
+        Check first: the answer comes from the store's state, not from what this client claimed.
+        """
+        (worker,) = store.deployment.workers(1)
+        partition = store.register("x")
+        store.put(partition, ids(4), x=torch.arange(4))
+        store.claim(partition, 3)
+        assert not worker.run(_workers.call, "check_consumption_status", partition, ["train"])
+        assert worker.run(_workers.claim_leased, partition, "train", 3, None).sample_ids == ["s3"]
+        assert store.client.check_consumption_status(partition, ["train"])
+
+    @proves(Scope.HOST, Capability.LEASES)
+    def test_a_killed_holder_loses_its_lease(self, store: Store) -> None:
+        """Contract: "with lease_s, a claim that is neither acked nor renewed in time goes back to the pool."
+
+        Check first: leases are kept and timed by the store, not by the client that holds them.
+        """
+        (worker,) = store.deployment.workers(1)
+        partition = store.register("x")
+        store.put(partition, ids(4), x=torch.arange(4))
+        lost = worker.run(_workers.claim_leased, partition, "train", 4, 0.5)
+        assert lost.sample_ids == ids(4)
+        worker.kill()
+        found = eventually(lambda: store.claim(partition, 4, lease_s=600).sample_ids, what="the return of a lost claim")
+        assert found == ids(4)
+        with store.refusal(LeaseExpiredError):
+            store.client.ack(lost)
+
+    @proves(Scope.HOST, Capability.LEASES)
+    def test_a_lease_may_be_settled_elsewhere(self, store: Store) -> None:
+        """Contract: "Pickles (Ray ships it) and stays small".
+
+        Check first: a token proves the lease, whichever process presents it.
+        """
+        (worker,) = store.deployment.workers(1)
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2))
+        meta = worker.run(_workers.claim_leased, partition, "train", 2, 600.0)
+        store.client.ack(meta)
+        assert worker.run(_workers.call, "check_consumption_status", partition, ["train"])
+
+    def test_a_killed_process_leaves_the_store_running(self, store: Store) -> None:
+        """Contract: "The client that bootstrapped a backend ends what it started, by process id or its own actors, and
+        nothing else; attached clients leave it running."
+
+        Check first: what an attached process holds (locks, connections, memory) is given back when it dies.
+        """
+        workers = store.deployment.workers(2)
+        partition = store.register("x")
+        workers[0].start(_workers.call, "put_samples", ids(64), partition, batch(64, x=torch.zeros(64, 4096)))
+        workers[0].kill()
+        there = [name for name in ids(64) if store.has(partition, name)]
+        assert there in ([], ids(64)), f"{len(there)} of 64 rows of a put whose process was killed are there"
+        store.put(partition, ["after"], x=torch.zeros(1, 4096))
+        workers[1].run(_workers.call, "put_samples", ["theirs"], partition, batch(1, x=torch.ones(1, 4096)))
+        assert store.get(partition, ["theirs", "after"])["x"][:, 0].tolist() == [1.0, 0.0]

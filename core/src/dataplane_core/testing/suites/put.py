@@ -1,0 +1,285 @@
+"""`put_samples`: what it writes, and when it returns."""
+
+from __future__ import annotations
+
+import math
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.errors import StalePartitionError
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._columns import as_objects, batch, check_column, ids, items_of, jagged, values_and_offsets
+from dataplane_core.testing._store import Store, not_run
+from dataplane_core.testing._timing import bounded
+
+__all__ = ["PutSuite"]
+
+
+class PutSuite(Suite, chapter="put"):
+    """Accepted puts."""
+
+    def test_put_returns_a_receipt(self, store: Store) -> None:
+        """Contract: "put_samples(sample_ids, partition_id, fields=None, tags=None) -> meta".
+
+        Check first: nothing in the backend; core makes the receipt once the hook has replied.
+        """
+        partition = store.register("x", "y")
+        meta = store.put(partition, ids(2), [{"n": 1}, {"n": 2}], x=torch.arange(2), y=torch.ones(2))
+        assert (meta.partition_id, meta.sample_ids, meta.size) == (partition, ids(2), 2)
+        assert sorted(meta.fields or []) == ["x", "y"]
+        assert meta.tags == [{"n": 1}, {"n": 2}]
+
+    def test_put_is_visible_when_it_returns(self, store: Store) -> None:
+        """Contract: "Returns only when the write is committed and visible to every other client".
+
+        Check first: the hook replies after the commit is confirmed, not after it was sent.
+        """
+        partition = store.register("x")
+        for number in range(20):
+            store.put(partition, [f"s{number}"], x=torch.tensor([number]))
+            found = bounded(partial(store.get, partition, [f"s{number}"]))["x"].tolist()
+            assert found == [number]
+
+    @proves(Capability.CLAIMS)
+    def test_put_is_claimable_when_it_returns(self, store: Store) -> None:
+        """Contract: "Returns only when the write is committed and visible to every other client".
+
+        Check first: production is flipped before the hook replies.
+        """
+        partition = store.register("x")
+        for number in range(20):
+            store.put(partition, [f"s{number}"], x=torch.tensor([number]))
+            assert store.claim(partition, 1).sample_ids == [f"s{number}"]
+
+    def test_later_puts_add_fields(self, store: Store) -> None:
+        """Contract: "A put may add fields to known samples, merge tags key by key".
+
+        Check first: a put of other fields leaves the cells that are there alone.
+        """
+        partition = store.register("x", "y", "z")
+        store.put(partition, ids(4), x=torch.arange(4))
+        store.put(partition, ["s2", "s0"], y=torch.tensor([2.5, 0.5]))
+        store.put(partition, ["s1"], y=torch.tensor([1.5]))
+        store.put(partition, ["s0"], z=as_objects({"late": True}))
+        assert store.get(partition, ids(4))["x"].tolist() == [0, 1, 2, 3]
+        assert store.get(partition, ["s1", "s0"], "y")["y"].tolist() == [1.5, 0.5]
+        assert store.get(partition, ["s0"], "z", "x")["z"] == [{"late": True}]
+        assert not store.has(partition, "s3", "y")
+
+    def test_one_put_may_mix_known_and_new_samples(self, store: Store) -> None:
+        """Contract: "A put may add fields to known samples".
+
+        Check first: each row is treated on its own: made where it is new, extended where it is known.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ["a", "b"], x=torch.tensor([1, 2]))
+        store.put(partition, ["c", "b", "d"], y=torch.tensor([3, 2, 4]))
+        assert store.get(partition, ["b"], "x", "y")["y"].tolist() == [2]
+        assert store.get(partition, ["b"], "x", "y")["x"].tolist() == [2]
+        assert store.get(partition, ["d", "c"], "y")["y"].tolist() == [4, 3]
+        assert not store.has(partition, "c", "x")
+
+    def test_tags_merge_key_by_key(self, store: Store) -> None:
+        """Contract: "merge tags key by key".
+
+        Check first: a put's tags update the row's dict; keys that it does not name stay, and no tags change nothing.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(2), [{"a": 1, "b": 1}, {"a": 2}], x=torch.arange(2))
+        store.put(partition, ids(2), [{"b": 5}, {"c": None}])
+        store.put(partition, ids(2), [{}, {"d": True}], y=torch.arange(2))
+        store.put(partition, ["s0"], z=torch.zeros(1))
+        assert store.tags_of(partition) == {"s0": {"a": 1, "b": 5}, "s1": {"a": 2, "c": None, "d": True}}
+
+    def test_tags_keep_their_types(self, store: Store) -> None:
+        """Contract: "Tag: small per-sample primitives kept beside the data, readable without fetching it."
+
+        Check first: the encoding of tags keeps bool, int, float, str and None apart, and ints at 64 bits.
+        """
+        values = [True, False, 0, 1, -(2**63), 2**63 - 1, 1.0, -0.0, 1e-320, math.inf, -math.inf, "", "ü\n\0字", None]
+        partition = store.register("x")
+        store.put(partition, ["a"], [{f"t{i}": value for i, value in enumerate(values)} | {"": 1}], x=torch.zeros(1))
+        found = store.tags_of(partition)["a"]
+        for index, value in enumerate(values):
+            read = found[f"t{index}"]
+            assert (type(read), repr(read)) == (type(value), repr(value)), f"tag {value!r} came back as {read!r}"
+        assert found[""] == 1
+
+    def test_tags_need_no_fields(self, store: Store) -> None:
+        """Contract: "put_samples(sample_ids, partition_id, fields=None, tags=None) -> meta Writes cells".
+
+        Check first: a put of tags alone is a put: it makes the row, without any cell.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), [{"n": 1}, {"n": 2}])
+        assert not store.has(partition, "s0"), "a row of tags alone has a cell"
+        store.put(partition, ids(2), x=torch.arange(2))
+        assert store.tags_of(partition) == {"s0": {"n": 1}, "s1": {"n": 2}}
+
+    def test_put_without_ids_does_no_io(self, store: Store) -> None:
+        """Contract: "Empty ids: an empty meta, no I/O."
+
+        Check first: nothing in the backend; core answers.
+        """
+        partition = store.register("x")
+        with store.faults.counting() as calls:
+            meta = store.client.put_samples([], partition, TensorDict({}, batch_size=[0]))
+            assert store.client.put_samples([], partition).size == 0
+        assert (meta.partition_id, meta.sample_ids, meta.size) == (partition, [], 0)
+        assert calls == []
+
+    def test_put_costs_one_hook_call(self, store: Store) -> None:
+        """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read".
+
+        Check first: nothing in the backend; hooks are called once per batch, never per tensor or per row.
+        """
+        partition = store.register("x")
+        with store.faults.counting() as calls:
+            store.put(partition, ids(50), columns={f"f{i}": torch.zeros(50) for i in range(8)})
+            store.get(partition, [*ids(50), *ids(50)], "f0", "f7")
+        assert calls == ["put_samples", "get_samples"]
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def test_tensors_may_be_reused_after_put(self, store: Store) -> None:
+        """Contract: "The caller may reuse its tensors as soon as put returns."
+
+        Check first: the put hook copies every column that it keeps; without a conversion it is the caller's memory.
+        """
+        partition = store.register("x", "y", "z")
+        dense, scalars = torch.arange(6).view(3, 2), torch.tensor([1.0, 2.0, 3.0])
+        ragged = jagged([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5, 6])])
+        store.put(partition, ids(3), x=dense, y=scalars, z=ragged)
+        dense.fill_(-1)
+        scalars.fill_(-1)
+        values_and_offsets(ragged)[0].fill_(-1)
+        values_and_offsets(ragged)[1].fill_(0)
+        found = store.get(partition, ids(3), "x", "y", "z")
+        assert found["x"].tolist() == [[0, 1], [2, 3], [4, 5]], "the store kept the caller's memory"
+        assert found["y"].tolist() == [1.0, 2.0, 3.0], "the store kept the caller's memory"
+        check_column(found["z"], [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5, 6])])
+
+    def test_objects_may_be_reused_after_put(self, store: Store) -> None:
+        """Contract: "The caller may reuse its tensors as soon as put returns."
+
+        Check first: native object items are copied to the bottom (codec.objects.copy_item), tensors in them too.
+        """
+        partition = store.register("o")
+        item: dict[str, Any] = {"list": [1, 2], "deep": {"tensor": torch.arange(3)}}
+        store.put(partition, ["a"], o=as_objects(item))
+        item["list"].append(3)
+        item["deep"]["tensor"].fill_(-1)
+        item["new"] = 1
+        (found,) = items_of(store.get(partition, ["a"], "o")["o"])
+        assert list(found) == ["list", "deep"]
+        assert found["list"] == [1, 2]
+        assert found["deep"]["tensor"].tolist() == [0, 1, 2]
+
+    def test_tags_may_be_reused_after_put(self, store: Store) -> None:
+        """Contract: "The caller may reuse its tensors as soon as put returns."
+
+        Check first: tags are copied, into the store and out of it.
+        """
+        partition = store.register("x")
+        tags = [{"n": 1}]
+        meta = store.put(partition, ["a"], tags, x=torch.zeros(1))
+        tags[0]["n"] = 2
+        assert meta.tags is not None
+        meta.tags[0]["n"] = 3
+        assert store.tags_of(partition)["a"] == {"n": 1}
+
+    def test_cuda_tensors_are_copied_to_host(self, store: Store) -> None:
+        """Contract: "CUDA tensors are copied to host."
+
+        Check first: nothing in the backend; core copies before it lowers.
+        """
+        if not torch.cuda.is_available():
+            not_run("this machine has no CUDA device")
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(4, device="cuda").view(2, 2))
+        assert store.get(partition, ids(2))["x"].tolist() == [[0, 1], [2, 3]]
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+
+    def test_a_thousand_rows(self, store: Store) -> None:
+        """Contract: "Writes cells; fields is a TensorDict of batch size [len(sample_ids)]."
+
+        Check first: batch limits of the engine; split inside the hook, and commit as one.
+        """
+        partition = store.register("x")
+        lengths = [index % 7 for index in range(1000)]
+        rows = [torch.full((length,), index) for index, length in enumerate(lengths)]
+        store.put(partition, ids(1000), x=jagged(rows), y=torch.arange(1000))
+        found = store.get(partition, ids(1000)[::-1], "x", "y")
+        check_column(found["x"], rows[::-1])
+        assert found["y"].tolist() == list(range(1000))[::-1]
+
+    def test_a_cell_of_16_mb(self, store: Store) -> None:
+        """Contract: "dtype and values bit for bit".
+
+        Check first: size limits and chunking of the engine's messages.
+        """
+        partition = store.register("x")
+        big = torch.arange(4 * 1024 * 1024, dtype=torch.int32)
+        store.put(partition, ["big"], x=big.unsqueeze(0))
+        assert torch.equal(store.get(partition, ["big"])["x"][0], big)
+
+    def test_a_hundred_fields(self, store: Store) -> None:
+        """Contract: "further fields may be written".
+
+        Check first: limits of the engine on columns or keys.
+        """
+        partition = store.register("x")
+        columns = {f"field{index}": torch.arange(3) + index for index in range(100)}
+        store.put(partition, ids(3), columns=columns)
+        found = store.get(partition, ids(3), *columns)
+        assert all(torch.equal(found[name], column) for name, column in columns.items())
+
+    # --- the hook -----------------------------------------------------------------------------------------------------
+
+    def test_put_hook_counts_its_rows(self, store: Store) -> None:
+        """Hook spec: "The put is committed and visible to every client."
+
+        Check first: put_samples returns PutReply(num_samples=len(request.sample_ids)), for tags alone too.
+        """
+        partition = store.register("x")
+        assert store.hooks.put(partition, ids(3), batch(3, x=torch.arange(3))).num_samples == 3
+        assert store.hooks.put(partition, ids(2), None, [{"n": 1}, {"n": 2}]).num_samples == 2
+
+    def test_put_hook_takes_the_current_epoch(self, store: Store) -> None:
+        """Hook spec: "The registration that the client checked the put against, or None; another is refused with
+        StalePartitionError and nothing is written."
+
+        Check first: compare the request's epoch with the registration's, in the same atomic step as the commit.
+        """
+        partition = store.register("x")
+        old = store.hooks.register(partition).epoch
+        store.hooks.put(partition, ["a"], batch(1, x=torch.tensor([1])), epoch=old)
+        new = store.hooks.register(partition).epoch
+        with pytest.raises(StalePartitionError):
+            store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([1])), [{"n": 1}], epoch=old)
+        assert not store.has(partition, "b"), "a stale put was written"
+        if store.declares(Capability.LISTING):
+            assert store.hooks.listing(partition).sample_ids == []
+        store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([2])), epoch=new)
+        assert store.get(partition, ["b"])["x"].tolist() == [2]
+
+    def test_put_from_many_threads_in_turn(self, store: Store) -> None:
+        """Contract: "Thread-safe: one client may be used from several threads."
+
+        Check first: connections or loops that belong to the thread that opened them.
+        """
+        partition = store.register("x")
+        for number in range(4):
+            thread = threading.Thread(
+                target=store.put, args=(partition, [f"s{number}"]), kwargs={"x": torch.tensor([number])}
+            )
+            thread.start()
+            thread.join(30)
+        assert store.get(partition, ids(4))["x"].tolist() == [0, 1, 2, 3]

@@ -1,0 +1,308 @@
+"""`put_samples`: what it refuses, and that a refused put wrote nothing."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.errors import SchemaMismatchError, UnknownPartitionError
+from dataplane_core.testing._base import Suite
+from dataplane_core.testing._columns import as_object_array, as_objects, batch, ids, items_of, jagged
+from dataplane_core.testing._store import Store
+
+__all__ = ["PutRefusalSuite"]
+
+_FIRST: dict[str, Callable[[], Any]] = {
+    "scalars": lambda: torch.zeros(2, dtype=torch.int64),
+    "vectors": lambda: torch.zeros(2, 3, dtype=torch.int64),
+    "matrices": lambda: torch.zeros(2, 3, 4, dtype=torch.int64),
+    "objects": lambda: as_objects(1, 2),
+}
+
+#: (first write, later write, why it does not fit)
+_MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
+    ("scalars", lambda: torch.zeros(2, dtype=torch.float32), "dtype"),
+    ("scalars", lambda: torch.zeros(2, dtype=torch.int32), "narrower_dtype"),
+    ("scalars", lambda: torch.zeros(2, dtype=torch.uint64), "signedness"),
+    ("scalars", lambda: torch.zeros(2, 1, dtype=torch.int64), "n_to_n1"),
+    ("scalars", lambda: as_objects(1, 2), "tensor_to_object"),
+    ("vectors", lambda: torch.zeros(2, dtype=torch.int64), "lower_rank"),
+    ("vectors", lambda: torch.zeros(2, 3, 1, dtype=torch.int64), "higher_rank"),
+    ("vectors", lambda: torch.zeros(2, 3, dtype=torch.float64), "dtype_of_vectors"),
+    ("vectors", lambda: jagged([torch.zeros(1), torch.zeros(2)]), "dtype_of_jagged"),
+    ("matrices", lambda: torch.zeros(2, 3, 5, dtype=torch.int64), "trailing_shape"),
+    ("objects", lambda: torch.zeros(2, dtype=torch.int64), "object_to_tensor"),
+]
+
+_OUTSIDE: dict[str, Callable[[], Any]] = {
+    "tuple": lambda: (1, 2),
+    "set": lambda: {1},
+    "object": object,
+    "numpy_scalar": lambda: np.int64(1),
+    "numpy_array": lambda: np.zeros(2),
+    "int_of_65_bits": lambda: 2**63,
+    "dict_with_int_keys": lambda: {1: "a"},
+    "datetime": lambda: datetime.datetime(2024, 1, 1),
+    "complex": lambda: 1j,
+    "bytearray": lambda: bytearray(b"x"),
+    "tuple_inside": lambda: {"a": [{"b": (1,)}]},
+    "function": lambda: len,
+}
+
+
+class PutRefusalSuite(Suite, chapter="put refusals"):
+    """Refused puts leave no trace."""
+
+    # --- the schema ---------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(("first", "later"), [case[:2] for case in _MISMATCHES], ids=[c[2] for c in _MISMATCHES])
+    def test_a_field_keeps_its_schema(self, store: Store, first: str, later: Callable[[], Any]) -> None:
+        """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape,
+        fixed by its first write; another is a ValueError, and nothing is written."
+
+        Check first: compare request.specs with the specs of the field's first write before anything is stored.
+        """
+        partition = store.register("x", "y")
+        before = _FIRST[first]()
+        store.put(partition, ["a", "b"], x=before)
+        with store.refusal(ValueError, "x"):
+            store.put(partition, ["c", "d"], [{"n": 1}, {"n": 2}], y=torch.ones(2), x=later())
+        for sample_id in ("c", "d"):
+            for field in ("x", "y"):
+                assert not store.has(partition, sample_id, field), f"the refused put wrote '{field}' of '{sample_id}'"
+        if store.declares(Capability.LISTING):
+            assert store.client.list_samples(partition).sample_ids == ["a", "b"], "the refused put made rows"
+        found = store.get(partition, ["a", "b"])["x"]
+        if first == "objects":
+            assert items_of(found) == [1, 2]
+        else:
+            assert torch.equal(found, before)
+
+    def test_the_schema_outlives_the_rows(self, store: Store) -> None:
+        """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape".
+
+        Check first: the schema belongs to the registration; clearing all samples by id does not end it.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.tensor([1]))
+        store.client.clear_samples(["a"], partition)
+        with store.refusal(ValueError, "x"):
+            store.put(partition, ["a"], x=torch.tensor([1.0]))
+        store.put(partition, ["a"], x=torch.tensor([2]))
+
+    def test_a_refused_put_fixes_no_schema(self, store: Store) -> None:
+        """Contract: "another is a ValueError, and nothing is written."
+
+        Check first: the specs of new fields are kept by the commit, not by the check before it.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ["a"], x=torch.tensor([1]))
+        with store.refusal(ValueError, "x"):
+            store.put(partition, ["b"], x=torch.tensor([1.0]), y=torch.tensor([1.0]))
+        store.put(partition, ["b"], x=torch.tensor([2]), y=torch.tensor([3]))
+        assert store.get(partition, ["b"], "y")["y"].dtype == torch.int64
+
+    def test_the_first_dim_may_differ_per_row(self, store: Store) -> None:
+        """Contract: "The first dim after the batch may differ per row."
+
+        Check first: FieldSpec holds rank and trailing shape only; lengths travel with the cells.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.zeros(2, 3, 2))
+        store.put(partition, ["c"], x=torch.ones(1, 7, 2))
+        store.put(partition, ["d"], x=torch.ones(1, 0, 2))
+        store.put(partition, ["e", "f"], x=jagged([torch.ones(2, 2), torch.ones(5, 2)]))
+        rows = store.get(partition, ["d", "s0", "c", "f"])["x"].unbind()
+        assert [tuple(row.shape) for row in rows] == [(0, 2), (3, 2), (7, 2), (5, 2)]
+
+    # --- arguments ----------------------------------------------------------------------------------------------------
+
+    def test_put_of_nothing_is_refused(self, store: Store) -> None:
+        """Contract: "Neither fields nor tags, repeated ids, sizes that differ: ValueError."
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = store.register("x")
+        with store.faults.counting() as calls:
+            with store.refusal(ValueError):
+                store.client.put_samples(["a"], partition)
+            with store.refusal(ValueError):
+                store.client.put_samples(["a"], partition, TensorDict({}, batch_size=[1]))
+        assert calls == []
+
+    def test_repeated_ids_are_refused(self, store: Store) -> None:
+        """Contract: "Neither fields nor tags, repeated ids, sizes that differ: ValueError."
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = store.register("x")
+        with store.refusal(ValueError, "'b'"):
+            store.put(partition, ["a", "b", "b"], x=torch.arange(3))
+        assert not store.has(partition, "a")
+
+    @pytest.mark.parametrize("num_rows", [1, 3])
+    def test_sizes_that_differ_are_refused(self, store: Store, num_rows: int) -> None:
+        """Contract: "Neither fields nor tags, repeated ids, sizes that differ: ValueError."
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = store.register("x")
+        with store.refusal(ValueError):
+            store.client.put_samples(["a", "b"], partition, batch(num_rows, x=torch.arange(num_rows)))
+        with store.refusal(ValueError, "align 1:1"):
+            store.client.put_samples(["a", "b"], partition, batch(2, x=torch.arange(2)), [{}] * num_rows)
+        assert not store.has(partition, "a")
+
+    def test_an_unknown_partition_is_refused(self, store: Store) -> None:
+        """Contract: "Unknown partition: KeyError."
+
+        Check first: put_samples raises UnknownPartitionError; it does not make the partition.
+        """
+        unknown = store.new_id()
+        with store.refusal(KeyError, unknown):
+            store.put(unknown, ["a"], x=torch.zeros(1))
+        with store.refusal(KeyError, unknown):
+            store.put(unknown, ["a"], [{"n": 1}])
+        with store.refusal(KeyError, unknown):
+            store.get(unknown, ["a"])
+
+    @pytest.mark.parametrize("name", ["", "\ud800"], ids=["empty", "surrogate"])
+    def test_names_are_valid_unicode(self, store: Store, name: str) -> None:
+        """Contract: "Names: partition ids, sample ids, fields and tasks are non-empty, valid Unicode".
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = store.register("x")
+        with store.faults.counting() as calls:
+            for wrong in (
+                lambda: store.put(partition, ["a", name], x=torch.zeros(2)),
+                lambda: store.put(partition, ["a"], columns={name: torch.zeros(1)}),
+                lambda: store.put(name, ["a"], x=torch.zeros(1)),
+                lambda: store.get(partition, [name]),
+            ):
+                with pytest.raises(ValueError, match=r"empty|Unicode"):
+                    wrong()
+        assert calls == []
+
+    @pytest.mark.parametrize("name", ["~", "~checksum"])
+    def test_reserved_field_names_are_refused(self, store: Store, name: str) -> None:
+        """Contract: "field names that begin with ~ belong to middleware."
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = store.register("x")
+        with store.refusal(ValueError, name):
+            store.put(partition, ["a"], columns={name: torch.zeros(1)})
+
+    @pytest.mark.parametrize(
+        "tags",
+        [[{"a": [1]}], [{"a": torch.tensor(1)}], [{"a": np.float32(1)}], [{1: 1}], [{"a": 2**63}], ["a"]],
+        ids=["list", "tensor", "numpy", "int_key", "int_of_65_bits", "not_a_dict"],
+    )
+    def test_tags_are_primitives(self, store: Store, tags: Any) -> None:
+        """Contract: "Tag: small per-sample primitives kept beside the data".
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = store.register("x")
+        with store.refusal(TypeError):
+            store.put(partition, ["a"], tags, x=torch.zeros(1))
+        assert not store.has(partition, "a")
+
+    # --- leaves -------------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("leaf", ["string", "nested_dict", "object_for_all_rows"])
+    def test_other_leaves_are_refused(self, store: Store, leaf: str) -> None:
+        """Contract: "A leaf that is neither a tensor nor a row-aligned object column (NonTensorStack or
+        np.ndarray(dtype=object) of length N): TypeError that says "non-tensor"."
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = store.register("x")
+        fields = TensorDict({}, batch_size=[2])
+        if leaf == "nested_dict":
+            fields["bad"] = TensorDict({"a": torch.zeros(2)}, batch_size=[2])
+        else:
+            fields.set_non_tensor("bad", "text" if leaf == "string" else {"for": "all"})
+        fields["x"] = torch.arange(2)
+        with store.refusal(TypeError, "non-tensor", "bad"):
+            store.client.put_samples(["a", "b"], partition, fields)
+        assert not store.has(partition, "a")
+
+    def test_object_columns_have_one_item_per_row(self, store: Store) -> None:
+        """Contract: "Neither fields nor tags, repeated ids, sizes that differ: ValueError."
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = store.register("x")
+        with store.refusal(ValueError, "o"):
+            store.put(partition, ["a", "b"], x=torch.arange(2), o=as_object_array(1, 2, 3))
+        assert not store.has(partition, "a")
+
+    def test_meta_tensors_are_refused(self, store: Store) -> None:
+        """Contract: "Meta-device tensors: TypeError".
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = store.register("x")
+        with store.refusal(TypeError, "meta"):
+            store.client.put_samples(["a", "b"], partition, {"x": torch.zeros(2, device="meta")})
+        assert not store.has(partition, "a")
+
+    @pytest.mark.parametrize("kind", list(_OUTSIDE))
+    def test_objects_outside_the_closed_set_are_refused(self, store: Store, kind: str) -> None:
+        """Contract: "Object items come from a closed set: None, bool, int (64 bit), float, str, bytes, list, dict with
+        str keys, tensors; else TypeError, on every backend."
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = store.register("o")
+        with store.refusal(TypeError, "o"):
+            store.put(partition, ["a", "b"], o=as_object_array(1, _OUTSIDE[kind]()))
+        assert not store.has(partition, "a", "o")
+
+    def test_allow_pickle_opens_the_set(self, store: Store) -> None:
+        """Contract: "allow_pickle: true in the config opens it."
+
+        Check first: encoded items pass through untouched; native items are copied, whatever their type.
+        """
+        client = store.another_client(allow_pickle=True)
+        partition = store.register("o", client=client)
+        items = [(1, 2), {3, 4}, 1j, {"inside": datetime.date(2024, 1, 1)}]
+        client.put_samples(ids(4), partition, batch(4, o=as_objects(*items)))
+        found = items_of(client.get_samples(ids(4), partition, ["o"])["o"])
+        assert found == items
+
+    # --- the hook -----------------------------------------------------------------------------------------------------
+
+    def test_put_hook_raises_its_own_errors(self, store: Store) -> None:
+        """Hook spec: "SchemaMismatchError: A spec differs from the field's first write; nothing is written."
+
+        Check first: the hook raises dataplane_core.errors itself; core wraps anything else in BackendError.
+        """
+        partition = store.register("x")
+        store.hooks.put(partition, ["a"], batch(1, x=torch.tensor([1])))
+        with pytest.raises(SchemaMismatchError):
+            store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([1.0])))
+        with pytest.raises(UnknownPartitionError):
+            store.hooks.put(store.new_id(), ["b"], batch(1, x=torch.tensor([1])))
+
+    def test_a_put_after_a_refused_one_works(self, store: Store) -> None:
+        """Contract: "another is a ValueError, and nothing is written."
+
+        Check first: what the hook reserves before its checks (keys, rows, locks) is given back when they fail.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.tensor([1]))
+        for _ in range(20):
+            with store.refusal(ValueError):
+                store.put(partition, ["b"], x=torch.tensor([1.0]))
+        store.put(partition, ["b"], x=torch.tensor([2]))
+        assert store.get(partition, ["b", "a"])["x"].tolist() == [2, 1]

@@ -1,0 +1,281 @@
+"""`register_partition`: opens a partition afresh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.errors import LeaseExpiredError, UnknownPartitionError
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._columns import as_objects, ids
+from dataplane_core.testing._store import Store
+
+__all__ = ["RegistrationSuite"]
+
+_ODD_NAMES = [
+    "a b",
+    "x" * 300,
+    "../up",
+    "a/b:c@d|e,f;g",
+    "0",
+    "-1",
+    "ünïcode-字-🙂",
+    "line\nbreak",
+    "nul\0byte",
+    "{braces}*?[x]",
+    "'quo\"ted'",
+    "%s%d",
+]
+
+
+class RegistrationSuite(Suite, chapter="registration"):
+    """A new registration leaves nothing of the earlier one."""
+
+    def test_register_again_drops_rows(self, store: Store) -> None:
+        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
+        when it returns."
+
+        Check first: registering a known partition deletes its rows before it returns, not lazily.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.register("x", partition_id=partition)
+        for sample_id in ids(3):
+            assert not store.has(partition, sample_id), f"row '{sample_id}' survived a new registration"
+        store.put(partition, ["s1"], x=torch.tensor([7]))
+        assert store.get(partition, ["s1"])["x"].tolist() == [7]
+
+    def test_register_again_drops_tags(self, store: Store) -> None:
+        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
+        when it returns."
+
+        Check first: tags live with the rows of one registration; the same id written again starts without tags.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), [{"old": 1}] * 2, x=torch.arange(2))
+        store.register("x", partition_id=partition)
+        store.put(partition, ids(2), [{"new": 2}] * 2, x=torch.arange(2))
+        assert store.tags_of(partition) == {"s0": {"new": 2}, "s1": {"new": 2}}
+
+    def test_register_again_drops_the_schema(self, store: Store) -> None:
+        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
+        when it returns."
+
+        Check first: where the field's kind, dtype and shape are kept; they belong to one registration.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.tensor([1]))
+        store.register("x", partition_id=partition)
+        store.put(partition, ["a"], x=torch.tensor([[1.5, 2.5]]))
+        found = store.get(partition, ["a"])["x"]
+        assert found.dtype == torch.float32
+        assert found.tolist() == [[1.5, 2.5]]
+        store.register("x", partition_id=partition)
+        store.put(partition, ["a"], x=as_objects({"kind": "object"}))
+        assert store.get(partition, ["a"])["x"] == [{"kind": "object"}]
+
+    @proves(Capability.CLAIMS)
+    def test_register_again_drops_cursors(self, store: Store) -> None:
+        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
+        when it returns."
+
+        Check first: what a task was given is kept per registration, not per sample id.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        assert store.claim(partition, 3).size == 3
+        store.register("x", partition_id=partition)
+        assert not store.client.check_consumption_status(partition, ["train"])
+        store.put(partition, ids(3), x=torch.arange(3))
+        assert store.claim(partition, 3).sample_ids == ids(3)
+
+    @proves(Capability.CLAIMS)
+    def test_register_again_counts_samples_anew(self, store: Store) -> None:
+        """Contract: "num_samples tells claims when the last, smaller batch is complete".
+
+        Check first: the count of distinct ids starts at zero with every registration.
+        """
+        partition = store.register("x", num_samples=3)
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.register("x", partition_id=partition, num_samples=3)
+        store.put(partition, ids(1), x=torch.arange(1))
+        with store.refusal(TimeoutError):
+            store.claim(partition, 3, blocking=True, timeout_s=0.05)
+
+    @proves(Capability.CLAIMS)
+    def test_register_again_replaces_the_tasks(self, store: Store) -> None:
+        """Contract: "Opens the partition afresh".
+
+        Check first: the tasks of the earlier registration are unknown to the new one.
+        """
+        partition = store.register("x", tasks=["old"])
+        store.register("x", partition_id=partition, tasks=["new"])
+        store.put(partition, ids(1), x=torch.arange(1))
+        with store.refusal(KeyError, "old"):
+            store.claim(partition, 1, task="old")
+        assert store.claim(partition, 1, task="new").size == 1
+
+    @proves(Capability.LEASES)
+    def test_register_again_ends_leases(self, store: Store) -> None:
+        """Contract: "LeaseExpiredError names the ids whose token is no longer valid, so two holders never both
+        succeed."
+
+        Check first: lease tokens are never used again, not even by a later registration of the same partition.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2))
+        old = store.claim(partition, 2, lease_s=600)
+        store.register("x", partition_id=partition)
+        store.put(partition, ids(2), x=torch.arange(2))
+        new = store.claim(partition, 2, lease_s=600)
+        with store.refusal(LeaseExpiredError) as caught:
+            store.client.ack(old)
+        assert sorted(caught.value.sample_ids) == ids(2)
+        store.client.ack(new)
+
+    def test_further_fields_may_be_written(self, store: Store) -> None:
+        """Contract: "fields is what producers are expected to write; further fields may be written (multimodal extras
+        ride along)."
+
+        Check first: no allowlist of field names; a field is made by its first write.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2), pixel_values=torch.ones(2, 4), image_grid=as_objects([1], [2]))
+        found = store.get(partition, ids(2), "pixel_values", "image_grid")
+        assert found["pixel_values"].tolist() == [[1.0] * 4] * 2
+        assert found["image_grid"] == [[1], [2]]
+
+    def test_partitions_with_equal_ids_stay_apart(self, store: Store) -> None:
+        """Contract: "Sample: a row, by a string id unique in its partition."
+
+        Check first: rows are addressed by partition and id together, everywhere.
+        """
+        first, second = store.register("x"), store.register("x")
+        store.put(first, ids(3), x=torch.arange(3))
+        store.put(second, ids(3), x=torch.arange(3) + 10)
+        assert store.get(first, ids(3))["x"].tolist() == [0, 1, 2]
+        assert store.get(second, ids(3))["x"].tolist() == [10, 11, 12]
+        store.register("x", partition_id=first)
+        assert store.get(second, ids(3))["x"].tolist() == [10, 11, 12]
+
+    def test_any_string_is_an_id(self, store: Store) -> None:
+        """Contract: "Partition: a named table. Sample: a row, by a string id unique in its partition. Field: a column".
+
+        Check first: how names become keys of the engine; escape them, and let no separator occur inside a name.
+        """
+        partition = store.register("x", partition_id=f"{store.new_id()} / ü:@|\n", tasks=["t a/b:ü"])
+        columns = {f"f{name}": torch.arange(len(_ODD_NAMES)) * 100 + place for place, name in enumerate(_ODD_NAMES)}
+        store.put(partition, _ODD_NAMES, columns=columns)
+        found = store.get(partition, _ODD_NAMES[::-1], *columns)
+        for place, name in enumerate(columns):
+            assert found[name].tolist() == [100 * row + place for row in reversed(range(len(_ODD_NAMES)))], name
+        if store.declares(Capability.CLAIMS):
+            assert store.claim(partition, 99, *columns, task="t a/b:ü").sample_ids == _ODD_NAMES
+
+    def test_enums_take_their_words(self, store: Store) -> None:
+        """Contract: "enums maps a field to its vocabulary of strings: an unknown string is a ValueError."
+
+        Check first: PartitionInfo keeps the enums of the registration; core checks against them.
+        """
+        partition = store.register("role", enums={"role": ["user", "assistant"]})
+        store.put(partition, ids(3), role=as_objects("user", "assistant", "user"))
+        assert store.get(partition, ids(3), "role")["role"] == ["user", "assistant", "user"]
+
+    def test_enums_refuse_other_words(self, store: Store) -> None:
+        """Contract: "enums maps a field to its vocabulary of strings: an unknown string is a ValueError."
+
+        Check first: PartitionInfo keeps the enums of the registration; core checks against them.
+        """
+        partition = store.register("role", "x", enums={"role": ["user", "assistant"]})
+        with store.refusal(ValueError, "role", "tool"):
+            store.put(partition, ids(2), role=as_objects("user", "tool"), x=torch.arange(2))
+        assert not store.has(partition, "s0", "role"), "a refused put wrote a row"
+        assert not store.has(partition, "s0", "x"), "a refused put wrote a row"
+
+    def test_enums_are_about_strings(self, store: Store) -> None:
+        """Contract: "Where an enum is registered, only strings are checked against it."
+
+        Check first: nothing in the backend; core checks.
+        """
+        partition = store.register("role", enums={"role": ["user"]})
+        store.put(partition, ids(3), role=as_objects(None, 7, "user"))
+        assert store.get(partition, ids(3), "role")["role"] == [None, 7, "user"]
+
+    def test_enums_belong_to_one_registration(self, store: Store) -> None:
+        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
+        when it returns."
+
+        Check first: describe_partition returns the newest registration, and its epoch differs from the one before.
+        """
+        partition = store.register("role", enums={"role": ["a"]})
+        store.put(partition, ids(1), role=as_objects("a"))
+        store.hooks.register(partition, ["role"], enums={"role": ["b"]})  # another client's, unknown to this one
+        store.put(partition, ids(1), role=as_objects("b"))
+        with store.refusal(ValueError, "'a'"):
+            store.put(partition, ["s9"], role=as_objects("a"))
+
+    @pytest.mark.parametrize(
+        ("arguments", "error_type"),
+        [
+            ({"partition_id": ""}, ValueError),
+            ({"partition_id": 7}, TypeError),
+            ({"num_samples": 0}, ValueError),
+            ({"grpo_group_size": 0}, ValueError),
+            ({"consumer_tasks": "train"}, TypeError),
+            ({"fields": [""]}, ValueError),
+        ],
+        ids=["empty_id", "id_not_str", "no_samples", "empty_groups", "tasks_not_a_list", "empty_field"],
+    )
+    def test_register_checks_its_arguments(
+        self, store: Store, arguments: dict[str, object], error_type: type[Exception]
+    ) -> None:
+        """Contract: "Core does once, for all backends: argument checks".
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        full = {"partition_id": store.new_id(), "fields": ["x"], "num_samples": None, "consumer_tasks": ["train"]}
+        with store.faults.counting() as calls, store.refusal(error_type):
+            store.client.register_partition(**{**full, **arguments})  # type: ignore[arg-type]
+        assert calls == []
+
+    # --- the hooks ----------------------------------------------------------------------------------------------------
+
+    def test_register_hook_returns_the_registration(self, store: Store) -> None:
+        """Hook spec: "Opens the partition afresh; rows, tags, cursors and schema of an earlier registration are gone on
+        return."
+
+        Check first: PartitionInfo repeats what the request said, and describe_partition returns the same.
+        """
+        partition = store.register("x")
+        group_size = 2 if store.declares(Capability.GROUPS) else None
+        info = store.hooks.register(
+            partition, ["x", "y"], num_samples=8, tasks=["a", "b"], group_size=group_size, enums={"y": ["u", "v"]}
+        )
+        assert (tuple(info.fields), info.num_samples, tuple(info.consumer_tasks)) == (("x", "y"), 8, ("a", "b"))
+        assert info.grpo_group_size == group_size
+        assert {name: tuple(words) for name, words in info.enums.items()} == {"y": ("u", "v")}
+        assert store.hooks.describe(partition) == info
+
+    def test_every_registration_has_a_higher_epoch(self, store: Store) -> None:
+        """Hook spec: "Grows with every registration in the store; tells one registration from the next."
+
+        Check first: one counter for the whole store, not one per partition, and it outlives a clear.
+        """
+        first, second = store.register("x"), store.register("x")
+        epochs = [store.hooks.register(partition).epoch for partition in (first, second, first)]
+        store.hooks.clear(first, None)
+        epochs.append(store.hooks.register(first).epoch)
+        assert epochs == sorted(set(epochs)), f"epochs {epochs} do not grow"
+
+    def test_describe_hook_refuses_an_unknown_partition(self, store: Store) -> None:
+        """Hook spec: "UnknownPartitionError: Not registered."
+
+        Check first: describe_partition raises UnknownPartitionError itself, also after the partition was cleared.
+        """
+        with pytest.raises(UnknownPartitionError):
+            store.hooks.describe(store.new_id())
+        partition = store.register("x")
+        store.hooks.clear(partition, None)
+        with pytest.raises(UnknownPartitionError):
+            store.hooks.describe(partition)

@@ -1,0 +1,172 @@
+"""Tag filters on claims and listings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._columns import ids
+from dataplane_core.testing._store import Store
+from dataplane_core.testing._timing import Background, bounded
+
+__all__ = ["TagFilterSuite"]
+
+_TAGS: list[dict[str, Any]] = [
+    {"version": 5, "score": 0.5, "split": "a", "kept": True},
+    {"version": 6, "score": -1.5, "split": "b", "kept": False},
+    {"version": 7, "score": 2.0, "split": "a", "kept": None},
+    {"version": 8, "split": "c"},
+    {},
+]
+
+_FILTERS: list[tuple[dict[str, Any], list[int]]] = [
+    ({"version": (">=", 7)}, [2, 3]),
+    ({"version": (">", 7)}, [3]),
+    ({"version": ("<", 7)}, [0, 1]),
+    ({"version": ("<=", 5)}, [0]),
+    ({"version": ("==", 6)}, [1]),
+    ({"version": 6}, [1]),
+    ({"version": ("!=", 6)}, [0, 2, 3]),
+    ({"version": ("in", [5, 8, 99])}, [0, 3]),
+    ({"version": ("in", [])}, []),
+    ({"score": (">", 0.25)}, [0, 2]),
+    ({"version": (">", 6.5)}, [2, 3]),
+    ({"split": "a"}, [0, 2]),
+    ({"split": (">=", "b")}, [1, 3]),
+    ({"split": ("in", ["c", "b"])}, [1, 3]),
+    ({"kept": True}, [0]),
+    ({"kept": ("==", None)}, [2]),
+    ({"split": (">", 3)}, []),
+    ({"kept": ("<", "x")}, []),
+    ({"nobody": ("!=", 1)}, []),
+    ({"split": "a", "version": ("<", 7)}, [0]),
+    ({}, [0, 1, 2, 3, 4]),
+]
+
+_NAMES = [repr(each).replace(" ", "") for each, _ in _FILTERS]
+
+
+class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS):
+    """Predicates applied where the tags live."""
+
+    @pytest.mark.parametrize(("tag_filter", "expected"), _FILTERS, ids=_NAMES)
+    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
+    def test_claims_match_the_filter(self, store: Store, tag_filter: dict[str, Any], expected: list[int]) -> None:
+        """Contract: "a small declarative predicate on tags ({"weight_version": (">=", 7)}), applied where the tags
+        live."
+
+        Check first: dataplane_core.tags.matches: all conditions hold; a missing tag, or types that do not compare, do
+        not match.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(5), _TAGS, x=torch.arange(5))
+        meta = store.claim(partition, 9, tag_filter=tag_filter)
+        assert meta.sample_ids == [f"s{index}" for index in expected]
+        assert meta.tags == [_TAGS[index] for index in expected]
+        rest = store.claim(partition, 9)
+        assert rest.sample_ids == [f"s{index}" for index in range(5) if index not in expected], (
+            "the rest was given, too"
+        )
+
+    @pytest.mark.parametrize(("tag_filter", "expected"), _FILTERS, ids=_NAMES)
+    @proves(Capability.TAG_FILTERS, Capability.LISTING)
+    def test_listings_match_the_filter(self, store: Store, tag_filter: dict[str, Any], expected: list[int]) -> None:
+        """Contract: "list_samples(partition_id, tag_filter=None) -> meta (listing): ids and tags, no data."
+
+        Check first: dataplane_core.tags.matches; the same rules as for claims.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(5), _TAGS, x=torch.arange(5))
+        meta = store.client.list_samples(partition, tag_filter)
+        assert meta.sample_ids == [f"s{index}" for index in expected]
+        assert meta.tags == [_TAGS[index] for index in expected]
+
+    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
+    def test_filters_see_the_newest_tags(self, store: Store) -> None:
+        """Contract: "merge tags key by key".
+
+        Check first: the filter reads the tags as they are when the claim runs.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), [{"v": 1}] * 3, x=torch.arange(3))
+        assert store.claim(partition, 3, tag_filter={"v": 2}).size == 0
+        store.put(partition, ["s1"], [{"v": 2}])
+        assert store.claim(partition, 3, tag_filter={"v": 2}).sample_ids == ["s1"]
+        store.put(partition, ["s0"], [{"v": 3}])
+        assert store.claim(partition, 3, tag_filter={"v": 1}).sample_ids == ["s2"]
+
+    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
+    def test_skipped_samples_keep_their_place(self, store: Store) -> None:
+        """Contract: "Order: by first write."
+
+        Check first: samples that a filter passes over stay in the pool, where they stood.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(6), [{"odd": index % 2} for index in range(6)], x=torch.arange(6))
+        assert store.claim(partition, 2, tag_filter={"odd": 1}).sample_ids == ["s1", "s3"]
+        assert store.claim(partition, 3).sample_ids == ["s0", "s2", "s4"]
+        assert store.claim(partition, 3).sample_ids == ["s5"]
+
+    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
+    def test_blocking_claims_wait_for_matching_samples(self, store: Store) -> None:
+        """Contract: "Blocking: waits until batch_size are ready".
+
+        Check first: samples that do not match do not count as ready.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), [{"v": 1}, {"v": 2}, {"v": 1}], x=torch.arange(3))
+        with store.refusal(TimeoutError, "1"):
+            store.claim(partition, 2, tag_filter={"v": 2}, blocking=True, timeout_s=0.05)
+        waiting = Background(
+            lambda: store.claim(partition, 2, tag_filter={"v": 2}, blocking=True, timeout_s=60).sample_ids
+        )
+        store.put(partition, ["s3"], [{"v": 2}], x=torch.zeros(1, dtype=torch.int64))
+        assert waiting.result(what="a claim of matching samples") == ["s1", "s3"]
+
+    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
+    def test_the_tail_under_a_filter(self, store: Store) -> None:
+        """Contract: "or until the partition can give no more (num_samples distinct ids were written, cleared ones
+        included, and fewer remain), and then returns those".
+
+        Check first: with all ids written, a claim under a filter returns the matching rest.
+        """
+        partition = store.register("x", num_samples=4)
+        store.put(partition, ids(4), [{"v": index % 2} for index in range(4)], x=torch.arange(4))
+        meta = bounded(
+            lambda: store.claim(partition, 3, tag_filter={"v": 1}, blocking=True, timeout_s=60),
+            what="a claim of the tail",
+        )
+        assert meta.sample_ids == ["s1", "s3"]
+
+    @pytest.mark.parametrize(
+        "tag_filter",
+        [{"v": ("~", 1)}, {"v": (">",)}, {"v": ("in", 3)}, {"v": (">", [1])}, ["v"]],
+        ids=["operator", "no_operand", "in_of_a_number", "list", "not_a_dict"],
+    )
+    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
+    def test_malformed_filters_are_refused(self, store: Store, tag_filter: Any) -> None:
+        """Contract: "a small declarative predicate on tags".
+
+        Check first: nothing in the backend; core refuses before the hook is called.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a"], [{"v": 1}], x=torch.zeros(1))
+        with store.refusal(ValueError, "tag_filter"):
+            store.claim(partition, 1, tag_filter=tag_filter)
+        assert store.claim(partition, 1).size == 1
+
+    @proves(Capability.TAG_FILTERS, Capability.GROUPS)
+    def test_groups_match_as_a_whole(self, store: Store) -> None:
+        """Contract: "whole groups only".
+
+        Check first: a group matches when all of its members do; a filter never splits one.
+        """
+        partition = store.register("x", group_size=2)
+        tags = [{"v": 1}, {"v": 2}, {"v": 2}, {"v": 2}]
+        store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1"], tags, x=torch.arange(4))
+        assert store.claim(partition, 4, tag_filter={"v": 2}).sample_ids == ["b_g0", "b_g1"]
+        assert store.claim(partition, 4).sample_ids == ["a_g0", "a_g1"]

@@ -1,0 +1,51 @@
+"""Every test of the kit quotes the sentence that it proves, word for word, and says what to check first."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from dataplane_core import hookspecs
+from dataplane_core.testing import BackendConformance
+from dataplane_core.testing._base import chapter_of, needs_of
+
+_CONTRACT = Path(__file__).parents[3] / "docs" / "contract.md"
+_TESTS = [name for name in dir(BackendConformance) if name.startswith("test_")]
+
+
+def _plain(text: str) -> str:
+    """Without Markdown and line breaks."""
+    return " ".join(re.sub(r"[`*]", "", text).replace('"', "'").split())
+
+
+_SOURCES = {
+    "Contract": _plain(_CONTRACT.read_text(encoding="utf-8")),
+    "Hook spec": _plain(inspect.getsource(hookspecs)),
+}
+
+
+@pytest.mark.parametrize("name", _TESTS)
+def test_docstrings_quote_the_contract(name):
+    test = getattr(BackendConformance, name)
+    doc = inspect.getdoc(test) or ""
+    claim, mark, advice = doc.partition("Check first: ")
+    assert mark, f"{name} does not say what to check first"
+    assert len(advice) > 20
+    source, _, quoted = claim.partition(": ")
+    assert source in _SOURCES, f"{name} begins with {source!r}"
+    text = _plain(quoted)
+    assert text.startswith("'")
+    assert text.rstrip(".").endswith("'")
+    # quotes are joined by "and" or "...", which the kit adds
+    for quote in re.split(r"' and '|' \.\.\. '", text.rstrip(".").strip("'")):
+        assert quote.rstrip(".") in _SOURCES[source], f"{name} quotes what the {source} does not say: {quote!r}"
+
+
+def test_every_test_has_a_chapter_and_says_what_it_proves():
+    for name in _TESTS:
+        test = getattr(BackendConformance, name)
+        assert chapter_of(test), name
+        assert needs_of(test), name

@@ -46,6 +46,12 @@ class TQSimpleBackend(RowStoreBackend):
         super().__init__(config)
         self._engine: Engine | None = None
 
+    @classmethod
+    def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
+        """Options of an instance that shares nothing but the Ray cluster with that of ``options``."""
+        name = options.get("instance", TQSimpleConfig.model_fields["instance"].default)
+        return {**options, "instance": f"{name}-{tag}"[:64]}
+
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Starts the instance on Ray, or attaches to it."""
         from dataplane_tq_simple._engine import Engine

@@ -1,0 +1,25 @@
+"""tq_simple against the contract, on a Ray of its own."""
+
+import pytest
+import ray
+from dataplane_core.testing import BackendConformance
+from dataplane_tq_simple import TQSimpleBackend
+
+
+@pytest.fixture(scope="module")
+def ray_address():
+    context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield context.address_info["gcs_address"]
+    ray.shutdown()
+
+
+class TestTQSimple(BackendConformance):
+    backend = "tq_simple"
+    backend_class = TQSimpleBackend
+
+    @pytest.fixture
+    def options(self, ray_address):
+        return {"instance": "conformance", "ray_address": ray_address}
+
+    def conflicting_options(self, options):
+        return {**options, "num_storage_units": 2}

@@ -149,6 +149,13 @@ def test_fields_packed_together_own_their_memory_each(random_cell, bits):
     assert bits(packed.get("b").values()[:3]) == bits(fields["b"][0, :3])
 
 
+def test_fields_packed_together_can_be_combined():
+    fields = {"a": torch.ones(4, 5), "b": torch.ones(4, 7), "c": to_nested_by_length(torch.ones(4, 5), LENGTHS)}
+    packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields="abc")
+    total = packed.get("a") + packed.get("b") * packed.get("c")
+    assert total.values().tolist() == [2] * sum(LENGTHS)
+
+
 @pytest.mark.parametrize(
     ("column", "error", "reason"),
     [
@@ -187,6 +194,17 @@ def test_rows_that_do_not_fit_one_column_are_refused():
         stack_or_nest([torch.zeros(2), torch.zeros(2).double()])
     with pytest.raises(InvalidRequestError, match="no rows"):
         stack_or_nest([])
+
+
+def test_rows_of_any_kind_of_tensor_are_taken_or_refused_one_by_one():
+    plain = torch.ones(2, 2)
+    parameter = torch.nn.Parameter(torch.ones(1, 2))
+    column = stack_or_nest([plain, parameter])
+    assert not column.requires_grad
+    assert column.offsets().tolist() == [0, 2, 3]
+    for odd, reason in ((torch.ones(2, 2, device="meta"), "meta-device"), (torch.eye(2).to_sparse(), "sparse")):
+        with pytest.raises(InvalidTypeError, match=reason):
+            stack_or_nest([plain, odd])
 
 
 # --- response_from_nested ---------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor | Sequence[i
         InvalidRequestError: Fewer than 2 dims, another number of lengths than rows, or a length outside [0, S].
         InvalidTypeError: A dtype or kind of tensor that is not carried.
     """
-    return _pack("to_nested_by_length", padded, lengths)
+    return _pack("to_nested_by_length", padded, as_lengths("to_nested_by_length", lengths))
 
 
 def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
@@ -74,20 +74,21 @@ def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor | Sequence[
     Raises:
         InvalidRequestError: Sizes that do not fit.
     """
-    return _pack_per_token_field(column, lengths, None)
+    counts = as_lengths("pack_per_token_field", lengths)
+    return _pack_per_token_field(column, counts, offsets_of(counts), None)
 
 
 def _pack_per_token_field(
-    column: torch.Tensor, lengths: torch.Tensor | Sequence[int], arena: Arena | None
+    column: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, arena: Arena | None
 ) -> torch.Tensor:
     if not column.is_nested:
-        return _pack("pack_per_token_field", column, lengths, arena)
+        return _pack("pack_per_token_field", column, counts, offsets, arena)
     rows = _rows(column, "the column")
-    if not np.array_equal(rows.lengths, as_lengths("pack_per_token_field", lengths).numpy()):
+    if not torch.equal(rows.offsets, offsets):
         raise InvalidRequestError(
             f"pack_per_token_field: the column's {rows.num_rows} rows are jagged already, but not of the given lengths."
         )
-    return to_nested(rows)
+    return to_nested(Ragged(rows.values, offsets))
 
 
 def pack_jagged_fields(
@@ -105,7 +106,7 @@ def pack_jagged_fields(
             ignored, so that a declaration may cover more than one write.
 
     Returns:
-        A TensorDict of batch size [N].
+        A TensorDict of batch size [N]. The packed columns share their offsets, so that torch lets them be combined.
 
     Raises:
         InvalidRequestError: Sizes that do not fit; names the field.
@@ -120,12 +121,13 @@ def pack_jagged_fields(
     widest = max((column.shape[1] for column in padded.values() if column.dim() > 1), default=0)
     total = int(counts.clamp(0, widest).sum())  # wrong lengths are refused below, column by column
     arena = Arena([total * column.element_size() * math.prod(column.shape[2:]) for column in padded.values()])
+    offsets = offsets_of(counts)
     columns: dict[str, Any] = {}
     for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
         column = fields.get(name)
         if name in token_aligned_fields and isinstance(column, torch.Tensor):
             try:
-                column = _pack_per_token_field(column, counts, arena)
+                column = _pack_per_token_field(column, counts, offsets, arena)
             except (InvalidRequestError, InvalidTypeError) as error:
                 error.message = f"field '{name}': {error.message}"
                 raise
@@ -213,15 +215,17 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
             f"response_from_nested: row {row} has {wide[row]} tokens and a response of {need[row]}. Expected at least "
             "one token before the response."
         )
-    lengths = torch.from_numpy(need)
     starts = torch.from_numpy(np.where(need > 0, rows.offsets.numpy()[1:] - need - 1, 0))
-    return to_nested(Ragged(gather_rows(rows.values, starts, lengths), offsets_of(lengths)))
+    return to_nested(gather_rows(rows.values, starts, offsets_of(torch.from_numpy(need))))
 
 
 def _pack(
-    caller: str, padded: torch.Tensor, lengths: torch.Tensor | Sequence[int], arena: Arena | None = None
+    caller: str,
+    padded: torch.Tensor,
+    counts: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    arena: Arena | None = None,
 ) -> torch.Tensor:
-    counts = as_lengths(caller, lengths)
     if padded.is_nested or padded.dim() < 2:
         kind = "a nested tensor" if padded.is_nested else f"of shape {tuple(padded.shape)}"
         raise InvalidRequestError(f"{caller}: the column is {kind}. Expected a padded tensor (N, S, ...).")
@@ -237,7 +241,8 @@ def _pack(
         )
     plain = host_tensor(padded, f"{caller}: the column")
     starts = torch.arange(len(counts)) * width
-    return to_nested(Ragged(gather_rows(plain.flatten(0, 1), starts, counts, arena), offsets_of(counts)))
+    offsets = offsets_of(counts) if offsets is None else offsets
+    return to_nested(gather_rows(plain.flatten(0, 1), starts, offsets, arena))
 
 
 def as_lengths(caller: str, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:

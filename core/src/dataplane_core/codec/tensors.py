@@ -224,7 +224,7 @@ def ragged_of_nested(nested: torch.Tensor, what: str) -> Ragged | torch.Tensor:
         raise InvalidTypeError(f"{what} is a nested tensor whose offsets do not lie within its {len(values)} values.")
     if offsets[0] == 0 and offsets[-1] == len(values) and torch.equal(ends, offsets[1:]):
         return Ragged(values, offsets)
-    return Ragged(gather_rows(values, starts, sizes), offsets_of(sizes))
+    return gather_rows(values, starts, offsets_of(sizes))
 
 
 def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Tensor:
@@ -300,41 +300,38 @@ class Arena:
 
 
 def gather_rows(
-    values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, arena: Arena | None = None
-) -> torch.Tensor:
-    """Slices ``values[start : start + length]`` joined end to end; new memory.
+    values: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, arena: Arena | None = None
+) -> Ragged:
+    """Rows taken from places in ``values``, joined end to end; new memory.
 
-    Moves byte slices: about twice the time of a memcpy, where an index and `index_select` take six times that.
+    Moves byte slices: about twice the time of a memcpy, where an index and `index_select` take five times that.
 
     Args:
         values: (T, *trailing), contiguous, on the host.
-        starts: (N,) int64, within ``values``.
-        lengths: (N,) int64.
+        starts: (N,) int64, where each row starts in ``values``.
+        offsets: (N + 1,) int64, where each row starts and ends in the result.
         arena: Where to put the result.
     """
-    total = int(lengths.sum())
+    shape = (int(offsets[-1]), *values.shape[1:])
     step = values.dtype.itemsize * math.prod(values.shape[1:])
     if step == 0:
-        return values.new_empty((total, *values.shape[1:]))
-    data = byte_view(values)
-    begins, ends = (starts * step).tolist(), ((starts + lengths) * step).tolist()
-    parts = [data[begin:end] for begin, end in zip(begins, ends, strict=True)]
-    return _joined(parts, values.dtype, (total, *values.shape[1:]), arena)
-
-
-def _joined(
-    parts: Sequence[memoryview | bytes], dtype: torch.dtype, shape: Sequence[int], arena: Arena | None
-) -> torch.Tensor:
+        return Ragged(values.new_empty(shape), offsets)
+    source = byte_view(values)
+    begins, ends = (starts * step).tolist(), ((starts + offsets.diff()) * step).tolist()
     if arena is None:
-        return from_bytes(bytearray().join(parts), dtype, shape)
-    part = arena.take(dtype.itemsize * math.prod(shape))
-    target, start = part.data, 0
-    for piece in parts:
-        stop = start + len(piece)
-        target[start:stop] = piece
-        start = stop
-    assert start == len(target)
-    return torch.from_numpy(part).view(dtype).view(tuple(shape)) if start else torch.empty(tuple(shape), dtype=dtype)
+        joined = bytearray().join([source[begin:end] for begin, end in zip(begins, ends, strict=True)])
+        return Ragged(from_bytes(joined, values.dtype, shape), offsets)
+    part = arena.take(shape[0] * step)
+    target = part.data
+    for begin, end, (start, stop) in zip(begins, ends, pairwise((offsets * step).tolist()), strict=True):
+        target[start:stop] = source[begin:end]
+    return Ragged(_over(part, values.dtype, shape), offsets)
+
+
+def _over(part: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    if not len(part):
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.from_numpy(part).view(dtype).view(tuple(shape))
 
 
 def pad_front(rows: Ragged) -> Ragged:
@@ -360,12 +357,22 @@ def pad_rows(rows: Ragged, width: int, value: float | bool | complex = 0, arena:
     filler = memoryview(
         bytes(gap) if value == 0 else bytes(byte_view(torch.full((gap // dtype.itemsize,), value, dtype=dtype)))
     )
-    data = byte_view(rows.values)
-    parts: list[memoryview] = []
-    for begin, end in pairwise(cuts):
-        parts.append(data[begin:end])
-        parts.append(filler[: size - (end - begin)])
-    return _joined(parts, dtype, (rows.num_rows, width, *trailing), arena)
+    source = byte_view(rows.values)
+    shape = (rows.num_rows, width, *trailing)
+    if arena is None:
+        parts: list[memoryview] = []
+        for begin, end in pairwise(cuts):
+            parts.append(source[begin:end])
+            parts.append(filler[: size - (end - begin)])
+        return from_bytes(bytearray().join(parts), dtype, shape)
+    part = arena.take(rows.num_rows * size)
+    target = part.data
+    for row, (begin, end) in enumerate(pairwise(cuts)):
+        start, stop = row * size, (row + 1) * size
+        middle = start + end - begin
+        target[start:middle] = source[begin:end]
+        target[middle:stop] = filler[: stop - middle]
+    return _over(part, dtype, shape)
 
 
 def to_nested(ragged: Ragged) -> torch.Tensor:

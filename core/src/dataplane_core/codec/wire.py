@@ -459,7 +459,7 @@ def _restore(name: str, rows: Ragged | torch.Tensor, spec: FieldSpec, wire: Wire
             lengths = rows.offsets.diff()
             if bool((lengths < 1).any()):
                 raise _mismatch(name, "a row of length 0", "at least 1 element per row, which this wire adds")
-            rows = Ragged(gather_rows(rows.values, rows.offsets[:-1] + 1, lengths - 1), offsets_of(lengths - 1))
+            rows = gather_rows(rows.values, rows.offsets[:-1] + 1, offsets_of(lengths - 1))
         elif rows.shape[1] < 1:
             raise _mismatch(name, "rows of length 0", "at least 1 element per row, which this wire adds")
         else:
@@ -515,7 +515,7 @@ def take_rows(column: Any, positions: Sequence[int]) -> Any:
         assert isinstance(rows, Ragged)
         lengths = rows.offsets.diff().index_select(0, picks)
         starts = rows.offsets.index_select(0, picks)
-        taken = Ragged(gather_rows(rows.values, starts, lengths), offsets_of(lengths))
+        taken = gather_rows(rows.values, starts, offsets_of(lengths))
         dense = taken.dense()
         return to_nested(taken) if dense is None else dense
     if isinstance(column, list):

@@ -251,7 +251,7 @@ class ClaimTimeoutError(OperationTimeoutError):
         self.missing_cells = {k: tuple(v) for k, v in (missing_cells or {}).items()}
 
 
-class CapacityExceededError(DataPlaneError, MemoryError):
+class CapacityExceededError(DataPlaneError, RuntimeError):
     """The store is full and the configuration says to raise, or the batch can never fit."""
 
     default_retryable = True

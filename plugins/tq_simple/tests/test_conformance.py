@@ -2,6 +2,7 @@
 
 import pytest
 import ray
+
 from dataplane_core.testing import BackendConformance
 from dataplane_tq_simple import TQSimpleBackend
 

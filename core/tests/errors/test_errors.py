@@ -1,0 +1,49 @@
+"""Errors keep what they carry through pickling, and read as sentences."""
+
+import inspect
+import pickle
+
+import pytest
+
+from dataplane_core import errors
+from dataplane_core.errors import DataPlaneError, MissingDataError, preview
+
+CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, DataPlaneError)]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_error_survives_pickling_with_attributes_and_cause(cls):
+    try:
+        raise cls("It broke.", backend="noop", retryable=True, hint="Mend it.") from OSError(28, "disk full")
+    except DataPlaneError as error:
+        original = error
+    read = pickle.loads(pickle.dumps(original))
+    assert type(read) is cls
+    assert (read.backend, read.retryable, read.hint) == ("noop", True, "Mend it.")
+    assert str(read) == str(original) == "[noop] It broke. Mend it."
+    assert isinstance(read.__cause__, OSError)
+    assert read.__cause__.errno == 28
+    assert read.args == ("It broke.",)
+
+
+def test_own_attributes_survive_too():
+    error = MissingDataError("Gone.", partition_id="p", missing_samples=["a"], missing_cells={"b": ["x"]})
+    read = pickle.loads(pickle.dumps(error))
+    assert (read.partition_id, read.missing_samples, read.missing_cells) == ("p", ("a",), {"b": ("x",)})
+
+
+def test_a_cause_that_cannot_be_pickled_travels_as_its_description():
+    class LocalError(Exception):
+        pass
+
+    error = DataPlaneError("It broke.")
+    error.__cause__ = LocalError("deep down")
+    read = pickle.loads(pickle.dumps(error))
+    assert "LocalError: deep down" in str(read.__cause__)
+
+
+def test_a_preview_names_the_first_and_counts_the_rest():
+    assert preview([]) == ""
+    assert preview(["a"]) == "'a'"
+    assert preview("abcde") == "'a', 'b', 'c' and 2 more"
+    assert preview("abc", total=100) == "'a', 'b', 'c' and 97 more"

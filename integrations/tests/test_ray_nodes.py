@@ -1,0 +1,138 @@
+"""Nodes without the backend: said with the pip command, or given the package by Ray's runtime_env."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane_core.errors import ConfigError, UnknownBackendError
+from dataplane_integrations.errors import PlacementError
+from dataplane_integrations.ray_nodes import (
+    backend_runtime_env,
+    check_backend_on_nodes,
+    require_backend_on_nodes,
+)
+
+METADATA = "Metadata-Version: 2.1\nName: dataplane-elsewhere\nVersion: {version}\n"
+WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+GOOD = "from dataplane_noop import NoopBackend as Elsewhere\n"
+ENTRY_POINT = "[dataplane.backends]\nelsewhere = elsewhere_backend:Elsewhere\n"
+
+
+def _wheel(folder: Path, source: str, version: str = "1.2") -> Path:
+    """A distribution with a backend, as a wheel."""
+    info = f"dataplane_elsewhere-{version}.dist-info"
+    files = {
+        "elsewhere_backend.py": source,
+        f"{info}/METADATA": METADATA.format(version=version),
+        f"{info}/WHEEL": WHEEL,
+        f"{info}/entry_points.txt": ENTRY_POINT,
+    }
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
+    folder.mkdir(exist_ok=True)
+    path = folder / f"dataplane_elsewhere-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return path
+
+
+def _unpack(wheel: Path, folder: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return str(folder)
+
+
+def _installed(folder: Path, source: str, version: str = "1.2") -> dict[str, Any]:
+    """A runtime_env in which the backend is installed."""
+    return {"env_vars": {"PYTHONPATH": _unpack(_wheel(folder, source, version), folder / "installed")}}
+
+
+@pytest.fixture
+def wheel(local_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A backend that this process has and the nodes of the running Ray have not."""
+    made = _wheel(tmp_path, GOOD)
+    monkeypatch.syspath_prepend(_unpack(made, tmp_path / "installed_here"))
+    return made
+
+
+def test_a_backend_that_the_nodes_have_is_reported_with_its_version(local_ray: Any) -> None:
+    [report] = require_backend_on_nodes("tq_simple", timeout_s=60)
+    assert report.problem is None
+    assert report.command is None
+    assert report.version
+    assert report.address == local_ray.nodes()[0]["NodeManagerAddress"]
+
+
+def test_a_node_without_the_package_says_so_with_the_command(wheel: Path) -> None:
+    with pytest.raises(PlacementError, match="cannot run on 1 of 1 nodes") as caught:
+        require_backend_on_nodes("elsewhere", timeout_s=60)
+    message = str(caught.value)
+    assert "no distribution there registers it; found: noop" in message
+    assert "Run there: pip install dataplane-elsewhere==1.2" in message
+    assert "backend_runtime_env" in message
+
+
+#: A driver that hands Ray a wheel with its job; the node of the running Ray serves it too.
+DRIVER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import ray
+from dataplane_integrations.ray_nodes import backend_runtime_env, require_backend_on_nodes
+env = backend_runtime_env("elsewhere", packages=[sys.argv[3]])
+ray.init(address=sys.argv[1], runtime_env=env, log_to_driver=False, logging_level="ERROR")
+sys.path.pop(0)
+print(require_backend_on_nodes("elsewhere", timeout_s=60)[0].version)
+"""
+
+
+def test_a_node_without_the_package_gets_it(local_ray: Any, wheel: Path, tmp_path: Path) -> None:
+    script = tmp_path / "driver" / "main.py"
+    script.parent.mkdir()
+    script.write_text(DRIVER)
+    address = local_ray.get_runtime_context().gcs_address
+    command = [sys.executable, str(script), address, str(tmp_path / "installed_here"), str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=script.parent)
+    assert (done.returncode, done.stdout) == (0, "1.2\n"), done.stderr
+
+
+def test_an_import_that_fails_on_the_node_keeps_its_cause(wheel: Path, tmp_path: Path) -> None:
+    env = _installed(tmp_path / "broken", "raise ImportError('libibverbs.so.1: cannot open shared object file')\n")
+    [report] = check_backend_on_nodes("elsewhere", runtime_env=env, timeout_s=60)
+    assert report.problem is not None
+    assert "ImportError: libibverbs.so.1: cannot open" in report.problem
+
+
+def test_another_version_on_the_node_is_a_problem(wheel: Path, tmp_path: Path) -> None:
+    env = _installed(tmp_path / "old", GOOD, version="1.1")
+    [report] = check_backend_on_nodes("elsewhere", runtime_env=env, timeout_s=60)
+    assert report.problem == "it has dataplane-elsewhere 1.1, this process 1.2."
+
+
+def test_an_environment_that_cannot_be_made_is_told(wheel: Path) -> None:
+    env = {"py_modules": ["gcs://_ray_pkg_0123456789abcdef.zip"]}
+    [report] = check_backend_on_nodes("elsewhere", runtime_env=env, timeout_s=60)
+    assert report.problem is not None
+    assert "RuntimeEnvSetupError" in report.problem
+
+
+def test_a_node_that_does_not_answer_is_told(local_ray: Any) -> None:
+    [report] = check_backend_on_nodes("tq_simple", timeout_s=0.0)
+    assert report.problem == "it did not answer within 0 s."
+
+
+def test_the_runtime_env_names_this_processs_version_or_what_is_given(wheel: Path) -> None:
+    assert backend_runtime_env("elsewhere", env_vars={"A": "b"}) == {
+        "pip": ["dataplane-elsewhere==1.2"],
+        "env_vars": {"A": "b"},
+    }
+    assert backend_runtime_env("elsewhere", packages=["x>=1", "y.whl"]) == {"pip": ["x>=1"], "py_modules": ["y.whl"]}
+    with pytest.raises(ConfigError, match="packages is empty"):
+        backend_runtime_env("elsewhere", packages=[])
+    with pytest.raises(UnknownBackendError, match="nowhere"):
+        backend_runtime_env("nowhere")

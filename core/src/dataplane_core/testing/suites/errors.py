@@ -47,7 +47,7 @@ _CASES: dict[str, tuple[Callable[[Store, str], Any], type[Exception], Capability
         LeaseExpiredError,
         Capability.LEASES,
     ),
-    "store_full": (lambda s, p: _overfill(s), MemoryError, Capability.CAPACITY),
+    "store_full": (lambda s, p: _overfill(s), RuntimeError, Capability.CAPACITY),
     "client_closed": (lambda s, p: s.deployment.closed_client().clear_samples(None, p), ClientClosedError, None),
     "list_unknown_partition": (lambda s, p: s.client.list_samples(p + "?"), KeyError, Capability.LISTING),
 }

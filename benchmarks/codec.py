@@ -4,7 +4,8 @@ Batch A: 512 samples, six jagged fields (``input_ids`` int64, five float32) of 2
 of padded columns. Batch B: 4096 samples of the same fields with 16 to 256 tokens, where the cost per cell shows.
 
 Every line is the median of seven rounds; a round runs every candidate once, so that a busy moment of the machine hits
-all of them. Run it with ``python benchmarks/codec.py``.
+all of them. The processor's time is shown beside the clock's, since the latter means little on a machine that others
+use. "x ours" compares a group's members with its first. Run it with ``python benchmarks/codec.py``.
 """
 
 from __future__ import annotations
@@ -134,26 +135,29 @@ def run(title: str, num_samples: int, shortest: int, longest: int) -> None:
         "limit": {"memcpy of the rows": lambda: {name: bytearray(flat.numpy()) for name, flat in values.items()}},
     }
     times: dict[tuple[str, str], list[float]] = {}
+    cpu_times: dict[tuple[str, str], list[float]] = {}
     for round_number in range(ROUNDS + 1):
         for group, members in candidates.items():
             for name, function in members.items():
-                start = time.perf_counter()
+                start, cpu_start = time.perf_counter(), time.process_time()
                 result = function()
-                elapsed = time.perf_counter() - start
+                elapsed, cpu_elapsed = time.perf_counter() - start, time.process_time() - cpu_start
                 del result
                 if round_number:  # the first is warm-up
                     times.setdefault((group, name), []).append(elapsed)
+                    cpu_times.setdefault((group, name), []).append(cpu_elapsed)
 
     print(f"\n{title}: {num_samples} samples, {shortest} to {longest} tokens, {len(FIELDS)} fields, {size_mb:.1f} MB")
     limit = statistics.median(times["limit", "memcpy of the rows"])
-    print(f"  {'':22} {'':32} {'ms':>8} {'GB/s':>7} {'x memcpy':>9} {'x ours':>7}")
+    print(f"  {'':22} {'':32} {'ms':>8} {'cpu ms':>8} {'GB/s':>7} {'x memcpy':>9} {'x ours':>7} {'(cpu)':>7}")
     for group, members in candidates.items():
-        ours = statistics.median(times[group, next(iter(members))])
+        ours, *_ = (statistics.median(times[group, name]) for name in members)
+        ours_cpu, *_ = (statistics.median(cpu_times[group, name]) for name in members)
         for number, name in enumerate(members):
-            median = statistics.median(times[group, name])
+            median, cpu = statistics.median(times[group, name]), statistics.median(cpu_times[group, name])
             print(
-                f"  {group if number == 0 else '':22} {name:32} {median * 1e3:8.2f} {size_mb / 1e3 / median:7.2f} "
-                f"{median / limit:9.1f} {median / ours:7.1f}"
+                f"  {group if number == 0 else '':22} {name:32} {median * 1e3:8.2f} {cpu * 1e3:8.2f} "
+                f"{size_mb / 1e3 / median:7.2f} {median / limit:9.1f} {median / ours:7.1f} {cpu / ours_cpu:7.1f}"
             )
 
 

@@ -9,7 +9,12 @@ import torch
 
 from dataplane_core.capabilities import ALL_DTYPES
 from dataplane_core.codec.frames import frame_cell, frame_column, unframe_cell, unframe_column
-from dataplane_core.codec.tensors import DTYPE_CODES, MAX_CELL_BYTES
+from dataplane_core.codec.header import (
+    MAX_CELL_BYTES,
+)
+from dataplane_core.codec.tensors import (
+    DTYPE_CODES,
+)
 from dataplane_core.errors import FrameError, InvalidRequestError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.fields import FieldSpec
 

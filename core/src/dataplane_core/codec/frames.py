@@ -17,22 +17,24 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-from dataplane_core.codec.objects import decode_items, encode_items
-from dataplane_core.codec.tensors import (
+from dataplane_core.codec.header import (
     HEADER_SIZE,
     KIND_OBJECT,
     KIND_TENSOR,
     MAX_CELL_BYTES,
-    BytesLike,
     Header,
+    check_extent,
+    pack_header,
+    parse_header,
+)
+from dataplane_core.codec.objects import decode_items, encode_items
+from dataplane_core.codec.tensors import (
+    BytesLike,
     Ragged,
     byte_view,
-    check_extent,
     from_bytes,
     host_tensor,
     offsets_of,
-    pack_header,
-    parse_header,
     ragged_of_nested,
     ragged_of_rows,
     to_nested,

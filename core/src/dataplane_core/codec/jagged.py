@@ -17,6 +17,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.batch import BatchedDataDict
+from dataplane_core.codec.rows import object_column
 from dataplane_core.codec.tensors import (
     Arena,
     Ragged,
@@ -28,7 +29,6 @@ from dataplane_core.codec.tensors import (
     ragged_of_rows,
     to_nested,
 )
-from dataplane_core.codec.wire import object_column
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
 __all__ = [

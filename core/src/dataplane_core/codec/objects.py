@@ -15,7 +15,15 @@ from typing import Any, Final
 import msgpack
 import torch
 
-from dataplane_core.codec.tensors import DTYPE_CODES, BytesLike, host_tensor, pack_tensor, unpack_tensor
+from dataplane_core.codec.header import (
+    pack_tensor,
+    unpack_tensor,
+)
+from dataplane_core.codec.tensors import (
+    DTYPE_CODES,
+    BytesLike,
+    host_tensor,
+)
 from dataplane_core.errors import FrameError, InvalidTypeError
 
 __all__ = [

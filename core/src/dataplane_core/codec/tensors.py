@@ -1,4 +1,4 @@
-"""Plain tensors for the codec: host memory, rows end to end, bytes, and the header of a framed cell.
+"""Plain tensors for the codec: host memory, rows end to end, bytes.
 
 Shape legend: ``N`` rows, ``T`` elements of all rows together on the ragged dim, ``L`` a row's own length.
 """
@@ -6,7 +6,6 @@ Shape legend: ``N`` rows, ``T`` elements of all rows together on the ragged dim,
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,18 +17,12 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataplane_core.capabilities import ALL_DTYPES
-from dataplane_core.errors import FrameError, InvalidTypeError, SchemaMismatchError
+from dataplane_core.errors import InvalidTypeError, SchemaMismatchError
 
 __all__ = [
     "DTYPE_CODES",
-    "HEADER_SIZE",
-    "KIND_OBJECT",
-    "KIND_TENSOR",
-    "MAX_CELL_BYTES",
-    "MAX_RANK",
     "Arena",
     "BytesLike",
-    "Header",
     "Ragged",
     "byte_view",
     "carrier",
@@ -40,15 +33,11 @@ __all__ = [
     "is_jagged",
     "jagged_parts",
     "offsets_of",
-    "pack_header",
-    "pack_tensor",
     "pad_front",
     "pad_rows",
-    "parse_header",
     "ragged_of_nested",
     "ragged_of_rows",
     "to_nested",
-    "unpack_tensor",
 ]
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
@@ -78,20 +67,8 @@ DTYPE_CODES: Final[dict[torch.dtype, int]] = {
     torch.float8_e8m0fnu: 21,
 }
 assert DTYPE_CODES.keys() == ALL_DTYPES
-_DTYPE_OF_CODE: Final = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-MAGIC: Final = b"DPF"
-VERSION: Final = 1
-KIND_TENSOR: Final = 1
-KIND_OBJECT: Final = 2
-#: magic, version, kind, dtype code, rank, a zero byte; then ``rank`` little-endian int64 dims; then the payload.
-_FIXED: Final = struct.Struct("<3sBBBBB")
-HEADER_SIZE: Final = _FIXED.size
-MAX_RANK: Final = 64
-#: No cell may describe more than this, empty dims counted as 1: what torch can hold without overflowing a stride.
-MAX_CELL_BYTES: Final = 2**48
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,111 +396,3 @@ def from_bytes(data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> tor
     if not data:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(tuple(shape))
-
-
-# --- the header of a framed cell --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a frame says of its cell.
-
-    Attributes:
-        kind: `KIND_TENSOR` or `KIND_OBJECT`.
-        dtype: Of a tensor; uint8 for an object, whose shape is the number of its encoded bytes.
-        shape: The cell's shape.
-        size: Bytes of the header; the payload follows.
-        payload_size: Bytes of the payload.
-    """
-
-    kind: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    size: int
-    payload_size: int
-
-
-def pack_header(kind: int, dtype: torch.dtype, shape: Sequence[int]) -> bytes:
-    """The header bytes of one cell."""
-    return _FIXED.pack(MAGIC, VERSION, kind, DTYPE_CODES[dtype], len(shape), 0) + struct.pack(f"<{len(shape)}q", *shape)
-
-
-def parse_header(frame: BytesLike) -> Header:
-    """Reads and checks one frame's header, and that the frame is of the size that it says.
-
-    Raises:
-        FrameError: Truncated, extra bytes, wrong magic, another version, an unknown kind or dtype, dims that are
-            negative or too large.
-    """
-    length = len(frame)
-    if length < HEADER_SIZE:
-        raise FrameError(f"frame of {length} bytes is truncated: a header has at least {HEADER_SIZE}.")
-    magic, version, kind, code, rank, zero = _FIXED.unpack_from(frame)
-    if magic != MAGIC:
-        raise FrameError(f"frame starts with {magic!r}. Expected the magic {MAGIC!r}: this is not a framed cell.")
-    if version != VERSION:
-        raise FrameError(
-            f"frame has format version {version}. Expected {VERSION}.",
-            hint="It was written by another version of dataplane-core; use one version on all hosts.",
-        )
-    if kind not in (KIND_TENSOR, KIND_OBJECT) or zero:
-        raise FrameError(f"frame has kind {kind} and flags {zero}. Expected kind 1 (tensor) or 2 (object), flags 0.")
-    dtype = _DTYPE_OF_CODE.get(code)
-    if dtype is None:
-        raise FrameError(f"frame has dtype code {code}, which is not known.")
-    if rank > MAX_RANK:
-        raise FrameError(f"frame has rank {rank}. Expected at most {MAX_RANK}.")
-    if kind == KIND_OBJECT and (rank != 1 or dtype != torch.uint8):
-        raise FrameError(f"object frame has rank {rank} and dtype {dtype}. Expected 1 and torch.uint8.")
-    size = HEADER_SIZE + 8 * rank
-    if length < size:
-        raise FrameError(f"frame of {length} bytes is truncated: its header of rank {rank} has {size}.")
-    shape = struct.unpack_from(f"<{rank}q", frame, HEADER_SIZE)
-    if any(dim < 0 for dim in shape):
-        raise FrameError(f"frame has a negative dim in its shape {shape}.")
-    extent = dtype.itemsize * math.prod(max(dim, 1) for dim in shape)
-    if extent > MAX_CELL_BYTES:
-        raise FrameError(f"frame has the shape {shape} of {dtype}: more than {MAX_CELL_BYTES} bytes.")
-    payload = dtype.itemsize * math.prod(shape)
-    if length != size + payload:
-        word = "truncated" if length < size + payload else "too long"
-        raise FrameError(
-            f"frame of {length} bytes is {word}: {dtype} of shape {shape} takes {payload} bytes after a header of "
-            f"{size}."
-        )
-    return Header(kind, dtype, shape, size, payload)
-
-
-def pack_tensor(tensor: torch.Tensor, what: str) -> bytes:
-    """One tensor of any rank as a frame.
-
-    Raises:
-        InvalidTypeError: As `host_tensor`, or a rank above `MAX_RANK`.
-    """
-    plain = host_tensor(tensor, what)
-    check_extent(plain.dtype, plain.shape, what)
-    return pack_header(KIND_TENSOR, plain.dtype, plain.shape) + byte_view(plain)
-
-
-def unpack_tensor(frame: BytesLike) -> torch.Tensor:
-    """Reads `pack_tensor`'s bytes into new memory.
-
-    Raises:
-        FrameError: Malformed, or not a tensor's frame.
-    """
-    header = parse_header(frame)
-    if header.kind != KIND_TENSOR:
-        raise FrameError("frame holds an object. Expected a tensor.")
-    return from_bytes(bytearray(memoryview(frame)[header.size :]), header.dtype, header.shape)
-
-
-def check_extent(dtype: torch.dtype, shape: Sequence[int], what: str) -> None:
-    """Refuses cells that no reader would accept.
-
-    Raises:
-        InvalidTypeError: More than `MAX_RANK` dims or `MAX_CELL_BYTES` bytes.
-    """
-    if len(shape) > MAX_RANK or dtype.itemsize * math.prod(max(dim, 1) for dim in shape) > MAX_CELL_BYTES:
-        raise InvalidTypeError(
-            f"{what} is {dtype} of shape {tuple(shape)}. Expected at most {MAX_RANK} dims and {MAX_CELL_BYTES} bytes."
-        )

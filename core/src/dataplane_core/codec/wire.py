@@ -26,21 +26,22 @@ from tensordict import (
     NonTensorData,
     NonTensorStack,
     TensorDictBase,
-    is_tensor_collection,
     is_tensorclass,
 )
 
 from dataplane_core.capabilities import WireFormat
 from dataplane_core.codec.frames import frame_ragged, ragged_of_items, unframe_ragged
-from dataplane_core.codec.objects import check_items, copy_item, decode_items
-from dataplane_core.codec.sizes import cell_nbytes
-from dataplane_core.codec.tensors import (
-    DTYPE_CODES,
+from dataplane_core.codec.header import (
     KIND_OBJECT,
     KIND_TENSOR,
+)
+from dataplane_core.codec.objects import check_items, copy_item, decode_items
+from dataplane_core.codec.rows import column_nbytes, num_rows, object_column, take_rows
+from dataplane_core.codec.tensors import (
+    DTYPE_CODES,
+    BytesLike,
     Ragged,
     byte_view,
-    carrier,
     from_byte_tensor,
     gather_rows,
     host_tensor,
@@ -328,17 +329,27 @@ def _check_count(name: str, found: int, num_samples: int) -> None:
         raise _mismatch(name, f"{found} rows", f"{num_samples}, one per sample id")
 
 
+def _check_frames(name: str, column: Any, num_samples: int) -> Sequence[BytesLike]:
+    strange = [column] if not isinstance(column, Sequence) else column
+    for each in strange:
+        if not isinstance(each, (bytes, bytearray, memoryview)):
+            raise _mismatch(name, f"a {type(each).__name__}", "frames: bytes, bytearray or memoryview")
+    _check_count(name, len(column), num_samples)
+    return column  # type: ignore[no-any-return]
+
+
 def _raise_objects(
     name: str, column: Any, num_samples: int, wire: WireFormat, allow_pickle: bool, copy: bool
 ) -> NonTensorStack:
     if wire.bytes:
-        _check_count(name, len(column), num_samples)
-        kind, rows = unframe_ragged(column)
+        kind, rows = unframe_ragged(_check_frames(name, column, num_samples))
         if kind != KIND_OBJECT:
             raise _mismatch(name, "framed tensors", "framed objects")
         assert isinstance(rows, Ragged)
         items = decode_items(_slices(rows), allow_pickle=allow_pickle)
     elif wire.objects == "native":
+        if not isinstance(column, (Sequence, NonTensorStack, np.ndarray)) or isinstance(column, str):
+            raise _mismatch(name, f"a {type(column).__name__}", f"a list of {num_samples} items")
         items = column.tolist() if isinstance(column, (NonTensorStack, np.ndarray)) else list(column)
         _check_count(name, len(items), num_samples)
         if copy:
@@ -373,8 +384,7 @@ def _raise_tensor(
     if dtype not in DTYPE_CODES:
         raise BackendError(f"get_samples: the backend's spec for field '{name}' has an unknown dtype '{spec.dtype}'.")
     if wire.bytes:
-        _check_count(name, len(column), num_samples)
-        kind, rows = unframe_ragged(column)
+        kind, rows = unframe_ragged(_check_frames(name, column, num_samples))
         if kind != KIND_TENSOR or _spec_of(rows) != spec:
             found = "framed objects" if kind != KIND_TENSOR else _spec_of(rows).describe()
             raise _mismatch(name, found, spec.describe())
@@ -471,59 +481,3 @@ def _restore(name: str, rows: Ragged | torch.Tensor, spec: FieldSpec, wire: Wire
     if isinstance(rows, Ragged):
         return Ragged(from_byte_tensor(rows.values, dtype, (len(rows.values), *trailing)), rows.offsets)
     return from_byte_tensor(rows, dtype, (*rows.shape[:2], *trailing))
-
-
-# --- columns in general -----------------------------------------------------------------------------------------------
-
-
-def num_rows(column: Any) -> int:
-    """Rows of a column in any container: tensor, nested tensor, ``NonTensorStack``, object array, list."""
-    if isinstance(column, torch.Tensor):
-        return len(jagged_parts(column)[1]) - 1 if is_jagged(column) else column.size(0)
-    return len(column)
-
-
-def column_nbytes(column: WireColumn) -> int:
-    """Payload bytes of a lowered column."""
-    count = num_rows(column)
-    sizes = cell_nbytes(column, count)
-    return int(sizes.sum()) if isinstance(sizes, np.ndarray) else int(sizes) * count
-
-
-def object_column(items: Sequence[Any]) -> NonTensorStack:
-    """Items, one per row, as the column that a TensorDict takes; keeps references."""
-    return NonTensorStack(*[NonTensorData(data=item) if is_tensor_collection(item) else item for item in items])
-
-
-def take_rows(column: Any, positions: Sequence[int]) -> Any:
-    """The rows at ``positions``, in that order, repeats included; the container of the result follows its rows.
-
-    Args:
-        column: What `raise_columns` returns, or a list (of frames, rows, or items).
-        positions: Row numbers, not negative.
-
-    Returns:
-        New memory for tensors: dense if all rows are of equal shape, else jagged. A repeated item of a
-        ``NonTensorStack`` is copied, so that rows stay independent; a list keeps references.
-    """
-    if isinstance(column, torch.Tensor):
-        picks = torch.as_tensor(positions, dtype=torch.int64)
-        if not column.is_nested:
-            plain = host_tensor(column, "a column")
-            return carrier(plain).index_select(0, picks).view(plain.dtype)
-        rows = ragged_of_nested(column, "a column")
-        assert isinstance(rows, Ragged)
-        lengths = rows.offsets.diff().index_select(0, picks)
-        starts = rows.offsets.index_select(0, picks)
-        taken = gather_rows(rows.values, starts, offsets_of(lengths))
-        dense = taken.dense()
-        return to_nested(taken) if dense is None else dense
-    if isinstance(column, list):
-        return [column[position] for position in positions]
-    items = column.tolist()
-    seen: set[int] = set()
-    taken_items = []
-    for position in positions:
-        taken_items.append(copy_item(items[position]) if position in seen else items[position])
-        seen.add(position)
-    return object_column(taken_items)

@@ -1,0 +1,80 @@
+"""Columns in general: how many rows, how many bytes, and rows picked from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, is_tensor_collection
+
+from dataplane_core.codec.objects import copy_item
+from dataplane_core.codec.sizes import cell_nbytes
+from dataplane_core.codec.tensors import (
+    Ragged,
+    carrier,
+    gather_rows,
+    host_tensor,
+    is_jagged,
+    jagged_parts,
+    offsets_of,
+    ragged_of_nested,
+    to_nested,
+)
+from dataplane_core.hookspecs import WireColumn
+
+__all__ = ["column_nbytes", "num_rows", "object_column", "take_rows"]
+
+
+def num_rows(column: Any) -> int:
+    """Rows of a column in any container: tensor, nested tensor, ``NonTensorStack``, object array, list."""
+    if isinstance(column, torch.Tensor):
+        return len(jagged_parts(column)[1]) - 1 if is_jagged(column) else column.size(0)
+    return len(column)
+
+
+def column_nbytes(column: WireColumn) -> int:
+    """Payload bytes of a lowered column."""
+    count = num_rows(column)
+    sizes = cell_nbytes(column, count)
+    return int(sizes.sum()) if isinstance(sizes, np.ndarray) else int(sizes) * count
+
+
+def object_column(items: Sequence[Any]) -> NonTensorStack:
+    """Items, one per row, as the column that a TensorDict takes; keeps references."""
+    return NonTensorStack(*[NonTensorData(data=item) if is_tensor_collection(item) else item for item in items])
+
+
+def take_rows(column: Any, positions: Sequence[int]) -> Any:
+    """The rows at ``positions``, in that order, repeats included; the container of the result follows its rows.
+
+    Args:
+        column: What `raise_columns` returns, or a list (of frames, rows, or items).
+        positions: Row numbers, not negative.
+
+    Returns:
+        New memory for tensors: dense if all rows are of equal shape, else jagged. A repeated item of a
+        ``NonTensorStack`` is copied, so that rows stay independent; a list keeps references.
+    """
+    if isinstance(column, torch.Tensor):
+        picks = torch.as_tensor(positions, dtype=torch.int64)
+        if not column.is_nested:
+            plain = host_tensor(column, "a column")
+            return carrier(plain).index_select(0, picks).view(plain.dtype)
+        rows = ragged_of_nested(column, "a column")
+        assert isinstance(rows, Ragged)
+        lengths = rows.offsets.diff().index_select(0, picks)
+        starts = rows.offsets.index_select(0, picks)
+        taken = gather_rows(rows.values, starts, offsets_of(lengths))
+        dense = taken.dense()
+        return to_nested(taken) if dense is None else dense
+    if isinstance(column, list):
+        return [column[position] for position in positions]
+    items = column.tolist()
+    seen: set[int] = set()
+    taken_items = []
+    for position in positions:
+        taken_items.append(copy_item(items[position]) if position in seen else items[position])
+        seen.add(position)
+    return object_column(taken_items)

@@ -18,16 +18,15 @@ References:
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush, heapreplace
-from typing import Final, TypeAlias
+from heapq import heapreplace
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dataplane_core.errors import InvalidRequestError
+from dataplane_core.sharding._placing import PLACERS, Ints, stable_argsort
 
 __all__ = [
     "PACKERS",
@@ -40,16 +39,12 @@ __all__ = [
     "packing_metrics",
 ]
 
-_Ints: TypeAlias = NDArray[np.int64]
-#: Positions in the order in which they were placed, and the bin of each.
-_Placed: TypeAlias = tuple[_Ints, _Ints]
-
 
 # --- the packers -----------------------------------------------------------------------------------------------------
 
 
 def concatenative(
-    lengths: Sequence[int] | _Ints, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1
+    lengths: Sequence[int] | Ints, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1
 ) -> list[list[int]]:
     """Fills one bin after the other, in the order given.
 
@@ -70,7 +65,7 @@ def concatenative(
 
 
 def first_fit_decreasing(
-    lengths: Sequence[int] | _Ints, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1
+    lengths: Sequence[int] | Ints, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1
 ) -> list[list[int]]:
     """Places the longest first, each into the first bin where it fits. Equal lengths keep their order.
 
@@ -80,7 +75,7 @@ def first_fit_decreasing(
 
 
 def first_fit_shuffle(
-    lengths: Sequence[int] | _Ints,
+    lengths: Sequence[int] | Ints,
     capacity: int,
     *,
     min_bin_count: int = 0,
@@ -89,13 +84,14 @@ def first_fit_shuffle(
 ) -> list[list[int]]:
     """Places the sequences in random order, each into the first bin where it fits.
 
-    Arguments, result and errors are those of `concatenative`; ``seed`` fixes the order, None draws a new one.
+    Arguments, result and errors are those of `concatenative`; ``seed``, from 0 to 2**32 - 1, fixes the order on every
+    machine, None draws a new one.
     """
     return _bins("first_fit_shuffle", lengths, capacity, min_bin_count, bin_count_multiple, seed)
 
 
 def modified_first_fit_decreasing(
-    lengths: Sequence[int] | _Ints, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1
+    lengths: Sequence[int] | Ints, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1
 ) -> list[list[int]]:
     """The five phases of Johnson and Garey (1985).
 
@@ -114,13 +110,13 @@ def modified_first_fit_decreasing(
 
 def pack_flat(
     algorithm: str,
-    lengths: Sequence[int] | _Ints,
+    lengths: Sequence[int] | Ints,
     capacity: int,
     *,
     min_bin_count: int = 0,
     bin_count_multiple: int = 1,
     seed: int | None = 0,
-) -> tuple[_Ints, _Ints]:
+) -> tuple[Ints, Ints]:
     """Packs with the packer of that name, as `concatenative` and the others do, without building lists.
 
     Args:
@@ -137,25 +133,23 @@ def pack_flat(
     Raises:
         InvalidRequestError: An unknown algorithm, a length over the capacity, too few sequences for the bins.
     """
-    place = _PLACERS.get(algorithm)
+    if seed is not None and not 0 <= seed < 1 << 32:
+        raise InvalidRequestError(f"packing refused: seed is {seed}. Expected 0 to {(1 << 32) - 1}, or None.")
+    place = PLACERS.get(algorithm)
     if place is None:
         raise InvalidRequestError(
-            f"packing refused: there is no algorithm '{algorithm}'. Expected one of {', '.join(_PLACERS)}."
+            f"packing refused: there is no algorithm '{algorithm}'. Expected one of {', '.join(PLACERS)}."
         )
-    sizes = np.asarray(lengths, dtype=np.int64)
-    _check(sizes, capacity, min_bin_count, bin_count_multiple)
-    if not len(sizes):
-        items, counts = np.empty(0, np.int64), np.empty(0, np.int64)
-    else:
-        placed, bins = place(sizes, capacity, seed)
-        items = placed[stable_argsort(bins)]
-        counts = np.bincount(bins)
+    sizes = _check(lengths, capacity, min_bin_count, bin_count_multiple)
+    placed, bins = place(sizes, capacity, seed)
+    items = placed[stable_argsort(bins)]
+    counts = np.bincount(bins)
     return _raise_bin_count(items, counts, min_bin_count, bin_count_multiple)
 
 
 def _bins(
     algorithm: str,
-    lengths: Sequence[int] | _Ints,
+    lengths: Sequence[int] | Ints,
     capacity: int,
     min_bin_count: int,
     bin_count_multiple: int,
@@ -214,7 +208,7 @@ class PackingMetrics:
         return self.bins / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
-def packing_metrics(bins: Sequence[Sequence[int]], lengths: Sequence[int] | _Ints, capacity: int) -> PackingMetrics:
+def packing_metrics(bins: Sequence[Sequence[int]], lengths: Sequence[int] | Ints, capacity: int) -> PackingMetrics:
     """Measures a packing.
 
     Args:
@@ -247,245 +241,19 @@ def packing_metrics(bins: Sequence[Sequence[int]], lengths: Sequence[int] | _Int
     )
 
 
-# --- placing ---------------------------------------------------------------------------------------------------------
-
-
-def _place_in_order(sizes: _Ints, capacity: int, seed: int | None) -> _Placed:
-    ends = np.cumsum(sizes).tolist()
-    starts, start, filled = [], 0, 0
-    while start < len(ends):
-        starts.append(start)
-        start = bisect_right(ends, filled + capacity, start)
-        filled = ends[start - 1]
-    counts = np.diff(np.asarray([*starts, len(ends)]))
-    return np.arange(len(sizes)), np.repeat(np.arange(len(starts)), counts)
-
-
-def _place_shuffled(sizes: _Ints, capacity: int, seed: int | None) -> _Placed:
-    order = np.random.default_rng(seed).permutation(len(sizes))
-    return order, np.asarray(_first_fit(sizes[order].tolist(), capacity), dtype=np.int64)
-
-
-def _place_decreasing(sizes: _Ints, capacity: int, seed: int | None) -> _Placed:
-    order = stable_argsort(-sizes)
-    bins = _first_fit_of_runs(*_runs(sizes[order]), capacity)
-    return order, np.asarray(bins, dtype=np.int64)
-
-
-def _place_by_class(sizes: _Ints, capacity: int, seed: int | None) -> _Placed:
-    order = stable_argsort(-sizes)
-    falling_array = sizes[order]
-    falling = falling_array.tolist()
-    # How many are over 1/2, 1/3 and 1/6 of the capacity
-    large, medium, small = (
-        int(np.searchsorted(-falling_array, -(capacity // part), side="left")) for part in (2, 3, 6)
-    )
-    placed, bins = list(range(large)), list(range(large))  # phase 1
-    room = (capacity - falling_array[:large]).tolist()  # rises from bin to bin
-    taken = np.zeros(len(falling), dtype=bool)
-    taken[:large] = True
-    _pair_with_medium(falling, large, medium, room, placed, bins)
-    taken[placed] = True
-    _pair_with_two_small(falling, medium, small, room, set(bins[large:]), placed, bins)
-    taken[placed] = True
-    left = _fill_up(falling, np.flatnonzero(~taken), room, placed, bins)
-    # Phase 5
-    ordinals = np.asarray(left, dtype=np.int64)
-    rest = _first_fit_of_runs(*_runs(falling_array[ordinals]), capacity)
-    in_order = np.concatenate([np.asarray(placed, dtype=np.int64), ordinals])
-    in_bins = np.concatenate([np.asarray(bins, dtype=np.int64), np.asarray(rest, dtype=np.int64) + large])
-    return order[in_order], in_bins
-
-
-def _pair_with_medium(
-    falling: list[int], first: int, end: int, room: list[int], placed: list[int], bins: list[int]
-) -> None:
-    """Phase 2. Room rises from bin to bin, so what fits is a stack: the largest is the last to have become fit."""
-    fitting: list[int] = []
-    smallest = end - 1
-    for number, free in enumerate(room):
-        while smallest >= first and falling[smallest] <= free:
-            fitting.append(smallest)
-            smallest -= 1
-        if fitting:
-            ordinal = fitting.pop()
-            room[number] = free - falling[ordinal]
-            placed.append(ordinal)
-            bins.append(number)
-
-
-def _pair_with_two_small(
-    falling: list[int],
-    first: int,
-    end: int,
-    room: list[int],
-    with_medium: set[int],
-    placed: list[int],
-    bins: list[int],
-) -> None:
-    """Phase 3. Room falls from bin to bin and the smallest rises, so the largest that fits beside it only falls."""
-    largest, smallest = first, end - 1
-    for number in range(len(room) - 1, -1, -1):
-        if number in with_medium:
-            continue
-        free = room[number] - falling[smallest] if largest < smallest else -1
-        while largest < smallest and falling[largest] > free:
-            largest += 1
-        if largest >= smallest:
-            return
-        room[number] = free - falling[largest]
-        placed += (smallest, largest)
-        bins += (number, number)
-        largest += 1
-        smallest -= 1
-
-
-def _fill_up(falling: list[int], ordinals: _Ints, room: list[int], placed: list[int], bins: list[int]) -> list[int]:
-    """Phase 4. Equal sizes are one entry; an entry that is used up points to the next smaller one.
-
-    Returns:
-        The ordinals that are left, in order.
-    """
-    remaining: list[int] = ordinals.tolist()
-    if not remaining or not room:
-        return remaining
-    sizes, counts = _runs(np.asarray(falling, dtype=np.int64)[ordinals])
-    sizes.reverse()
-    counts.reverse()  # rising
-    ends = (np.cumsum([0, *counts[:-1]])).tolist()  # how many are smaller
-    ends = [len(remaining) - each for each in ends]  # position after the entry's last ordinal
-    smaller = list(range(-1, len(sizes) - 1))
-    lowest = 0
-    used: set[int] = set()
-    for number, free in enumerate(room):
-        while lowest < len(sizes) and not counts[lowest]:
-            lowest += 1
-        if lowest == len(sizes):
-            break
-        while free >= sizes[lowest]:
-            entry = bisect_right(sizes, free) - 1
-            path = []
-            while entry >= 0 and not counts[entry]:
-                path.append(entry)
-                entry = smaller[entry]
-            for each in path:
-                smaller[each] = entry
-            if entry < 0:
-                break
-            size = sizes[entry]
-            count = min(counts[entry], free // size) if size else counts[entry]
-            last = ends[entry]
-            chosen = remaining[last - counts[entry] : last - counts[entry] + count]
-            placed += chosen
-            used.update(chosen)
-            bins += [number] * count
-            counts[entry] -= count
-            free -= size * count
-    return [ordinal for ordinal in remaining if ordinal not in used]
-
-
-_PLACERS: Final[Mapping[str, Callable[[_Ints, int, int | None], _Placed]]] = {
-    "concatenative": _place_in_order,
-    "first_fit_decreasing": _place_decreasing,
-    "first_fit_shuffle": _place_shuffled,
-    "modified_first_fit_decreasing": _place_by_class,
-}
-
-
-# --- first fit -------------------------------------------------------------------------------------------------------
-
-
-def _first_fit(sizes: list[int], capacity: int) -> list[int]:
-    """The bin of each, in order of arrival: a tree over the bins whose nodes hold the most room below them."""
-    # All bins but one are more than half full
-    most = min(len(sizes), 2 * -(-sum(sizes) // capacity) + 1)
-    leaves = 1 << (most - 1).bit_length()
-    tree = [capacity] * (2 * leaves)
-    bins = []
-    for size in sizes:
-        node = 1
-        while node < leaves:
-            node += node
-            if tree[node] < size:
-                node += 1
-        bins.append(node - leaves)
-        room = tree[node] - size
-        tree[node] = room
-        while node > 1:
-            sibling = tree[node ^ 1]
-            if sibling > room:
-                room = sibling
-            node >>= 1
-            if tree[node] == room:
-                break
-            tree[node] = room
-    return bins
-
-
-def _first_fit_of_runs(sizes: list[int], counts: list[int], capacity: int) -> list[int]:
-    """The bin of each, for falling sizes, each with how many there are of it.
-
-    Since sizes fall, a bin that has room for this one has room for all later ones until it is used: a heap holds the
-    bins that have room, by number; the others wait for the first size that they have room for.
-    """
-    rising = sizes[::-1]
-    waiting: dict[int, list[int]] = {}
-    room: list[int] = []
-    fitting: list[int] = []
-    bins: list[int] = []
-    for rank, (size, left) in enumerate(zip(sizes, counts, strict=True)):
-        if rank in waiting:
-            for number in waiting.pop(rank):
-                heappush(fitting, number)
-        while left:
-            if fitting:
-                number = fitting[0]
-                free = room[number]
-            else:
-                number = len(room)
-                free = capacity
-                room.append(free)
-                fitting.append(number)
-            count = min(left, free // size) if size else left
-            left -= count
-            free -= count * size
-            room[number] = free
-            bins += [number] * count
-            if free < size:
-                heappop(fitting)
-                later = len(sizes) - bisect_right(rising, free)
-                if later < len(sizes):
-                    waiting.setdefault(later, []).append(number)
-    return bins
-
-
-def _runs(falling: _Ints) -> tuple[list[int], list[int]]:
-    """The different sizes of a sorted array and how many there are of each."""
-    if not len(falling):
-        return [], []
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(falling)) + 1])
-    counts = np.diff(np.concatenate([starts, [len(falling)]]))
-    return falling[starts].tolist(), counts.tolist()
-
-
-def stable_argsort(values: _Ints) -> _Ints:
-    """As numpy's stable argsort, by radix sort where the values lie close enough for it."""
-    if not len(values):
-        return np.empty(0, np.int64)
-    low = int(values.min())
-    if int(values.max()) - low < 1 << 16:
-        return np.argsort((values - low).astype(np.uint16), kind="stable")
-    return np.argsort(values, kind="stable")
-
-
 # --- checks and the number of bins -----------------------------------------------------------------------------------
 
 
-def _check(sizes: _Ints, capacity: int, min_bin_count: int, bin_count_multiple: int) -> None:
+def _check(lengths: Sequence[int] | Ints, capacity: int, min_bin_count: int, bin_count_multiple: int) -> Ints:
     if capacity < 1 or min_bin_count < 0 or bin_count_multiple < 1:
         raise InvalidRequestError(
             f"packing refused: capacity is {capacity}, min_bin_count {min_bin_count}, bin_count_multiple "
             f"{bin_count_multiple}. Expected at least 1, 0 and 1."
+        )
+    sizes = np.asarray(lengths)
+    if sizes.ndim != 1 or (len(sizes) and sizes.dtype.kind not in "iu"):
+        raise InvalidRequestError(
+            f"packing refused: lengths are {sizes.dtype} of shape {sizes.shape}. Expected one integer per sequence."
         )
     if len(sizes) and int(sizes.min()) < 0:
         raise InvalidRequestError(
@@ -496,9 +264,10 @@ def _check(sizes: _Ints, capacity: int, min_bin_count: int, bin_count_multiple: 
             f"packing refused: sequence {int(sizes.argmax())} has {int(sizes.max())} tokens. Expected at most the "
             f"capacity of a bin, {capacity}."
         )
+    return sizes.astype(np.int64, copy=False)
 
 
-def _raise_bin_count(items: _Ints, counts: _Ints, minimum: int, multiple: int) -> tuple[_Ints, _Ints]:
+def _raise_bin_count(items: Ints, counts: Ints, minimum: int, multiple: int) -> tuple[Ints, Ints]:
     target = -(-max(len(counts), minimum) // multiple) * multiple
     extra = target - len(counts)
     if not extra:
@@ -508,19 +277,20 @@ def _raise_bin_count(items: _Ints, counts: _Ints, minimum: int, multiple: int) -
             f"packing refused: {len(items)} sequences are too few for {target} bins (at least {minimum}, a multiple of "
             f"{multiple}). Expected one sequence or more per bin."
         )
-    ends = np.cumsum(counts)
-    by_count = [(-count, number) for number, count in enumerate(counts.tolist())]
-    heapify(by_count)
+    # A bin gives only while it is the fullest, so the first to give are the fullest now
+    fullest = stable_argsort(-counts)[:extra]
+    by_count = list(zip((-counts[fullest]).tolist(), fullest.tolist(), strict=True))  # in order, hence a heap
+    last = np.cumsum(counts) - 1
     moved = []
     for _ in range(extra):
         count, number = by_count[0]
         heapreplace(by_count, (count + 1, number))
-        kept = -count - 1
-        moved.append(int(ends[number] - counts[number]) + kept)
-    remaining = np.empty(len(counts), np.int64)
+        moved.append(int(last[number]))
+        last[number] -= 1
+    counts = counts.copy()
     for count, number in by_count:
-        remaining[number] = -count
+        counts[number] = -count
     return (
         np.concatenate([np.delete(items, moved), items[moved]]),
-        np.concatenate([remaining, np.ones(extra, np.int64)]),
+        np.concatenate([counts, np.ones(extra, np.int64)]),
     )

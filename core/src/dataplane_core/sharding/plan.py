@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane_core.errors import InvalidRequestError, preview
-from dataplane_core.sharding.packing import PACKERS, pack_flat, stable_argsort
+from dataplane_core.sharding._placing import stable_argsort
+from dataplane_core.sharding.packing import PACKERS, pack_flat
 
 __all__ = [
     "DynamicBatchingArgs",

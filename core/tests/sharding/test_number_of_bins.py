@@ -1,0 +1,46 @@
+"""The least number of bins, and its multiple."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane_core.errors import InvalidRequestError
+from dataplane_core.sharding import PACKERS, concatenative
+
+
+def raised(bins, target):
+    """Each extra bin gets one sequence from the end of the bin that has most sequences."""
+    bins = [list(each) for each in bins]
+    while len(bins) < target:
+        fullest = max(bins, key=len)
+        bins.append([fullest.pop()])
+    return bins
+
+
+@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(0, 20), max_size=30), minimum=st.integers(0, 12), multiple=st.integers(1, 6))
+def test_extra_bins_take_from_the_fullest(pack, lengths, minimum, multiple):
+    plain = pack(lengths, 20)
+    target = -(-max(len(plain), minimum) // multiple) * multiple
+    if target > len(lengths):
+        with pytest.raises(InvalidRequestError):
+            pack(lengths, 20, min_bin_count=minimum, bin_count_multiple=multiple)
+        return
+    bins = pack(lengths, 20, min_bin_count=minimum, bin_count_multiple=multiple)
+    assert bins == raised(plain, target)
+    assert len(bins) % multiple == 0
+    assert all(bins), "no bin is empty"
+
+
+def test_each_extra_bin_gets_the_last_sequence_of_the_fullest_bin():
+    assert concatenative([1, 1, 1, 1, 3, 3], 4) == [[0, 1, 2, 3], [4], [5]]
+    assert concatenative([1, 1, 1, 1, 3, 3], 4, min_bin_count=5) == [[0, 1], [4], [5], [3], [2]]
+    assert concatenative([1, 1, 1, 1, 3, 3], 4, bin_count_multiple=2) == [[0, 1, 2], [4], [5], [3]]
+
+
+def test_too_few_sequences_are_refused_with_the_numbers():
+    with pytest.raises(ValueError, match=r"3 sequences are too few for 4 bins \(at least 0, a multiple of 4\)"):
+        concatenative([1, 1, 1], 10, bin_count_multiple=4)
+    with pytest.raises(ValueError, match=r"0 sequences are too few for 1 bins"):
+        concatenative([], 10, min_bin_count=1)

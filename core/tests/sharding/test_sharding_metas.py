@@ -1,0 +1,286 @@
+"""`shard_meta_for_dp`: what travels with the rows, and the order back."""
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
+from dataplane_core.sharding import PACKERS, shard_meta_for_dp
+
+KEYS = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
+DYNAMIC = {"max_tokens_per_microbatch": 64, "sequence_length_round": 8, **KEYS}
+PACKED = {
+    "algorithm": "modified_first_fit_decreasing",
+    "max_tokens_per_microbatch": 64,
+    "sequence_length_pad_multiple": 8,
+    **KEYS,
+}
+PLAN = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
+
+
+def meta_of(lengths, **extra_info):
+    return KVBatchMeta(
+        "train",
+        "actor",
+        [f"s{i}" for i in range(len(lengths))],
+        fields=["input_ids"],
+        sequence_lengths=list(lengths),
+        extra_info=extra_info,
+        tags=[{"length": length, "row": i} for i, length in enumerate(lengths)],
+        lease_tokens=[f"lease {i}" for i in range(len(lengths))],
+    )
+
+
+@st.composite
+def cases(draw):
+    """Lengths, and arguments of `shard_meta_for_dp`."""
+    ranks, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    kind = draw(st.sampled_from(["plain", "dynamic", *PACKERS]))
+    batch_size = ranks * draw(st.integers(5, 7))
+    args = {"dp_world": ranks}
+    if kind == "dynamic":
+        args["dynamic_batching_args"] = DYNAMIC
+    elif kind in PACKERS:
+        batch_size += draw(st.integers(0, ranks))  # bins are dealt, so this needs to be no multiple
+        order = draw(st.sampled_from(["packer", "largest_first"]))
+        args["sequence_packing_args"] = PACKED | {"algorithm": kind, "microbatch_order": order}
+    args["batch_size"] = batch_size if chunks > 1 else draw(st.sampled_from([None, batch_size]))
+    size = batch_size * chunks
+    return draw(st.lists(st.integers(0, 64 if kind == "dynamic" else 16), min_size=size, max_size=size)), args
+
+
+@settings(deadline=None)
+@given(cases())
+def test_every_row_goes_to_one_rank_with_its_length_tags_and_lease(case):
+    lengths, args = case
+    shards, _ = shard_meta_for_dp(meta_of(lengths), **args)
+    assert len(shards) == args["dp_world"]
+    ids = [each for shard in shards for each in shard.sample_ids]
+    assert sorted(ids) == sorted(f"s{i}" for i in range(len(lengths)))
+    for shard in shards:
+        rows = [int(each[1:]) for each in shard.sample_ids]
+        assert shard.sequence_lengths == [lengths[row] for row in rows]
+        assert shard.tags == [{"length": lengths[row], "row": row} for row in rows]
+        assert shard.lease_tokens == [f"lease {row}" for row in rows]
+        assert (shard.partition_id, shard.task_name, shard.fields) == ("train", "actor", ["input_ids"])
+
+
+@settings(deadline=None)
+@given(cases())
+def test_the_order_puts_rank_concatenated_outputs_back(case):
+    lengths, args = case
+    shards, order = shard_meta_for_dp(meta_of(lengths), **args)
+    outputs = BatchedDataDict.from_batches([{"id": shard.sample_ids} for shard in shards])
+    ids = [f"s{i}" for i in range(len(lengths))]
+    assert (order is None) == (outputs["id"] == ids), "no order exactly where it did not change"
+    if order is not None:
+        outputs.reorder_data(order)
+    assert outputs["id"] == ids
+
+
+@settings(deadline=None)
+@given(cases())
+def test_microbatches_cover_each_chunk_within_the_limit_and_are_equally_many_on_all_ranks(case):
+    lengths, args = case
+    shards, _ = shard_meta_for_dp(meta_of(lengths), **args)
+    if not {"dynamic_batching_args", "sequence_packing_args"} & set(args):
+        assert not any(key in shard.extra_info for shard in shards for key in PLAN)
+        return
+    chunk = args["batch_size"] or len(lengths)
+    counts = {tuple(len(pairs) for pairs in shard.extra_info["micro_batch_indices"]) for shard in shards}
+    assert len(counts) == 1, "ranks with fewer microbatches would leave the others waiting"
+    for shard in shards:
+        plan = [shard.extra_info[key] for key in PLAN]
+        start = 0
+        for number, (pairs, tokens) in enumerate(zip(plan[0], plan[1], strict=True)):
+            num_rows = chunk // args["dp_world"] if plan[2] is None else plan[2][number]
+            assert [0, *(end for _, end in pairs)] == [*(begin for begin, _ in pairs), num_rows]
+            assert all(
+                number * chunk <= int(each[1:]) < (number + 1) * chunk for each in shard.sample_ids[start:][:num_rows]
+            )
+            for (begin, end), length in zip(pairs, tokens, strict=True):
+                rows = shard.sequence_lengths[start + begin : start + end]
+                assert rows
+                if plan[2] is None:
+                    assert max(rows) <= length
+                    assert len(rows) * length <= 64
+                else:
+                    assert sum(-(-row // 8) * 8 for row in rows) == length <= 64
+            start += num_rows
+        assert start == shard.size
+
+
+def test_a_permutation_that_is_not_its_own_inverse():
+    meta = meta_of([30, 10, 20])
+    (shard,), order = shard_meta_for_dp(meta, dp_world=1, dynamic_batching_args=DYNAMIC)
+    assert shard.sample_ids == ["s1", "s2", "s0"]
+    assert order == [1, 2, 0], "where each row came from; the inverse is [2, 0, 1]"
+    outputs = BatchedDataDict(id=shard.sample_ids)
+    outputs.reorder_data(order)
+    assert outputs["id"] == ["s0", "s1", "s2"]
+
+
+def test_no_order_where_it_did_not_change():
+    assert shard_meta_for_dp(meta_of([1, 2, 3, 4]), dp_world=2)[1] is None
+    assert shard_meta_for_dp(meta_of([1, 2, 3, 4]), dp_world=1, dynamic_batching_args=DYNAMIC)[1] is None
+    assert shard_meta_for_dp(meta_of([1, 2, 3, 4]), dp_world=2, batch_size=2)[1] == [0, 2, 1, 3]
+
+
+def test_parts_of_chunks_are_joined_by_position():
+    meta = meta_of([1] * 8)
+    meta.sample_ids = list("AABBCCDD")
+    shards, _ = shard_meta_for_dp(meta, dp_world=2, batch_size=2)
+    assert [shard.sample_ids for shard in shards] == [list("ABCD"), list("ABCD")]
+
+
+def test_a_plan_by_hand():
+    shards, order = shard_meta_for_dp(meta_of([9, 30, 17, 2]), dp_world=2, dynamic_batching_args=DYNAMIC)
+    assert [shard.sample_ids for shard in shards] == [["s3", "s2"], ["s0", "s1"]]
+    assert order == [3, 2, 0, 1]
+    for shard in shards:  # by the longest row over both ranks: 9 -> 16, and 30 -> 30, the width
+        assert [shard.extra_info[key] for key in PLAN] == [[[[0, 2]]], [[30]], None]
+
+
+def test_packing_by_hand():
+    packing = PACKED | {"algorithm": "first_fit_decreasing", "max_tokens_per_microbatch": 32}
+    shards, order = shard_meta_for_dp(meta_of([9, 30, 17, 2, 8]), dp_world=2, sequence_packing_args=packing)
+    # Rounded: 16, 32, 24, 8, 8. Bins: [1], [2, 3], [0, 4]; a fourth takes row 3 from the first of the fullest.
+    assert [shard.sample_ids for shard in shards] == [["s1", "s0", "s4"], ["s2", "s3"]]
+    assert order == [1, 0, 4, 2, 3]
+    assert [shard.extra_info["micro_batch_indices"] for shard in shards] == [[[[0, 1], [1, 3]]], [[[0, 1], [1, 2]]]]
+    assert [shard.extra_info["micro_batch_lengths"] for shard in shards] == [[[32, 24]], [[24, 8]]]
+    assert [shard.extra_info["elem_counts_per_gb"] for shard in shards] == [[3], [2]]
+
+
+def test_the_width_is_the_common_forward_length():
+    meta = meta_of([9, 9], **{GLOBAL_FORWARD_PAD_SEQLEN: 12})
+    shards, _ = shard_meta_for_dp(meta, dp_world=1, dynamic_batching_args=DYNAMIC)
+    assert shards[0].extra_info["micro_batch_lengths"] == [[12]], "rounded to 16, but the batch is only 12 wide"
+    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 100
+    shards, _ = shard_meta_for_dp(meta, dp_world=1, dynamic_batching_args=DYNAMIC)
+    assert shards[0].extra_info["micro_batch_lengths"] == [[16]]
+
+
+def test_largest_first_orders_bins_before_they_are_dealt():
+    packing = PACKED | {"algorithm": "concatenative", "microbatch_order": "largest_first"}
+    shards, _ = shard_meta_for_dp(meta_of([8, 64, 64, 40, 40, 64]), dp_world=2, sequence_packing_args=packing)
+    assert [shard.extra_info["micro_batch_lengths"] for shard in shards] == [[[64, 64, 40]], [[64, 40, 8]]]
+    assert [shard.sample_ids for shard in shards] == [["s1", "s5", "s4"], ["s2", "s3", "s0"]]
+
+
+def test_shards_inherit_extra_info_and_share_nothing():
+    meta = meta_of([9, 30, 17, 2], note={"step": [1]})
+    before = copy.deepcopy(meta)
+    shards, _ = shard_meta_for_dp(meta, dp_world=2, dynamic_batching_args=DYNAMIC)
+    assert [shard.extra_info["note"] for shard in shards] == [{"step": [1]}] * 2
+    shards[0].extra_info["note"]["step"].append(2)
+    shards[0].extra_info["micro_batch_indices"][0][0][0] = 7
+    shards[0].extra_info["micro_batch_lengths"][0][0] = 7
+    shards[0].stamp_tags({"row": [7, 7]})
+    shards[0].fields.append("more")
+    assert meta == before
+    assert shards[1].extra_info == {
+        "note": {"step": [1]},
+        "micro_batch_indices": [[[0, 2]]],
+        "micro_batch_lengths": [[30]],
+        "elem_counts_per_gb": None,
+    }
+
+
+def test_a_plan_that_the_meta_carries_is_not_inherited():
+    (planned,), _ = shard_meta_for_dp(meta_of([9, 30, 17, 2]), dp_world=1, dynamic_batching_args=DYNAMIC)
+    shards, _ = shard_meta_for_dp(planned, dp_world=2)
+    assert all(shard.extra_info == {} for shard in shards)
+
+
+def test_metas_without_tags_leases_and_fields_stay_without():
+    shards, _ = shard_meta_for_dp(KVBatchMeta("p", None, ["a", "b"], sequence_lengths=[1, 2]), dp_world=2)
+    assert all((shard.tags, shard.lease_tokens, shard.fields) == (None, None, None) for shard in shards)
+
+
+def test_repeated_ids_are_rows_of_their_own():
+    meta = KVBatchMeta("p", None, ["a", "a", "b", "a"], sequence_lengths=[4, 3, 2, 1])
+    (shard,), order = shard_meta_for_dp(meta, dp_world=1, dynamic_batching_args=DYNAMIC)
+    assert (shard.sample_ids, order) == (["a", "b", "a", "a"], [3, 2, 1, 0])
+
+
+@pytest.mark.parametrize("args", [{}, {"dynamic_batching_args": DYNAMIC}, {"sequence_packing_args": PACKED}])
+def test_no_tensor_is_touched(args):
+    class NoTorch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} was called")
+
+    with NoTorch():
+        shard_meta_for_dp(meta_of([9, 30, 17, 2]), dp_world=2, **args)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("meta", "args", "said"),
+    [
+        (meta_of([]), {}, r"shard_meta_for_dp\('train', 0 samples\) refused: the meta is empty"),
+        (KVBatchMeta("p", None, ["a"]), {}, r"the meta has no sequence_lengths"),
+        (
+            meta_of([1, 2]),
+            {"dynamic_batching_args": DYNAMIC, "sequence_packing_args": PACKED},
+            r"got dynamic_batching_args and sequence_packing_args\. Expected one of them",
+        ),
+        (meta_of([1, 2, 3]), {}, r"3 rows are not a multiple of 2 shards"),
+        (meta_of([1, 2, 3]), {"dynamic_batching_args": DYNAMIC}, r"3 rows are not a multiple of 2 shards"),
+        (meta_of([1, 2, 3, 4]), {"batch_size": 3}, r"4 rows are not a multiple of batch_size 3"),
+        (meta_of([1, 2, 3, 4]), {"batch_size": 0}, r"4 rows are not a multiple of batch_size 0"),
+        (meta_of([1, 2]), {"dp_world": 0}, r"shards is 0"),
+        (
+            meta_of([1, 70]),
+            {"dynamic_batching_args": DYNAMIC},
+            r"row 1 has 70 tokens, padded to 70\. Expected at most max_tokens_per_microbatch, 64",
+        ),
+        (
+            meta_of([1, 65]),
+            {"sequence_packing_args": PACKED},
+            r"row 1 has 65 tokens, rounded up to 72\. Expected at most max_tokens_per_microbatch, 64",
+        ),
+        (
+            meta_of([1, 20], **{GLOBAL_FORWARD_PAD_SEQLEN: 10}),
+            {"dynamic_batching_args": DYNAMIC},
+            r"row 1 has 20 tokens, and the batch is padded to 10",
+        ),
+        (meta_of([1]), {"sequence_packing_args": PACKED}, r"1 sequences are too few for 2 bins"),
+        (meta_of([1, -3]), {"dynamic_batching_args": DYNAMIC}, r"row 1 has -3 tokens"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_with_the_numbers(meta, args, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        shard_meta_for_dp(meta, **{"dp_world": 2, **args})
+    assert "shard_meta_for_dp(" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"algorithm": "best_fit"}, r"algorithm is 'best_fit'\. Expected one of concatenative, "),
+        ({"microbatch_order": "smallest_first"}, r"microbatch_order is 'smallest_first'\. Expected one of packer"),
+        ({"max_tokens_per_microbatch": 0}, r"max_tokens_per_microbatch is 0\. Expected an integer of 1 or more"),
+        ({"max_tokens_per_microbatch": 64.5}, r"max_tokens_per_microbatch is 64\.5\. Expected an integer"),
+        ({"sequence_length_pad_multiple": True}, r"sequence_length_pad_multiple is True\. Expected an integer"),
+        ({"seed": -1}, r"seed is -1\. Expected an integer of 0 or more"),
+        ({"max_tokens": 3}, r"'max_tokens' unknown\. Expected "),
+    ],
+)
+def test_wrong_arguments_are_refused(change, said):
+    with pytest.raises(ValueError, match=said):
+        shard_meta_for_dp(meta_of([1, 2]), dp_world=1, sequence_packing_args=PACKED | change)
+
+
+@pytest.mark.parametrize("key", sorted(PACKED))
+def test_missing_arguments_are_named(key):
+    args = {name: value for name, value in PACKED.items() if name != key}
+    with pytest.raises(ValueError, match=rf"sequence_packing_args refused: '{key}' missing"):
+        shard_meta_for_dp(meta_of([1, 2]), dp_world=1, sequence_packing_args=args)

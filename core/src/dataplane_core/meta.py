@@ -64,9 +64,10 @@ class KVBatchMeta:
             InvalidRequestError: An index lies outside ``[-size, size)``.
         """
         picks = [int(i) for i in indices]
-        for index in picks:
-            if not -self.size <= index < self.size:
-                raise InvalidRequestError(f"KVBatchMeta.subset: index {index} is out of range for {self.size} rows.")
+        size = self.size
+        if picks and not (-size <= min(picks) and max(picks) < size):
+            wrong = next(index for index in picks if not -size <= index < size)
+            raise InvalidRequestError(f"KVBatchMeta.subset: index {wrong} is out of range for {size} rows.")
         return KVBatchMeta(
             partition_id=self.partition_id,
             task_name=self.task_name,
@@ -74,7 +75,7 @@ class KVBatchMeta:
             fields=None if self.fields is None else list(self.fields),
             sequence_lengths=_pick(self.sequence_lengths, picks),
             extra_info=copy.deepcopy(self.extra_info),
-            tags=None if self.tags is None else [copy.deepcopy(self.tags[i]) for i in picks],
+            tags=None if self.tags is None else [dict(self.tags[i]) for i in picks],  # values are primitives
             lease_tokens=_pick(self.lease_tokens, picks),
         )
 
@@ -116,12 +117,13 @@ class KVBatchMeta:
         Raises:
             InvalidRequestError: An index lies outside ``[-size, size)``.
         """
+        size = self.size
         gone: set[int] = set()
         for index in indices:
-            if not -self.size <= index < self.size:
-                raise InvalidRequestError(f"KVBatchMeta.drop: index {index} is out of range for {self.size} rows.")
-            gone.add(int(index) % self.size)
-        kept = [i for i in range(self.size) if i not in gone]
+            if not -size <= index < size:
+                raise InvalidRequestError(f"KVBatchMeta.drop: index {index} is out of range for {size} rows.")
+            gone.add(int(index) % size)
+        kept = [i for i in range(size) if i not in gone]
         return self.subset(kept) if kept else None
 
     def with_fields(self, names: Iterable[str]) -> KVBatchMeta:

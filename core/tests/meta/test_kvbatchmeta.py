@@ -1,0 +1,86 @@
+"""`KVBatchMeta`: what aligns, and that every transform is an independent copy."""
+
+import pickle
+
+import pytest
+
+from dataplane_core import KVBatchMeta
+
+
+def meta(**changes):
+    values = {
+        "partition_id": "p",
+        "task_name": "t",
+        "sample_ids": ["a", "b", "c"],
+        "fields": ["x"],
+        "sequence_lengths": [1, 2, 3],
+        "extra_info": {"plan": [[0, 1]]},
+        "tags": [{"n": 1}, {"n": 2}, {"n": 3}],
+        "lease_tokens": ["1.1", "1.2", "1.3"],
+    }
+    return KVBatchMeta(**{**values, **changes})
+
+
+@pytest.mark.parametrize("column", ["tags", "lease_tokens", "sequence_lengths"])
+def test_per_row_lists_must_align(column):
+    with pytest.raises(ValueError, match="align 1:1"):
+        meta(**{column: [{}] if column == "tags" else [1]})
+
+
+def test_subset_takes_any_order_and_repeats_with_everything_that_belongs_to_the_rows():
+    part = meta().subset([2, 0, 2, -2])
+    assert part.sample_ids == ["c", "a", "c", "b"]
+    assert part.sequence_lengths == [3, 1, 3, 2]
+    assert part.tags == [{"n": 3}, {"n": 1}, {"n": 3}, {"n": 2}]
+    assert part.lease_tokens == ["1.3", "1.1", "1.3", "1.2"]
+    assert part.size == 4
+
+
+@pytest.mark.parametrize("index", [3, -4])
+def test_an_index_out_of_range_is_named(index):
+    with pytest.raises(ValueError, match=f"index {index} is out of range for 3 rows"):
+        meta().subset([0, index])
+    with pytest.raises(ValueError, match=f"index {index} is out of range for 3 rows"):
+        meta().drop([index])
+
+
+def test_copies_are_independent():
+    original = meta()
+    for copy in (original.subset([0, 1, 2]), original.slice(0, 3), original.concat(), original.with_fields(["y"])):
+        copy.sample_ids.append("z")
+        copy.tags[0]["n"] = 99
+        copy.extra_info["plan"][0].append(7)
+        copy.fields.append("z")
+    assert original == meta()
+
+
+def test_concat_joins_rows_merges_fields_and_keeps_what_all_parts_have():
+    other = meta(sample_ids=["d"], fields=["y", "x"], sequence_lengths=[4], tags=None, lease_tokens=["2.1"])
+    joined = meta().concat(other)
+    assert joined.sample_ids == ["a", "b", "c", "d"]
+    assert joined.fields == ["x", "y"]
+    assert joined.sequence_lengths == [1, 2, 3, 4]
+    assert joined.tags is None
+    assert joined.lease_tokens == ["1.1", "1.2", "1.3", "2.1"]
+    with pytest.raises(ValueError, match="partition_ids must match"):
+        meta().concat(meta(partition_id="q"))
+
+
+def test_drop_takes_repeats_in_any_order_and_gives_none_when_nothing_stays():
+    assert meta().drop([2, 0, 2]).sample_ids == ["b"]
+    assert meta().drop([-1]).sample_ids == ["a", "b"]
+    assert meta().drop([0, 1, 2]) is None
+
+
+def test_stamp_tags_works_in_place_all_columns_or_none():
+    stamped = meta(tags=None)
+    stamped.stamp_tags({"v": [7, 8, 9]})
+    assert stamped.tags == [{"v": 7}, {"v": 8}, {"v": 9}]
+    with pytest.raises(ValueError, match="tag 'w' must align 1:1"):
+        stamped.stamp_tags({"v": [0, 0, 0], "w": [1]})
+    assert stamped.tags == [{"v": 7}, {"v": 8}, {"v": 9}]
+
+
+def test_slice_follows_pythons_rules_and_pickling_keeps_all():
+    assert meta().slice(1, 99).sample_ids == ["b", "c"]
+    assert pickle.loads(pickle.dumps(meta())) == meta()

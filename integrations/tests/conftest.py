@@ -25,6 +25,9 @@ from dataplane_core.middleware.metrics import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS
 from dataplane_integrations import DataPlaneWorkerMixin
 
+# `tiny_policy` and its like, beside this file
+sys.path.insert(0, os.path.dirname(__file__))
+
 #: Ranks stay up between tests: starting one costs the import of torch.
 MAX_RANKS = 4
 

@@ -1,0 +1,139 @@
+"""Sequence packing, dynamic batching and neither: one assignment, one plan and one loss, whatever carries the rows."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny_policy
+import torch
+from tiny_policy import TinyPolicy, logprobs_of, loss_of, microbatches
+
+from dataplane_core import connect, kv_first_write, shard_meta_for_dp
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
+from dataplane_integrations import DataPlaneWorkerMixin
+from dataplane_integrations.batching import PLAN_KEYS, Batching, DynamicBatching, SequencePacking
+
+SHARDS, GLOBAL_BATCH, ROWS = 2, 16, 32
+WAYS = {
+    "neither": Batching(),
+    "dynamic": Batching(dynamic=DynamicBatching(train_mb_tokens=32, sequence_length_round=4)),
+    "packing": Batching(packing=SequencePacking(train_mb_tokens=32, sequence_length_pad_multiple=4)),
+    "packing, largest first": Batching(
+        packing=SequencePacking(train_mb_tokens=24, algorithm="first_fit_decreasing", microbatch_order="largest_first")
+    ),
+}
+
+
+class Reader(DataPlaneWorkerMixin):
+    """Fetches what a rank would."""
+
+    def _local_coords(self) -> dict[str, int]:
+        return {"data_parallel": 0}
+
+
+@pytest.fixture(scope="module", params=["noop", "tq_simple"])
+def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
+    config: dict[str, Any] = {"backend": request.param, "op_timeout_s": 30}
+    if request.param == "tq_simple":
+        request.getfixturevalue("local_ray")
+        config["options"] = {"instance": "packing-parity"}
+    with connect(config) as client:
+        yield client
+
+
+def _batch() -> BatchedDataDict:
+    generator = torch.Generator().manual_seed(11)
+    lengths = torch.randint(1, tiny_policy.CONTEXT + 1, (ROWS,), generator=generator)
+    lengths[0] = tiny_policy.CONTEXT
+    inside = torch.arange(tiny_policy.CONTEXT) < lengths.unsqueeze(1)
+    columns = {
+        "input_ids": torch.randint(1, tiny_policy.VOCAB, inside.shape, generator=generator) * inside,
+        "input_lengths": lengths,
+        "token_mask": inside.float(),
+        "sample_mask": torch.ones(ROWS),
+        "advantages": torch.randn(inside.shape, generator=generator).where(inside, 0.0),
+    }
+    batch = BatchedDataDict(columns)
+    with torch.no_grad():
+        batch["prev_logprobs"] = logprobs_of(TinyPolicy(), batch, packed=False)
+    return batch
+
+
+def _in_memory(batching: Batching) -> list[BatchedDataDict]:
+    sharded = _batch().shard_by_batch_size(SHARDS, GLOBAL_BATCH, **batching.shard_args("train"))
+    return list(sharded[0] if batching.plans else sharded)  # type: ignore[arg-type]
+
+
+def _over(plane: DataPlaneClient, batching: Batching) -> list[BatchedDataDict]:
+    plane.register_partition("train", [], None, ["train"])
+    batch = _batch()
+    ids = [f"p{i // 4}_g{i % 4}" for i in range(ROWS)]
+    meta = kv_first_write(batch, sample_ids=ids, dp_client=plane, partition_id="train")
+    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = tiny_policy.CONTEXT
+    meta.fields = list(batch)
+    metas, _ = shard_meta_for_dp(meta, dp_world=SHARDS, batch_size=GLOBAL_BATCH, **batching.shard_args("train"))
+    reader = Reader()
+    reader.setup_data_plane(plane)
+    return [reader._attach_or_repack_pack_metadata(reader._fetch(shard), shard)[0] for shard in metas]
+
+
+def _bytes_of(shard: BatchedDataDict) -> dict[str, Any]:
+    """Columns, dtypes and plan of a shard as bytes."""
+    columns = {
+        name: (str(column.dtype), tuple(column.shape), column.contiguous().numpy().tobytes())
+        for name, column in shard.items()
+    }
+    return {**columns, **{key: pickle.dumps(getattr(shard, key)) for key in PLAN_KEYS}}
+
+
+def _losses(shards: list[BatchedDataDict], packed: bool) -> list[float]:
+    """Two passes over all global batches, an optimizer step for each; the shards one after another, as one rank."""
+    model = TinyPolicy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    rows = GLOBAL_BATCH // SHARDS
+    for index in [*range(ROWS // GLOBAL_BATCH)] * 2:
+        parts = [shard.get_batch(index, rows) for shard in shards]
+        tokens = sum(part["token_mask"].sum().item() for part in parts)
+        total = 0.0
+        for part in parts:
+            for microbatch in microbatches(part, 4):
+                loss = loss_of(logprobs_of(model, microbatch, packed), microbatch, tokens)
+                loss.backward()
+                total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shards_and_plans_over_the_plane_are_those_in_memory_to_the_byte(plane: DataPlaneClient, way: str) -> None:
+    in_memory, over_plane = _in_memory(WAYS[way]), _over(plane, WAYS[way])
+    assert len(over_plane) == SHARDS
+    for here, there in zip(in_memory, over_plane, strict=True):
+        assert _bytes_of(there) == _bytes_of(here)
+        assert (here.micro_batch_indices is None) == (way == "neither")
+    packed = way.startswith("packing")
+    assert _losses(over_plane, packed) == _losses(in_memory, packed)
+
+
+def test_all_ways_of_batching_give_the_losses_of_the_whole_batch(plane: DataPlaneClient) -> None:
+    # the ways put other rows into a global batch's shards, but the same rows into a global batch
+    expected = _losses(_in_memory(WAYS["neither"]), packed=False)
+    assert max(expected) - min(expected) > 1e-3
+    for way, batching in WAYS.items():
+        assert _losses(_over(plane, batching), way.startswith("packing")) == pytest.approx(expected, abs=1e-5), way
+
+
+def test_a_packed_plan_saves_tokens_and_stays_in_the_limit() -> None:
+    for shard in _in_memory(WAYS["packing"]):
+        assert shard.micro_batch_lengths is not None
+        lengths = [length for chunk in shard.micro_batch_lengths for length in chunk]
+        assert max(lengths) <= 32
+        assert sum(lengths) < shard["input_ids"].numel()

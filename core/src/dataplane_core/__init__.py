@@ -11,7 +11,7 @@ from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.registry import connect
-from dataplane_core.sharding.preshard import shard_meta_for_dp
+from dataplane_core.sharding import NamedSharding, shard_meta_for_dp
 
 __all__ = [
     "Backend",
@@ -22,6 +22,7 @@ __all__ = [
     "DataPlaneConfig",
     "DataPlaneError",
     "KVBatchMeta",
+    "NamedSharding",
     "SlicedDataDict",
     "WireFormat",
     "connect",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -246,10 +247,10 @@ class DataPlaneClient:
             check_name("partition_id", partition_id)
             ids = check_ids(sample_ids)
             if len(set(ids)) != len(ids):
-                repeated = list(dict.fromkeys(each for each in ids if ids.count(each) > 1)) if len(ids) < 4096 else []
+                repeated = [each for each, count in Counter(ids).items() if count > 1]
                 raise InvalidRequestError(
-                    f"put_samples('{partition_id}', {len(ids)} samples) refused: sample ids repeat"
-                    f"{': ' + preview(repeated) if repeated else ''}. Expected each id once."
+                    f"put_samples('{partition_id}', {len(ids)} samples) refused: sample ids repeat: "
+                    f"{preview(repeated)}. Expected each id once."
                 )
             if not ids:
                 return KVBatchMeta(partition_id, None, [])

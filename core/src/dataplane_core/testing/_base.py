@@ -175,7 +175,7 @@ class Suite:
                 f"{request.node.name} carries an xfail mark. A departure from the contract is written down in "
                 f"{type(self).__name__}.deviations, with its reason."
             )
-        reason = _deviation(type(self).deviations, request.node.name)
+        reason = deviation_of(type(self).deviations, request.node.name)
         if reason is not None:
             request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
 
@@ -235,7 +235,7 @@ def kit_members(cls: type) -> dict[str, Any]:
     return members
 
 
-def _deviation(deviations: Mapping[str, str], node_name: str) -> str | None:
+def deviation_of(deviations: Mapping[str, str], node_name: str) -> str | None:
     plain = node_name.partition("[")[0]
     for key, reason in deviations.items():
         # brackets are literal in a test's name, and a pattern only inside them

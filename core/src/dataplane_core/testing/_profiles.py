@@ -14,21 +14,23 @@ def is_long() -> bool:
     return os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE") == "long"
 
 
-def kit_settings(max_examples: int, *, stateful_step_count: int = 50) -> settings:
+def kit_settings(max_examples: int, *, stateful_step_count: int = 50, shrink: bool = True) -> settings:
     """Settings of the kit's own, whatever profile the author's suite loads.
 
     Args:
         max_examples: Examples of the short profile; the long one tries 25 times as many.
         stateful_step_count: Steps of one history of a state machine.
+        shrink: Look for a simpler example of a failure.
     """
     long = is_long()
+    phases = [Phase.explicit, Phase.generate, Phase.target]
     return settings(
         max_examples=max_examples * (25 if long else 1),
+        stateful_step_count=stateful_step_count,
         derandomize=not long,
         database=None,
         deadline=None,
         print_blob=long,
         suppress_health_check=list(HealthCheck),
-        phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
-        stateful_step_count=stateful_step_count,
+        phases=[*phases, Phase.shrink] if shrink else phases,
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +23,41 @@ from dataplane_core.testing._store import Store, not_run
 from dataplane_core.testing._timing import in_threads
 
 __all__ = ["GuaranteeSuite"]
+
+
+_NAMES = ids(16)
+
+
+def _overlap(store: Store, act: Callable[[str], None], check: Callable[[str], None]) -> None:
+    """Runs ``act`` on a partition at moments spread over the duration of a put into 16 of its known samples."""
+
+    def put(partition: str) -> float:
+        start = time.monotonic()
+        with contextlib.suppress(DataPlaneError):  # a put that meets a clear may fail
+            store.put(partition, _NAMES, [{"new": 1}] * 16, y=torch.full((16, 64), 7))
+        return time.monotonic() - start
+
+    def act_after(partition: str, delay_s: float) -> None:
+        time.sleep(delay_s)
+        act(partition)
+
+    put_s = 0.0
+    rounds = 200 if is_long() else 40
+    for number in range(rounds):
+        partition = store.register("x", "y")
+        store.put(partition, _NAMES, [{"old": 1}] * 16, x=torch.arange(16))
+        delay_s = put_s * number / rounds
+        took_s, _ = in_threads(partial(put, partition), partial(act_after, partition, delay_s))
+        put_s = max(put_s, min(took_s, 0.1))
+        check(partition)
+
+
+def _whole_or_nothing(store: Store, partition: str) -> bool:
+    """Asserts that the put of `_overlap` is there as a whole or not at all; says which."""
+    there = [name for name in _NAMES if store.has(partition, name, "y")]
+    assert there in ([], _NAMES), f"{len(there)} of 16 rows of a put that overlapped a clear are there"
+    assert not any(store.has(partition, name, "x") for name in _NAMES), "cleared cells came back"
+    return bool(there)
 
 
 class GuaranteeSuite(Suite, chapter="guarantees"):
@@ -70,29 +108,14 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
         Check first: the commit checks, atomically, that the rows and the registration are those that the put began
         with.
         """
-        names = ids(16)
-        for number in range(150 if is_long() else 30):
-            partition = store.register("x", "y")
-            store.put(partition, names, [{"old": 1}] * 16, x=torch.arange(16))
 
-            def put(partition: str = partition) -> bool:
-                try:
-                    store.put(partition, names, [{"new": 1}] * 16, y=torch.full((16, 64), 7))
-                except DataPlaneError:
-                    return False
-                return True
-
-            def clear(partition: str = partition, order: int = 1 if number % 2 else -1) -> bool:
-                store.client.clear_samples(names[::order], partition)
-                return True
-
-            in_threads(put, clear)
-            there = [name for name in names if store.has(partition, name, "y")]
-            assert there in ([], names), f"{len(there)} of 16 rows of a put that overlapped a clear are there"
-            assert not any(store.has(partition, name, "x") for name in names), "cleared cells came back"
+        def check(partition: str) -> None:
+            there = _whole_or_nothing(store, partition)
             if there and store.declares(Capability.LISTING):
                 meta = store.client.list_samples(partition)
                 assert meta.tags == [{"new": 1}] * 16, "a cleared sample came back with its old tags"
+
+        _overlap(store, lambda partition: store.client.clear_samples(_NAMES, partition), check)
 
     @proves(Capability.FENCED)
     def test_puts_that_overlap_a_registration_are_whole_or_nothing(self, store: Store) -> None:
@@ -100,28 +123,13 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
 
         Check first: a put belongs to the registration that it began in; it commits there or fails.
         """
-        names = ids(16)
-        for _ in range(150 if is_long() else 30):
-            partition = store.register("x", "y")
-            store.put(partition, names, x=torch.arange(16))
 
-            def put(partition: str = partition) -> bool:
-                try:
-                    store.put(partition, names, [{"new": 1}] * 16, y=torch.full((16, 64), 7))
-                except DataPlaneError:
-                    return False
-                return True
+        def check(partition: str) -> None:
+            _whole_or_nothing(store, partition)
 
-            def register(partition: str = partition) -> bool:
-                store.client.register_partition(partition, ["x", "y"], None, ["train"])
-                return True
-
-            in_threads(put, register)
-            there = [name for name in names if store.has(partition, name, "y")]
-            assert there in ([], names), f"{len(there)} of 16 rows of a put that overlapped a registration are there"
-            assert not any(store.has(partition, name, "x") for name in names), (
-                "rows of the earlier registration are back"
-            )
+        _overlap(
+            store, lambda partition: store.client.register_partition(partition, ["x", "y"], None, ["train"]), check
+        )
 
     @proves(Capability.ATOMIC_OVERWRITE)
     def test_reads_see_all_old_or_all_new_cells(self, store: Store) -> None:

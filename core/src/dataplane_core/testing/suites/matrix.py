@@ -71,7 +71,7 @@ def _nested_item() -> st.SearchStrategy[Any]:
     )
 
 
-@kit_settings(60)
+@kit_settings(40)
 @given(data=st.data())
 def _check_batch(store: Store, data: st.DataObject) -> None:
     num_rows = data.draw(st.integers(1, 6), "rows")

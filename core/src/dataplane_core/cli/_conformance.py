@@ -1,0 +1,127 @@
+"""`dataplane conformance NAME`: runs the conformance kit against an installed backend and prints the report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from dataplane_core.config import validate_model
+from dataplane_core.errors import ConfigError, DataPlaneError
+from dataplane_core.registry import load_backend
+
+if TYPE_CHECKING:
+    from dataplane_core.testing.report import Report
+
+__all__ = ["run"]
+
+_NEEDED = ("pytest", "hypothesis")
+
+_TEST = """\
+import json
+
+import pytest
+
+from dataplane_core.testing import BackendConformance
+
+
+class TestConformance(BackendConformance):
+    backend = {name!r}
+
+    @pytest.fixture
+    def options(self):
+        return json.loads({options!r})
+"""
+
+
+def run(name: str, *, options: str, json_path: str | None, markdown_path: str | None, select: str | None) -> int:
+    """Runs the kit in this process.
+
+    Args:
+        name: Entry-point name of the backend.
+        options: Its options, as YAML.
+        json_path: Where to write the report as JSON, or None.
+        markdown_path: Where to write it as Markdown, or None.
+        select: Only the tests that match, as pytest's ``-k``; None: all.
+
+    Returns:
+        0 where something ran and nothing failed, else 1.
+
+    Raises:
+        ConfigError: The options are no YAML mapping, or the backend refuses them.
+        PluginError: The backend cannot be loaded.
+        DataPlaneError: pytest or hypothesis are not installed.
+    """
+    values = _options_of(options)
+    cls = load_backend(name)
+    validate_model(cls.Config, values, f"options of backend '{name}'")
+    missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
+    if missing:
+        raise DataPlaneError(
+            f"the conformance kit needs {' and '.join(missing)}, not installed here.",
+            hint="Install it with: pip install 'dataplane-core[testing]'",
+        )
+    for path in (json_path, markdown_path):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"the report cannot be written to '{path}': there is no such folder.")
+    return _run(name, values, json_path, markdown_path, select)
+
+
+def _options_of(text: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--options is not valid YAML: {error}") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"--options must be a mapping such as '{{url: ...}}', got {text!r}.")
+    try:
+        json.dumps(values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--options must hold plain values: {error}.") from error
+    return values
+
+
+def _run(
+    name: str, options: dict[str, Any], json_path: str | None, markdown_path: str | None, select: str | None
+) -> int:
+    import dataplane_pytest  # first: it has pytest rewrite the assertions of what it imports
+    import pytest
+
+    reports: list[Report] = []
+
+    class Collector:
+        """Takes the reports out of the session that ends."""
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_unconfigure(self, config: pytest.Config) -> None:
+            reports.extend(dataplane_pytest.reports_of(config))
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_configure(self, config: pytest.Config) -> None:
+            plugins = config.pluginmanager
+            if not plugins.has_plugin("dataplane_conformance") and not plugins.is_registered(dataplane_pytest):
+                plugins.register(dataplane_pytest, "dataplane_conformance")
+
+    with tempfile.TemporaryDirectory(prefix="dataplane-conformance-") as folder:
+        file = Path(folder, "test_conformance.py")
+        file.write_text(_TEST.format(name=name, options=json.dumps(options)), encoding="utf-8")
+        Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+        arguments = [str(file), "-c", str(Path(folder, "pytest.ini")), "--rootdir", folder]
+        arguments += ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "--disable-warnings"]
+        if select is not None:
+            arguments += ["-k", select]
+        status = pytest.main(arguments, plugins=[Collector()])
+    from dataplane_core.testing.report import to_json
+
+    if json_path is not None:
+        Path(json_path).write_text(to_json(reports), encoding="utf-8")
+    if markdown_path is not None:
+        Path(markdown_path).write_text("\n".join(report.to_markdown() for report in reports), encoding="utf-8")
+    succeeded = status == pytest.ExitCode.OK and bool(reports) and all(report.passed for report in reports)
+    return 0 if succeeded else 1

@@ -1,0 +1,319 @@
+"""The report of a conformance run: per capability what passed, failed, deviates, is not declared, and was not run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from typing import Any, Final
+
+import pytest
+
+from dataplane_core.backend import Backend
+from dataplane_core.capabilities import Capability, Scope
+from dataplane_core.hookspecs import CONTRACT_VERSION
+from dataplane_core.registry import find_plugins
+from dataplane_core.testing._base import chapter_of, deviation_of, kit_members, label_of, needs_of
+
+__all__ = ["NOT_SELECTED", "OUTCOMES", "SCHEMA", "Report", "Result", "Row", "record_of", "to_json", "unused_deviations"]
+
+#: Name and version of the JSON format.
+SCHEMA: Final = "dataplane-conformance/1"
+#: The reason of a test that the user deselected.
+NOT_SELECTED: Final = "not selected"
+#: What may become of a test of the kit.
+OUTCOMES: Final = ("pass", "fail", "deviation", "not declared", "not run")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One test.
+
+    Attributes:
+        name: With its parameters.
+        chapter: The chapter of the contract.
+        proves: The row it counts for: ``core``, a capability or a scope.
+        outcome: One of `OUTCOMES`.
+        reason: Why, where it did not pass.
+        duration_s: Seconds that it took.
+    """
+
+    name: str
+    chapter: str
+    proves: str
+    outcome: str
+    reason: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: ``core``, a capability or a scope.
+        declared: Whether the backend declares it.
+        counts: Outcome -> number of tests.
+        verdict: ``proven``, ``in part`` (some were not selected), ``failed``, ``deviates``, ``not declared``, or
+            ``not run``.
+    """
+
+    name: str
+    declared: bool
+    counts: Mapping[str, int]
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one class of tests proved about one backend.
+
+    Attributes:
+        backend: Entry-point name, or the class's.
+        distribution: What was installed, with its version; empty where the class belongs to none.
+        core_version: Version of dataplane-core.
+        contract_version: The contract that the backend was tested against.
+        scope: As declared.
+        wire: As declared, in words.
+        capabilities: As declared.
+        results: Every test, in the order in which they ran.
+    """
+
+    backend: str
+    distribution: str
+    core_version: str
+    contract_version: int
+    scope: str
+    wire: str
+    capabilities: tuple[str, ...]
+    results: tuple[Result, ...]
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, Any]]) -> Report:
+        """The report of the tests of one class, from what the pytest plugin kept."""
+        header = records[0]["header"]
+        results = tuple(
+            Result(
+                name=record["test"],
+                chapter=record["chapter"],
+                proves=record["proves"][0],
+                outcome=record["outcome"],
+                reason=record["reason"],
+                duration_s=record["duration_s"],
+            )
+            for record in records
+        )
+        return cls(**{**header, "capabilities": tuple(header["capabilities"])}, results=results)
+
+    @property
+    def passed(self) -> bool:
+        """Whether something ran, and nothing failed."""
+        counts = self.counts
+        return not counts["fail"] and counts["pass"] > 0
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Outcome -> number of tests."""
+        return Counter(result.outcome for result in self.results)
+
+    def rows(self) -> list[Row]:
+        """The table: the core, every capability, every scope wider than the process."""
+        names = [
+            "core",
+            *map(str, Capability),
+            *sorted({r.proves for r in self.results if r.proves.startswith("scope")}),
+        ]
+        rows = []
+        for name in names:
+            counts = Counter(result.outcome for result in self.results if result.proves == name)
+            declared = name == "core" or name in self.capabilities or self._reaches(name)
+            whole = not any(r.proves == name and r.reason == NOT_SELECTED for r in self.results)
+            verdict = _verdict(declared, counts, whole)
+            rows.append(Row(name, declared, {each: counts[each] for each in OUTCOMES}, verdict))
+        return rows
+
+    def _reaches(self, name: str) -> bool:
+        reach = [str(scope) for scope in Scope]
+        scope = name.removeprefix("scope ")
+        return name != scope and reach.index(self.scope) >= reach.index(scope)
+
+    # --- forms --------------------------------------------------------------------------------------------------------
+
+    def badge(self) -> str:
+        """One line."""
+        counts, rows = self.counts, self.rows()
+        proven = [row for row in rows if row.declared and row.verdict == "proven"]
+        declared = [row for row in rows if row.declared]
+        return (
+            f"dataplane contract {self.contract_version} | {self.backend}: {len(proven)} of {len(declared)} declared "
+            f"proven, {counts['pass']} passed, {counts['fail']} failed, {counts['deviation']} deviations"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values, under `SCHEMA`."""
+        return {
+            "schema": SCHEMA,
+            "backend": self.backend,
+            "distribution": self.distribution,
+            "core_version": self.core_version,
+            "contract_version": self.contract_version,
+            "scope": self.scope,
+            "wire": self.wire,
+            "declared": list(self.capabilities),
+            "passed": self.passed,
+            "badge": self.badge(),
+            "counts": {outcome: self.counts[outcome] for outcome in OUTCOMES},
+            "capabilities": [
+                {"name": row.name, "declared": row.declared, "verdict": row.verdict, **row.counts}
+                for row in self.rows()
+            ],
+            "tests": [
+                {
+                    "name": result.name,
+                    "chapter": result.chapter,
+                    "proves": result.proves,
+                    "outcome": result.outcome,
+                    "reason": result.reason,
+                    "duration_s": round(result.duration_s, 4),
+                }
+                for result in self.results
+            ],
+        }
+
+    def to_text(self) -> str:
+        """For a terminal."""
+        lines = [*self._about(), ""]
+        width = max(len(row.name) for row in self.rows())
+        lines.append(
+            f"{'':<{width}}  {'verdict':<12}  {'pass':>5} {'fail':>5} {'deviation':>9} {'not decl.':>9} {'not run':>7}"
+        )
+        for row in self.rows():
+            c = row.counts
+            lines.append(
+                f"{row.name:<{width}}  {row.verdict:<12}  {c['pass']:>5} {c['fail']:>5} {c['deviation']:>9} "
+                f"{c['not declared']:>9} {c['not run']:>7}"
+            )
+        for title, listed in self._lists():
+            lines += ["", f"{title}:", *(f"  {text}" for text in listed)]
+        return "\n".join([*lines, "", self.badge()])
+
+    def to_markdown(self) -> str:
+        """For documents."""
+        lines = [f"## {self.backend}", "", *(f"- {line}" for line in self._about()[1:]), ""]
+        lines += ["| capability | verdict | pass | fail | deviation | not declared | not run |"]
+        lines += ["|---|---|---:|---:|---:|---:|---:|"]
+        for row in self.rows():
+            numbers = " | ".join(str(row.counts[outcome]) for outcome in OUTCOMES)
+            lines.append(f"| {row.name} | {row.verdict} | {numbers} |")
+        for title, listed in self._lists():
+            lines += ["", f"**{title[0].upper()}{title[1:]}**", "", *(f"- {_escape(text)}" for text in listed)]
+        return "\n".join([*lines, "", f"`{self.badge()}`", ""])
+
+    def _about(self) -> list[str]:
+        return [
+            f"{self.backend}{f' ({self.distribution})' if self.distribution else ''}",
+            f"contract {self.contract_version}, dataplane-core {self.core_version}",
+            f"scope {self.scope}; wire: {self.wire}",
+            f"declares: {', '.join(self.capabilities) or 'nothing'}",
+        ]
+
+    def _lists(self) -> list[tuple[str, list[str]]]:
+        """Failures and deviations one by one; what was not run by its reason."""
+        lists = []
+        for outcome, title in (("fail", "failures"), ("deviation", "deviations")):
+            found = [f"{r.name} ({r.chapter}): {r.reason}" for r in self.results if r.outcome == outcome]
+            if found:
+                lists.append((title, found))
+        reasons = Counter(result.reason for result in self.results if result.outcome == "not run")
+        if reasons:
+            lists.append(
+                ("not run", [f"{count} {'test' if count == 1 else 'tests'}: {r}" for r, count in reasons.items()])
+            )
+        return lists
+
+
+def to_json(reports: Sequence[Report]) -> str:
+    """A JSON list of reports."""
+    return json.dumps([report.to_dict() for report in reports], indent=2) + "\n"
+
+
+def _verdict(declared: bool, counts: Mapping[str, int], whole: bool) -> str:
+    if not declared:
+        return "not declared"
+    if counts["fail"]:
+        return "failed"
+    if counts["deviation"]:
+        return "deviates"
+    if not counts["pass"]:
+        return "not run"
+    return "proven" if whole else "in part"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+# --- for the pytest plugin --------------------------------------------------------------------------------------------
+
+
+def record_of(item: Any) -> dict[str, Any]:
+    """What the report needs to know of a collected test, in JSON values."""
+    node = item.getparent(pytest.Class)
+    return {
+        "class": node.nodeid,
+        "test": item.name,
+        "chapter": chapter_of(item.obj),
+        "proves": [label_of(need) for need in needs_of(item.obj)],
+        "header": _header(item.cls),
+    }
+
+
+def _header(case: Any) -> dict[str, Any]:
+    cls: type[Backend] = case.under_test()
+    return {
+        "backend": case.backend or cls.__name__,
+        "distribution": _distribution(cls),
+        "core_version": _version("dataplane-core"),
+        "contract_version": CONTRACT_VERSION,
+        "scope": str(cls.scope),
+        "wire": cls.wire.describe(),
+        "capabilities": sorted(map(str, cls.capabilities)),
+    }
+
+
+_distributions: dict[str, str] = {}
+
+
+def _distribution(cls: type) -> str:
+    package = cls.__module__.partition(".")[0]
+    if package not in _distributions:
+        # an editable install lists no files, but its entry points
+        found = [
+            each.distribution for each in find_plugins() if each.target.partition(".")[0].partition(":")[0] == package
+        ]
+        found += packages_distributions().get(package, [])
+        _distributions[package] = f"{found[0]} {_version(found[0])}" if found else ""
+    return _distributions[package]
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def unused_deviations(items: Sequence[Any]) -> list[str]:
+    """Deviations that match no collected case, of classes that were collected whole."""
+    unused = []
+    for cls in dict.fromkeys(item.cls for item in items):
+        names = [item.name for item in items if item.cls is cls]
+        tests = {name for name in kit_members(cls) if name.startswith("test_")}
+        if {name.partition("[")[0] for name in names} < tests:
+            continue
+        for key in cls.deviations:
+            if not any(deviation_of({key: "x"}, name) for name in names):
+                unused.append(f"{cls.__name__}: {key}")
+    return unused

@@ -1,0 +1,189 @@
+"""The pytest plugin of the conformance kit: its marker, and the report of what a run proved.
+
+A package of its own, so that pytest, which loads it wherever dataplane-core is installed, imports no torch for it. It
+does nothing until a test class derives from `dataplane_core.testing.BackendConformance`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from dataplane_core.testing.report import Report
+
+__all__ = ["reports_of"]
+
+if "dataplane_core.testing" not in sys.modules:
+    pytest.register_assert_rewrite("dataplane_core.testing")
+
+_PROPERTY = "dataplane"
+#: Seconds that a test of the kit may take, where pytest-timeout is there and nobody set another limit.
+_TIMEOUT_S = 300
+
+#: Class of tests -> test -> what the report says of it.
+_Records = dict[str, dict[str, dict[str, Any]]]
+_RECORDS = pytest.StashKey[_Records]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options that write the report to files."""
+    group = parser.getgroup("dataplane", "dataplane conformance")
+    group.addoption("--dataplane-json", metavar="FILE", help="write the conformance reports as a JSON list")
+    group.addoption("--dataplane-markdown", metavar="FILE", help="write the conformance reports as Markdown")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The marker that every test of the kit gets."""
+    config.addinivalue_line(
+        "markers", "dataplane(proves, chapter): a test of the data-plane conformance kit; added by the kit itself"
+    )
+    config.stash[_RECORDS] = {}
+
+
+def _kit() -> Any:
+    """The kit's module, if anybody imported it."""
+    return sys.modules.get("dataplane_core.testing._base")
+
+
+def _is_kit_test(item: pytest.Item) -> bool:
+    kit = _kit()
+    cls = getattr(item, "cls", None)
+    return kit is not None and isinstance(cls, type) and issubclass(cls, kit.Suite) and bool(kit.chapter_of(item.obj))  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the kit's tests, before ``-m`` selects, and attaches what the report needs of them."""
+    mine = [item for item in items if _is_kit_test(item)]
+    if not mine:
+        return
+    from dataplane_core.testing import report
+
+    plugins = config.pluginmanager
+    timeout = plugins.hasplugin("timeout") and not (config.getoption("timeout") or config.getini("timeout"))
+    for item in mine:
+        record = report.record_of(item)
+        item.user_properties.append((_PROPERTY, record))
+        item.add_marker(pytest.mark.dataplane(proves=record["proves"], chapter=record["chapter"]))
+        if timeout and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
+    unused = report.unused_deviations(mine)
+    if unused:
+        raise pytest.UsageError(f"conformance kit: deviations that name no case of their test: {', '.join(unused)}")
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """What was not selected is not run, and counted."""
+    for item in items:
+        for name, record in item.user_properties:
+            if name == _PROPERTY and isinstance(record, dict):
+                _keep(item.config, item.nodeid, record, outcome="not run", reason="not selected", duration_s=0.0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    """Refuses skip marks on single tests of the kit: they would be quiet overrides."""
+    if _is_kit_test(item) and any(mark.name in ("skip", "skipif") for mark in item.own_markers):
+        pytest.fail(
+            f"{item.name} is a test of the conformance kit and carries a skip mark. Write the departure down in "
+            "deviations, with its reason.",
+            pytrace=False,
+        )
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Prints the sentence of the contract next to a failure."""
+    outcome = yield
+    if outcome.failed and _is_kit_test(item):
+        outcome.sections.append(("what it proves", inspect.getdoc(item.obj) or ""))  # type: ignore[attr-defined]
+    return outcome
+
+
+class _Listener:
+    """Hears the results, also those of other processes (pytest-xdist); registered once per session."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keeps the outcome of each test."""
+        for name, record in report.user_properties:
+            if name == _PROPERTY and isinstance(record, dict):
+                outcome, reason = _outcome_of(report)
+                if outcome is not None:
+                    _keep(self._config, report.nodeid, record, outcome, reason, report.duration)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Begins to listen."""
+    session.config.pluginmanager.register(_Listener(session.config), "dataplane-conformance-listener")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Prints one report per class."""
+    for report in reports_of(config):
+        terminalreporter.section(f"conformance of {report.backend}")
+        terminalreporter.write_line(report.to_text())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Writes the files."""
+    config = session.config
+    json_path, markdown_path = config.getoption("--dataplane-json"), config.getoption("--dataplane-markdown")
+    if hasattr(config, "workerinput") or not (json_path or markdown_path):
+        return
+    from dataplane_core.testing import report
+
+    reports = reports_of(config)
+    if json_path:
+        Path(json_path).write_text(report.to_json(reports), encoding="utf-8")
+    if markdown_path:
+        Path(markdown_path).write_text("\n".join(each.to_markdown() for each in reports), encoding="utf-8")
+
+
+def reports_of(config: pytest.Config) -> list[Report]:
+    """The reports of a session, one per class of tests, in the order in which they ran."""
+    records = config.stash.get(_RECORDS, {})
+    if not records:
+        return []
+    from dataplane_core.testing.report import Report
+
+    return [Report.of(list(tests.values())) for tests in records.values()]
+
+
+def _keep(
+    config: pytest.Config, nodeid: str, record: dict[str, Any], outcome: str, reason: str, duration_s: float
+) -> None:
+    tests = config.stash[_RECORDS].setdefault(record["class"], {})
+    before = tests.get(nodeid)
+    if before is not None and before["outcome"] == "fail":
+        return
+    if before is not None:
+        duration_s += before["duration_s"]
+    tests[nodeid] = {**record, "outcome": outcome, "reason": reason, "duration_s": duration_s}
+
+
+def _outcome_of(report: pytest.TestReport) -> tuple[str | None, str]:
+    """What one phase of a test says; None where it says nothing new."""
+    if report.failed:
+        text = report.longreprtext if report.longrepr is not None else ""
+        crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", text)
+        return "fail", (f"{report.when}: " if report.when != "call" else "") + crash.strip().partition("\n")[0]
+    if report.skipped:
+        if hasattr(report, "wasxfail"):
+            return "deviation", report.wasxfail.removeprefix("reason: ")
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        if reason.startswith("not declared: "):
+            return "not declared", reason.removeprefix("not declared: ")
+        return "not run", reason.removeprefix("not run: ")
+    return ("pass", "") if report.when == "call" else (None, "")

@@ -7,6 +7,7 @@ bin of each; bins are numbered in the order in which they are opened.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from heapq import heappop, heappush, heapreplace
 from typing import Final, TypeAlias
@@ -223,7 +224,7 @@ def _first_fit_of_runs(sizes: list[int], counts: list[int], capacity: int) -> In
     """
     rising = sizes[::-1]
     smallest = rising[0] if rising else 0
-    waiting: dict[int, list[int]] = {}
+    waiting: defaultdict[int, list[int]] = defaultdict(list)
     fitting: list[int] = []
     room: list[int] = []  # of each bin of the group that begins here
     stop: list[int] = []  # where the group that begins here ends
@@ -241,8 +242,10 @@ def _first_fit_of_runs(sizes: list[int], counts: list[int], capacity: int) -> In
             free = room[first]
             end = stop[first]
             each = free // size if size else left
-            full = min(left // each, end - first)
+            full = left // each
             if full:
+                if full > end - first:
+                    full = end - first
                 left -= full * each
                 filled.append((first, full, each))
                 rest = free - each * size
@@ -255,7 +258,7 @@ def _first_fit_of_runs(sizes: list[int], counts: list[int], capacity: int) -> In
                     stop[first] = first + full
                 if rest >= smallest:
                     room[first] = rest
-                    waiting.setdefault(len(sizes) - bisect_right(rising, rest), []).append(first)
+                    waiting[len(sizes) - bisect_right(rising, rest)].append(first)
             else:  # less than one bin takes
                 filled.append((first, 1, left))
                 room[first] = free - left * size

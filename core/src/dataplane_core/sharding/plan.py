@@ -133,13 +133,13 @@ def plan_uneven_shards(num_rows: int, shards: int) -> ShardPlan:
 
 
 def plan_dynamic_batches(
-    lengths: Sequence[int], width: int, shards: int, batch_size: int | None, args: Mapping[str, Any]
+    lengths: Sequence[int], width: int | None, shards: int, batch_size: int | None, args: Mapping[str, Any]
 ) -> ShardPlan:
     """Sorts each chunk by length, deals it round over the shards, and cuts microbatches by token count.
 
     Args:
         lengths: Tokens per row.
-        width: Length of the padded batch; no microbatch is longer.
+        width: Length of the padded batch; no microbatch is longer. None or 0: the largest length.
         shards: Number of shards.
         batch_size: Rows of a chunk over all shards, or None for one chunk.
         args: `DynamicBatchingArgs`.
@@ -158,6 +158,7 @@ def plan_dynamic_batches(
     multiple = _at_least(1, what, args, "sequence_length_round")
     chunks = _chunks(len(lengths), shards, batch_size, equal=True)
     sizes = _as_sizes(lengths)
+    width = width or int(sizes.max())
     if int(sizes.max()) > width:
         raise InvalidRequestError(
             f"dynamic batching refused: row {int(sizes.argmax())} has {int(sizes.max())} tokens, and the batch is "

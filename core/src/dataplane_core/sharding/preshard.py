@@ -73,7 +73,7 @@ def shard_meta_for_dp(
         if sequence_packing_args is not None:
             plan = plan_packed_batches(lengths, dp_world, batch_size, sequence_packing_args)
         elif dynamic_batching_args is not None:
-            width = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or max(lengths))
+            width = meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN)
             plan = plan_dynamic_batches(lengths, width, dp_world, batch_size, dynamic_batching_args)
         else:
             plan = plan_even_shards(meta.size, dp_world, batch_size)
@@ -81,12 +81,13 @@ def shard_meta_for_dp(
         error.message = f"{where}: {error.message}"
         raise
     order = plan.order()
-    return _carry_out(meta, plan), None if order == list(range(meta.size)) else order
+    unchanged = order[-1] == meta.size - 1 and order == list(range(meta.size))
+    return _carry_out(meta, plan), None if unchanged else order
 
 
 def _carry_out(meta: KVBatchMeta, plan: ShardPlan) -> list[KVBatchMeta]:
     # Tags are primitives by contract, so a shallow copy of each is a copy; copied in memory order, eight times as fast
-    tags = None if meta.tags is None else [row_tags.copy() for row_tags in meta.tags]
+    tags = None if meta.tags is None else list(map(dict.copy, meta.tags))
     inherited = {key: value for key, value in meta.extra_info.items() if key not in _PLAN_KEYS}
     shards = []
     for rank, rows in enumerate(plan.rows):

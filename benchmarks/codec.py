@@ -1,7 +1,7 @@
 """What the codec costs, against slicing row by row and against memcpy, side by side.
 
-Batch A: 512 samples, six jagged fields (``input_ids`` int64, five float32) of 256 to 2048 tokens; 16 MB of rows in 29 MB
-of padded columns. Batch B: 4096 samples of the same fields with 16 to 256 tokens, where the cost per cell shows.
+Batch A: 512 samples, six jagged fields (``input_ids`` int64, five float32) of 256 to 2048 tokens; 16 MB of rows in 29
+MB of padded columns. Batch B: 4096 samples of the same fields with 16 to 256 tokens, where the cost per cell shows.
 
 Every line is the median of seven rounds; a round runs every candidate once, so that a busy moment of the machine hits
 all of them. The processor's time is shown beside the clock's, since the latter means little on a machine that others

@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.codec.jagged import as_lengths, materialize, pack_jagged_fields, to_tensordict
-from dataplane_core.codec.tensors import byte_view, host_tensor, is_jagged
+from dataplane_core.codec.tensors import byte_array, host_tensor, is_jagged
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
@@ -288,7 +288,7 @@ def _is_zero(column: torch.Tensor, where: np.ndarray[Any, Any]) -> bool:
         plain = plain.unsqueeze(-1).view(_PARTS[plain.dtype])
     signed = plain.dtype in _SIGNED_ZERO
     size = plain.element_size()
-    cells = np.frombuffer(byte_view(plain), dtype=f"u{size}").reshape(*plain.shape[:2], -1)[where]
+    cells = byte_array(plain).view(f"u{size}").reshape(*plain.shape[:2], -1)[where]
     return not (cells & ((1 << (8 * size - 1)) - 1) if signed else cells).any()
 
 

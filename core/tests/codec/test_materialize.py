@@ -128,7 +128,6 @@ def test_columns_padded_together_own_their_memory_each():
     batch = materialize({"a": jagged(), "b": jagged(3), "c": jagged(dtype=torch.int64)})
     for column in batch.values():
         assert column.untyped_storage().nbytes() == column.nbytes
-        assert column.data_ptr() % 64 == 0
     batch["a"].fill_(7)
     assert batch["b"][1].abs().sum() == 0
     assert batch["c"][1].abs().sum() == 0

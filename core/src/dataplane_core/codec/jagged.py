@@ -19,8 +19,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.codec.rows import object_column
 from dataplane_core.codec.tensors import (
-    Arena,
     Ragged,
+    byte_slices,
     gather_rows,
     host_tensor,
     offsets_of,
@@ -75,14 +75,14 @@ def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor | Sequence[
         InvalidRequestError: Sizes that do not fit.
     """
     counts = as_lengths("pack_per_token_field", lengths)
-    return _pack_per_token_field(column, counts, offsets_of(counts), None)
+    return _pack_per_token_field(column, counts, offsets_of(counts), {})
 
 
 def _pack_per_token_field(
-    column: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, arena: Arena | None
+    column: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, known: dict[tuple[int, int], list[slice]]
 ) -> torch.Tensor:
     if not column.is_nested:
-        return _pack("pack_per_token_field", column, counts, offsets, arena)
+        return _pack("pack_per_token_field", column, counts, offsets, known)
     rows = _rows(column, "the column")
     if not torch.equal(rows.offsets, offsets):
         raise InvalidRequestError(
@@ -113,21 +113,14 @@ def pack_jagged_fields(
         InvalidTypeError: A column that is neither a tensor nor one object per row.
     """
     counts = as_lengths("pack_jagged_fields", lengths)
-    padded = {
-        name: column
-        for name in token_aligned_fields
-        if isinstance(column := fields.get(name), torch.Tensor) and not column.is_nested
-    }
-    widest = max((column.shape[1] for column in padded.values() if column.dim() > 1), default=0)
-    total = int(counts.clamp(0, widest).sum())  # wrong lengths are refused below, column by column
-    arena = Arena([total * column.element_size() * math.prod(column.shape[2:]) for column in padded.values()])
     offsets = offsets_of(counts)
+    known: dict[tuple[int, int], list[slice]] = {}
     columns: dict[str, Any] = {}
     for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
         column = fields.get(name)
         if name in token_aligned_fields and isinstance(column, torch.Tensor):
             try:
-                column = _pack_per_token_field(column, counts, offsets, arena)
+                column = _pack_per_token_field(column, counts, offsets, known)
             except (InvalidRequestError, InvalidTypeError) as error:
                 error.message = f"field '{name}': {error.message}"
                 raise
@@ -224,25 +217,29 @@ def _pack(
     padded: torch.Tensor,
     counts: torch.Tensor,
     offsets: torch.Tensor | None = None,
-    arena: Arena | None = None,
+    known: dict[tuple[int, int], list[slice]] | None = None,
 ) -> torch.Tensor:
+    """Cuts one column; ``offsets`` and the byte slices by width and element size are shared between columns."""
     if padded.is_nested or padded.dim() < 2:
         kind = "a nested tensor" if padded.is_nested else f"of shape {tuple(padded.shape)}"
         raise InvalidRequestError(f"{caller}: the column is {kind}. Expected a padded tensor (N, S, ...).")
     if len(counts) != len(padded):
         raise InvalidRequestError(f"{caller}: {len(counts)} lengths for {len(padded)} rows. Expected one per row.")
-    width = padded.shape[1]
-    wrong = torch.nonzero((counts < 0) | (counts > width))
-    if len(wrong):
-        row = int(wrong[0])
-        raise InvalidRequestError(
-            f"{caller}: row {row} has length {int(counts[row])}, but the column is padded to {width}. Expected lengths "
-            f"of 0 to {width}."
-        )
     plain = host_tensor(padded, f"{caller}: the column")
+    width, step = plain.shape[1], plain.element_size() * math.prod(plain.shape[2:])
     starts = torch.arange(len(counts)) * width
+    known = {} if known is None else known
+    if (width, step) not in known:
+        wrong = torch.nonzero((counts < 0) | (counts > width))
+        if len(wrong):
+            row = int(wrong[0])
+            raise InvalidRequestError(
+                f"{caller}: row {row} has length {int(counts[row])}, but the column is padded to {width}. Expected "
+                f"lengths of 0 to {width}."
+            )
+        known[width, step] = byte_slices(starts, counts, step)
     offsets = offsets_of(counts) if offsets is None else offsets
-    return to_nested(gather_rows(plain.flatten(0, 1), starts, offsets, arena))
+    return to_nested(gather_rows(plain.flatten(0, 1), starts, offsets, known[width, step]))
 
 
 def as_lengths(caller: str, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
@@ -309,7 +306,6 @@ def materialize(
     if pad_to_seqlen < 0:
         raise InvalidRequestError(f"materialize: pad_to_seqlen must be 0 or more, got {pad_to_seqlen}.")
     columns: dict[str, Any] = {}
-    ragged: dict[str, tuple[Ragged, int]] = {}
     for name in td.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
         column = td.get(name)
         columns[name] = column
@@ -317,20 +313,17 @@ def materialize(
             columns[name] = _object_array(column)
         elif layout == "padded" and column.dim() >= 2:
             width = pad_to_seqlen if token_aligned_fields is None or name in token_aligned_fields else 0
-            if column.is_nested:
-                rows = _rows(column, f"field '{name}'")
-                ragged[name] = rows, max(width, int(rows.lengths.max(initial=0)))
-            elif column.shape[1] < width:
-                columns[name] = _widen(name, column, (pad_value_dict or {}).get(name, 0), width)
-    arena = Arena([math.prod((rows.num_rows, width, rows.itemsize)) for rows, width in ragged.values()])
-    for name, (rows, width) in ragged.items():
-        value = (pad_value_dict or {}).get(name, 0)
-        _check_pad_value(name, value, rows.values.dtype)
-        columns[name] = pad_rows(rows, width, value, arena)
+            columns[name] = _pad(name, column, (pad_value_dict or {}).get(name, 0), width)
     return BatchedDataDict(columns)
 
 
-def _widen(name: str, column: torch.Tensor, value: float, width: int) -> torch.Tensor:
+def _pad(name: str, column: torch.Tensor, value: float, width: int) -> torch.Tensor:
+    if column.is_nested:
+        rows = _rows(column, f"field '{name}'")
+        _check_pad_value(name, value, rows.values.dtype)
+        return pad_rows(rows, max(width, int(rows.lengths.max(initial=0))), value)
+    if column.shape[1] >= width:
+        return column
     _check_pad_value(name, value, column.dtype)
     padded = column.new_empty((column.shape[0], width, *column.shape[2:]))
     padded[:, : column.shape[1]] = column

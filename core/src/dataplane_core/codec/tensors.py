@@ -21,9 +21,11 @@ from dataplane_core.errors import InvalidTypeError, SchemaMismatchError
 
 __all__ = [
     "DTYPE_CODES",
-    "Arena",
+    "ByteArray",
     "BytesLike",
     "Ragged",
+    "byte_array",
+    "byte_slices",
     "byte_view",
     "carrier",
     "from_byte_tensor",
@@ -32,6 +34,7 @@ __all__ = [
     "host_tensor",
     "is_jagged",
     "jagged_parts",
+    "join_arrays",
     "offsets_of",
     "pad_front",
     "pad_rows",
@@ -41,6 +44,7 @@ __all__ = [
 ]
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
+ByteArray: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 #: The code of each dtype in a frame's header. Part of the format: codes are never reused.
 DTYPE_CODES: Final[dict[torch.dtype, int]] = {
@@ -255,101 +259,55 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
     return offsets
 
 
-class Arena:
-    """Memory for the columns of one batch, asked for at once.
-
-    From 4 MiB on numpy asks the kernel for huge pages. Without them the page faults of fresh memory take more time than
-    all of the packing. Each part is a storage of its own, but the memory goes back when the last part is gone.
-    """
-
-    _ALIGN: Final = 64
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._data = np.empty(sum(size + self._ALIGN for size in sizes), dtype=np.uint8)
-        self._used = -self._data.ctypes.data % self._ALIGN
-
-    def take(self, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The next part, uninitialised; sizes as announced, in any order."""
-        part = self._data[self._used : self._used + size]
-        assert len(part) == size
-        self._used += -(-size // self._ALIGN) * self._ALIGN
-        return part
+def byte_slices(starts: torch.Tensor, lengths: torch.Tensor, step: int) -> list[slice]:
+    """Where rows of elements of ``step`` bytes lie in a buffer."""
+    return list(map(slice, (starts * step).tolist(), ((starts + lengths) * step).tolist()))
 
 
 def gather_rows(
-    values: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, arena: Arena | None = None
+    values: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, slices: Sequence[slice] | None = None
 ) -> Ragged:
     """Rows taken from places in ``values``, joined end to end; new memory.
-
-    Moves byte slices: about twice the time of a memcpy, where an index and `index_select` take five times that.
 
     Args:
         values: (T, *trailing), contiguous, on the host.
         starts: (N,) int64, where each row starts in ``values``.
         offsets: (N + 1,) int64, where each row starts and ends in the result.
-        arena: Where to put the result.
+        slices: `byte_slices` of the rows, where they are known already.
     """
     shape = (int(offsets[-1]), *values.shape[1:])
     step = values.dtype.itemsize * math.prod(values.shape[1:])
-    if step == 0:
-        return Ragged(values.new_empty(shape), offsets)
-    source = byte_view(values)
-    begins, ends = (starts * step).tolist(), ((starts + offsets.diff()) * step).tolist()
-    if arena is None:
-        joined = bytearray().join([source[begin:end] for begin, end in zip(begins, ends, strict=True)])
-        return Ragged(from_bytes(joined, values.dtype, shape), offsets)
-    part = arena.take(shape[0] * step)
-    target = part.data
-    for begin, end, (start, stop) in zip(begins, ends, pairwise((offsets * step).tolist()), strict=True):
-        target[start:stop] = source[begin:end]
-    return Ragged(_over(part, values.dtype, shape), offsets)
-
-
-def _over(part: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    if not len(part):
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.from_numpy(part).view(dtype).view(tuple(shape))
+    if slices is None:
+        slices = byte_slices(starts, offsets.diff(), step)
+    source = byte_array(values)
+    return Ragged(join_arrays([source[row] for row in slices], values.dtype, shape), offsets)
 
 
 def pad_front(rows: Ragged) -> Ragged:
     """One zero element in front of every row; new memory."""
     offsets = rows.offsets + torch.arange(len(rows.offsets))
     shape = (int(offsets[-1]), *rows.values.shape[1:])
-    step = rows.values.dtype.itemsize * math.prod(shape[1:])
-    data, zeros = byte_view(rows.values), bytes(step)
-    cuts = (rows.offsets * step).tolist()
-    parts = [part for begin, end in pairwise(cuts) for part in (zeros, data[begin:end])]
-    return Ragged(from_bytes(bytearray().join(parts), rows.values.dtype, shape), offsets)
+    source, zeros = byte_array(rows.values), np.zeros(rows.itemsize, dtype=np.uint8)
+    cuts = (rows.offsets * rows.itemsize).tolist()
+    parts = [part for begin, end in pairwise(cuts) for part in (zeros, source[begin:end])]
+    return Ragged(join_arrays(parts, rows.values.dtype, shape), offsets)
 
 
-def pad_rows(rows: Ragged, width: int, value: float | bool | complex = 0, arena: Arena | None = None) -> torch.Tensor:
+def pad_rows(rows: Ragged, width: int, value: float | bool | complex = 0) -> torch.Tensor:
     """(N, width, *trailing), rows on the left, ``value`` after them; new memory. No row is longer than ``width``."""
-    dtype, trailing = rows.values.dtype, tuple(rows.values.shape[1:])
-    step = dtype.itemsize * math.prod(trailing)
-    if step == 0:
-        return rows.values.new_empty((rows.num_rows, width, *trailing))
-    cuts = (rows.offsets * step).tolist()
-    size = width * step
+    dtype, size = rows.values.dtype, width * rows.itemsize
+    cuts = (rows.offsets * rows.itemsize).tolist()
     gap = size - min((end - begin for begin, end in pairwise(cuts)), default=size)
-    filler = memoryview(
-        bytes(gap) if value == 0 else bytes(byte_view(torch.full((gap // dtype.itemsize,), value, dtype=dtype)))
-    )
-    source = byte_view(rows.values)
-    shape = (rows.num_rows, width, *trailing)
-    if arena is None:
-        parts: list[memoryview] = []
-        for begin, end in pairwise(cuts):
-            parts.append(source[begin:end])
-            parts.append(filler[: size - (end - begin)])
-        return from_bytes(bytearray().join(parts), dtype, shape)
-    part = arena.take(rows.num_rows * size)
-    target = part.data
-    for row, (begin, end) in enumerate(pairwise(cuts)):
-        start, stop = row * size, (row + 1) * size
-        middle = start + end - begin
-        target[start:middle] = source[begin:end]
-        target[middle:stop] = filler[: stop - middle]
-    return _over(part, dtype, shape)
+    if value == 0:
+        filler = np.zeros(gap, dtype=np.uint8)
+    else:
+        filler = byte_array(torch.full((gap // dtype.itemsize,), value, dtype=dtype))
+    source = byte_array(rows.values)
+    parts = []
+    for begin, end in pairwise(cuts):
+        parts.append(source[begin:end])
+        parts.append(filler[: size - (end - begin)])
+    return join_arrays(parts, dtype, (rows.num_rows, width, *rows.values.shape[1:]))
 
 
 def to_nested(ragged: Ragged) -> torch.Tensor:
@@ -373,12 +331,30 @@ def carrier(tensor: torch.Tensor) -> torch.Tensor:
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def byte_view(tensor: torch.Tensor) -> memoryview:
+def byte_array(tensor: torch.Tensor) -> ByteArray:
     """The bytes of a contiguous host tensor, without a copy."""
     if tensor.numel() == 0:
-        return memoryview(b"")
-    flat: np.ndarray[Any, Any] = tensor.reshape(-1).view(torch.uint8).numpy()
-    return flat.data
+        return np.empty(0, dtype=np.uint8)
+    array: ByteArray = tensor.reshape(-1).view(torch.uint8).numpy()
+    return array
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """`byte_array` as a memoryview."""
+    return byte_array(tensor).data
+
+
+def join_arrays(parts: Sequence[ByteArray], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Bytes joined into a new tensor; their number must fit.
+
+    The memory is torch's: its allocator keeps what was freed, where fresh pages would take longer than the copy. One
+    call moves everything: an index and `index_select` take twice the time.
+    """
+    joined = torch.empty(dtype.itemsize * math.prod(shape), dtype=torch.uint8)
+    if len(joined) == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    np.concatenate(parts, out=joined.numpy())
+    return joined.view(dtype).view(tuple(shape))
 
 
 def from_byte_tensor(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

@@ -1,8 +1,11 @@
 """tq_simple against the contract, on a Ray of its own."""
 
+import time
+
 import pytest
 import ray
 
+from dataplane_core.codec.frames import split_rows
 from dataplane_core.testing import BackendConformance
 from dataplane_tq_simple import TQSimpleBackend
 
@@ -21,6 +24,14 @@ class TestTQSimple(BackendConformance):
     @pytest.fixture
     def options(self, ray_address):
         return {"instance": "conformance", "ray_address": ray_address}
+
+    def raw_get(self, backend, partition_id, sample_id, field):
+        """The frame, straight from the storage unit."""
+        deadline = time.monotonic() + 10
+        (part,) = backend._ledger(deadline, "locate", partition_id, [sample_id], [field]).parts
+        handle = part.write_id + part.positions[0]
+        ((*frames,),) = split_rows(backend._engine.get_rows([handle], column="dataplane", timeout_s=10))
+        return bytes(frames[part.slots[0]])
 
     def conflicting_options(self, options):
         return {**options, "num_storage_units": 2}

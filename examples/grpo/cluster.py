@@ -22,6 +22,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from .config import RaySection, RunConfig
 from .errors import RunFailedError, UserError
 from .model import ModelConfig
+from .parallel import Layout
 from .rollout import RolloutWorker
 from .weights import PackedWeights
 from .workers import OptimizerConfig, PolicyWorker
@@ -138,6 +139,8 @@ def start_actors(
         **config.grpo.model_dump(include={"learning_rate", "warmup_steps", "betas", "max_grad_norm"})
     )
 
+    layout = Layout(config.tensor_parallel, config.sequence_packing.enabled)
+
     def actor(cls: type) -> Any:
         # max_restarts=0: an actor that comes back without its weights would train on, wrongly.
         return ray.remote(cls).options(num_cpus=config.ray.cpus_per_actor, max_restarts=0).remote
@@ -150,7 +153,7 @@ def start_actors(
             seed=config.seed,
         ),
         workers=[
-            actor(worker_class)(model_config, optimizer_config, rank, config.num_workers)
+            actor(worker_class)(model_config, optimizer_config, rank, config.num_workers, layout)
             for rank in range(config.num_workers)
         ],
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -79,6 +79,23 @@ class DynamicBatchingSection(_Section):
     sequence_length_round: _Count = 4
 
 
+class SequencePackingSection(_Section):
+    """Microbatches as packed sequences, in place of padded rows; limit and rounding are dynamic batching's."""
+
+    enabled: bool = False
+    algorithm: Literal[
+        "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"
+    ] = "modified_first_fit_decreasing"
+
+
+class DynamicSamplingSection(_Section):
+    """Training on groups with right and wrong answers only; further prompts make up for the others."""
+
+    enabled: bool = False
+    #: Rounds of ``prompts_per_step`` prompts after which a step takes the groups that it has.
+    max_generations: _Count = 4
+
+
 class RaySection(_Section):
     """Where the actors run, and how long the run waits for them."""
 
@@ -95,22 +112,41 @@ class RunConfig(_Section):
     """Everything that decides a run. Two runs of equal configuration give equal bits."""
 
     seed: Annotated[int, Field(ge=0)] = 0
+    #: Policy workers in all: data-parallel ranks times ``tensor_parallel``.
     num_workers: _Count = 2
+    tensor_parallel: _Count = 1
     data: DataSection
     model: ModelSection = ModelSection()
     warm_start: WarmStartSection = WarmStartSection()
     grpo: GrpoSection = GrpoSection()
     dynamic_batching: DynamicBatchingSection = DynamicBatchingSection()
+    sequence_packing: SequencePackingSection = SequencePackingSection()
+    dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
     ray: RaySection = RaySection()
     #: What `dataplane_core.connect` gets; ``--in-memory`` leaves it aside.
     data_plane: DataPlaneConfig = DataPlaneConfig(backend="tq_simple")
 
+    @property
+    def data_parallel(self) -> int:
+        """Data-parallel ranks: groups of workers with rows of their own."""
+        return self.num_workers // self.tensor_parallel
+
     @model_validator(mode="after")
     def _check_sizes(self) -> RunConfig:
-        if (self.grpo.prompts_per_step * self.grpo.answers_per_prompt) % self.num_workers:
+        if self.num_workers % self.tensor_parallel or self.model.heads % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel {self.tensor_parallel} must divide num_workers {self.num_workers} and model.heads "
+                f"{self.model.heads}"
+            )
+        if (self.grpo.prompts_per_step * self.grpo.answers_per_prompt) % self.data_parallel:
             raise ValueError(
                 f"prompts_per_step x answers_per_prompt = {self.grpo.prompts_per_step} x "
                 f"{self.grpo.answers_per_prompt} rows cannot be shared equally by num_workers = {self.num_workers}"
+            )
+        if self.dynamic_sampling.enabled and self.grpo.answers_per_prompt % self.data_parallel:
+            raise ValueError(
+                f"with dynamic_sampling a step may have any number of groups, so grpo.answers_per_prompt "
+                f"{self.grpo.answers_per_prompt} must be a multiple of the {self.data_parallel} data-parallel ranks"
             )
         if self.grpo.max_new_tokens >= self.model.context:
             raise ValueError(

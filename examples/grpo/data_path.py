@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,15 @@ from torch.nn import functional
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
+from dataplane_integrations.batching import Batching, DynamicBatching, SequencePacking
 
 from .cluster import Actors, wait_for
 from .config import RunConfig
 from .rollout import RolloutCarry, RolloutWorker
-from .task import PAD_ID
+from .task import PAD_ID, Problem
 from .workers import LossFunction, PolicyWorker
 
-__all__ = ["DataPath", "InMemoryPath", "Traffic", "common_width", "dynamic_batching_args", "summarize_training"]
+__all__ = ["DataPath", "InMemoryPath", "Traffic", "batching_of", "common_width", "sharding_args", "summarize_training"]
 
 
 @dataclass
@@ -62,6 +63,23 @@ class DataPath(ABC):
     @abstractmethod
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
         """Has the rollout worker answer the prompts; keeps its columns, returns what the driver needs of them."""
+
+    def collect(self, step: int, draw: Callable[[int], list[Problem]]) -> tuple[list[Problem], RolloutCarry]:
+        """Generates the rows of a step.
+
+        Args:
+            step: Its number.
+            draw: Draws prompts, others for each number that it gets; this draws once, with 0.
+
+        Returns:
+            The problems that the step trains on, and what `generate` returned for their answers.
+        """
+        problems = draw(0)
+        return problems, self.generate(step, [problem.prompt for problem in problems])
+
+    def step_facts(self) -> dict[str, float]:
+        """What else there is to record of the newest step."""
+        return {}
 
     @abstractmethod
     def put_advantages(self, advantages_ns: Tensor) -> None:
@@ -125,7 +143,7 @@ class InMemoryPath(DataPath):
 
     def train(self, loss_fn: LossFunction) -> dict[str, float]:
         shards, _ = self._shards(DP_TRAIN_FIELDS)
-        return summarize_training(self._call("train", shards, loss_fn))
+        return summarize_training(self._call("train", shards, loss_fn)[:: self._config.tensor_parallel])
 
     def finish_step(self) -> Traffic:
         traffic, self._traffic = self._traffic, Traffic()
@@ -141,7 +159,7 @@ class InMemoryPath(DataPath):
 
     def _column(self, method: str, key: str) -> Tensor:
         shards, came_from = self._shards(LP_SEED_FIELDS)
-        results = self._call(method, shards)
+        results = self._call(method, shards)[:: self._config.tensor_parallel]  # the others computed the same
         joined = BatchedDataDict.from_batches(results)
         joined.reorder_data(came_from)
         self._traffic.bytes_put += _size_bytes(joined)
@@ -149,30 +167,36 @@ class InMemoryPath(DataPath):
         return column
 
     def _shards(self, fields: Sequence[str]) -> tuple[Sequence[BatchedDataDict], list[int]]:
-        """One shard per worker, with its microbatch plan, and where each row of the joined shards came from."""
+        """One shard per data-parallel rank, with its plan, and where each row of the joined shards came from."""
         columns = BatchedDataDict({name: self._batch[name] for name in fields})
-        shards, came_from = columns.shard_by_batch_size(
-            self._config.num_workers, dynamic_batching_args=dynamic_batching_args(self._config)
-        )
-        self._traffic.bytes_get += sum(_size_bytes(shard) for shard in shards)
+        shards, came_from = columns.shard_by_batch_size(self._config.data_parallel, **sharding_args(self._config))
+        self._traffic.bytes_get += sum(_size_bytes(shard) for shard in shards) * self._config.tensor_parallel
         return shards, came_from
 
     def _call(self, method: str, shards: Sequence[BatchedDataDict], *args: object) -> list[Any]:
         calls = {
-            f"policy worker {rank}": getattr(worker, method).remote(shard, *args)
-            for rank, (worker, shard) in enumerate(zip(self._actors.workers, shards, strict=True))
+            f"policy worker {rank}": getattr(worker, method).remote(shards[rank // self._config.tensor_parallel], *args)
+            for rank, worker in enumerate(self._actors.workers)
         }
         return wait_for(calls, self._timeout_s, f"running {method} in step {self._step}")
 
 
-def dynamic_batching_args(config: RunConfig) -> dict[str, Any]:
+def sharding_args(config: RunConfig) -> dict[str, Any]:
     """The arguments by which rows are split over workers and into microbatches, the same on every path."""
-    return {
-        "max_tokens_per_microbatch": config.dynamic_batching.max_tokens_per_microbatch,
-        "sequence_length_round": config.dynamic_batching.sequence_length_round,
-        "input_key": "input_ids",
-        "input_lengths_key": "input_lengths",
-    }
+    return dict(batching_of(config).shard_args("train"))
+
+
+def batching_of(config: RunConfig) -> Batching:
+    """Dynamic batching, or sequence packing of the same limit and rounding."""
+    limit, multiple = config.dynamic_batching.max_tokens_per_microbatch, config.dynamic_batching.sequence_length_round
+    if config.sequence_packing.enabled:
+        packing = SequencePacking(
+            train_mb_tokens=limit,
+            algorithm=config.sequence_packing.algorithm,
+            sequence_length_pad_multiple=multiple,
+        )
+        return Batching(packing=packing)
+    return Batching(dynamic=DynamicBatching(train_mb_tokens=limit, sequence_length_round=multiple))
 
 
 def common_width(input_lengths: Sequence[int], config: RunConfig) -> int:

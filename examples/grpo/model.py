@@ -69,15 +69,17 @@ class Block(nn.Module):
         self.feed_forward_in = nn.Linear(width, 4 * width)
         self.feed_forward_out = nn.Linear(4 * width, width)
 
-    def forward(self, hidden_nsc: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        num_rows, num_tokens, width = hidden_nsc.shape
+    def forward(self, hidden_nsc: Tensor, cache: KeyValueCache | None = None, mask: Tensor | None = None) -> Tensor:
+        num_rows, num_tokens, _ = hidden_nsc.shape
         qkv = self.qkv(self.attention_norm(hidden_nsc)).view(num_rows, num_tokens, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
         # One new token sees everything in the cache; several at once come without a past, and see what precedes them.
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=num_tokens > 1)
-        mixed_nsc = mixed.transpose(1, 2).reshape(num_rows, num_tokens, width)
+        causal = mask is None and num_tokens > 1
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+        # Not the full width where the heads are shared out over tensor-parallel ranks.
+        mixed_nsc = mixed.transpose(1, 2).reshape(num_rows, num_tokens, -1)
         hidden_nsc = hidden_nsc + self.attention_out(mixed_nsc)
         inner = functional.gelu(self.feed_forward_in(self.feed_forward_norm(hidden_nsc)))
         return hidden_nsc + self.feed_forward_out(inner)
@@ -95,19 +97,28 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCAB_SIZE)
 
-    def forward(self, input_ids_ns: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids_ns: Tensor,
+        cache: KeyValueCache | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Logits (N, S, V) of the token that follows each position.
 
         Args:
             input_ids_ns: (N, S) int64, padded on the right. Attention is causal, so padding changes nothing before it.
             cache: With a cache, ``input_ids_ns`` continues what it holds: any number of tokens into an empty cache,
                 then one at a time.
+            positions: (S,) int64: the position of each token in its sequence; None: they follow each other.
+            mask: (S, S) bool: which tokens (second dim) each token sees; None: all that precede it, and itself.
         """
-        start = 0 if cache is None else cache.length
-        positions = torch.arange(start, start + input_ids_ns.shape[1])
+        if positions is None:
+            start = 0 if cache is None else cache.length
+            positions = torch.arange(start, start + input_ids_ns.shape[1])
         hidden_nsc = self.token_embedding(input_ids_ns) + self.position_embedding(positions)
         for block in self.blocks:
-            hidden_nsc = block(hidden_nsc, cache)
+            hidden_nsc = block(hidden_nsc, cache, mask)
         if cache is not None:
             cache.length += input_ids_ns.shape[1]
         logits: Tensor = self.head(self.norm(hidden_nsc))

@@ -18,7 +18,6 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.middleware.metrics import Metrics
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.attach import DataPlaneClientMixin
-from dataplane_integrations.batching import Batching, DynamicBatching
 from dataplane_integrations.errors import WorkerFailedError
 from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
@@ -26,15 +25,17 @@ from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt
 
 from .cluster import Actors
 from .config import RunConfig
-from .data_path import DataPath, Traffic, summarize_training
+from .data_path import DataPath, Traffic, batching_of, summarize_training
 from .errors import RunFailedError
 from .rollout import RolloutCarry, RolloutWorker
 from .task import PAD_ID
 from .workers import LossFunction, PolicyWorker
 
-__all__ = ["DataPlanePath"]
+__all__ = ["DataPlanePath", "reporting"]
 
 _PARTITION = "train"
+#: The rollout worker draws by the number of the step; further generations of a step must not repeat another's draw.
+_FURTHER_DRAWS = 1_000_000
 
 
 def _traffic_of(client: DataPlaneClient) -> Traffic:
@@ -58,15 +59,22 @@ class PlaneRolloutWorker(_CountsTraffic, DataPlaneRolloutMixin, RolloutWorker):
     """The rollout worker, writing what it generates to the store."""
 
     def generate_to_plane(
-        self, step: int, prompts: Sequence[str], answers_per_prompt: int
+        self, step: int, prompts: Sequence[str], answers_per_prompt: int, generation: int = 0
     ) -> tuple[RolloutReceipt, RolloutCarry]:
         """As `RolloutWorker.generate`, with the columns left in the store.
+
+        Args:
+            step: The training step.
+            prompts: The prompts.
+            answers_per_prompt: The group size.
+            generation: Number of the call in this step, where there are several.
 
         Returns:
             The receipt for the rows, and the carry.
         """
-        batch, carry = self.generate(step, prompts, answers_per_prompt)
-        ids = mint_sample_ids([f"s{step}_p{number}" for number in range(len(prompts))], answers_per_prompt)
+        batch, carry = self.generate(step + generation * _FURTHER_DRAWS, prompts, answers_per_prompt)
+        mark = f"s{step}" if generation == 0 else f"s{step}r{generation}"
+        ids = mint_sample_ids([f"{mark}_p{number}" for number in range(len(prompts))], answers_per_prompt)
         tags = [{"step": step, "input_lengths": length} for length in carry.input_lengths]
         return self._first_write(batch, sample_ids=ids, partition_id=_PARTITION, carry_fields=(), tags=tags), carry
 
@@ -97,49 +105,50 @@ class DataPlanePath(DataPath):
 
     def start(self, actors: Actors) -> None:
         self._actors = actors
-        dynamic = DynamicBatching(
-            train_mb_tokens=self._config.dynamic_batching.max_tokens_per_microbatch,
-            sequence_length_round=self._config.dynamic_batching.sequence_length_round,
-        )
-        with _reporting():
+        dp_ranks = [rank // self._config.tensor_parallel for rank in range(len(actors.workers))]
+        with reporting():
             self._policy = DataPlanePolicy(
-                RayWorkerGroup(actors.workers),
+                RayWorkerGroup(actors.workers, dp_ranks),
                 self._plane,
-                batching=Batching(dynamic=dynamic),
+                batching=batching_of(self._config),
                 timeout_s=self._timeout_s,
             )
             self._on_rollout("setup_data_plane", self._plane, doing="attaching to the data plane")
 
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
-        answers = self._config.grpo.answers_per_prompt
-        with _reporting():
-            self._require().prepare_step(_PARTITION, num_samples=len(prompts) * answers, group_size=answers)
-            receipt, carry = self._on_rollout(
-                "generate_to_plane", step, list(prompts), answers, doing=f"generating in step {step}"
-            )
-        self._meta: KVBatchMeta = receipt.meta
-        answered: RolloutCarry = carry
-        return answered
+        with reporting():
+            self._open_step(len(prompts) * self._config.grpo.answers_per_prompt)
+            self._meta, carry = self._generate(step, 0, prompts)
+        return carry
+
+    def _open_step(self, num_samples: int | None) -> None:
+        group_size = self._config.grpo.answers_per_prompt
+        self._require().prepare_step(_PARTITION, num_samples=num_samples, group_size=group_size)
+
+    def _generate(self, step: int, generation: int, prompts: Sequence[str]) -> tuple[KVBatchMeta, RolloutCarry]:
+        arguments = (step, list(prompts), self._config.grpo.answers_per_prompt, generation)
+        receipt, carry = self._on_rollout("generate_to_plane", *arguments, doing=f"generating in step {step}")
+        return receipt.meta, carry
 
     def put_advantages(self, advantages_ns: Tensor) -> None:
-        with _reporting():
+        with reporting():
             self._meta = self._require().write_to_dataplane(self._meta, {"advantages": advantages_ns})
 
     def compute_prev_logprobs(self) -> None:
-        with _reporting():
+        with reporting():
             self._meta = self._require().get_logprobs_from_meta(self._meta)
 
     def compute_reference_logprobs(self) -> None:
-        with _reporting():
+        with reporting():
             self._meta = self._require().get_reference_policy_logprobs_from_meta(self._meta)
 
     def train(self, loss_fn: LossFunction) -> dict[str, float]:
-        with _reporting():
+        with reporting():
             result = self._require().train_from_meta(self._meta, loss_fn)
         return summarize_training([{**result, "global_loss": result["loss"]}])
 
     def finish_step(self) -> Traffic:
-        with _reporting():
+        with reporting():
             self._require().finish_step()
             now = self._traffic()
         step = Traffic(now.bytes_put - self._seen.bytes_put, now.bytes_get - self._seen.bytes_get)
@@ -166,7 +175,7 @@ class DataPlanePath(DataPath):
 
 
 @contextmanager
-def _reporting() -> Iterator[None]:
+def reporting() -> Iterator[None]:
     """A worker's failure as the program reports it."""
     try:
         yield

@@ -31,6 +31,7 @@ from grpo.model import ModelConfig, Transformer, build_model
 from grpo.plane_path import DataPlanePath
 from grpo.plot import plot_run
 from grpo.progress import ProgressBar, step_line
+from grpo.sampling_path import SamplingPath
 from grpo.task import Problem, read_problems, split_problems
 from grpo.trainer import Trainer
 from grpo.warm_start import warm_start
@@ -50,6 +51,9 @@ def main(argv: list[str] | None = None) -> int:
                 "grpo.steps": args.steps,
                 "data.file": None if args.data is None else str(args.data.resolve()),
                 "data_plane.backend": args.backend,
+                "tensor_parallel": args.tp,
+                "sequence_packing.enabled": args.packing or None,
+                "dynamic_sampling.enabled": args.dynamic_sampling or None,
             },
         )
         run(config, _data_path(config, args.in_memory), args.out)
@@ -145,9 +149,11 @@ def _print_evaluation(when: str, shares: dict[str, float], problems: list[Proble
 
 
 def _data_path(config: RunConfig, in_memory: bool) -> DataPath:
+    if in_memory and config.dynamic_sampling.enabled:
+        raise UserError("dynamic sampling filters rows in the data plane. Leave out --in-memory or --dynamic-sampling.")
     if in_memory:
         return InMemoryPath(config)
-    return DataPlanePath(config)
+    return SamplingPath(config) if config.dynamic_sampling.enabled else DataPlanePath(config)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -160,6 +166,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out"), help="where results go (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="overrides the configuration")
     parser.add_argument("--steps", type=int, help="GRPO steps; overrides the configuration")
+    parser.add_argument("--tp", type=int, metavar="N", help="tensor parallelism: N policy workers share each forward")
+    parser.add_argument("--packing", action="store_true", help="sequence packing: microbatches without padding")
+    parser.add_argument(
+        "--dynamic-sampling", action="store_true", help="train only on groups with right and wrong answers"
+    )
     return parser.parse_args(argv)
 
 

@@ -95,8 +95,7 @@ class Trainer:
         with _timed(seconds, "weights"):
             self.push_weights(f"handing over the weights in step {step}")
         with _timed(seconds, "generate"):
-            problems = self._draw(step)
-            carry = path.generate(step, [problem.prompt for problem in problems])
+            problems, carry = path.collect(step, lambda generation: self._draw(step, generation))
         with _timed(seconds, "advantages"):
             per_answer = [problem for problem in problems for _ in range(grpo.answers_per_prompt)]
             rewards_n = torch.tensor([reward(p, a) for p, a in zip(per_answer, carry.answers, strict=True)])
@@ -117,15 +116,17 @@ class Trainer:
             "answers": len(carry.answers),
             "mean_length": sum(carry.input_lengths) / len(carry.input_lengths),
             "advantages_sha256": hashlib.sha256(advantages_n.numpy().tobytes()).hexdigest(),
+            **path.step_facts(),
             "path": path.name,
             "bytes_put": traffic.bytes_put,
             "bytes_get": traffic.bytes_get,
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
         }
 
-    def _draw(self, step: int) -> list[Problem]:
-        """The step's problems: all different, unless the file has fewer than a step needs."""
-        rng = random.Random(step_seed(self._config.seed, "prompts", step))
+    def _draw(self, step: int, generation: int) -> list[Problem]:
+        """Problems for one generation of a step: all different, unless the file has fewer than a step needs."""
+        stream = "prompts" if generation == 0 else f"prompts/{generation}"
+        rng = random.Random(step_seed(self._config.seed, stream, step))
         count = self._config.grpo.prompts_per_step
         if count <= len(self._problems):
             return rng.sample(self._problems, count)

@@ -1,7 +1,7 @@
-"""The policy worker: one rank of data-parallel training with FSDP2 (`fully_shard`) over gloo.
+"""The policy worker: one rank of training with FSDP2 (`fully_shard`) over gloo, with tensor parallelism if asked.
 
-Two of them run as Ray actors. Both make the same calls in the same order, since every forward gathers the shards of
-the weights from both. Shape legend: ``N`` rows of this rank, ``S`` padded sequence length.
+Two of them or more run as Ray actors. All make the same calls in the same order, since every forward gathers the shards
+of the weights from all. Shape legend: ``N`` rows of this rank, ``S`` padded sequence length.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from dataplane_core.batch import BatchedDataDict
 
 from .loss import loss_mask
 from .model import ModelConfig, Transformer, token_logprobs
+from .packing import packed_token_logprobs
+from .parallel import Layout, clip_gradients, make_mesh, pack_parallel_weights, shard_policy
 from .weights import PackedWeights, load_packed_weights, pack_weights
 
 __all__ = ["LossFunction", "OptimizerConfig", "PolicyWorker"]
@@ -64,13 +66,21 @@ class PolicyWorker:
     optimizer: torch.optim.Optimizer
 
     def __init__(
-        self, model_config: ModelConfig, optimizer_config: OptimizerConfig, rank: int, world_size: int
+        self,
+        model_config: ModelConfig,
+        optimizer_config: OptimizerConfig,
+        rank: int,
+        world_size: int,
+        layout: Layout | None = None,
     ) -> None:
         torch.set_num_threads(1)
         self.model_config = model_config
         self.optimizer_config = optimizer_config
         self.rank = rank
         self.world_size = world_size
+        self.layout = layout or Layout()
+        #: Data-parallel ranks: those with rows of their own.
+        self.dp_size = world_size // self.layout.tensor_parallel
         self._store: dist.TCPStore | None = None
 
     def process_id(self) -> int:
@@ -99,14 +109,12 @@ class PolicyWorker:
         store = self._store or dist.TCPStore(*rendezvous, is_master=False)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
-        self.mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("dp",))
+        self.mesh = make_mesh(self.world_size, self.layout)
 
         self.model = Transformer(self.model_config)
         load_packed_weights(self.model, packed)
         self.reference = copy.deepcopy(self.model).requires_grad_(False)
-        for block in self.model.blocks:
-            fully_shard(block, mesh=self.mesh)
-        fully_shard(self.model, mesh=self.mesh)
+        shard_policy(self.model, self.mesh)
 
         config = self.optimizer_config
         self.optimizer = torch.optim.AdamW(
@@ -118,7 +126,7 @@ class PolicyWorker:
 
     def packed_weights(self) -> PackedWeights | None:
         """The whole policy on rank 0, None elsewhere. Collective: start the call on every rank, then wait."""
-        packed = pack_weights(self.model)
+        packed = pack_weights(self.model) if self.layout.tensor_parallel == 1 else pack_parallel_weights(self.model)
         return packed if self.rank == 0 else None
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
@@ -164,10 +172,10 @@ class PolicyWorker:
         Raises:
             ValueError: ``gbs`` does not divide the rows.
         """
-        rows = data.size if gbs is None else gbs // self.world_size
+        rows = data.size if gbs is None else gbs // self.dp_size
         if rows == 0 or data.size % rows:
             raise ValueError(
-                f"train: {data.size} rows on each of {self.world_size} ranks are not a multiple of gbs={gbs}."
+                f"train: {data.size} rows on each of {self.dp_size} ranks are not a multiple of gbs={gbs}."
             )
         self.model.train(not eval_mode)
         losses, grad_norms, total_tokens = [], [], 0.0
@@ -184,7 +192,7 @@ class PolicyWorker:
                     part, part_metrics = loss_fn(logprobs_ns, microbatch, global_tokens.clamp(min=1.0))
                 if not eval_mode:
                     # FSDP averages gradients over ranks; the parts must add up, hence the factor.
-                    (part * self.world_size).backward()
+                    (part * self.dp_size).backward()
                 loss += part.detach()
                 for name, value in part_metrics.items():
                     metrics.setdefault(name, []).append(value.item())
@@ -199,10 +207,17 @@ class PolicyWorker:
         }
 
     def _optimizer_step(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optimizer_config.max_grad_norm)
+        norm = self._clip_gradients()
         self.optimizer.step()
         self._schedule.step()
         self.optimizer.zero_grad()
+        return norm
+
+    def _clip_gradients(self) -> float:
+        max_norm = self.optimizer_config.max_grad_norm
+        if self.layout.tensor_parallel > 1:
+            return clip_gradients(self.model, max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         return float(norm.full_tensor().item())  # type: ignore[attr-defined]  # a DTensor under FSDP
 
     @torch.no_grad()
@@ -217,6 +232,8 @@ class PolicyWorker:
         return BatchedDataDict({key: torch.cat(parts)})
 
     def _forward(self, model: Transformer, data: BatchedDataDict) -> Tensor:
+        if self.layout.pack_sequences:
+            return packed_token_logprobs(model, data["input_ids"], data["input_lengths"])
         return token_logprobs(model(data["input_ids"]), data["input_ids"], data["input_lengths"])
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:

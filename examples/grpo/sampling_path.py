@@ -1,0 +1,73 @@
+"""Dynamic sampling (DAPO) over a data plane: answer prompts until enough groups have something to teach.
+
+A group whose answers are all right, or all wrong, has advantages of 0. The driver stamps the rewards as tags on the
+meta; `DynamicSampling` decides on them alone, and clears the rows of such groups in the store before anybody reads
+them. What is lacking is made up with further prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dataplane_core.meta import KVBatchMeta
+from dataplane_integrations.dynamic_sampling import DynamicSampling
+
+from .config import RunConfig
+from .plane_path import DataPlanePath, reporting
+from .rollout import RolloutCarry
+from .task import Answer, Problem, reward
+
+__all__ = ["SamplingPath"]
+
+
+class SamplingPath(DataPlanePath):
+    """A data path whose steps are made of groups with both right and wrong answers."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._settings = config.dynamic_sampling
+        self._facts: dict[str, float] = {}
+
+    def collect(self, step: int, draw: Callable[[int], list[Problem]]) -> tuple[list[Problem], RolloutCarry]:
+        """See `DataPath.collect`. Fewer groups than a step wants only if the generations are used up."""
+        group_size = self._config.grpo.answers_per_prompt
+        rows: dict[str, tuple[Problem, Answer, int]] = {}
+        rewards: list[float] = []
+
+        def generate(generation: int) -> KVBatchMeta:
+            problems = draw(generation)
+            meta, carry = self._generate(step, generation, [problem.prompt for problem in problems])
+            per_answer = [problem for problem in problems for _ in range(group_size)]
+            scores = [reward(p, a) for p, a in zip(per_answer, carry.answers, strict=True)]
+            meta.stamp_tags({"reward": scores})
+            rewards.extend(scores)
+            answered = zip(per_answer, carry.answers, carry.input_lengths, strict=True)
+            rows.update(zip(meta.sample_ids, answered, strict=True))
+            return meta
+
+        with reporting():
+            policy = self._require()
+            self._open_step(None)
+            sampling = DynamicSampling(
+                policy.client,
+                num_groups=self._config.grpo.prompts_per_step,
+                group_size=group_size,
+                max_generations=self._settings.max_generations,
+                allow_fewer=True,
+            )
+            self._meta = sampling.collect(generate)
+        kept = [rows[sample_id] for sample_id in self._meta.sample_ids]
+        counts = sampling.counts
+        self._facts = {
+            "generations": counts.generations,
+            "groups": counts.held,
+            "groups_dropped": counts.dropped,
+            "groups_overflow": counts.overflow,
+            "reward_generated": sum(rewards) / len(rewards),
+        }
+        problems = [problem for problem, _, _ in kept[::group_size]]
+        return problems, RolloutCarry([answer for _, answer, _ in kept], [length for _, _, length in kept])
+
+    def step_facts(self) -> dict[str, float]:
+        """What the sampling took in the newest step; ``reward_generated`` counts the dropped answers too."""
+        return self._facts

@@ -1,0 +1,190 @@
+"""Fetch by the leader plus broadcast, against every rank fetching: a replica group of four ranks on one machine.
+
+Four processes form a mesh (dp, cp, tp) of 1 x 1 x 4 over gloo and read the same training batch (512 rows of 256 to 2048
+tokens, six token-aligned fields) out of tq_simple. ``leader_broadcast``: one fetch, then broadcasts of the padded
+columns. ``independent``: four fetches at the same time. A round ends when the last rank has its batch; rounds of both
+alternate, so that a busy moment of the machine hits both. Bytes are counted by the metrics middleware (the store's, of
+jagged rows) and from the batch (the broadcast's, of padded columns).
+
+What it cannot show: on one machine the store's bytes cross no network, and four fetches share its cores with the store.
+Run it with ``python benchmarks/broadcast.py``; ``--rows`` and ``--rounds`` make it shorter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dataplane_core import KVBatchMeta, connect, kv_first_write
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.middleware.metrics import Metrics
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
+from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.worker import FetchPolicy
+
+RANKS: Final = 4
+WAYS: Final[tuple[FetchPolicy, ...]] = ("leader_broadcast", "independent")
+FLOAT_FIELDS: Final = (
+    "generation_logprobs",
+    "prev_logprobs",
+    "reference_policy_logprobs",
+    "advantages",
+    "token_mask",
+)
+INSTANCE: Final = "benchmark-broadcast"
+
+
+class Worker(FSDP2DataPlaneMixin):
+    """One rank; it only reads."""
+
+    def __init__(self) -> None:
+        self.mesh = init_device_mesh("cpu", (1, 1, RANKS), mesh_dim_names=("dp", "cp", "tp"))
+
+
+def make_batch(num_rows: int) -> BatchedDataDict:
+    """A padded training batch."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(256, 2049, (num_rows,), generator=generator)
+    inside = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    columns: dict[str, Any] = {
+        name: torch.randn(inside.shape, generator=generator).where(inside, 0.0) for name in FLOAT_FIELDS
+    }
+    columns["input_ids"] = torch.randint(0, 32000, inside.shape, generator=generator) * inside
+    columns["input_lengths"] = lengths
+    columns["sample_mask"] = torch.ones(num_rows)
+    return BatchedDataDict(columns)
+
+
+def size_bytes(batch: BatchedDataDict) -> int:
+    """Bytes of all columns."""
+    return sum(column.numel() * column.element_size() for column in batch.values())
+
+
+def serve(rank: int, pipe: Connection, store: str, config: dict[str, Any], meta: KVBatchMeta) -> None:
+    """A rank: reads when it is told how, and answers with seconds, the store's bytes and the batch's."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=timedelta(seconds=120)
+    )
+    worker = Worker()
+    worker.setup_data_plane(config)
+    metrics = cast(Metrics, worker._require_dp_client().middleware[0])
+    while (way := pipe.recv()) is not None:
+        before = _bytes_read(metrics)
+        dist.barrier()
+        begun = time.perf_counter()
+        batch = worker._fetch(meta, fetch_policy=way)
+        mine_s = time.perf_counter() - begun
+        dist.barrier()
+        pipe.send((time.perf_counter() - begun, mine_s, _bytes_read(metrics) - before, size_bytes(batch)))
+        del batch
+    worker.close_data_plane()
+    pipe.send("closed")
+    dist.destroy_process_group()
+
+
+def _bytes_read(metrics: Metrics) -> int:
+    return int(metrics.snapshot()["operations"].get("get_samples", {}).get("n_bytes", 0))
+
+
+def run(rows: int, rounds: int) -> None:
+    """Starts Ray, the store and the ranks, and prints the table."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    options = {"instance": INSTANCE, "ray_address": ray.get_runtime_context().gcs_address}
+    try:
+        with connect({"backend": "tq_simple", "options": options}) as client:
+            client.register_partition("train", [], None, ["train"])
+            batch = make_batch(rows)
+            ids = [f"p{row}_g0" for row in range(rows)]
+            meta = kv_first_write(batch, sample_ids=ids, dp_client=client, partition_id="train")
+            meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = int(batch["input_lengths"].max())
+            config = {"backend": "tq_simple", "options": options, "middleware": ["metrics"]}
+            print(f"{rows} rows, {RANKS} ranks (1x1x4), {size_bytes(batch) / 1e6:.1f} MB of padded columns")
+            report(measure(config, meta, rounds))
+    finally:
+        ray.shutdown()
+
+
+def measure(config: dict[str, Any], meta: KVBatchMeta, rounds: int) -> dict[str, list[list[tuple[float, ...]]]]:
+    """Per way and round what each rank answered; the first round of each is a warm-up and left out."""
+    context = mp.get_context("spawn")
+    pipes: list[Connection] = []
+    processes = []
+    answers: dict[str, list[list[tuple[float, ...]]]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(RANKS):
+                here, there = context.Pipe()
+                arguments = (rank, there, os.path.join(folder, "store"), config, meta)
+                process = context.Process(target=serve, args=arguments, daemon=True)
+                process.start()
+                there.close()
+                pipes.append(here)
+                processes.append(process)
+            for number in range(rounds + 1):
+                for way in WAYS:
+                    replies = ask(pipes, way)
+                    if number:
+                        answers[way].append(replies)
+            ask(pipes, None)
+        finally:
+            for process in processes:
+                process.join(10)
+                if process.is_alive():
+                    process.kill()
+    return answers
+
+
+def ask(pipes: Sequence[Connection], way: str | None) -> list[Any]:
+    """Tells all ranks how to read; waits for all."""
+    for pipe in pipes:
+        pipe.send(way)
+    for pipe in pipes:
+        if not pipe.poll(180):
+            raise TimeoutError("a rank did not answer within 180 s")
+    return [pipe.recv() for pipe in pipes]
+
+
+def report(answers: dict[str, list[list[tuple[float, ...]]]]) -> None:
+    """One line for each way: medians over the rounds."""
+    print(
+        f"{'way':<18} {'read from the store':>20} {'broadcast':>12} {'all ranks have it':>18} {'best':>9} {'worst':>9}"
+    )
+    for way, rounds in answers.items():
+        seconds = [max(rank[0] for rank in replies) for replies in rounds]
+        read = statistics.median(sum(rank[2] for rank in replies) for replies in rounds)
+        sent = rounds[0][0][3] * (RANKS - 1) if way == "leader_broadcast" else 0
+        print(
+            f"{way:<18} {read / 1e6:>17.1f} MB {sent / 1e6:>9.1f} MB {statistics.median(seconds):>16.3f} s "
+            f"{min(seconds):>7.3f} s {max(seconds):>7.3f} s"
+        )
+    leader = [max(r[0] for r in replies) for replies in answers["leader_broadcast"]]
+    every = [max(r[0] for r in replies) for replies in answers["independent"]]
+    print(f"independent / leader_broadcast, median of the rounds' ratios: {_ratio(every, leader):.2f}")
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=512, help="rows of the batch (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default: %(default)s)")
+    given = parser.parse_args()
+    run(given.rows, given.rounds)

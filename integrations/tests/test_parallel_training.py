@@ -81,6 +81,14 @@ def store(local_ray: Any) -> Iterator[tuple[DataPlaneClient, dict[str, Any]]]:
     cloudpickle.unregister_pickle_by_value(tiny_policy)
 
 
+@pytest.fixture(scope="module")
+def attached_ranks(ranks: Any, store: Any) -> Iterator[Any]:
+    """Ranks that started after Ray: how to authenticate is in the environment that they inherit."""
+    pool = type(ranks)()
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def written(store: Any) -> KVBatchMeta:
     client, _ = store
@@ -121,10 +129,6 @@ def _run(rank: int, shape: tuple[int, int, int], config: dict[str, Any], shards:
         return seen
     finally:
         worker.close_data_plane()
-        if worker._dp_client is None:
-            import ray
-
-            ray.shutdown()  # this process serves further tests, with another Ray perhaps
 
 
 def _one_process() -> tuple[list[float], list[float]]:
@@ -147,14 +151,14 @@ def _one_process() -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize(("shape", "batching"), LAYOUTS)
 def test_a_mesh_trains_as_one_process_with_one_fetch_per_group_and_one_writer_per_key(
-    ranks: Any, store: Any, written: KVBatchMeta, shape: tuple[int, int, int], batching: Batching
+    attached_ranks: Any, store: Any, written: KVBatchMeta, shape: tuple[int, int, int], batching: Batching
 ) -> None:
     client, config = store
     shards, _ = shard_meta_for_dp(written, dp_world=shape[0], **batching.shard_args("train"))
     plain = written.with_fields([])
     plain.fields = list(_every_dtype())
 
-    seen = ranks(4, _run, shape, config, shards, plain, timeout_s=60)
+    seen = attached_ranks(4, _run, shape, config, shards, plain, timeout_s=60)
 
     # what came: bit for bit, by the leader's fetch or by its broadcast
     expected = {name: (str(column.dtype), _raw(column)) for name, column in _every_dtype().items()}

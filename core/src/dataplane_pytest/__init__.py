@@ -88,13 +88,15 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """Refuses skip marks on single tests of the kit: they would be quiet overrides."""
-    if _is_kit_test(item) and any(mark.name in ("skip", "skipif") for mark in item.own_markers):
-        pytest.fail(
-            f"{item.name} is a test of the conformance kit and carries a skip mark. Write the departure down in "
-            "deviations, with its reason.",
-            pytrace=False,
-        )
+    """Refuses xfail marks, and skip marks on single tests of the kit: they would be quiet overrides."""
+    if _is_kit_test(item):
+        names = {mark.name for mark in item.own_markers} | {mark.name for mark in item.iter_markers("xfail")}
+        if quiet := sorted(names & {"skip", "skipif", "xfail"}):
+            pytest.fail(
+                f"{item.name} is a test of the conformance kit and carries the mark '{quiet[0]}'. Write the departure "
+                "down in deviations, with its reason.",
+                pytrace=False,
+            )
     return (yield)
 
 
@@ -130,6 +132,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Prints one report per class."""
     for report in reports_of(config):
+        if not report.started:
+            continue
         terminalreporter.section(f"conformance of {report.backend}")
         terminalreporter.write_line(report.to_text())
 

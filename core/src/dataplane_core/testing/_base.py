@@ -13,7 +13,7 @@ from dataplane_core.backend import Backend
 from dataplane_core.capabilities import OPERATIONS, Capability, Scope
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.registry import load_backend
-from dataplane_core.testing._store import Deployment, Store
+from dataplane_core.testing._store import NOT_DECLARED, Deployment, Store
 
 __all__ = ["ConformanceError", "Proof", "Suite", "needs_of", "proves"]
 
@@ -24,9 +24,6 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 _CHAPTER: Final = "__dataplane_chapter__"
 _PROVES: Final = "__dataplane_proves__"
-
-#: Opens the reason of a test that is skipped because the backend does not declare what it proves.
-NOT_DECLARED: Final = "not declared: "
 
 #: What an author's class may define; every other name of the kit is the kit's.
 _AUTHORS_NAMES: Final = frozenset(
@@ -170,11 +167,6 @@ class Suite:
         for need in needs_of(request.function):
             if not declares(cls, need):
                 pytest.skip(f"{NOT_DECLARED}{label_of(need)}")
-        if request.node.get_closest_marker("xfail") is not None:
-            pytest.fail(
-                f"{request.node.name} carries an xfail mark. A departure from the contract is written down in "
-                f"{type(self).__name__}.deviations, with its reason."
-            )
         reason = deviation_of(type(self).deviations, request.node.name)
         if reason is not None:
             request.applymarker(pytest.mark.xfail(strict=True, reason=reason))

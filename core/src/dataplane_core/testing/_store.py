@@ -7,7 +7,7 @@ import copy
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import msgpack
 import pytest
@@ -29,15 +29,17 @@ from dataplane_core.testing.faults import Faults
 if TYPE_CHECKING:
     from dataplane_core.testing._base import Suite
 
-__all__ = ["NOT_RUN", "Deployment", "Store", "not_run"]
+__all__ = ["NOT_DECLARED", "NOT_RUN", "Deployment", "Store", "not_run"]
 
 _E = TypeVar("_E", bound=BaseException)
 
+#: Opens the reason of a test that is skipped because the backend does not declare what it proves.
+NOT_DECLARED: Final = "not declared: "
 #: Opens the reason of a test that this machine or this author's class cannot run.
-NOT_RUN = "not run: "
+NOT_RUN: Final = "not run: "
 
 #: Distinct options that one class may have before the kit asks for `store_per_test`.
-_MOST_STORES = 8
+_MOST_STORES: Final = 8
 
 
 def not_run(reason: str) -> NoReturn:
@@ -193,6 +195,11 @@ class Store:
         """Whether the backend declares it."""
         return capability in self.deployment.backend_class.capabilities
 
+    def require(self, *capabilities: Capability | None) -> None:
+        """Ends the test as not declared, unless one of them is declared, or None among them."""
+        if not any(each is None or self.declares(each) for each in capabilities):
+            pytest.skip(f"{NOT_DECLARED}{' or '.join(map(str, capabilities))}")
+
     @property
     def scope(self) -> Scope:
         """The declared scope."""
@@ -280,12 +287,11 @@ class Store:
 
     def tags_of(self, partition_id: str) -> dict[str, dict[str, Any]]:
         """Id -> tags, of the samples that hold a cell ``x``; by listing, else by a claim of the task ``train``."""
+        self.require(Capability.LISTING, Capability.CLAIMS)
         if self.declares(Capability.LISTING):
             meta = self.client.list_samples(partition_id)
-        elif self.declares(Capability.CLAIMS):
-            meta = self.claim(partition_id, 10_000)
         else:
-            not_run("neither listing nor claims are declared, so tags cannot be read")
+            meta = self.claim(partition_id, 10_000)
         assert meta.tags is not None, "the meta carries no tags"
         return dict(zip(meta.sample_ids, meta.tags, strict=True))
 

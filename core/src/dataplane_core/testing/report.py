@@ -114,6 +114,11 @@ class Report:
         return not counts["fail"] and counts["pass"] > 0
 
     @property
+    def started(self) -> bool:
+        """Whether any test was selected."""
+        return any(result.reason != NOT_SELECTED for result in self.results)
+
+    @property
     def counts(self) -> Counter[str]:
         """Outcome -> number of tests."""
         return Counter(result.outcome for result in self.results)

@@ -14,7 +14,7 @@ from dataplane_core.capabilities import Capability
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import batch, ids
-from dataplane_core.testing._store import Store, not_run
+from dataplane_core.testing._store import Store
 from dataplane_core.testing._timing import PROMPT_S, Background, bounded
 
 __all__ = ["BoundSuite"]
@@ -42,8 +42,7 @@ class BoundSuite(Suite, chapter="bounds"):
         Check first: every wait inside the hook ends by request.deadline; here it has passed before the call.
         """
         call, capability = _HOOKS[hook]
-        if capability is not None and not store.declares(capability):
-            not_run(f"'{capability}' is not declared")
+        store.require(capability)
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.zeros(1))
         running = Background(lambda: call(store, partition))

@@ -14,7 +14,7 @@ from dataplane_core.errors import BackendError, ClientClosedError, DataPlaneErro
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import batch
-from dataplane_core.testing._store import Store, check_error, not_run
+from dataplane_core.testing._store import Store, check_error
 
 __all__ = ["ErrorSuite"]
 
@@ -55,8 +55,7 @@ _CASES: dict[str, tuple[Callable[[Store, str], Any], type[Exception], Capability
 
 def _ready(store: Store, case: str) -> str:
     capability = _CASES[case][2]
-    if capability is not None and not store.declares(capability):
-        not_run(f"'{capability}' is not declared")
+    store.require(capability)
     partition = store.register("x", "y")
     store.put(partition, ["a"], x=torch.zeros(1))
     return partition

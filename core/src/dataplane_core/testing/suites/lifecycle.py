@@ -57,8 +57,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         Check first: nothing in the backend; core refuses before the hook is called.
         """
         call, capability = _OPERATIONS[operation]
-        if capability is not None and not store.declares(capability):
-            not_run(f"'{capability}' is not declared")
+        store.require(capability)
         client = store.deployment.closed_client()
         with store.refusal(ClientClosedError):
             call(client)

@@ -1,0 +1,141 @@
+"""The kit catches what it says it catches, and lets right backends pass, whatever they declare or carry."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_TOYS = Path(__file__).parent / "toys"
+_TIMEOUT_S = 300
+
+
+def _load(name):
+    spec = importlib.util.spec_from_file_location(f"toys_{name}", _TOYS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_BROKEN = {cls.__name__: test for cls, test in _load("broken").BROKEN.items()}
+#: The kit with a capability taken away has a case that the whole kit has not.
+_CONTROLS = [test for test in dict.fromkeys(_BROKEN.values()) if "undeclared" not in test]
+
+_RUNS = {
+    "broken": [
+        *(f"kit_of_broken.py::Test{name}::{test}" for name, test in _BROKEN.items()),
+        *(f"kit_of_broken.py::TestNoopBackend::{test}" for test in _CONTROLS),
+    ],
+    "declares": [
+        "kit_of_variants.py::TestDeclaresNothing",
+        "kit_of_variants.py::TestDeclaresClaims",
+        "-k",
+        "TestDeclaresNothing or undeclared or tags or consumed or order or history",
+    ],
+    "carries": [
+        "kit_of_variants.py::TestCarriesRows",
+        "kit_of_variants.py::TestCarriesBytes",
+        "-k",
+        "columns_come_back or objects_come_back or joins_across or hook or any_batch",
+    ],
+    "processes": [
+        "kit_of_host.py",
+        "-k",
+        "(TestHostStore and (process or attach or bootstrap or elsewhere or holder)) or goes_to_one or visible_in",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Run -> backend -> its report. Runs in processes of their own, which may hang or break for all we know."""
+    folder = tmp_path_factory.mktemp("reports")
+    environment = {**os.environ, "PYTHONPATH": str(_TOYS), "DATAPLANE_CONFORMANCE_PROMPT_S": "4"}
+    environment.pop("DATAPLANE_HYPOTHESIS_PROFILE", None)
+    environment.pop("PYTEST_ADDOPTS", None)
+    started = {}
+    for run, arguments in _RUNS.items():
+        output = (folder / f"{run}.txt").open("w")
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider"]
+        command += ["--basetemp", str(folder / run), "--dataplane-json", str(folder / f"{run}.json"), *arguments]
+        started[run] = subprocess.Popen(command, cwd=_TOYS, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        output.close()
+    try:
+        for process in started.values():
+            process.wait(_TIMEOUT_S)
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+    found = {}
+    for run in _RUNS:
+        path = folder / f"{run}.json"
+        assert path.exists(), (folder / f"{run}.txt").read_text()[-3000:]
+        found[run] = {report["backend"]: report for report in json.loads(path.read_text())}
+    return found
+
+
+def _outcomes(report):
+    return {test["name"]: test for test in report["tests"] if test["reason"] != "not selected"}
+
+
+@pytest.mark.timeout(_TIMEOUT_S + 60)
+@pytest.mark.parametrize("name", _BROKEN)
+def test_the_test_that_names_the_rule_fails(reports, name):
+    outcomes = _outcomes(reports["broken"][name])
+    test = outcomes[_BROKEN[name]]
+    assert test["outcome"] == "fail", f"{name} passed {_BROKEN[name]}"
+    assert not test["reason"].startswith(("setup", "teardown")), test["reason"]
+
+
+@pytest.mark.timeout(_TIMEOUT_S + 60)
+@pytest.mark.parametrize("test", _CONTROLS)
+def test_the_unbroken_backend_passes(reports, test):
+    found = _outcomes(reports["broken"]["NoopBackend"])[test]
+    assert found["outcome"] == "pass", found["reason"]
+
+
+@pytest.mark.timeout(_TIMEOUT_S + 60)
+@pytest.mark.parametrize(
+    ("run", "backend", "least"),
+    [
+        ("declares", "DeclaresNothing", 600),
+        ("declares", "DeclaresClaims", 20),
+        ("carries", "CarriesRows", 400),
+        ("carries", "CarriesBytes", 400),
+        ("processes", "HostStore", 12),
+    ],
+)
+def test_right_backends_pass(reports, run, backend, least):
+    report = reports[run][backend]
+    failures = [test["name"] for test in report["tests"] if test["outcome"] == "fail"]
+    assert failures == []
+    assert report["counts"]["pass"] >= least
+
+
+@pytest.mark.timeout(_TIMEOUT_S + 60)
+def test_undeclared_capabilities_are_reported_as_such(reports):
+    report = reports["declares"]["DeclaresNothing"]
+    rows = {row["name"]: row for row in report["capabilities"]}
+    assert rows["core"]["verdict"] == "proven"
+    for name in ("claims", "leases", "overwrite", "durable", "fenced", "scope host"):
+        assert rows[name]["verdict"] == "not declared"
+        assert rows[name]["not declared"] > 0
+    refused = {name for name in _outcomes(report) if name.startswith("test_undeclared_operations_are_refused")}
+    assert len(refused) == 7
+
+
+@pytest.mark.timeout(_TIMEOUT_S + 60)
+def test_a_store_that_is_wrong_across_processes_is_caught(reports):
+    outcomes = _outcomes(reports["processes"]["KeepsCursorsInTheClient"])
+    assert outcomes["test_each_sample_goes_to_one_process"]["outcome"] == "fail"
+    assert outcomes["test_a_put_is_visible_in_other_processes"]["outcome"] == "pass"
+
+
+def test_there_is_a_broken_backend_for_many_rules():
+    assert len(set(_BROKEN.values())) >= 40

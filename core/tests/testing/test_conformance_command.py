@@ -1,0 +1,61 @@
+"""`dataplane conformance NAME`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dataplane_core.cli import main
+
+
+def test_the_command_runs_the_kit_and_writes_reports(tmp_path):
+    files = ["--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
+    command = [sys.executable, "-c", "import sys; from dataplane_core.cli import main; sys.exit(main())"]
+    arguments = ["conformance", "noop", "--options", "{capacity_bytes: 9000000}", "-k", "order_asked_for or given_once"]
+    done = subprocess.run(
+        [*command, *arguments, *files],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "conformance of noop" in done.stdout
+    (report,) = json.loads((tmp_path / "r.json").read_text())
+    assert report["backend"] == "noop"
+    assert report["counts"]["pass"] == 2
+    assert "| claims | in part | 1 |" in (tmp_path / "r.md").read_text()
+
+
+def test_a_selection_of_nothing_is_no_success(tmp_path, capsys):
+    assert main(["conformance", "noop", "-k", "no_such_test_at_all"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no_such_backend"], "no_such_backend"),
+        (["noop", "--options", "[1, 2]"], "must be a mapping"),
+        (["noop", "--options", "{a: "], "not valid YAML"),
+        (["noop", "--options", "{capacity_byte: 1}"], "capacity_bytes"),
+        (["noop", "--json", "/no/such/folder/report.json"], "/no/such/folder/report.json"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments, words, capsys):
+    assert main(["conformance", *arguments]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_without_pytest_it_says_what_to_install(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "hypothesis" else found(name, *rest)
+    )
+    assert main(["conformance", "noop"]) == 1
+    error = capsys.readouterr().err
+    assert "hypothesis" in error
+    assert "pip install 'dataplane-core[testing]'" in error

@@ -1,0 +1,161 @@
+"""A toy of scope host: a server process that holds a ledger and rows of bytes, reached through a local socket.
+
+It unpickles what clients send, so it does not declare ``no_pickle``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+import time
+from itertools import pairwise
+from multiprocessing.connection import Client, Listener
+
+from dataplane_core.capabilities import Capability, Scope
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError
+from dataplane_core.hookspecs import Claim
+from dataplane_core.ledger_backend import CapacityOptions, LedgerService, RefsGoneError
+from dataplane_core.row_store import RowStoreBackend
+
+_KEY = b"a toy"
+_FAMILY = "AF_UNIX"
+
+
+class Server:
+    """What runs in the server process: one thread per connection."""
+
+    def __init__(self, options):
+        self._options = options
+        self._ledger = LedgerService(options["capacity_bytes"])
+        self._rows = {}
+
+    def run(self):
+        with Listener(self._options["address"], _FAMILY, backlog=64, authkey=_KEY) as listener:
+            while True:
+                with contextlib.suppress(OSError, EOFError):  # a client that went away while it connected
+                    threading.Thread(target=self.answer, args=(listener.accept(),), daemon=True).start()
+
+    def answer(self, connection):
+        with connection, contextlib.suppress(OSError, EOFError):
+            while True:
+                method, args, kwargs = connection.recv()
+                try:
+                    reply = True, getattr(self, f"do_{method}")(*args, **kwargs)
+                except Exception as error:
+                    reply = False, error
+                connection.send(reply)
+
+    def do_options(self):
+        return self._options
+
+    def do_ledger(self, method, *args, **kwargs):
+        return self._ledger.call(method, *args, **kwargs)
+
+    def do_put_rows(self, handles, rows):
+        self._rows.update(zip(handles, rows, strict=True))
+
+    def do_get_rows(self, handles):
+        return [self._rows.get(handle) for handle in handles]
+
+    def do_delete_rows(self, handles):
+        for handle in handles:
+            self._rows.pop(handle, None)
+
+
+def serve(options):
+    Server(options).run()
+
+
+class HostOptions(CapacityOptions):
+    address: str
+
+
+class HostStore(RowStoreBackend):
+    """Starts its server with bootstrap, attaches to it without."""
+
+    capabilities = frozenset(Capability) - {Capability.DURABLE, Capability.NO_PICKLE}
+    scope = Scope.HOST
+    Config = HostOptions
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._process = None
+        self._local = threading.local()
+        self._connections = []
+
+    @classmethod
+    def isolated_options(cls, options, tag):
+        return {**options, "address": f"{options['address']}-{tag}"}
+
+    def start(self, *, bootstrap, deadline):
+        address, mine = self.config.address, self.config.model_dump()
+        if bootstrap and not os.path.exists(address):
+            self._process = multiprocessing.get_context("spawn").Process(target=serve, args=(mine,), daemon=True)
+            self._process.start()
+            while not os.path.exists(address):
+                if time.monotonic() > deadline or not self._process.is_alive():
+                    raise BackendUnavailableError(f"the server at {address} did not start.")
+                time.sleep(0.01)
+        if bootstrap and self._ask(deadline, "options") != mine:
+            raise AlreadyRunningError(f"a server of other options runs at {address}.")
+        self._ask(deadline, "options")
+
+    def stop(self):
+        for connection in self._connections:
+            connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            os.unlink(self.config.address)
+
+    def _ask(self, deadline, method, *args, **kwargs):
+        try:
+            if not hasattr(self._local, "connection"):
+                self._local.connection = Client(self.config.address, _FAMILY, authkey=_KEY)
+                self._connections.append(self._local.connection)
+            connection = self._local.connection
+            connection.send((method, args, kwargs))
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                del self._local.connection  # its reply is still to come
+                raise OperationTimeoutError(f"the server at {self.config.address} did not answer in time.")
+            succeeded, reply = connection.recv()
+        except (OSError, EOFError) as error:
+            if isinstance(error, OperationTimeoutError):
+                raise
+            raise BackendUnavailableError(f"the server at {self.config.address} does not answer.") from error
+        if not succeeded:
+            raise reply
+        return reply
+
+    def _ledger(self, deadline, method, *args, **kwargs):
+        return self._ask(deadline, "ledger", method, *args, **kwargs)
+
+    def _put_rows(self, handles, buffer, offsets, deadline):
+        rows = [bytes(buffer[start:stop]) for start, stop in pairwise(map(int, offsets))]
+        self._ask(deadline, "put_rows", list(handles), rows)
+
+    def _get_rows(self, handles, deadline):
+        rows = self._ask(deadline, "get_rows", list(handles))
+        if None in rows:
+            raise RefsGoneError("a row is gone")
+        return rows
+
+    def _delete_rows(self, handles, deadline):
+        self._ask(deadline, "delete_rows", list(handles))
+
+
+class KeepsCursorsInTheClient(HostStore):
+    """Every process remembers for itself what it gave: right in one process, wrong in two."""
+
+    def claim(self, request):
+        given = self.__dict__.setdefault("given", {}).setdefault((request.partition_id, request.task_name), set())
+        listed = self._ledger(request.deadline, "list_samples", request.partition_id, None)
+        info = self._ledger(request.deadline, "describe", request.partition_id)
+        ready = [each for each in listed.sample_ids if each not in given][: request.batch_size]
+        whole = info.num_samples is not None and len(listed.sample_ids) >= info.num_samples
+        if request.all_or_nothing and len(ready) < request.batch_size and not whole:
+            return Claim()
+        given.update(ready)
+        return Claim(sample_ids=ready, tags=[{} for _ in ready], exhausted=whole and not ready)

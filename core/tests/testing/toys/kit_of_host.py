@@ -1,0 +1,40 @@
+"""The kit on a store of several processes, one that is right and one that is wrong."""
+
+from __future__ import annotations
+
+import struct
+import time
+
+import pytest
+from host_store import HostStore, KeepsCursorsInTheClient
+
+from dataplane_core.testing import BackendConformance
+
+
+class TestHostStore(BackendConformance):
+    backend_class = HostStore
+
+    @pytest.fixture
+    def options(self, tmp_path_factory):
+        return {"address": str(tmp_path_factory.getbasetemp() / "host")}
+
+    def conflicting_options(self, options):
+        return {**options, "capacity_bytes": 1}
+
+    def raw_get(self, backend, partition_id, sample_id, field):
+        forever = time.monotonic() + 60
+        (part,) = backend._ledger(forever, "locate", partition_id, [sample_id], [field]).parts
+        (row,) = backend._get_rows([part.write_id + part.positions[0]], forever)
+        # a row: 8 bytes of header with the number of its cells, their lengths, the cells
+        (count,) = struct.unpack_from("<I", row, 4)
+        lengths = struct.unpack_from(f"<{count}q", row, 8)
+        start = 8 + 8 * count + sum(lengths[: part.slots[0]])
+        return row[start : start + lengths[part.slots[0]]]
+
+
+class TestKeepsCursorsInTheClient(BackendConformance):
+    backend_class = KeepsCursorsInTheClient
+
+    @pytest.fixture
+    def options(self, tmp_path_factory):
+        return {"address": str(tmp_path_factory.getbasetemp() / "cursors")}

@@ -18,25 +18,12 @@ import msgpack
 from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.errors import CorruptDataError, DataPlaneError, OperationTimeoutError
 from dataplane_core.fields import FieldSpec
-from dataplane_core.ledger_backend import LedgerService, RefsGoneError
+from dataplane_core.ledger_backend import LEDGER_CAPABILITIES, LedgerService, RefsGoneError
 from dataplane_core.row_store import RowStoreBackend
 
 __all__ = ["BlobStore"]
 
-_OPERATIONS: Final[frozenset[Capability]] = frozenset(
-    {
-        Capability.CLAIMS,
-        Capability.GROUPS,
-        Capability.LEASES,
-        Capability.TAG_FILTERS,
-        Capability.CAPACITY,
-        Capability.LISTING,
-        Capability.OVERWRITE,
-        Capability.FENCED,
-        Capability.ATOMIC_OVERWRITE,
-        Capability.NO_PICKLE,
-    }
-)
+_CAPABILITIES: Final = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
 #: Calls that change nothing, and so are not recorded.
 _READS: Final = frozenset({"describe", "locate", "consumed", "list_samples", "held_bytes"})
 _SPEC_CODE: Final = 1
@@ -54,7 +41,7 @@ class BlobStore(RowStoreBackend):
     the shortest lease.
     """
 
-    capabilities: ClassVar[frozenset[Capability]] = _OPERATIONS
+    capabilities: ClassVar[frozenset[Capability]] = _CAPABILITIES
     scope: ClassVar[Scope] = Scope.PROCESS
 
     def __init__(self, config: Any) -> None:
@@ -67,8 +54,8 @@ class BlobStore(RowStoreBackend):
         if _has_journal(cls):
             if "scope" not in cls.__dict__ and cls.scope is Scope.PROCESS:
                 cls.scope = Scope.HOST
-            if "capabilities" not in cls.__dict__ and cls.capabilities == _OPERATIONS:
-                cls.capabilities = _OPERATIONS | {Capability.DURABLE}
+            if "capabilities" not in cls.__dict__ and cls.capabilities == _CAPABILITIES:
+                cls.capabilities = _CAPABILITIES | {Capability.DURABLE}
 
     # --- what a storage author supplies -------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.backend import Backend
+from dataplane_core.capabilities import OPERATIONS, Capability
 from dataplane_core.codec.sizes import row_nbytes
 from dataplane_core.errors import CapacityExceededError, DataPlaneError, OperationTimeoutError
 from dataplane_core.hookspecs import (
@@ -43,7 +44,10 @@ from dataplane_core.hookspecs import (
 from dataplane_core.ledger import Ledger, Located, Ref
 from dataplane_core.tags import TagValue
 
-__all__ = ["CapacityOptions", "LedgerBackend", "LedgerService", "RefsGoneError"]
+__all__ = ["LEDGER_CAPABILITIES", "CapacityOptions", "LedgerBackend", "LedgerService", "RefsGoneError"]
+
+#: What the ledger and the order of storing, committing and deleting give to every backend on top of them.
+LEDGER_CAPABILITIES: Final[frozenset[Capability]] = OPERATIONS | {Capability.FENCED, Capability.ATOMIC_OVERWRITE}
 
 #: Seconds beyond its deadline after which a put that was not committed counts as abandoned.
 _ABANDON_GRACE_S: Final = 30.0
@@ -151,6 +155,7 @@ class LedgerService:
 class LedgerBackend(Backend, ABC):
     """All operations, from a ledger and a payload store. ``Config`` derives from `CapacityOptions`."""
 
+    capabilities = LEDGER_CAPABILITIES
     Config = CapacityOptions
 
     # --- what a storage author supplies -------------------------------------------------------------------------------

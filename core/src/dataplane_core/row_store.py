@@ -55,7 +55,7 @@ class RowStoreBackend(LedgerBackend):
     def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         handles = [part.write_id + position for part in located.parts for position in part.positions]
         rows = split_rows(self._get_rows(handles, deadline))
-        columns: dict[str, WireColumn] = {name: [None] * num_samples for name in located.specs}
+        columns: dict[str, list[Any]] = {name: [None] * num_samples for name in located.specs}
         start = 0
         for part in located.parts:
             mine = rows[start : start + len(part.rows)]
@@ -69,7 +69,7 @@ class RowStoreBackend(LedgerBackend):
                             f"with field '{name}' among them."
                         )
                     column[position] = frames[slot]
-        return columns
+        return dict(columns)
 
     def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
         self._delete_rows([write_id + position for write_id, position in refs], deadline)

@@ -81,7 +81,9 @@ class TestMine(BackendConformance):
         assert store.client.config.options == {"capacity_bytes": 5_000_000}
 """
     result, (report,) = run(body, "-k", "order_asked_for or of_my_own", "-W", "default")
-    result.assert_outcomes(passed=2, warnings=result.parseoutcomes().get("warnings", 0), deselected=len(report["tests"]) - 1)
+    result.assert_outcomes(
+        passed=2, warnings=result.parseoutcomes().get("warnings", 0), deselected=len(report["tests"]) - 1
+    )
     # an author's own tests run beside the kit's, and are not part of its report
     assert list(_selected(report)) == ["test_get_keeps_the_order_asked_for"]
 

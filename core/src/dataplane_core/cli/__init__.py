@@ -43,12 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "backends":
-            from dataplane_core.cli import _backends
+            from dataplane_core.cli._backends import run as list_backends
 
-            return _backends.run(load=chosen.load, as_json=chosen.json)
-        from dataplane_core.cli import _conformance
+            return list_backends(load=chosen.load, as_json=chosen.json)
+        from dataplane_core.cli._conformance import run as run_kit
 
-        return _conformance.run(
+        return run_kit(
             chosen.name,
             options=chosen.options,
             json_path=chosen.json_path,

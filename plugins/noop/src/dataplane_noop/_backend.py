@@ -9,7 +9,13 @@ from typing import Any
 from dataplane_core.capabilities import Capability, Scope, WireFormat
 from dataplane_core.hookspecs import WireColumn
 from dataplane_core.ledger import Located, Ref
-from dataplane_core.ledger_backend import CapacityOptions, LedgerBackend, LedgerService, RefsGoneError
+from dataplane_core.ledger_backend import (
+    LEDGER_CAPABILITIES,
+    CapacityOptions,
+    LedgerBackend,
+    LedgerService,
+    RefsGoneError,
+)
 from dataplane_noop._segments import Segment, StoredColumn, merge, to_wire
 
 __all__ = ["NoopBackend"]
@@ -19,20 +25,7 @@ class NoopBackend(LedgerBackend):
     """The reference: every operation of the contract, scope process. Nothing here waits for anything but a lock."""
 
     wire = WireFormat(ragged="jagged", objects="native")
-    capabilities = frozenset(
-        {
-            Capability.CLAIMS,
-            Capability.GROUPS,
-            Capability.LEASES,
-            Capability.TAG_FILTERS,
-            Capability.CAPACITY,
-            Capability.LISTING,
-            Capability.OVERWRITE,
-            Capability.FENCED,
-            Capability.ATOMIC_OVERWRITE,
-            Capability.NO_PICKLE,
-        }
-    )
+    capabilities = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
     scope = Scope.PROCESS
     Config = CapacityOptions
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from dataplane_core.codec.objects import copy_item
-from dataplane_core.codec.tensors import carrier
+from dataplane_core.codec.tensors import carrier, jagged_parts
 from dataplane_core.hookspecs import WireColumn
 
 __all__ = ["Ragged", "Segment", "StoredColumn", "merge", "to_wire"]
@@ -109,7 +109,8 @@ def _own(column: WireColumn) -> StoredColumn:
     if isinstance(column, list):
         return [copy_item(item) for item in column]
     if column.is_nested:
-        return Ragged(column.values().clone(), column.offsets().to(torch.int64).clone())
+        values, offsets, _, _ = jagged_parts(column)
+        return Ragged(values.clone(), offsets.to(torch.int64).clone())
     return column.clone(memory_format=torch.contiguous_format)
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dataplane_core.capabilities import Capability, Scope
+from dataplane_core.capabilities import Scope
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger_backend import LedgerService, RefsGoneError
 from dataplane_core.row_store import RowStoreBackend
@@ -26,19 +26,6 @@ _COLUMN = "dataplane"
 class TQSimpleBackend(RowStoreBackend):
     """Every client of an instance speaks to one controller and its storage units, from any node of the Ray cluster."""
 
-    capabilities = frozenset(
-        {
-            Capability.CLAIMS,
-            Capability.GROUPS,
-            Capability.LEASES,
-            Capability.TAG_FILTERS,
-            Capability.CAPACITY,
-            Capability.LISTING,
-            Capability.OVERWRITE,
-            Capability.FENCED,
-            Capability.ATOMIC_OVERWRITE,
-        }
-    )
     scope = Scope.CLUSTER
     Config = TQSimpleConfig
 

@@ -126,9 +126,14 @@ class Suite:
         made: dict[str, Any] = dict(options) if own is None else own(dict(options), tag)
         return made
 
-    def attach_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Options with which another process attaches to the store that was bootstrapped with ``options``."""
-        return dict(options)
+    def attach_options(self, options: dict[str, Any], backend: Backend) -> dict[str, Any]:
+        """Options with which another process attaches to the store that ``backend`` bootstrapped with ``options``.
+
+        The default asks the backend, where it has a method ``attach_options()``, else returns ``options``.
+        """
+        own = getattr(backend, "attach_options", None)
+        made: dict[str, Any] = dict(options) if own is None else own()
+        return made
 
     def absent_options(self, options: dict[str, Any]) -> dict[str, Any] | None:
         """Options under which there is nothing to attach to. Default: those of an isolated store, if they differ."""

@@ -112,14 +112,16 @@ class Deployment:
             self._clients[key] = self.connect({**made, **options})
         return self._clients[key]
 
+    def attach_options(self) -> dict[str, Any]:
+        """Options of further clients of this store."""
+        return self.case.attach_options(copy.deepcopy(self.options), self.client._backend)
+
     def closed_client(self) -> DataPlaneClient:
         """A client that was closed; one for all tests that only need to be refused."""
         if "closed" not in self._clients:
             attach = self.backend_class.scope is not Scope.PROCESS
             options = copy.deepcopy(self.options)
-            self._clients["closed"] = self.connect(
-                self.case.attach_options(options) if attach else options, bootstrap=not attach
-            )
+            self._clients["closed"] = self.connect(self.attach_options() if attach else options, bootstrap=not attach)
             self._clients["closed"].close()
         return self._clients["closed"]
 
@@ -132,7 +134,7 @@ class Deployment:
         if missing > 0:
             config = DataPlaneConfig(
                 backend=self.name,
-                options=self.case.attach_options(copy.deepcopy(self.options)),
+                options=self.attach_options(),
                 op_timeout_s=self.case.op_timeout_s,
             )
             reference = BackendReference.of(self.backend_class, self.name, by_name=self.case.backend_class is None)
@@ -220,8 +222,7 @@ class Store:
 
     def attached_client(self, **config: Any) -> DataPlaneClient:
         """A further client of the same store, closed when the test ends; for scopes wider than the process."""
-        options = self.case.attach_options(copy.deepcopy(self.deployment.options))
-        client = self.deployment.connect(options, bootstrap=False, **config)
+        client = self.deployment.connect(self.deployment.attach_options(), bootstrap=False, **config)
         self._clients.append(client)
         return client
 

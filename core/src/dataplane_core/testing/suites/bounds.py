@@ -52,6 +52,29 @@ class BoundSuite(Suite, chapter="bounds"):
         again = store.register("x")
         bounded(lambda: store.put(again, ["a"], x=torch.zeros(1)), what="a put after a deadline was missed")
 
+    def test_deadlines_follow_the_config(self, store: Store) -> None:
+        """Contract: "Bounded: the deadline is op_timeout_s of the config".
+
+        Check first: nothing in the backend; core sets request.deadline, on the clock of time.monotonic.
+        """
+        partition = store.register("x")
+        left: dict[str, float] = {}
+
+        def seen(operation: str) -> Callable[[Any], None]:
+            return lambda request: left.update({operation: request.deadline - time.monotonic()})
+
+        operations = ("register_partition", "put_samples", "get_samples", "clear_samples")
+        with contextlib.ExitStack() as stack:
+            for operation in operations:
+                stack.enter_context(store.faults.before(operation, seen(operation)))
+            store.client.register_partition(partition, ["x"], None, ["train"])
+            store.put(partition, ["a"], x=torch.zeros(1))
+            store.get(partition, ["a"])
+            store.client.clear_samples(["a"], partition)
+        limit_s = store.client.config.op_timeout_s
+        for operation in operations:
+            assert 0.5 * limit_s < left[operation] <= limit_s, f"{operation} has {left[operation]:.1f} s of {limit_s}"
+
     def test_a_read_of_missing_data_does_not_wait(self, store: Store) -> None:
         """Contract: "Bounded: the deadline is op_timeout_s of the config" ... "No call hangs."
 

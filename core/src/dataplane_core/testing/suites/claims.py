@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from functools import partial
 
@@ -153,6 +154,19 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         rest = store.claim(partition, 9)
         assert rest.tags == [*tags[2:], {"n": "4"}]
         assert rest.sequence_lengths is None
+
+    def test_metas_travel(self, store: Store) -> None:
+        """Contract: "Pickles (Ray ships it) and stays small: no tensors in it."
+
+        Check first: tags, tokens and ids of the reply are plain Python values.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(100), [{"n": index} for index in range(100)], x=torch.zeros(100, 1000))
+        meta = store.claim(partition, 100)
+        data = pickle.dumps(meta)
+        assert len(data) < 10_000
+        assert pickle.loads(data) == meta  # from this process
+        assert store.client.get_data(pickle.loads(data)).batch_size == torch.Size([100])
 
     def test_a_claimed_meta_reads_its_data(self, store: Store) -> None:
         """Contract: "get_data(meta, select_fields=None): get_samples by meta."

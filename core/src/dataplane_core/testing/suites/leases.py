@@ -99,8 +99,8 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: an ack settles the sample for good.
         """
         partition = _filled(store)
-        store.client.ack(store.claim(partition, 4, lease_s=0.5))
-        _wait_out(0.5)
+        store.client.ack(store.claim(partition, 4, lease_s=1.0))
+        _wait_out(1.0)
         assert store.claim(partition, 4).size == 0
 
     def test_an_expired_ack_is_refused(self, store: Store) -> None:
@@ -170,9 +170,9 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: renew sets the time to lease_s from now; the old time no longer counts.
         """
         partition = _filled(store)
-        meta = store.claim(partition, 4, lease_s=1.0)
+        meta = store.claim(partition, 4, lease_s=1.5)
         store.client.renew(meta.slice(0, 2), _LONG_S)
-        _wait_out(1.0)
+        _wait_out(1.5)
         assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s2", "s3"]
         store.client.ack(meta.slice(0, 2))
 

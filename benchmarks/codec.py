@@ -167,6 +167,9 @@ def _there_and_back(packed: TensorDict, num_samples: int, wire: WireFormat) -> d
 
 
 if __name__ == "__main__":
+    # as in a trainer, which has freed large tensors: from then on malloc keeps 16 MB instead of giving pages back and
+    # asking for fresh ones, whose faults would take more time than anything measured here
+    torch.empty(31 << 20, dtype=torch.uint8).fill_(0)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     run("Batch A", 512, 256, 2048)
     run("Batch B", 4096, 16, 256)

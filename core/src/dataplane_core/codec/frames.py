@@ -29,14 +29,12 @@ from dataplane_core.codec.header import (
 )
 from dataplane_core.codec.objects import decode_items, encode_items
 from dataplane_core.codec.tensors import (
-    ByteArray,
     BytesLike,
     Ragged,
-    byte_array,
     byte_view,
     from_bytes,
     host_tensor,
-    join_arrays,
+    join_bytes,
     offsets_of,
     ragged_of_nested,
     ragged_of_rows,
@@ -112,14 +110,14 @@ def frame_ragged(column: Ragged | torch.Tensor, kind: int = KIND_TENSOR) -> list
     header = pack_header(kind, column.dtype, cell)
     if num_rows == 0:
         return []
-    payload = byte_array(column)
+    payload = byte_view(column)
     size = len(payload) // num_rows
     if size > _LARGE_CELL:  # one join; smaller ones: one array, which is then cut
         starts = np.arange(num_rows + 1, dtype=np.int64) * size
         return _interleave(header * num_rows, len(header), payload, starts)
     table = np.empty((num_rows, len(header) + size), dtype=np.uint8)
     table[:, : len(header)] = np.frombuffer(header, dtype=np.uint8)
-    table[:, len(header) :] = payload.reshape(num_rows, size)
+    table[:, len(header) :] = np.frombuffer(payload, dtype=np.uint8).reshape(num_rows, size)
     data, step = table.tobytes(), table.shape[1]
     return [data[start : start + step] for start in range(0, len(data), step)]
 
@@ -134,20 +132,22 @@ def _frame_unequal(column: Ragged, kind: int) -> list[bytes | bytearray | memory
     table[:] = np.frombuffer(header, dtype=np.uint8)
     table[:, HEADER_SIZE : HEADER_SIZE + 8] = lengths.astype("<i8")[:, None].view(np.uint8)
     starts = column.offsets.numpy() * (dtype.itemsize * trailing.numel())
-    return _interleave(table.tobytes(), len(header), byte_array(column.values), starts)
+    return _interleave(table.tobytes(), len(header), byte_view(column.values), starts)
 
 
-def _interleave(headers: bytes, header_size: int, payload: ByteArray, starts: _Int64) -> list[Any]:
+def _interleave(headers: bytes, header_size: int, payload: memoryview, starts: _Int64) -> list[Any]:
     """Row i is header i followed by ``payload[starts[i] : starts[i + 1]]``."""
     cuts = starts.tolist()
     if len(payload) <= _LARGE_CELL * (len(cuts) - 1):
         return [
-            headers[row * header_size : (row + 1) * header_size] + payload[start:stop].data
+            headers[row * header_size : (row + 1) * header_size] + payload[start:stop]
             for row, (start, stop) in enumerate(pairwise(cuts))
         ]
-    table = np.frombuffer(headers, dtype=np.uint8).reshape(-1, header_size)
-    parts = [part for row, (start, stop) in enumerate(pairwise(cuts)) for part in (table[row], payload[start:stop])]
-    data = byte_view(join_arrays(parts, torch.uint8, (len(headers) + len(payload),))).toreadonly()
+    parts: list[BytesLike] = []
+    for row, (start, stop) in enumerate(pairwise(cuts)):
+        parts.append(headers[row * header_size : (row + 1) * header_size])
+        parts.append(payload[start:stop])
+    data = memoryview(b"".join(parts))
     cuts = (starts + np.arange(len(starts), dtype=np.int64) * header_size).tolist()
     return [data[start:stop] for start, stop in pairwise(cuts)]
 
@@ -225,7 +225,7 @@ def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Ten
     if len(header.shape) == 0:
         if (table != table[0]).any() or (sizes != sizes[0]).any():
             raise _first_misfit(views, header)
-        return header.kind, _join_payloads(views, header, sizes, (len(views),))
+        return header.kind, join_bytes([view[header.size :] for view in views], header.dtype, (len(views),))
     # all but the first dim must be row 0's; that one is checked against the size of the frame
     same = np.ones(header.size, dtype=bool)
     same[HEADER_SIZE : HEADER_SIZE + 8] = False
@@ -242,20 +242,8 @@ def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Ten
     ):
         raise _first_misfit(views, header)
     offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int64))
-    return header.kind, Ragged(_join_payloads(views, header, sizes, (int(offsets[-1]), *trailing)), offsets)
-
-
-def _join_payloads(views: Sequence[BytesLike], header: Header, sizes: _Int64, shape: tuple[int, ...]) -> torch.Tensor:
-    """What follows the headers of checked frames, end to end in new memory."""
-    size = int(sizes.sum()) - len(views) * header.size
-    if size <= _LARGE_CELL * len(views):
-        return from_bytes(bytearray().join([view[header.size :] for view in views]), header.dtype, shape)
-    joined = torch.empty(size, dtype=torch.uint8)
-    target, start = byte_view(joined), 0
-    for view, stop in zip(views, np.cumsum(sizes - header.size).tolist(), strict=True):
-        target[start:stop] = memoryview(view)[header.size :]
-        start = stop
-    return joined.view(header.dtype).view(shape)
+    values = join_bytes([view[header.size :] for view in views], header.dtype, (int(offsets[-1]), *trailing))
+    return header.kind, Ragged(values, offsets)
 
 
 def _product(dims: Any) -> int:

@@ -20,6 +20,7 @@ from dataplane_core.batch import BatchedDataDict
 from dataplane_core.codec.rows import object_column
 from dataplane_core.codec.tensors import (
     Ragged,
+    bounds_of,
     byte_slices,
     gather_rows,
     host_tensor,
@@ -60,7 +61,7 @@ def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor | Sequence[i
         InvalidRequestError: Fewer than 2 dims, another number of lengths than rows, or a length outside [0, S].
         InvalidTypeError: A dtype or kind of tensor that is not carried.
     """
-    return _pack("to_nested_by_length", padded, as_lengths("to_nested_by_length", lengths))
+    return _Cut("to_nested_by_length", lengths).pack(padded)
 
 
 def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
@@ -74,21 +75,7 @@ def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor | Sequence[
     Raises:
         InvalidRequestError: Sizes that do not fit.
     """
-    counts = as_lengths("pack_per_token_field", lengths)
-    return _pack_per_token_field(column, counts, offsets_of(counts), {})
-
-
-def _pack_per_token_field(
-    column: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, known: dict[tuple[int, int], list[slice]]
-) -> torch.Tensor:
-    if not column.is_nested:
-        return _pack("pack_per_token_field", column, counts, offsets, known)
-    rows = _rows(column, "the column")
-    if not torch.equal(rows.offsets, offsets):
-        raise InvalidRequestError(
-            f"pack_per_token_field: the column's {rows.num_rows} rows are jagged already, but not of the given lengths."
-        )
-    return to_nested(Ragged(rows.values, offsets))
+    return _Cut("pack_per_token_field", lengths).pack_or_pass(column)
 
 
 def pack_jagged_fields(
@@ -112,20 +99,18 @@ def pack_jagged_fields(
         InvalidRequestError: Sizes that do not fit; names the field.
         InvalidTypeError: A column that is neither a tensor nor one object per row.
     """
-    counts = as_lengths("pack_jagged_fields", lengths)
-    offsets = offsets_of(counts)
-    known: dict[tuple[int, int], list[slice]] = {}
+    cut = _Cut("pack_jagged_fields", lengths)
     columns: dict[str, Any] = {}
     for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
         column = fields.get(name)
         if name in token_aligned_fields and isinstance(column, torch.Tensor):
             try:
-                column = _pack_per_token_field(column, counts, offsets, known)
+                column = cut.pack_or_pass(column)
             except (InvalidRequestError, InvalidTypeError) as error:
                 error.message = f"field '{name}': {error.message}"
                 raise
         columns[name] = column
-    return to_tensordict(columns, len(counts))
+    return to_tensordict(columns, len(cut.counts))
 
 
 def to_tensordict(columns: Mapping[str, Any], num_samples: int) -> TensorDict:
@@ -212,34 +197,51 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
     return to_nested(gather_rows(rows.values, starts, offsets_of(torch.from_numpy(need))))
 
 
-def _pack(
-    caller: str,
-    padded: torch.Tensor,
-    counts: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    known: dict[tuple[int, int], list[slice]] | None = None,
-) -> torch.Tensor:
-    """Cuts one column; ``offsets`` and the byte slices by width and element size are shared between columns."""
-    if padded.is_nested or padded.dim() < 2:
-        kind = "a nested tensor" if padded.is_nested else f"of shape {tuple(padded.shape)}"
-        raise InvalidRequestError(f"{caller}: the column is {kind}. Expected a padded tensor (N, S, ...).")
-    if len(counts) != len(padded):
-        raise InvalidRequestError(f"{caller}: {len(counts)} lengths for {len(padded)} rows. Expected one per row.")
-    plain = host_tensor(padded, f"{caller}: the column")
-    width, step = plain.shape[1], plain.element_size() * math.prod(plain.shape[2:])
-    starts = torch.arange(len(counts)) * width
-    known = {} if known is None else known
-    if (width, step) not in known:
-        wrong = torch.nonzero((counts < 0) | (counts > width))
-        if len(wrong):
-            row = int(wrong[0])
+class _Cut:
+    """Row lengths, with all that the columns cut by them can share."""
+
+    def __init__(self, caller: str, lengths: torch.Tensor | Sequence[int]) -> None:
+        self.caller = caller
+        self.counts = as_lengths(caller, lengths)
+        self.offsets = offsets_of(self.counts)
+        self.bounds = bounds_of(self.counts.numpy())
+        self._slices: dict[tuple[int, int], list[slice]] = {}
+
+    def pack(self, padded: torch.Tensor) -> torch.Tensor:
+        """Cuts a padded column."""
+        counts = self.counts
+        if padded.is_nested or padded.dim() < 2:
+            kind = "a nested tensor" if padded.is_nested else f"of shape {tuple(padded.shape)}"
+            raise InvalidRequestError(f"{self.caller}: the column is {kind}. Expected a padded tensor (N, S, ...).")
+        if len(counts) != len(padded):
             raise InvalidRequestError(
-                f"{caller}: row {row} has length {int(counts[row])}, but the column is padded to {width}. Expected "
-                f"lengths of 0 to {width}."
+                f"{self.caller}: {len(counts)} lengths for {len(padded)} rows. Expected one per row."
             )
-        known[width, step] = byte_slices(starts, counts, step)
-    offsets = offsets_of(counts) if offsets is None else offsets
-    return to_nested(gather_rows(plain.flatten(0, 1), starts, offsets, known[width, step]))
+        width = padded.shape[1]
+        if self.bounds[0] < 0 or self.bounds[1] > width:
+            row = int(torch.nonzero((counts < 0) | (counts > width))[0])
+            raise InvalidRequestError(
+                f"{self.caller}: row {row} has length {int(counts[row])}, but the column is padded to {width}. "
+                f"Expected lengths of 0 to {width}."
+            )
+        plain = host_tensor(padded, f"{self.caller}: the column")
+        step = plain.element_size() * math.prod(plain.shape[2:])
+        starts = torch.arange(len(counts)) * width
+        if (width, step) not in self._slices:
+            self._slices[width, step] = byte_slices(starts, counts, step)
+        rows = gather_rows(plain.flatten(0, 1), starts, self.offsets, self._slices[width, step])
+        return to_nested(rows, self.bounds)
+
+    def pack_or_pass(self, column: torch.Tensor) -> torch.Tensor:
+        """Cuts a padded column; one that is jagged already must have these lengths."""
+        if not column.is_nested:
+            return self.pack(column)
+        rows = _rows(column, "the column")
+        if not torch.equal(rows.offsets, self.offsets):
+            raise InvalidRequestError(
+                f"{self.caller}: the column's {rows.num_rows} rows are jagged already, but not of the given lengths."
+            )
+        return to_nested(Ragged(rows.values, self.offsets), self.bounds)
 
 
 def as_lengths(caller: str, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:

@@ -20,7 +20,6 @@ from dataplane_core.codec.frames import join_rows, split_rows
 from dataplane_core.codec.sizes import row_nbytes
 from dataplane_core.errors import (
     BackendUnavailableError,
-    CapacityExceededError,
     CorruptDataError,
     DataPlaneError,
     OperationTimeoutError,
@@ -51,6 +50,7 @@ from dataplane_core.hookspecs import (
 from dataplane_redis import _refusals
 from dataplane_redis._instance import Durability, Instance, check_server, durability_of
 from dataplane_redis._link import Link, pack
+from dataplane_redis._rows import pack_rows, row_overhead
 from dataplane_redis._scripts import SCRIPTS
 from dataplane_redis._server import PrivateServer, private_url
 from dataplane_redis._wire import (
@@ -60,7 +60,6 @@ from dataplane_redis._wire import (
     pack_request,
     pack_tags,
     text_of,
-    to_bytes,
     unpack_layout,
     unpack_rows,
     unpack_tags,
@@ -266,7 +265,7 @@ class RedisBackend(Backend):
         def commands() -> Iterator[list[Any]]:
             for start in starts:  # rows never lie there without an expiry: whoever dies, they go
                 yield multi
-                yield _pack_rows(key, start, [column[start : start + step] for column in frames])
+                yield pack_rows(key, start, [column[start : start + step] for column in frames])
                 yield expiry
                 yield execute
             yield pack((b"EVALSHA", put.sha, b"1", self._base, commit))
@@ -319,7 +318,9 @@ class RedisBackend(Backend):
             specs = {
                 name: FieldSpec.from_text(text.decode()) for name, text in zip(request.fields, reply[3], strict=True)
             }
-            columns = self._fetch(what, request, refs, picks, reply[4] if len(reply) > 4 else None)
+            columns = self._fetch(
+                what, request, refs, picks, [len(each) for each in layouts], reply[4] if len(reply) > 4 else None
+            )
             if columns is not None:
                 return WireBatch(columns=columns, specs=specs)
             if time.monotonic() >= request.deadline:
@@ -328,7 +329,13 @@ class RedisBackend(Backend):
                 )
 
     def _fetch(
-        self, what: str, request: GetRequest, refs: Sequence[Refs], picks: Sequence[Any], sent: Sequence[Any] | None
+        self,
+        what: str,
+        request: GetRequest,
+        refs: Sequence[Refs],
+        picks: Sequence[Any],
+        num_cells: Sequence[int],
+        sent: Sequence[Any] | None,
     ) -> dict[str, WireColumn] | None:
         """Frames in the order of the request, or None where a row is no longer there.
 
@@ -337,6 +344,7 @@ class RedisBackend(Backend):
             request: The read.
             refs: The refs of each row.
             picks: For each row, (ref, [(column, slot)...]) of every ref that is needed.
+            num_cells: For each layout, its number of fields.
             sent: The payload of all refs, where the script sent it along.
         """
         columns: list[list[Any]] = [[None] * len(refs) for _ in request.fields]
@@ -352,20 +360,20 @@ class RedisBackend(Backend):
         else:
             by_write: dict[int, list[int]] = {}
             places: dict[int, list[tuple[int, Any]]] = {}
+            size_bytes = 0
             for row, (each, plan) in enumerate(zip(refs, picks, strict=True)):
                 for index, pairs in plan:
-                    write, position, _ = each[index]
+                    write, position, layout, size = each[index]
                     by_write.setdefault(write, []).append(position)
                     places.setdefault(write, []).append((row, pairs))
+                    size_bytes += size + row_overhead(num_cells[layout])
             packed = [
                 pack((b"HMGET", self._key(write), *(b"%d" % position for position in positions)))
                 for write, positions in by_write.items()
             ]
             link, _ = self._connected()
-            for reply in link.commands(what, request.deadline, packed, len(packed)):
-                if isinstance(reply, Exception):
-                    link.refuse(what, reply)
-                payload += reply
+            for found in link.fetch(what, request.deadline, packed, size_bytes):
+                payload += found
             wanted = [place for each in places.values() for place in each]
         if None in payload:
             return None
@@ -501,7 +509,7 @@ class _Plans:
 
     def of(self, refs: Refs) -> list[tuple[int, list[tuple[int, int]]]] | None:
         """(ref, [(column, slot)...]) of every ref that is needed; None where a cell is not produced."""
-        key = tuple([layout for _, _, layout in refs])
+        key = tuple([layout for _, _, layout, _ in refs])
         if key not in self._known:
             self._known[key] = self._find(key)
         return self._known[key]
@@ -517,16 +525,6 @@ class _Plans:
             else:
                 return None
         return list(found.items())
-
-
-def _pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]]) -> list[Any]:
-    """HSET of rows, each under its position."""
-    buffer, offsets = join_rows(frames)
-    view, cuts = memoryview(buffer), offsets.tolist()
-    words: list[Any] = [b"HSET", key]
-    for row in range(len(cuts) - 1):
-        words += (b"%d" % (first + row), view[cuts[row] : cuts[row + 1]])
-    return pack(words)
 
 
 def _info_of(epoch: int, info: Mapping[str, Any]) -> PartitionInfo:

@@ -103,8 +103,8 @@ def check_server(link: Link, config: RedisConfig, deadline: float) -> Durability
     durability = durability_of(link, deadline)
     if durability.maxmemory_policy != "noeviction" and not config.allow_eviction:
         raise ConfigError(
-            f"connect refused: {link.label} has maxmemory-policy '{durability.maxmemory_policy}', so it may drop samples "
-            "that nobody has consumed. Expected 'noeviction'.",
+            f"connect refused: {link.label} has maxmemory-policy '{durability.maxmemory_policy}', so it may drop "
+            "samples that nobody has consumed. Expected 'noeviction'.",
             hint="Run: redis-cli CONFIG SET maxmemory-policy noeviction. Or set the option allow_eviction: true.",
         )
     return durability

@@ -29,6 +29,7 @@ from dataplane_core.errors import (
     DataPlaneError,
     OperationTimeoutError,
 )
+from dataplane_redis._rows import ArrayReader
 from dataplane_redis._scripts import Script
 
 __all__ = ["Command", "Link", "pack"]
@@ -166,6 +167,38 @@ class Link:
         finally:
             self._release(connection, whole)
         return replies
+
+    def fetch(
+        self, what: str, deadline: float, packed: Sequence[Iterable[bytes | bytearray | memoryview]], size_bytes: int
+    ) -> list[list[memoryview | None]]:
+        """Sends packed commands that each reply with an array of byte strings, and receives these without a copy.
+
+        Args:
+            what: The operation, to open messages with.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            packed: The parts of each command.
+            size_bytes: Of all byte strings together, as far as is known.
+
+        Returns:
+            Per command its byte strings, as views of one buffer; None for what is not there.
+
+        Raises:
+            As `commands`.
+        """
+        connection = self._acquire(what, deadline)
+        whole = False
+        try:
+            sock = connection._sock
+            sock.settimeout(_left_s(deadline))
+            connection.send_packed_command([b"".join([part for parts in packed for part in parts])], check_health=False)
+            reader = ArrayReader(sock, size_bytes, deadline)
+            arrays = [reader.read() for _ in packed]
+            whole = reader.done
+        except (RedisError, OSError) as error:
+            self.refuse(what, error)
+        finally:
+            self._release(connection, whole)
+        return arrays
 
     # --- errors -------------------------------------------------------------------------------------------------------
 

@@ -74,8 +74,8 @@ def raise_put(what: str, request: PutRequest, reply: Sequence[Any]) -> NoReturn:
         name = text_of(reply[1])
         kept = FieldSpec.from_text(reply[2].decode())
         raise SchemaMismatchError(
-            f"{what} refused: field '{name}' holds {request.specs[name].describe()}. Expected {kept.describe()}, as fixed "
-            "by its first write. Nothing was written."
+            f"{what} refused: field '{name}' holds {request.specs[name].describe()}. Expected {kept.describe()}, as "
+            "fixed by its first write. Nothing was written."
         )
     if kind == b"no_group":
         raise InvalidRequestError(
@@ -84,8 +84,8 @@ def raise_put(what: str, request: PutRequest, reply: Sequence[Any]) -> NoReturn:
         )
     if kind == b"surplus":
         raise InvalidRequestError(
-            f"{what} refused: group '{text_of(reply[1])}' would have {reply[2]} members. Expected at most {reply[3]}, the "
-            "partition's group size. Nothing was written."
+            f"{what} refused: group '{text_of(reply[1])}' would have {reply[2]} members. Expected at most {reply[3]}, "
+            "the partition's group size. Nothing was written."
         )
     raise_partition(request.partition_id, reply)
 
@@ -105,7 +105,7 @@ def raise_missing(
     cells: dict[str, list[str]] = {}
     count = 0
     for sample_id, refs in zip(request.sample_ids, unpack_rows([row for row in rows if row is not None]), strict=True):
-        has = {name for _, _, layout in refs for name in layouts[layout]}
+        has = {name for _, _, layout, _ in refs for name in layouts[layout]}
         lacking = [name for name in request.fields if name not in has]
         if lacking:
             count += 1
@@ -141,8 +141,8 @@ def raise_settle(what: str, request: AckRequest | NackRequest | RenewRequest, re
         )
     if reply[0] == b"part":
         raise InvalidRequestError(
-            f"{what} refused: it names {reply[2]} of the {reply[3]} samples held of group '{text_of(reply[1])}'. Groups "
-            "are handed out, settled and renewed as a whole. No row was changed."
+            f"{what} refused: it names {reply[2]} of the {reply[3]} samples held of group '{text_of(reply[1])}'. "
+            "Groups are handed out, settled and renewed as a whole. No row was changed."
         )
     _raise_task(request.partition_id, request.task_name, reply)
 

@@ -80,8 +80,8 @@ class PrivateServer:
             raise BackendUnavailableError(
                 "connect failed: server is 'private', but there is no redis-server on the PATH.",
                 retryable=False,
-                hint="Install it: apt-get install redis-server (Debian, Ubuntu), dnf install redis, brew install redis. "
-                "Or set the option url to a server that runs.",
+                hint="Install it: apt-get install redis-server (Debian, Ubuntu), dnf install redis, brew install "
+                "redis. Or set the option url to a server that runs.",
             )
         self._claim_folder()
         shutil.rmtree(self._folder, ignore_errors=True)  # of an owner that died

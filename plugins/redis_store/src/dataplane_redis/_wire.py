@@ -33,8 +33,8 @@ _EXACT: Final = 1 << 53
 
 _ROW_HEAD: Final = 8
 _REF: Final = np.dtype([("write", "<u8"), ("position", "<u4"), ("layout", "<u4"), ("size", "<u8")])
-#: (write, position, layout) of every ref of a row, the latest write last.
-Refs: TypeAlias = list[tuple[int, int, int]]
+#: (write, position, layout, bytes of the cells) of every ref of a row, the latest write last.
+Refs: TypeAlias = list[tuple[int, int, int, int]]
 
 
 def to_bytes(text: str) -> bytes:
@@ -122,7 +122,7 @@ def pack_filter(tag_filter: Mapping[str, tuple[str, Any]] | None) -> list[Any]:
 
 def pack_layout(names: Sequence[str]) -> bytes:
     """The field names of a write, in order."""
-    parts = []
+    parts: list[bytes] = []
     for name in map(to_bytes, names):
         parts += (_SIZE.pack(len(name)), name)
     return b"".join(parts)
@@ -148,8 +148,7 @@ def unpack_rows(rows: Sequence[bytes]) -> list[Refs]:
     if any(size < 0 or size % _REF.itemsize for size in sizes):
         raise CorruptDataError("a row on the server has a length that no row has. Another program may have written it.")
     table = np.frombuffer(b"".join([row[_ROW_HEAD:] for row in rows]), dtype=_REF)
-    writes, positions, layouts = table["write"].tolist(), table["position"].tolist(), table["layout"].tolist()
-    refs = list(zip(writes, positions, layouts, strict=True))
+    refs: Refs = table.tolist()
     found: list[Refs] = []
     at = 0
     for size in sizes:

@@ -6,11 +6,11 @@ import time
 import uuid
 
 import pytest
-from dataplane_redis import RedisBackend
-from dataplane_redis._wire import to_bytes, unpack_layout, unpack_rows
 
 from dataplane_core.codec.frames import split_rows
 from dataplane_core.testing import BackendConformance
+from dataplane_redis import RedisBackend
+from dataplane_redis._wire import to_bytes, unpack_layout, unpack_rows
 
 
 @pytest.fixture(scope="module")

@@ -216,7 +216,7 @@ class RedisBackend(Backend):
         write, epoch, known = int(reply[1]), int(reply[2]), reply[3]
         try:
             commit = pack_request("commit", common[0], epoch, *common[2:6], common[6], *common[7:], write, known)
-            self._write(what, write, frames, num_samples, commit, request)
+            self._write(what, write, frames, total, commit, request)
         except BaseException:
             self._undo(write)
             raise
@@ -247,15 +247,15 @@ class RedisBackend(Backend):
         what: str,
         write: int,
         frames: Sequence[Sequence[Any]],
-        num_samples: int,
+        total: int,
         commit: bytes,
         request: PutRequest,
     ) -> None:
         """Sends the rows, and with them the commit; raises unless it is confirmed."""
         link, _ = self._connected()
+        num_samples = len(request.sample_ids)
         key = self._key(write)
-        per_row = max(1, sum(len(column[0]) for column in frames))
-        step = max(1, min(1000, _CHUNK_BYTES // per_row))
+        step = max(1, min(1000, _CHUNK_BYTES * num_samples // max(1, total)))
         starts = range(0, num_samples, step)
         left_s = max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S
         expiry = pack((b"PEXPIRE", key, b"%d" % int(left_s * 1000)))

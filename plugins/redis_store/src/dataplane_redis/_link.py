@@ -16,8 +16,12 @@ from redis.connection import ConnectionPool
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
     NoPermissionError,
     NoScriptError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
@@ -225,15 +229,15 @@ class Link:
                 f"{what} refused: {self.label} has reached its maxmemory. Nothing was written.",
                 hint="Clear samples that are consumed, or raise the server's maxmemory.",
             )
-        if text.startswith(("WRONGPASS", "NOAUTH", "NOPERM")):
+        if text.startswith(("WRONGPASS", "NOAUTH", "NOPERM", "ACL failure in script")):
             return self.explain(what, AuthenticationError(text))
-        if text.startswith("MOVED"):
+        if isinstance(error, MovedError):
             return BackendUnavailableError(
                 f"{what} refused: {self.label} is a cluster node that does not serve this namespace ({text}).",
                 retryable=False,
                 hint="Name the node that serves it in the url; redirections are not followed.",
             )
-        if text.startswith(("MISCONF", "READONLY", "You can't write against a read only", "MASTERDOWN", "CLUSTERDOWN")):
+        if isinstance(error, (ReadOnlyError, MasterDownError, ClusterDownError)) or text.startswith("MISCONF"):
             return BackendUnavailableError(f"{what} refused: {self.label} takes no writes: {text}")
         if isinstance(error, (redis.ConnectionError, OSError)):
             return BackendUnavailableError(f"{what} failed: {self.label} cannot be reached: {text}")

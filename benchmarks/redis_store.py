@@ -3,8 +3,8 @@
 Run:  python benchmarks/redis_store.py [--rounds 7] [--batches A B] [--samples 10000 1000000]
 
 The batches are those of `benchmarks/backends.py`: A, 512 samples and 16 MB; B, 61 MB. The peer does what one would
-write by hand: one HSET of all cells per sample, one HMGET per sample, in one pipeline each, over the same unix socket; the
-cells are framed before the clock starts, and what comes back stays bytes. So it does less: no checks, no codec, no
+write by hand: one HSET of all cells per sample, one HMGET per sample, in one pipeline each, over the same unix socket;
+the cells are framed before the clock starts, and what comes back stays bytes. So it does less: no checks, no codec, no
 schema, no commit. Rounds are interleaved, so a busy machine slows both alike; medians are printed.
 
 Then claims of 512 out of 10,000 and of 1,000,000 ready samples of one scalar each: the first claim, which finds them,

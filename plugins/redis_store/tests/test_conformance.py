@@ -37,7 +37,7 @@ class TestRedis(BackendConformance):
         at = base + b":e:" + ask(b"HGET", base + b":p:" + to_bytes(partition_id), b"epoch") + b":"
         (refs,) = unpack_rows([ask(b"HGET", at + b"r", to_bytes(sample_id))])
         layouts = [unpack_layout(each) for each in ask(b"LRANGE", at + b"l", b"0", b"-1")]
-        write, position, layout = [ref for ref in refs if field in layouts[ref[2]]][-1]
+        write, position, layout, _ = [ref for ref in refs if field in layouts[ref[2]]][-1]
         (cells,) = split_rows([ask(b"HGET", b"%s:w:%d" % (base, write), b"%d" % position)])
         return bytes(cells[layouts[layout].index(field)])
 

@@ -158,7 +158,10 @@ def test_nothing_listens(connect):
 
 
 def test_a_cluster_node_that_serves_the_namespace(start_server, connect):
-    server = start_server("--cluster-enabled", "yes")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        bus_port = probe.getsockname()[1]
+    server = start_server("--cluster-enabled", "yes", "--cluster-port", str(bus_port))
     server.admin("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
     give_up = time.monotonic() + 20
     while b"cluster_state:ok" not in server.admin("CLUSTER", "INFO"):

@@ -50,7 +50,7 @@ from dataplane_core.hookspecs import (
 from dataplane_redis import _refusals
 from dataplane_redis._instance import Durability, Instance, check_server, durability_of
 from dataplane_redis._link import Link, pack
-from dataplane_redis._rows import pack_rows, row_overhead
+from dataplane_redis._rows import ReadPlans, pack_rows, row_overhead
 from dataplane_redis._scripts import SCRIPTS
 from dataplane_redis._server import PrivateServer, private_url
 from dataplane_redis._wire import (
@@ -311,7 +311,7 @@ class RedisBackend(Backend):
             if reply[0] != b"ok" or None in reply[3]:
                 _refusals.raise_missing(what, request, reply[1], layouts)
             refs = unpack_rows(reply[1])
-            plans = _Plans(request.fields, layouts)
+            plans = ReadPlans(request.fields, layouts)
             picks = [plans.of(each) for each in refs]
             if None in picks:
                 _refusals.raise_missing(what, request, reply[1], layouts)
@@ -497,34 +497,6 @@ class RedisBackend(Backend):
 
     def _key(self, write: int) -> bytes:
         return b"%s:w:%d" % (self._base, write)
-
-
-class _Plans:
-    """Which refs of a row a read needs, and which of their cells; found once per sequence of layouts."""
-
-    def __init__(self, fields: Sequence[str], layouts: Sequence[Sequence[str]]) -> None:
-        self._fields = fields
-        self._slots = [{name: slot for slot, name in enumerate(layout)} for layout in layouts]
-        self._known: dict[tuple[int, ...], list[tuple[int, list[tuple[int, int]]]] | None] = {}
-
-    def of(self, refs: Refs) -> list[tuple[int, list[tuple[int, int]]]] | None:
-        """(ref, [(column, slot)...]) of every ref that is needed; None where a cell is not produced."""
-        key = tuple([layout for _, _, layout, _ in refs])
-        if key not in self._known:
-            self._known[key] = self._find(key)
-        return self._known[key]
-
-    def _find(self, key: tuple[int, ...]) -> list[tuple[int, list[tuple[int, int]]]] | None:
-        found: dict[int, list[tuple[int, int]]] = {}
-        for column, name in enumerate(self._fields):
-            for index in range(len(key) - 1, -1, -1):  # the latest write that has the field
-                slot = self._slots[key[index]].get(name)
-                if slot is not None:
-                    found.setdefault(index, []).append((column, slot))
-                    break
-            else:
-                return None
-        return list(found.items())
 
 
 def _info_of(epoch: int, info: Mapping[str, Any]) -> PartitionInfo:

@@ -16,8 +16,9 @@ from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import InvalidResponse, ResponseError
 
 from dataplane_core.codec.frames import join_row
+from dataplane_redis._wire import Refs
 
-__all__ = ["ArrayReader", "pack_rows", "row_overhead"]
+__all__ = ["ArrayReader", "ReadPlans", "pack_rows", "row_overhead"]
 
 #: What a byte string of a reply takes besides its bytes, at most: ``$<digits>\\r\\n`` and ``\\r\\n``.
 _STRING_BYTES: Final = 24
@@ -58,6 +59,34 @@ def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]]) -> list[A
         parts += cells
         parts.append(b"\r\n")
     return parts
+
+
+class ReadPlans:
+    """Which refs of a row a read needs, and which of their cells; found once per sequence of layouts."""
+
+    def __init__(self, fields: Sequence[str], layouts: Sequence[Sequence[str]]) -> None:
+        self._fields = fields
+        self._slots = [{name: slot for slot, name in enumerate(layout)} for layout in layouts]
+        self._known: dict[tuple[int, ...], list[tuple[int, list[tuple[int, int]]]] | None] = {}
+
+    def of(self, refs: Refs) -> list[tuple[int, list[tuple[int, int]]]] | None:
+        """(ref, [(column, slot)...]) of every ref that is needed; None where a cell is not produced."""
+        key = tuple([layout for _, _, layout, _ in refs])
+        if key not in self._known:
+            self._known[key] = self._find(key)
+        return self._known[key]
+
+    def _find(self, key: tuple[int, ...]) -> list[tuple[int, list[tuple[int, int]]]] | None:
+        found: dict[int, list[tuple[int, int]]] = {}
+        for column, name in enumerate(self._fields):
+            for index in range(len(key) - 1, -1, -1):  # the latest write that has the field
+                slot = self._slots[key[index]].get(name)
+                if slot is not None:
+                    found.setdefault(index, []).append((column, slot))
+                    break
+            else:
+                return None
+        return list(found.items())
 
 
 class ArrayReader:

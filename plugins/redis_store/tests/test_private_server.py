@@ -50,6 +50,7 @@ def test_close_ends_the_server_and_leaves_no_folder(connect):
     client.close()
     assert not runs(pid)
     assert not folder.exists()
+    assert not folder.with_name("life.lock").exists()
 
 
 def test_an_attached_client_leaves_it_running(connect):

@@ -129,10 +129,15 @@ class PrivateServer:
             return
         self._end_process()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock_path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for forks, which share it
         os.close(self._lock)
         self._lock = None
+
+    @property
+    def _lock_path(self) -> Path:
+        return self._folder.with_name(f"{self._folder.name}.lock")
 
     def _claim_folder(self) -> None:
         home = self._folder.parent
@@ -142,17 +147,24 @@ class PrivateServer:
             raise BackendUnavailableError(
                 f"connect refused: the folder {home} is not this user's alone. Expected mode 700.", retryable=False
             )
-        lock = os.open(home / f"{self._folder.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise AlreadyRunningError(
-                f"connect(bootstrap=True) refused: another client runs the private server of namespace "
-                f"'{self._folder.name}'.",
-                hint="Attach with bootstrap=False, or choose another namespace.",
-            ) from None
-        self._lock = lock
+        path = self._lock_path
+        while self._lock is None:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.exists(path) and os.path.samestat(os.fstat(lock), os.stat(path)):
+                    self._lock = lock
+            except FileNotFoundError:
+                pass  # removed between the two questions, as below
+            except BlockingIOError:
+                os.close(lock)
+                raise AlreadyRunningError(
+                    f"connect(bootstrap=True) refused: another client runs the private server of namespace "
+                    f"'{self._folder.name}'.",
+                    hint="Attach with bootstrap=False, or choose another namespace.",
+                ) from None
+            if self._lock is None:
+                os.close(lock)  # its owner removed the file while it was opened here
 
     def _wait(self, deadline: float) -> None:
         link = Link(private_url(self._folder.name), "the private server")

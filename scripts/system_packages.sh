@@ -4,6 +4,7 @@ set -euo pipefail
 
 missing=()
 "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
+command -v redis-server >/dev/null || missing+=(redis-server)
 
 [ "${#missing[@]}" -eq 0 ] && exit 0
 if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then

@@ -39,6 +39,10 @@ class TQSimpleBackend(RowStoreBackend):
         name = options.get("instance", TQSimpleConfig.model_fields["instance"].default)
         return {**options, "instance": f"{name}-{tag}"[:64]}
 
+    def attach_options(self) -> dict[str, Any]:
+        """Options with which any process of the cluster attaches to this client's instance."""
+        return {"instance": self.config.instance, "ray_address": self._connected().ray_address}
+
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Starts the instance on Ray, or attaches to it."""
         from dataplane_tq_simple._engine import Engine

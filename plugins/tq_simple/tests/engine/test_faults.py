@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import psutil
 import pytest
 import ray
 
@@ -25,8 +26,13 @@ def engine(ray_cluster: str, stand_in: type) -> Iterator[Engine]:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
+    """Stops a process; the signal alone lets its threads run on for a moment."""
     os.kill(pid, signal.SIGSTOP)
     try:
+        deadline = time.monotonic() + 10
+        while any(psutil.Process(t.id).status() != psutil.STATUS_STOPPED for t in psutil.Process(pid).threads()):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
         yield
     finally:
         os.kill(pid, signal.SIGCONT)

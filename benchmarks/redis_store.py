@@ -1,0 +1,165 @@
+"""Puts and gets of whole batches through redis_store, beside a hand-written redis-py pipeline of the same cells.
+
+Run:  python benchmarks/redis_store.py [--rounds 7] [--batches A B] [--samples 10000 1000000]
+
+The batches are those of `benchmarks/backends.py`: A, 512 samples and 16 MB; B, 61 MB. The peer does what one would
+write by hand: one HSET of all cells per sample, one HMGET per sample, in one pipeline each, over the same unix socket;
+the cells are framed before the clock starts, and what comes back stays bytes. So it does less: no checks, no codec, no
+schema, no commit. Rounds are interleaved, so a busy machine slows both alike; medians are printed.
+
+Then claims of 512 out of 10,000 and of 1,000,000 ready samples of one scalar each: the first claim, which finds them,
+and the median of later ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import redis
+import torch
+from tensordict import TensorDict
+
+from dataplane_core import DataPlaneClient, connect
+from dataplane_core.capabilities import WireFormat
+from dataplane_core.codec.wire import lower
+
+NUM_SAMPLES = 512
+MAX_TOKENS = {"A": 2048, "B": 8192}
+Step = Callable[[], Any]
+
+
+def batch(name: str) -> TensorDict:
+    """The columns of batch A or B."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(256, MAX_TOKENS[name] + 1, (NUM_SAMPLES,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    total = int(offsets[-1])
+
+    def jagged(values: torch.Tensor) -> torch.Tensor:
+        shortest, longest = int(lengths.min()), int(lengths.max())
+        return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=shortest, max_seqlen=longest)
+
+    columns = {"input_ids": jagged(torch.randint(0, 50_000, (total,), generator=generator))}
+    for number in range(5):
+        columns[f"column{number}"] = jagged(torch.randn(total, generator=generator))
+    columns["reward"] = torch.randn(NUM_SAMPLES, generator=generator)
+    columns["input_lengths"] = lengths
+    return TensorDict(columns, batch_size=[NUM_SAMPLES])
+
+
+def size_bytes(columns: TensorDict) -> int:
+    """Payload bytes."""
+    values = (column.values() if column.is_nested else column for _, column in columns.items())
+    return sum(column.numel() * column.element_size() for column in values)
+
+
+def client_steps(client: DataPlaneClient, columns: TensorDict) -> tuple[Step, Step, Step]:
+    """Put, get and clear by the client."""
+    ids = [f"prompt{i // 8}_g{i % 8}" for i in range(NUM_SAMPLES)]
+    names = list(columns.keys())
+    client.register_partition("bench", names, None, ["train"])
+    return (
+        lambda: client.put_samples(ids, "bench", columns),
+        lambda: client.get_samples(ids, "bench", names),
+        lambda: client.clear_samples(ids, "bench"),
+    )
+
+
+def pipeline_steps(server: redis.Redis, columns: TensorDict) -> tuple[Step, Step, Step]:
+    """Put, get and clear by a pipeline of redis-py."""
+    keys = [f"raw:prompt{i // 8}_g{i % 8}" for i in range(NUM_SAMPLES)]
+    names = list(columns.keys())
+    lowered, _ = lower(columns, NUM_SAMPLES, WireFormat(bytes=True))
+    rows = [{name: lowered[name][index] for name in names} for index in range(NUM_SAMPLES)]
+
+    def put() -> None:
+        pipeline = server.pipeline(transaction=False)
+        for key, row in zip(keys, rows, strict=True):
+            pipeline.hset(key, mapping=row)
+        pipeline.execute()
+
+    def get() -> Any:
+        pipeline = server.pipeline(transaction=False)
+        for key in keys:
+            pipeline.hmget(key, names)
+        return pipeline.execute()
+
+    return put, get, lambda: server.unlink(*keys)
+
+
+def compare(columns: TensorDict, contestants: dict[str, tuple[Step, Step, Step]], rounds: int) -> None:
+    """Interleaves the contestants and prints their medians."""
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contestants}
+    for number in range(rounds + 1):
+        for name, (put, get, clear) in contestants.items():
+            for step, kept in zip((put, get), times[name], strict=True):
+                started = time.perf_counter()
+                step()
+                if number:  # the first round warms up
+                    kept.append((time.perf_counter() - started) * 1e3)
+            clear()
+    megabytes = size_bytes(columns) / 1e6
+    medians = {name: (statistics.median(put), statistics.median(get)) for name, (put, get) in times.items()}
+    peer = medians["redis-py pipeline"]
+    heads = ["put ms", "get ms", "put MB/s", "get MB/s", "put x peer", "get x peer"]
+    print(f"{'':18}" + "".join(f"{head:>12}" for head in heads))
+    for name, (put_ms, get_ms) in medians.items():
+        cells = [
+            *(f"{put_ms:.1f}", f"{get_ms:.1f}"),
+            *(f"{megabytes / put_ms * 1e3:.0f}", f"{megabytes / get_ms * 1e3:.0f}"),
+            *(f"{peer[0] / put_ms:.2f}", f"{peer[1] / get_ms:.2f}"),
+        ]
+        print(f"{name:18}" + "".join(f"{cell:>12}" for cell in cells))
+
+
+def claim_ms(client: DataPlaneClient, num_ready: int, claims: int) -> tuple[float, float]:
+    """Milliseconds of the first claim of 512, and the median of the later ones."""
+    client.register_partition("claims", ["x"], None, ["train"])
+    for start in range(0, num_ready, 10_000):
+        ids = [f"s{number}" for number in range(start, min(start + 10_000, num_ready))]
+        client.put_samples(ids, "claims", TensorDict({"x": torch.ones(len(ids))}, batch_size=[len(ids)]))
+    times = []
+    for _ in range(claims):
+        started = time.perf_counter()
+        meta = client.claim_meta("claims", "train", ["x"], 512)
+        times.append((time.perf_counter() - started) * 1e3)
+        assert meta.size == 512
+    client.clear_samples(None, "claims")
+    return times[0], statistics.median(times[1:])
+
+
+def main() -> None:
+    """Runs the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", nargs="*", choices=sorted(MAX_TOKENS), default=sorted(MAX_TOKENS))
+    parser.add_argument("--samples", nargs="*", type=int, default=[10_000, 1_000_000])
+    options = parser.parse_args()
+    namespace = f"bench-{uuid.uuid4().hex[:8]}"
+    with connect({"backend": "redis_store", "options": {"server": "private", "namespace": namespace}}) as client:
+        from dataplane_redis._server import private_url
+
+        server = redis.Redis.from_url(private_url(namespace))
+        for name in options.batches:
+            columns = batch(name)
+            print(f"\nbatch {name}: {NUM_SAMPLES} samples, 8 fields, {size_bytes(columns) / 1e6:.0f} MB")
+            contestants = {
+                "redis_store": client_steps(client, columns),
+                "redis-py pipeline": pipeline_steps(server, columns),
+            }
+            compare(columns, contestants, options.rounds)
+        server.close()
+        for num_ready in options.samples:
+            first, later = claim_ms(client, num_ready, 15)
+            print(f"\nclaim of 512 out of {num_ready:,} ready: first {first:.1f} ms, median of later {later:.1f} ms")
+    print(f"\n{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,514 @@
+"""`RedisBackend`: every operation as a script on the server, and the payload past the scripts.
+
+A put reserves (one script), writes its rows as one hash of their own, and commits (another script, sent along with the
+rows); a small one is a single script. Rows are never changed after they are written and their names never used again,
+so a read that finds its rows (one script) and then fetches them sees whole rows, or finds them gone and looks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+from dataplane_core.backend import Backend
+from dataplane_core.capabilities import Capability, Scope, WireFormat
+from dataplane_core.codec.frames import join_rows, split_rows
+from dataplane_core.codec.sizes import row_nbytes
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    CorruptDataError,
+    DataPlaneError,
+    OperationTimeoutError,
+)
+from dataplane_core.fields import FieldSpec
+from dataplane_core.hookspecs import (
+    AckRequest,
+    Claim,
+    ClaimRequest,
+    ClearReply,
+    ClearRequest,
+    ConsumptionReply,
+    ConsumptionRequest,
+    DescribeRequest,
+    GetRequest,
+    ListRequest,
+    NackRequest,
+    PartitionInfo,
+    PutReply,
+    PutRequest,
+    RegisterRequest,
+    RenewRequest,
+    SampleList,
+    SettleReply,
+    WireBatch,
+    WireColumn,
+)
+from dataplane_redis import _refusals
+from dataplane_redis._instance import Durability, Instance, check_server, durability_of
+from dataplane_redis._link import Link, pack
+from dataplane_redis._rows import ReadPlans, pack_rows, row_overhead
+from dataplane_redis._scripts import SCRIPTS
+from dataplane_redis._server import PrivateServer, private_url
+from dataplane_redis._wire import (
+    Refs,
+    pack_filter,
+    pack_layout,
+    pack_request,
+    pack_tags,
+    text_of,
+    unpack_layout,
+    unpack_rows,
+    unpack_tags,
+)
+from dataplane_redis.config import RedisConfig
+
+__all__ = ["RedisBackend"]
+
+_log = logging.getLogger("dataplane_redis")
+
+#: Puts and reads of at most so many bytes travel inside their script, in one round trip.
+_INLINE_BYTES: Final = 32 * 1024
+_INLINE_ROWS: Final = 512
+#: Rows are sent in commands of about this size.
+_CHUNK_BYTES: Final = 4 << 20
+#: Seconds beyond its deadline after which a put that was not committed counts as abandoned.
+_ABANDON_GRACE_S: Final = 30.0
+#: Seconds that undoing a failed put may take.
+_UNDO_S: Final = 5.0
+#: Seconds between two tries of a put that waits for room.
+_FULL_POLL_S: Final = 0.01
+#: Rows that one claim script looks at, and writes that one collect script deletes.
+_SCAN_ROWS: Final = 20_000
+_COLLECT_WRITES: Final = 10_000
+#: Seconds that ending an instance's marker may take on close.
+_CLOSE_S: Final = 2.0
+
+
+class RedisBackend(Backend):
+    """Every client speaks to one Redis server, from any host that reaches it.
+
+    ``durable`` holds as the server is set: a committed put survives the server's death where it runs with
+    ``appendonly yes`` and ``appendfsync always``; `durability` says what holds.
+    """
+
+    wire = WireFormat(bytes=True)
+    capabilities = frozenset(Capability)
+    scope = Scope.CLUSTER
+    Config = RedisConfig
+
+    def __init__(self, config: RedisConfig) -> None:
+        super().__init__(config)
+        self._base = b"dp:{%s}" % config.namespace.encode()
+        self._link: Link | None = None
+        self._server: PrivateServer | None = None
+        self._instance: Instance | None = None
+        self._bootstrapped = False
+
+    @classmethod
+    def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
+        """Options of an instance that shares nothing but the server with that of ``options``."""
+        name = options.get("namespace", RedisConfig.model_fields["namespace"].default)
+        return {**options, "namespace": f"{name}-{tag}"[:64]}
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self, *, bootstrap: bool, deadline: float) -> None:
+        """Starts a private server where told to; connects, checks the server, and makes or finds the instance."""
+        config: RedisConfig = self.config
+        if config.url is None:
+            url, label = private_url(config.namespace), f"the private redis-server of namespace '{config.namespace}'"
+            if bootstrap:
+                self._server = PrivateServer(config)
+                self._server.start(deadline)
+        else:
+            url, label = config.url.get_secret_value(), _refusals.label_of(config.url.get_secret_value())
+        self._link = Link(url, label)
+        durability = check_server(self._link, config, deadline)
+        make = Instance.bootstrap if bootstrap else Instance.attach
+        self._instance = make(self._link, self._base, config, deadline)
+        self._bootstrapped = bootstrap
+        _log.info("connected to %s: %s", label, durability.describe())
+
+    def stop(self) -> None:
+        """Disconnects. The bootstrapping client ends the instance: its private server, or the marker on a server that
+        is not its own, where the data stays."""
+        link, self._link = self._link, None
+        if link is not None:
+            if self._bootstrapped and self._server is None and self._instance is not None:
+                with contextlib.suppress(DataPlaneError):  # the server may be gone
+                    self._instance.end(link, self._base, time.monotonic() + _CLOSE_S)
+            link.close()
+        if self._server is not None:
+            self._server.stop()
+
+    def durability(self, deadline: float) -> Durability:
+        """How the server keeps data, as it is set now."""
+        return durability_of(self._connected()[0], deadline)
+
+    # --- registration -------------------------------------------------------------------------------------------------
+
+    def register_partition(self, request: RegisterRequest) -> PartitionInfo:
+        """Opens a partition afresh."""
+        info = {
+            "fields": request.fields,
+            "num_samples": request.num_samples,
+            "consumer_tasks": request.consumer_tasks,
+            "grpo_group_size": request.grpo_group_size,
+            "enums": request.enums,
+        }
+        _, epoch, left = self._run(
+            f"register_partition('{request.partition_id}')",
+            request.deadline,
+            "register",
+            request.partition_id,
+            json.dumps(info),
+            -1 if request.num_samples is None else request.num_samples,
+            -1 if request.grpo_group_size is None else request.grpo_group_size,
+            request.consumer_tasks,
+        )
+        self._collect(left, request.deadline)
+        return _info_of(epoch, info)
+
+    def describe_partition(self, request: DescribeRequest) -> PartitionInfo:
+        """Reads a registration."""
+        what = f"describe_partition('{request.partition_id}')"
+        reply = self._run(what, request.deadline, "describe", request.partition_id)
+        if reply[0] != b"ok":
+            _refusals.raise_partition(request.partition_id, reply)
+        return _info_of(reply[1], json.loads(reply[2]))
+
+    # --- puts ---------------------------------------------------------------------------------------------------------
+
+    def put_samples(self, request: PutRequest) -> PutReply:
+        """Small puts: one script. Others: reserve, write the rows, commit."""
+        instance = self._connected()[1]
+        num_samples = len(request.sample_ids)
+        what = f"put_samples('{request.partition_id}', {num_samples} samples)"
+        names = list(request.columns)
+        frames: list[list[Any]] = [column for column in request.columns.values() if isinstance(column, list)]
+        sizes = row_nbytes(request.columns, num_samples) if names else [0] * num_samples
+        total = sum(sizes)
+        common = (
+            request.partition_id,
+            "" if request.epoch is None else request.epoch,
+            request.sample_ids,
+            sizes,
+            pack_layout(names),
+            [text for name in names for text in (name, request.specs[name].to_text())],
+            "" if request.tags is None else [pack_tags(row) for row in request.tags],
+            instance.capacity_bytes or 0,
+            max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S,
+        )
+        small = num_samples <= _INLINE_ROWS and total + 32 * num_samples * len(names) <= _INLINE_BYTES
+        if small or not names:
+            rows: list[memoryview] = []
+            if names:
+                buffer, offsets = join_rows(frames)
+                view, cuts = memoryview(buffer), offsets.tolist()
+                rows = [view[cuts[row] : cuts[row + 1]] for row in range(num_samples)]
+            self._reserve(what, request, total, "inline", pack_request("inline", *common, 0, b""), rows)
+            return PutReply(num_samples=num_samples)
+        reply = self._reserve(what, request, total, "begin", pack_request("begin", *common, 0, b""), ())
+        write, epoch, known = int(reply[1]), int(reply[2]), reply[3]
+        try:
+            commit = pack_request("commit", common[0], epoch, *common[2:6], common[6], *common[7:], write, known)
+            self._write(what, write, frames, total, commit, request)
+        except BaseException:
+            self._undo(write)
+            raise
+        return PutReply(num_samples=num_samples)
+
+    def _reserve(
+        self, what: str, request: PutRequest, total: int, mode: str, packed: bytes, rows: Sequence[memoryview]
+    ) -> Any:
+        """Runs the put script, again where the store is full and told to block."""
+        link, instance = self._connected()
+        while True:
+            reply = link.script(what, request.deadline, SCRIPTS["put"], self._base, packed, *rows)
+            if reply[0] == b"ok":
+                return reply
+            if reply[0] != b"full":
+                _refusals.raise_put(what, request, reply)
+            error = instance.refuse_full(what, total, int(reply[1]))
+            if not error.retryable or instance.on_full == "raise":
+                raise error
+            if time.monotonic() + _FULL_POLL_S >= request.deadline:
+                raise OperationTimeoutError(
+                    f"{what} timed out waiting for room. Nothing was written. {error.message}", hint=error.hint
+                ) from error
+            time.sleep(_FULL_POLL_S)
+
+    def _write(
+        self,
+        what: str,
+        write: int,
+        frames: Sequence[Sequence[Any]],
+        total: int,
+        commit: bytes,
+        request: PutRequest,
+    ) -> None:
+        """Sends the rows, and with them the commit; raises unless it is confirmed."""
+        link, _ = self._connected()
+        num_samples = len(request.sample_ids)
+        key = self._key(write)
+        step = max(1, min(1000, _CHUNK_BYTES * num_samples // max(1, total)))
+        starts = range(0, num_samples, step)
+        left_s = max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S
+        expiry = pack((b"PEXPIRE", key, b"%d" % int(left_s * 1000)))
+        multi, execute = pack((b"MULTI",)), pack((b"EXEC",))
+        put = SCRIPTS["put"]
+
+        def commands() -> Iterator[list[Any]]:
+            for start in starts:  # rows never lie there without an expiry: whoever dies, they go
+                yield multi
+                yield pack_rows(key, start, [column[start : start + step] for column in frames])
+                yield expiry
+                yield execute
+            yield pack((b"EVALSHA", put.sha, b"1", self._base, commit))
+
+        replies = link.commands(what, request.deadline, commands(), 4 * len(starts) + 1)
+        reply = replies.pop()
+        for each in replies:
+            if isinstance(each, Exception):
+                link.refuse(what, each)
+        if isinstance(reply, Exception):
+            if not str(reply).startswith(("NOSCRIPT", "No matching script")):
+                link.refuse(what, reply)
+            reply = link.script(what, request.deadline, put, self._base, commit)
+        if reply[0] != b"ok":
+            _refusals.raise_put(what, request, reply)
+
+    def _undo(self, write: int) -> None:
+        """Best effort after a failed put; what cannot be undone now is given up by later scripts, and expires.
+
+        A put whose commit went through although its reply was lost stays.
+        """
+        with contextlib.suppress(DataPlaneError):
+            self._run("put_samples", time.monotonic() + _UNDO_S, "abort", write)
+
+    # --- reads --------------------------------------------------------------------------------------------------------
+
+    def get_samples(self, request: GetRequest) -> WireBatch:
+        """Locates, fetches; again where the rows moved meanwhile."""
+        what = f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)"
+        while True:
+            reply = self._run(
+                what,
+                request.deadline,
+                "locate",
+                request.partition_id,
+                request.sample_ids,
+                request.fields,
+                _INLINE_BYTES if len(request.sample_ids) <= _INLINE_ROWS else -1,
+            )
+            if reply[0] == b"unknown_partition":
+                _refusals.raise_partition(request.partition_id, reply)
+            layouts = [unpack_layout(layout) for layout in reply[2]]
+            if reply[0] != b"ok" or None in reply[3]:
+                _refusals.raise_missing(what, request, reply[1], layouts)
+            refs = unpack_rows(reply[1])
+            plans = ReadPlans(request.fields, layouts)
+            picks = [plans.of(each) for each in refs]
+            if None in picks:
+                _refusals.raise_missing(what, request, reply[1], layouts)
+            specs = {
+                name: FieldSpec.from_text(text.decode()) for name, text in zip(request.fields, reply[3], strict=True)
+            }
+            columns = self._fetch(
+                what, request, refs, picks, [len(each) for each in layouts], reply[4] if len(reply) > 4 else None
+            )
+            if columns is not None:
+                return WireBatch(columns=columns, specs=specs)
+            if time.monotonic() >= request.deadline:
+                raise OperationTimeoutError(
+                    f"{what} timed out: the rows were overwritten faster than they could be read."
+                )
+
+    def _fetch(
+        self,
+        what: str,
+        request: GetRequest,
+        refs: Sequence[Refs],
+        picks: Sequence[Any],
+        num_cells: Sequence[int],
+        sent: Sequence[Any] | None,
+    ) -> dict[str, WireColumn] | None:
+        """Frames in the order of the request, or None where a row is no longer there.
+
+        Args:
+            what: The operation.
+            request: The read.
+            refs: The refs of each row.
+            picks: For each row, (ref, [(column, slot)...]) of every ref that is needed.
+            num_cells: For each layout, its number of fields.
+            sent: The payload of all refs, where the script sent it along.
+        """
+        columns: list[list[Any]] = [[None] * len(refs) for _ in request.fields]
+        wanted: list[tuple[int, Any]] = []  # row, its (column, slot) pairs
+        payload: list[Any] = []
+        if sent is not None:
+            start = 0
+            for row, (each, plan) in enumerate(zip(refs, picks, strict=True)):
+                for index, pairs in plan:
+                    wanted.append((row, pairs))
+                    payload.append(sent[start + index])
+                start += len(each)
+        else:
+            by_write: dict[int, list[int]] = {}
+            places: dict[int, list[tuple[int, Any]]] = {}
+            size_bytes = 0
+            for row, (each, plan) in enumerate(zip(refs, picks, strict=True)):
+                for index, pairs in plan:
+                    write, position, layout, size = each[index]
+                    by_write.setdefault(write, []).append(position)
+                    places.setdefault(write, []).append((row, pairs))
+                    size_bytes += size + row_overhead(num_cells[layout])
+            packed = [
+                pack((b"HMGET", self._key(write), *(b"%d" % position for position in positions)))
+                for write, positions in by_write.items()
+            ]
+            link, _ = self._connected()
+            for found in link.fetch(what, request.deadline, packed, size_bytes):
+                payload += found
+            wanted = [place for each in places.values() for place in each]
+        if None in payload:
+            return None
+        for (row, pairs), frames in zip(wanted, split_rows(payload), strict=True):
+            for column, slot in pairs:
+                if slot >= len(frames):
+                    raise CorruptDataError(f"{what}: a row holds {len(frames)} cells. Expected more than {slot}.")
+                columns[column][row] = frames[slot]
+        return dict(zip(request.fields, columns, strict=True))
+
+    def list_samples(self, request: ListRequest) -> SampleList:
+        """Lists ids and tags."""
+        what = f"list_samples('{request.partition_id}')"
+        reply = self._run(what, request.deadline, "list", request.partition_id, pack_filter(request.tag_filter))
+        if reply[0] != b"ok":
+            _refusals.raise_partition(request.partition_id, reply)
+        return SampleList(
+            sample_ids=[text_of(each) for each in reply[1]], tags=[unpack_tags(each) for each in reply[2]]
+        )
+
+    # --- claims -------------------------------------------------------------------------------------------------------
+
+    def claim(self, request: ClaimRequest) -> Claim:
+        """Hands out ready samples."""
+        what = f"claim_meta('{request.partition_id}', '{request.task_name}')"
+        required = sorted(set(request.required_fields))
+        while True:
+            reply = self._run(
+                what,
+                request.deadline,
+                "claim",
+                request.partition_id,
+                request.task_name,
+                request.batch_size,
+                int(request.all_or_nothing),
+                -1 if request.lease_s is None else request.lease_s,
+                int(request.explain),
+                pack_layout(required),
+                pack_filter(request.tag_filter),
+                _SCAN_ROWS,
+            )
+            if reply[0] != b"again":
+                break
+        if reply[0] == b"wait":
+            missing = {text_of(each[0]): tuple(sorted(map(text_of, each[1:]))) for each in reply[2]}
+            return Claim(num_ready=int(reply[1]), missing_cells=missing)
+        if reply[0] != b"ok":
+            _refusals.raise_claim(what, request, reply)
+        _, exhausted, num_ready, token, ids, tags = reply
+        return Claim(
+            sample_ids=[text_of(each) for each in ids],
+            tags=[unpack_tags(each) for each in tags],
+            lease_tokens=None if request.lease_s is None else [token.decode()] * len(ids),
+            exhausted=bool(exhausted),
+            num_ready=int(num_ready),
+        )
+
+    def ack(self, request: AckRequest) -> SettleReply:
+        """Settles leases."""
+        return self._settle("ack", request, 0.0)
+
+    def nack(self, request: NackRequest) -> SettleReply:
+        """Gives leased samples back."""
+        return self._settle("nack", request, 0.0)
+
+    def renew(self, request: RenewRequest) -> SettleReply:
+        """Extends leases."""
+        return self._settle("renew", request, request.lease_s)
+
+    def _settle(self, action: str, request: AckRequest | NackRequest | RenewRequest, lease_s: float) -> SettleReply:
+        what = f"{action}('{request.partition_id}', '{request.task_name}', {len(request.sample_ids)} samples)"
+        reply = self._run(
+            what,
+            request.deadline,
+            "settle",
+            action,
+            request.partition_id,
+            request.task_name,
+            request.sample_ids,
+            request.lease_tokens,
+            lease_s,
+        )
+        if reply[0] != b"ok":
+            _refusals.raise_settle(what, request, reply)
+        return SettleReply(num_samples=len(request.sample_ids))
+
+    def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:
+        """Asks the server."""
+        what = f"check_consumption_status('{request.partition_id}')"
+        reply = self._run(what, request.deadline, "consumed", request.partition_id, request.task_names)
+        return ConsumptionReply(consumed=bool(reply[1]))
+
+    # --- clearing -----------------------------------------------------------------------------------------------------
+
+    def clear_samples(self, request: ClearRequest) -> ClearReply:
+        """Drops rows with their payload, or a whole partition."""
+        ids = request.sample_ids
+        what = f"clear_samples('{request.partition_id}')"
+        _, count, left = self._run(
+            what, request.deadline, "clear", request.partition_id, [] if ids is None else ids, int(ids is None)
+        )
+        self._collect(left, request.deadline)
+        return ClearReply(num_samples=int(count))
+
+    def _collect(self, left: int, deadline: float) -> None:
+        """Deletes the payload of dropped registrations, a part at a time; what stays, a later call deletes."""
+        while left:
+            _, left = self._run("clear_samples", deadline, "collect", _COLLECT_WRITES)
+
+    # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _run(self, what: str, deadline: float, script: str, *values: Any) -> Any:
+        link, _ = self._connected()
+        return link.script(what, deadline, SCRIPTS[script], self._base, pack_request(*values))
+
+    def _connected(self) -> tuple[Link, Instance]:
+        link, instance = self._link, self._instance
+        if link is None or instance is None:
+            _not_started()
+        return link, instance
+
+    def _key(self, write: int) -> bytes:
+        return b"%s:w:%d" % (self._base, write)
+
+
+def _info_of(epoch: int, info: Mapping[str, Any]) -> PartitionInfo:
+    return PartitionInfo(
+        epoch=int(epoch),
+        fields=tuple(info["fields"]),
+        num_samples=info["num_samples"],
+        consumer_tasks=tuple(info["consumer_tasks"]),
+        grpo_group_size=info["grpo_group_size"],
+        enums={name: tuple(words) for name, words in info["enums"].items()},
+    )
+
+
+def _not_started() -> NoReturn:
+    raise BackendUnavailableError("the backend is not started.", retryable=False)

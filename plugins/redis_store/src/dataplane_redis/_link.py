@@ -1,0 +1,291 @@
+"""Connections to one server: commands in, replies out, every wait bounded by a deadline.
+
+A connection serves one call at a time; idle ones are kept. Nothing is sent twice on its own: whether a command that
+lost its connection ran is for the caller to say.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NoReturn, TypeAlias
+
+import redis
+from redis.connection import ConnectionPool
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    NoPermissionError,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+
+from dataplane_core.errors import (
+    BackendError,
+    BackendUnavailableError,
+    CapacityExceededError,
+    DataPlaneError,
+    OperationTimeoutError,
+)
+from dataplane_redis._rows import ArrayReader
+from dataplane_redis._scripts import Script
+
+__all__ = ["Command", "Link", "pack"]
+
+#: A command: its words; or one that is packed already.
+Command: TypeAlias = Sequence[bytes | bytearray | memoryview]
+
+#: Seconds between two tries where the server is still loading its data.
+_LOADING_POLL_S: Final = 0.05
+#: The least socket timeout in seconds: zero would mean not to wait at all, which TLS cannot.
+_LEAST_S: Final = 0.001
+#: Parts of a packed command below this size are joined before they are sent.
+_JOIN_BYTES: Final = 1 << 20
+
+
+def pack(command: Command) -> list[bytes | bytearray | memoryview]:
+    """A command as the server reads it, in parts."""
+    parts: list[bytes | bytearray | memoryview] = [b"*%d\r\n" % len(command)]
+    for word in command:
+        parts += (b"$%d\r\n" % len(word), word, b"\r\n")
+    return parts
+
+
+class Link:
+    """A pool of connections to the server of a URL. May be used from several threads.
+
+    Args:
+        url: Where the server is. Kept inside the connections only; never part of a message.
+        label: What messages call the server.
+    """
+
+    def __init__(self, url: str, label: str) -> None:
+        self.label = label
+        self._pool = ConnectionPool.from_url(
+            url, protocol=2, retry=None, retry_on_timeout=False, socket_read_size=1 << 18, decode_responses=False
+        )
+        self._idle: list[Any] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Closes all connections; those in use, once their call ends."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.disconnect()
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def command(self, what: str, deadline: float, *words: bytes) -> Any:
+        """One command; its reply.
+
+        Raises:
+            As `commands`.
+        """
+        reply = self._ask(what, deadline, pack(words))
+        if isinstance(reply, Exception):
+            self.refuse(what, reply)
+        return reply
+
+    def script(self, what: str, deadline: float, script: Script, key: bytes, *arguments: bytes | memoryview) -> Any:
+        """Runs a script, which is sent first where the server does not know it; its reply.
+
+        Raises:
+            As `commands`.
+        """
+        packed = pack((b"EVALSHA", script.sha, b"1", key, *arguments))
+        while True:
+            reply = self._ask(what, deadline, packed)
+            if not isinstance(reply, NoScriptError):
+                break
+            self.command(what, deadline, b"SCRIPT", b"LOAD", script.text)
+        if isinstance(reply, Exception):
+            self.refuse(what, reply)
+        return reply
+
+    def _ask(self, what: str, deadline: float, packed: Sequence[bytes | bytearray | memoryview]) -> Any:
+        """One reply. A server that loads its data refuses before it does anything, so it is asked again."""
+        while True:
+            try:
+                (reply,) = self.commands(what, deadline, [packed], 1)
+                return reply
+            except OperationTimeoutError as error:
+                if not isinstance(error.__cause__, BusyLoadingError):
+                    raise
+                if time.monotonic() + _LOADING_POLL_S >= deadline:
+                    raise
+            time.sleep(_LOADING_POLL_S)
+
+    def commands(
+        self, what: str, deadline: float, packed: Iterable[Iterable[bytes | bytearray | memoryview]], count: int
+    ) -> list[Any]:
+        """Sends packed commands on one connection, then reads their replies.
+
+        Args:
+            what: The operation, to open messages with.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            packed: The parts of each command, as `pack` gives them; may make them as they are sent.
+            count: How many replies there will be.
+
+        Returns:
+            A reply each, or the exception of a command that was refused.
+
+        Raises:
+            OperationTimeoutError: The deadline passed; the commands may have run or not.
+            BackendUnavailableError: The server cannot be reached, or the connection was lost meanwhile.
+        """
+        connection = self._acquire(what, deadline)
+        whole = False
+        try:
+            connection._sock.settimeout(_left_s(deadline))
+            waiting: list[bytes | bytearray | memoryview] = []
+            size = 0
+            for parts in packed:
+                for part in parts:
+                    waiting.append(part)
+                    size += len(part)
+                    if size >= _JOIN_BYTES:
+                        connection._sock.settimeout(_left_s(deadline))
+                        connection.send_packed_command([b"".join(waiting)], check_health=False)
+                        waiting, size = [], 0
+            if waiting:
+                connection.send_packed_command([b"".join(waiting)], check_health=False)
+            replies = []
+            for _ in range(count):
+                connection._sock.settimeout(_left_s(deadline))
+                try:
+                    replies.append(connection.read_response(disable_decoding=True))
+                except ResponseError as error:
+                    replies.append(error)
+            whole = True
+        except (RedisError, OSError) as error:
+            self.refuse(what, error)
+        finally:
+            self._release(connection, whole)
+        return replies
+
+    def fetch(
+        self, what: str, deadline: float, packed: Sequence[Iterable[bytes | bytearray | memoryview]], size_bytes: int
+    ) -> list[list[memoryview | None]]:
+        """Sends packed commands that each reply with an array of byte strings, and receives these without a copy.
+
+        Args:
+            what: The operation, to open messages with.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            packed: The parts of each command.
+            size_bytes: Of all byte strings together, as far as is known.
+
+        Returns:
+            Per command its byte strings, as views of one buffer; None for what is not there.
+
+        Raises:
+            As `commands`.
+        """
+        connection = self._acquire(what, deadline)
+        whole = False
+        try:
+            sock = connection._sock
+            sock.settimeout(_left_s(deadline))
+            connection.send_packed_command([b"".join([part for parts in packed for part in parts])], check_health=False)
+            reader = ArrayReader(sock, size_bytes, deadline)
+            arrays = [reader.read() for _ in packed]
+            whole = reader.done
+        except (RedisError, OSError) as error:
+            self.refuse(what, error)
+        finally:
+            self._release(connection, whole)
+        return arrays
+
+    # --- errors -------------------------------------------------------------------------------------------------------
+
+    def refuse(self, what: str, error: Exception) -> NoReturn:
+        """Raises what an error of redis-py means to a user, with that error as its cause."""
+        raise self.explain(what, error) from error
+
+    def explain(self, what: str, error: Exception) -> DataPlaneError:
+        """What an error of redis-py means to a user."""
+        if isinstance(error, (redis.TimeoutError, TimeoutError)):
+            return OperationTimeoutError(f"{what} timed out: {self.label} did not answer in time.")
+        if isinstance(error, (AuthenticationError, NoPermissionError)):
+            return BackendUnavailableError(
+                f"{what} refused by {self.label}: {error}.",
+                retryable=False,
+                hint="Check user and password of the url, and what the ACL grants: +@all -@admin -@dangerous +info "
+                "+config|get on the keys 'dp:*' is enough.",
+            )
+        if isinstance(error, BusyLoadingError):
+            return OperationTimeoutError(f"{what} timed out: {self.label} is still loading its data.")
+        text = str(error)
+        if text.startswith(("OOM", "command not allowed when used memory")):
+            return CapacityExceededError(
+                f"{what} refused: {self.label} has reached its maxmemory. Nothing was written.",
+                hint="Clear samples that are consumed, or raise the server's maxmemory.",
+            )
+        if text.startswith(("WRONGPASS", "NOAUTH", "NOPERM", "ACL failure in script")):
+            return self.explain(what, AuthenticationError(text))
+        if isinstance(error, MovedError):
+            return BackendUnavailableError(
+                f"{what} refused: {self.label} is a cluster node that does not serve this namespace ({text}).",
+                retryable=False,
+                hint="Name the node that serves it in the url; redirections are not followed.",
+            )
+        if isinstance(error, (ReadOnlyError, MasterDownError, ClusterDownError)) or text.startswith("MISCONF"):
+            return BackendUnavailableError(f"{what} refused: {self.label} takes no writes: {text}")
+        if isinstance(error, (redis.ConnectionError, OSError)):
+            return BackendUnavailableError(f"{what} failed: {self.label} cannot be reached: {text}")
+        return BackendError(f"{what} failed on {self.label}: {type(error).__name__}: {text}")
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def _acquire(self, what: str, deadline: float) -> Any:
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise BackendUnavailableError(f"{what} refused: the connection to {self.label} is closed.")
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                return self._connect(what, deadline)
+            try:
+                if not connection.can_read(timeout=0):
+                    return connection
+            except (RedisError, OSError):
+                pass  # the server closed it while it was idle; another one is tried
+            connection.disconnect()
+
+    def _connect(self, what: str, deadline: float) -> Any:
+        while True:
+            if time.monotonic() >= deadline:
+                raise OperationTimeoutError(f"{what} timed out before it was sent to {self.label}.")
+            connection: Any = self._pool.connection_class(**self._pool.connection_kwargs)
+            connection.socket_connect_timeout = connection.socket_timeout = _left_s(deadline)
+            try:
+                connection.connect()
+                return connection
+            except BusyLoadingError as error:
+                connection.disconnect()
+                if time.monotonic() + _LOADING_POLL_S >= deadline:
+                    self.refuse(what, error)
+                time.sleep(_LOADING_POLL_S)
+            except (RedisError, OSError) as error:
+                connection.disconnect()
+                self.refuse(what, error)
+
+    def _release(self, connection: Any, whole: bool) -> None:
+        with self._lock:
+            keep = whole and not self._closed
+            if keep:
+                self._idle.append(connection)
+        if not keep:
+            connection.disconnect()
+
+
+def _left_s(deadline: float) -> float:
+    return max(_LEAST_S, deadline - time.monotonic())

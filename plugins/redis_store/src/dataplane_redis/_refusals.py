@@ -1,0 +1,156 @@
+"""What the scripts refuse, as the errors that a user sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+from dataplane_core.errors import (
+    BackendError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    MissingDataError,
+    SchemaMismatchError,
+    StalePartitionError,
+    UnknownPartitionError,
+    UnknownTaskError,
+    preview,
+)
+from dataplane_core.fields import FieldSpec
+from dataplane_core.hookspecs import (
+    AckRequest,
+    ClaimRequest,
+    GetRequest,
+    NackRequest,
+    PutRequest,
+    RenewRequest,
+)
+from dataplane_redis._wire import text_of, unpack_rows
+
+__all__ = ["label_of", "raise_claim", "raise_missing", "raise_partition", "raise_put", "raise_settle"]
+
+
+def label_of(url: str) -> str:
+    """What messages call the server of a URL: its place, without user, password and query."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return f"the Redis server at {parts.path}"
+    try:
+        port = parts.port or 6379
+    except ValueError:
+        port = 6379
+    return f"the Redis server at {parts.hostname or 'localhost'}:{port}"
+
+
+def raise_partition(partition_id: str, reply: Sequence[Any]) -> NoReturn:
+    """The partition is not registered."""
+    if reply[0] != b"unknown_partition":
+        raise BackendError(f"the server's script replied {reply[0]!r}, which this client does not know.")
+    raise UnknownPartitionError(
+        f"partition '{partition_id}' is not registered.",
+        hint=f"Registered: {preview(sorted(map(text_of, reply[1])), limit=5) or 'none'}.",
+    )
+
+
+def raise_put(what: str, request: PutRequest, reply: Sequence[Any]) -> NoReturn:
+    """A put that was refused, at its begin or its commit. Nothing was written."""
+    kind = reply[0]
+    if kind == b"stale":
+        which = (
+            f"sample '{text_of(reply[1])}' was cleared" if reply[1] else "the partition was registered anew or cleared"
+        )
+        raise StalePartitionError(f"{what} refused: {which} since the put began. Nothing was written.")
+    if kind == b"abandoned":
+        raise StalePartitionError(
+            f"{what} refused at commit: the put had been given up as abandoned. Nothing was written."
+        )
+    if kind == b"incomplete":
+        raise BackendError(
+            f"{what} refused at commit: the server no longer holds all rows of the put. Nothing was written.",
+            retryable=True,
+        )
+    if kind == b"schema":
+        name = text_of(reply[1])
+        kept = FieldSpec.from_text(reply[2].decode())
+        raise SchemaMismatchError(
+            f"{what} refused: field '{name}' holds {request.specs[name].describe()}. Expected {kept.describe()}, as "
+            "fixed by its first write. Nothing was written."
+        )
+    if kind == b"no_group":
+        raise InvalidRequestError(
+            f"{what} refused: sample id '{text_of(reply[1])}' holds no '_g', but the partition has a GRPO group size. "
+            "Expected ids such as 'prompt7_g0'. Nothing was written."
+        )
+    if kind == b"surplus":
+        raise InvalidRequestError(
+            f"{what} refused: group '{text_of(reply[1])}' would have {reply[2]} members. Expected at most {reply[3]}, "
+            "the partition's group size. Nothing was written."
+        )
+    raise_partition(request.partition_id, reply)
+
+
+def raise_missing(
+    what: str, request: GetRequest, rows: Sequence[bytes | None], layouts: Sequence[Sequence[str]]
+) -> NoReturn:
+    """Samples that are not there, or cells that are not produced."""
+    absent = [sample_id for sample_id, row in zip(request.sample_ids, rows, strict=True) if row is None]
+    if absent:
+        raise MissingDataError(
+            f"{what}: {preview(absent)} {'is' if len(absent) == 1 else 'are'} not in the partition.",
+            partition_id=request.partition_id,
+            missing_samples=absent[:3],
+            hint="They were never written, or were cleared.",
+        )
+    cells: dict[str, list[str]] = {}
+    count = 0
+    for sample_id, refs in zip(request.sample_ids, unpack_rows([row for row in rows if row is not None]), strict=True):
+        has = {name for _, _, layout, _ in refs for name in layouts[layout]}
+        lacking = [name for name in request.fields if name not in has]
+        if lacking:
+            count += 1
+            if len(cells) < 3:
+                cells[sample_id] = lacking
+    shown = "; ".join(f"'{sample_id}' lacks {preview(lacking)}" for sample_id, lacking in cells.items())
+    more = f"; and {count - len(cells)} more samples" if count > len(cells) else ""
+    raise MissingDataError(
+        f"{what}: cells not yet produced: {shown}{more}.",
+        partition_id=request.partition_id,
+        missing_cells=cells,
+        hint="Claim samples by their required fields, or wait for the producer of those fields.",
+    )
+
+
+def raise_claim(what: str, request: ClaimRequest, reply: Sequence[Any]) -> NoReturn:
+    """A claim that was refused."""
+    if reply[0] == b"batch":
+        raise InvalidRequestError(
+            f"{what} refused: batch_size {request.batch_size} is not a multiple of the group size {reply[1]}."
+        )
+    _raise_task(request.partition_id, request.task_name, reply)
+
+
+def raise_settle(what: str, request: AckRequest | NackRequest | RenewRequest, reply: Sequence[Any]) -> NoReturn:
+    """An ack, nack or renew that was refused; no row was changed."""
+    if reply[0] == b"lost":
+        lost = [text_of(each) for each in reply[1]]
+        raise LeaseExpiredError(
+            f"{what} refused: the lease on {preview(lost)} is no longer held. No row was changed.",
+            sample_ids=lost,
+            hint="The lease ran out, was settled, or the sample was cleared; another consumer may hold it now.",
+        )
+    if reply[0] == b"part":
+        raise InvalidRequestError(
+            f"{what} refused: it names {reply[2]} of the {reply[3]} samples held of group '{text_of(reply[1])}'. "
+            "Groups are handed out, settled and renewed as a whole. No row was changed."
+        )
+    _raise_task(request.partition_id, request.task_name, reply)
+
+
+def _raise_task(partition_id: str, task_name: str, reply: Sequence[Any]) -> NoReturn:
+    if reply[0] == b"unknown_task":
+        raise UnknownTaskError(
+            f"partition '{partition_id}' has no consumer task '{task_name}'.",
+            hint=f"Registered: {preview(sorted(map(text_of, reply[1])), limit=5) or 'none'}.",
+        )
+    raise_partition(partition_id, reply)

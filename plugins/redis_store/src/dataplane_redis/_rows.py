@@ -1,0 +1,171 @@
+"""Bulk payload on the wire, with as few copies as it takes: rows out of frames, arrays of byte strings into one buffer.
+
+A row is what one put wrote of one sample: its frames joined as `dataplane_core.codec.frames.join_row` says.
+
+Shape legend: ``N`` rows, ``C`` columns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from redis.exceptions import ConnectionError as LostConnectionError
+from redis.exceptions import InvalidResponse, ResponseError
+
+from dataplane_core.codec.frames import join_row
+from dataplane_redis._wire import Refs
+
+__all__ = ["ArrayReader", "ReadPlans", "pack_rows", "row_overhead"]
+
+#: What a byte string of a reply takes besides its bytes, at most: ``$<digits>\\r\\n`` and ``\\r\\n``.
+_STRING_BYTES: Final = 24
+#: The least buffer: the replies' own heads, or an error.
+_SLACK_BYTES: Final = 64 * 1024
+_LEAST_S: Final = 0.001
+
+
+def row_overhead(num_columns: int) -> int:
+    """Bytes that a row of C cells takes in a reply besides its frames, at most."""
+    return 8 + 8 * num_columns + _STRING_BYTES
+
+
+def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]]) -> list[Any]:
+    """HSET of N rows, packed: each under its position, counted from ``first``.
+
+    Args:
+        key: The hash.
+        first: Position of the first row.
+        frames: C columns of N frames.
+
+    Returns:
+        Parts of the command; frames are not copied.
+    """
+    num_columns, num_rows = len(frames), len(frames[0])
+    sizes = np.empty((num_rows, num_columns), dtype="<i8")
+    for number, column in enumerate(frames):
+        sizes[:, number] = [len(frame) for frame in column]
+    fixed = join_row([b""] * num_columns)[: -8 * num_columns]  # the head of every row of so many frames, less the sizes
+    heads = sizes.tobytes()
+    step = 8 * num_columns
+    totals = (sizes.sum(axis=1) + (len(fixed) + step)).tolist()
+    parts: list[Any] = [b"*%d\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n" % (2 + 2 * num_rows, len(key), key)]
+    for row, cells in enumerate(zip(*frames, strict=True)):
+        position = b"%d" % (first + row)
+        head = b"$%d\r\n%b\r\n$%d\r\n" % (len(position), position, totals[row])
+        parts.append(head + fixed + heads[row * step : (row + 1) * step])
+        parts += cells
+        parts.append(b"\r\n")
+    return parts
+
+
+class ReadPlans:
+    """Which refs of a row a read needs, and which of their cells; found once per sequence of layouts."""
+
+    def __init__(self, fields: Sequence[str], layouts: Sequence[Sequence[str]]) -> None:
+        self._fields = fields
+        self._slots = [{name: slot for slot, name in enumerate(layout)} for layout in layouts]
+        self._known: dict[tuple[int, ...], list[tuple[int, list[tuple[int, int]]]] | None] = {}
+
+    def of(self, refs: Refs) -> list[tuple[int, list[tuple[int, int]]]] | None:
+        """(ref, [(column, slot)...]) of every ref that is needed; None where a cell is not produced."""
+        key = tuple([layout for _, _, layout, _ in refs])
+        if key not in self._known:
+            self._known[key] = self._find(key)
+        return self._known[key]
+
+    def _find(self, key: tuple[int, ...]) -> list[tuple[int, list[tuple[int, int]]]] | None:
+        found: dict[int, list[tuple[int, int]]] = {}
+        for column, name in enumerate(self._fields):
+            for index in range(len(key) - 1, -1, -1):  # the latest write that has the field
+                slot = self._slots[key[index]].get(name)
+                if slot is not None:
+                    found.setdefault(index, []).append((column, slot))
+                    break
+            else:
+                return None
+        return list(found.items())
+
+
+class ArrayReader:
+    """Reads replies that are arrays of byte strings straight into one buffer.
+
+    Args:
+        sock: A connected socket on which nothing but these replies arrives.
+        size_bytes: Bytes of all replies, as far as is known.
+        deadline: On `time.monotonic`'s clock, in seconds.
+    """
+
+    def __init__(self, sock: Any, size_bytes: int, deadline: float) -> None:
+        self._sock = sock
+        self._deadline = deadline
+        self._buffer = np.empty(size_bytes + _SLACK_BYTES, dtype=np.uint8).data
+        self._start = 0  # of what is not yet parsed
+        self._stop = 0  # of what was received
+
+    @property
+    def done(self) -> bool:
+        """Whether all that was received was parsed."""
+        return self._start == self._stop
+
+    def read(self) -> list[memoryview | None]:
+        """The next reply.
+
+        Raises:
+            ResponseError: The server refused the command.
+            TimeoutError, OSError: The deadline passed; the connection was lost.
+        """
+        count = self._number(b"*")
+        strings: list[memoryview | None] = []
+        for _ in range(count):
+            size = self._number(b"$")
+            if size < 0:
+                strings.append(None)
+                continue
+            self._need(size + 2)
+            strings.append(self._buffer[self._start : self._start + size])
+            self._start += size + 2
+        return strings
+
+    def _number(self, kind: bytes) -> int:
+        """Reads ``<kind><digits>\\r\\n``."""
+        line = self._line()
+        if line[:1] == b"-":
+            raise ResponseError(line[1:].decode("utf-8", "replace"))
+        if line[:1] != kind:
+            raise InvalidResponse(f"the reply holds {line[:20]!r}, expected {kind!r} and a number")
+        return int(line[1:])
+
+    def _line(self) -> bytes:
+        while True:
+            window = bytes(self._buffer[self._start : min(self._stop, self._start + 32)])
+            end = window.find(b"\r\n")
+            if end < 0 and self._stop - self._start > 32:  # an error message
+                window = bytes(self._buffer[self._start : self._stop])
+                end = window.find(b"\r\n")
+            if end >= 0:
+                self._start += end + 2
+                return window[:end]
+            seen = self._stop - self._start
+            self._need(seen + 1)
+
+    def _need(self, size: int) -> None:
+        """Receives until ``size`` bytes are there to be parsed."""
+        while self._stop - self._start < size:
+            if self._start + size > len(self._buffer):
+                self._grow(size)
+            left_s = self._deadline - time.monotonic()
+            self._sock.settimeout(max(_LEAST_S, left_s))
+            count = self._sock.recv_into(self._buffer[self._stop :])
+            if not count:
+                raise LostConnectionError("Connection closed by server.")
+            self._stop += count
+
+    def _grow(self, size: int) -> None:
+        """Goes on in a new buffer; views of the old one stay valid."""
+        rest = self._buffer[self._start : self._stop]
+        self._buffer = np.empty(2 * size + _SLACK_BYTES, dtype=np.uint8).data
+        self._buffer[: len(rest)] = rest
+        self._start, self._stop = 0, len(rest)

@@ -1,0 +1,211 @@
+"""A private `redis-server`: started on a unix socket in a temporary folder, ended by process id.
+
+The folder's place follows from the user and the namespace, so that other processes of the user on this host find the
+socket with the same options. The owner holds a lock on it. A shell waits for the owner's end of a pipe to close, so the
+server also ends when the owner is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+from dataplane_core.errors import (
+    AlreadyRunningError,
+    BackendUnavailableError,
+    DataPlaneError,
+    OperationTimeoutError,
+)
+from dataplane_redis._link import Link
+from dataplane_redis.config import RedisConfig
+
+__all__ = ["PrivateServer", "private_url"]
+
+_POLL_S: Final = 0.01
+#: Seconds that the server may take to end when asked; then it is killed.
+_END_S: Final = 5.0
+#: The longest path of a unix socket.
+_MOST_PATH: Final = 100
+#: Ends the server once standard input closes, which is when its owner is gone.
+_WATCHER: Final = 'read line; kill -TERM "$1"'
+
+
+def _folder(namespace: str) -> Path:
+    name = f"dataplane-redis-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / name / namespace
+    return folder if len(str(folder)) < _MOST_PATH - len("/redis.sock") else Path("/tmp") / name / namespace
+
+
+def private_url(namespace: str) -> str:
+    """The URL of the private server of a namespace."""
+    return f"unix://{quote(str(_folder(namespace) / 'redis.sock'))}"
+
+
+class PrivateServer:
+    """A `redis-server` that belongs to this process.
+
+    Args:
+        config: The options.
+    """
+
+    def __init__(self, config: RedisConfig) -> None:
+        self._config = config
+        self._folder = _folder(config.namespace)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._lock: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, or None where it was not started."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, deadline: float) -> None:
+        """Starts the server and waits until it answers.
+
+        Raises:
+            BackendUnavailableError: There is no ``redis-server``, or it does not start.
+            AlreadyRunningError: Another process runs the private server of this namespace.
+            OperationTimeoutError: It did not answer in time.
+        """
+        if shutil.which("redis-server") is None:
+            raise BackendUnavailableError(
+                "connect failed: server is 'private', but there is no redis-server on the PATH.",
+                retryable=False,
+                hint="Install it: apt-get install redis-server (Debian, Ubuntu), dnf install redis, brew install "
+                "redis. Or set the option url to a server that runs.",
+            )
+        self._claim_folder()
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an owner that died
+        self._folder.mkdir(mode=0o700)
+        self.launch(deadline)
+
+    def launch(self, deadline: float) -> None:
+        """Starts the server process on the folder as it is, as after a crash; errors as `start`."""
+        binary = shutil.which("redis-server")
+        assert binary is not None
+        self._end_process()
+        (self._folder / "redis.sock").unlink(missing_ok=True)
+        settings = {
+            "port": "0",
+            "unixsocket": str(self._folder / "redis.sock"),
+            "unixsocketperm": "700",
+            "logfile": str(self._folder / "redis.log"),
+            "dir": str(self._folder),
+            "daemonize": "no",
+            "save": "",
+            "maxmemory-policy": "noeviction",
+            "appendonly": "yes" if self._config.appendonly else "no",
+            "appendfsync": self._config.appendfsync,
+        }
+        words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+        self._process = subprocess.Popen(
+            [binary, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt of the trainer must not reach the store before its clients
+        )
+        self._watcher = subprocess.Popen(
+            ["/bin/sh", "-c", _WATCHER, "sh", str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._wait(deadline)
+
+    def stop(self) -> None:
+        """Ends the server by its process id and removes the folder. May be called again."""
+        if self._lock is None:
+            return
+        self._end_process()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock_path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for forks, which share it
+        os.close(self._lock)
+        self._lock = None
+
+    @property
+    def _lock_path(self) -> Path:
+        return self._folder.with_name(f"{self._folder.name}.lock")
+
+    def _claim_folder(self) -> None:
+        home = self._folder.parent
+        home.mkdir(mode=0o700, exist_ok=True)
+        status = home.lstat()
+        if not home.is_dir() or home.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise BackendUnavailableError(
+                f"connect refused: the folder {home} is not this user's alone. Expected mode 700.", retryable=False
+            )
+        path = self._lock_path
+        while self._lock is None:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.exists(path) and os.path.samestat(os.fstat(lock), os.stat(path)):
+                    self._lock = lock
+            except FileNotFoundError:
+                pass  # removed between the two questions, as below
+            except BlockingIOError:
+                os.close(lock)
+                raise AlreadyRunningError(
+                    f"connect(bootstrap=True) refused: another client runs the private server of namespace "
+                    f"'{self._folder.name}'.",
+                    hint="Attach with bootstrap=False, or choose another namespace.",
+                ) from None
+            if self._lock is None:
+                os.close(lock)  # its owner removed the file while it was opened here
+
+    def _wait(self, deadline: float) -> None:
+        link = Link(private_url(self._folder.name), "the private server")
+        try:
+            while True:
+                assert self._process is not None
+                if (self._folder / "redis.sock").exists():
+                    with contextlib.suppress(DataPlaneError):
+                        link.command("connect", deadline, b"PING")
+                        return
+                if self._process.poll() is not None:
+                    raise BackendUnavailableError(
+                        f"connect failed: the private redis-server ended at its start: {self._last_words()}",
+                        retryable=False,
+                    )
+                if time.monotonic() + _POLL_S >= deadline:
+                    raise OperationTimeoutError("connect timed out: the private redis-server does not answer.")
+                time.sleep(_POLL_S)
+        finally:
+            link.close()
+
+    def _last_words(self) -> str:
+        try:
+            lines = (self._folder / "redis.log").read_text(errors="replace").splitlines()
+        except OSError:
+            return "it wrote no log"
+        return " / ".join(lines[-3:])
+
+    def _end_process(self) -> None:
+        """Ends the watcher, then the server: asked first, then killed."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.kill()
+            watcher.wait()
+            assert watcher.stdin is not None
+            watcher.stdin.close()
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

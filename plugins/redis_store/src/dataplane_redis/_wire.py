@@ -1,0 +1,158 @@
+"""What travels between this client and the scripts: names, tags, layouts, rows."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import msgpack
+import numpy as np
+
+from dataplane_core.errors import CorruptDataError
+from dataplane_core.tags import TagValue
+
+__all__ = [
+    "Refs",
+    "pack_filter",
+    "pack_layout",
+    "pack_request",
+    "pack_tags",
+    "text_of",
+    "to_bytes",
+    "unpack_layout",
+    "unpack_rows",
+    "unpack_tags",
+]
+
+#: Lone surrogates are legal in a str, so they travel too.
+_ERRORS: Final = "surrogatepass"
+_SIZE: Final = struct.Struct("<I")
+_FLOAT: Final = struct.Struct("<d")
+_EXACT: Final = 1 << 53
+
+_ROW_HEAD: Final = 8
+_REF: Final = np.dtype([("write", "<u8"), ("position", "<u4"), ("layout", "<u4"), ("size", "<u8")])
+#: (write, position, layout, bytes of the cells) of every ref of a row, the latest write last.
+Refs: TypeAlias = list[tuple[int, int, int, int]]
+
+
+def to_bytes(text: str) -> bytes:
+    """A name as the server keeps it."""
+    return text.encode("utf-8", _ERRORS)
+
+
+def text_of(data: bytes) -> str:
+    """A name as the user knows it."""
+    return data.decode("utf-8", _ERRORS)
+
+
+def pack_request(*values: Any) -> bytes:
+    """The one argument of a script: strings, bytes and numbers, and lists of them."""
+    return _pack(values)
+
+
+def _pack(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value, use_bin_type=False, unicode_errors=_ERRORS)
+    return packed
+
+
+# --- tags -------------------------------------------------------------------------------------------------------------
+
+
+def _pack_value(value: TagValue) -> bytes:
+    if value is None:
+        return b"n"
+    if value is True:
+        return b"t"
+    if value is False:
+        return b"u"
+    if isinstance(value, float):
+        return b"f" + _FLOAT.pack(value)
+    if isinstance(value, str):
+        return b"s" + to_bytes(value)
+    if -_EXACT <= value <= _EXACT:
+        return b"i%d" % value
+    return b"I%d:%d" % (value - int(float(value)), value)  # the scripts' numbers are doubles: send what they lose
+
+
+def _unpack_value(data: bytes) -> TagValue:
+    kind = data[:1]
+    if kind == b"n":
+        return None
+    if kind == b"t":
+        return True
+    if kind == b"u":
+        return False
+    if kind == b"f":
+        (number,) = _FLOAT.unpack(data[1:])
+        return float(number)
+    if kind == b"s":
+        return text_of(data[1:])
+    if kind == b"i":
+        return int(data[1:])
+    if kind == b"I":
+        return int(data.partition(b":")[2])
+    raise CorruptDataError(f"a tag's value is of the unknown kind {kind!r}.")
+
+
+def pack_tags(tags: Mapping[str, TagValue]) -> bytes:
+    """One row's tags."""
+    return _pack({name: _pack_value(value) for name, value in tags.items()})
+
+
+def unpack_tags(data: bytes | None) -> dict[str, TagValue]:
+    """What `pack_tags` packed, or a script merged."""
+    if not data:
+        return {}
+    found = msgpack.unpackb(data, raw=True, strict_map_key=False)
+    return {text_of(name): _unpack_value(value) for name, value in found.items()} if found else {}
+
+
+def pack_filter(tag_filter: Mapping[str, tuple[str, Any]] | None) -> list[Any]:
+    """The conditions of a full-form filter."""
+    return [
+        [name, symbol, [_pack_value(each) for each in operand] if symbol == "in" else _pack_value(operand)]
+        for name, (symbol, operand) in (tag_filter or {}).items()
+    ]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def pack_layout(names: Sequence[str]) -> bytes:
+    """The field names of a write, in order."""
+    parts: list[bytes] = []
+    for name in map(to_bytes, names):
+        parts += (_SIZE.pack(len(name)), name)
+    return b"".join(parts)
+
+
+def unpack_layout(data: bytes) -> list[str]:
+    """What `pack_layout` packed."""
+    names = []
+    at = 0
+    while at < len(data):
+        (size,) = _SIZE.unpack_from(data, at)
+        at += _SIZE.size
+        names.append(text_of(data[at : at + size]))
+        at += size
+    return names
+
+
+def unpack_rows(rows: Sequence[bytes]) -> list[Refs]:
+    """The refs of each row."""
+    if not rows:
+        return []
+    sizes = [len(row) - _ROW_HEAD for row in rows]
+    if any(size < 0 or size % _REF.itemsize for size in sizes):
+        raise CorruptDataError("a row on the server has a length that no row has. Another program may have written it.")
+    table = np.frombuffer(b"".join([row[_ROW_HEAD:] for row in rows]), dtype=_REF)
+    refs: Refs = table.tolist()
+    found: list[Refs] = []
+    at = 0
+    for size in sizes:
+        count = size // _REF.itemsize
+        found.append(refs[at : at + count])
+        at += count
+    return found

@@ -1,0 +1,213 @@
+-- Request: {mode, partition, epoch ("" for any), ids, row sizes, layout, {field, spec, ...}, tags ("" or one msgpack map
+-- or "" per row), capacity (0: none), ttl_s, write, known}. Mode "begin" checks and reserves; "commit" checks again what
+-- may have changed and makes the rows visible; "inline" does both, with the rows in ARGV[2...].
+local mode, name, epoch, ids, sizes, layout, specs, tags, capacity, ttl_s, write, known = unpack(cmsgpack.unpack(ARGV[1]))
+local total = 0
+for i = 1, #sizes do total = total + sizes[i] end
+local write_name = mode == 'commit' and string.format('%.0f', write)
+
+local function refuse(...)
+  if mode == 'commit' then
+    if call('ZREM', BASE .. ':pending', write_name) == 1 then
+      call('HDEL', BASE .. ':reserved', write_name)
+      call('INCRBY', BASE .. ':held', string.format('%.0f', -total))
+    end
+    call('UNLINK', BASE .. ':w:' .. write_name)
+  end
+  return {...}
+end
+
+reap()
+if mode == 'commit' then
+  if not call('ZSCORE', BASE .. ':pending', write_name) then return {'abandoned'} end
+end
+local P = open_partition(name)
+if not P then
+  if mode == 'commit' then return refuse('stale', '') end
+  return unknown_partition()
+end
+if epoch ~= '' and epoch ~= P.epoch then return refuse('stale', '') end
+local rows = hmget(P.at .. 'r', ids)
+if mode == 'commit' then
+  for i = 1, #ids do
+    local was = string.sub(known, 8 * i - 7, 8 * i)
+    if was ~= '\0\0\0\0\0\0\0\0' and (not rows[i] or string.sub(rows[i], 1, 8) ~= was) then
+      return refuse('stale', ids[i])
+    end
+  end
+end
+for i = 1, #specs, 2 do
+  local kept = call('HGET', P.at .. 's', specs[i])
+  if kept and kept ~= specs[i + 1] then return refuse('schema', specs[i], kept) end
+end
+local groups, group_names = {}, {}
+if P.group then
+  local joining = {}
+  for i, id in ipairs(ids) do
+    if not rows[i] then
+      local key = group_of(id)
+      if not key then return refuse('no_group', id) end
+      if not joining[key] then group_names[#group_names + 1] = key end
+      joining[key] = (joining[key] or 0) + 1
+    end
+  end
+  groups = load_groups(P, group_names)
+  for _, key in ipairs(group_names) do
+    local count = joining[key] + (groups[key] and #groups[key].members or 0)
+    if count > P.group then return refuse('surplus', key, count, P.group) end
+  end
+end
+if mode ~= 'commit' then
+  local held = tonumber(call('GET', BASE .. ':held') or 0)
+  if capacity > 0 and held + total > capacity then return {'full', held, capacity} end
+  if layout ~= '' then
+    write = call('INCR', BASE .. ':write')
+    write_name = string.format('%.0f', write)
+    call('INCRBY', BASE .. ':held', string.format('%.0f', total))
+  end
+end
+if mode == 'begin' then
+  call('ZADD', BASE .. ':pending', string.format('%.6f', now() + ttl_s), write_name)
+  call('HSET', BASE .. ':reserved', write_name, string.format('%.0f', total))
+  local seqs = {}
+  for i = 1, #ids do seqs[i] = rows[i] and string.sub(rows[i], 1, 8) or '\0\0\0\0\0\0\0\0' end
+  return {'ok', write, P.epoch, table.concat(seqs)}
+end
+
+local write_key = layout ~= '' and BASE .. ':w:' .. write_name
+if mode == 'commit' then
+  if call('HLEN', write_key) ~= #ids then return refuse('incomplete') end
+  call('ZREM', BASE .. ':pending', write_name)
+  call('HDEL', BASE .. ':reserved', write_name)
+  call('PERSIST', write_key)
+elseif layout ~= '' then
+  local args = {}
+  for i = 1, #ids do
+    args[#args + 1] = i - 1
+    args[#args + 1] = ARGV[i + 1]
+  end
+  batched('HSET', write_key, args)
+end
+
+local layout_index
+if layout ~= '' then
+  batched('HSET', P.at .. 's', specs)
+  layout_index = call('HGET', P.at .. 'li', layout)
+  if not layout_index then
+    layout_index = call('RPUSH', P.at .. 'l', layout) - 1
+    call('HSET', P.at .. 'li', layout, layout_index)
+  end
+  layout_index = tonumber(layout_index)
+  call('SADD', P.at .. 'u', write_name)
+  call('HINCRBY', P.meta, 'bytes', string.format('%.0f', total))
+end
+
+-- For rows of one signature: which refs stay, and the signature afterwards.
+local plans = {}
+local function plan_of(sig)
+  local plan = plans[sig]
+  if not plan then
+    local new = struct.pack('<I4', layout_index)
+    plan = {stays = {}, sig = ''}
+    local later = {}
+    for _, field in ipairs(layout_names(P, layout_index)) do later[field] = true end
+    for at = #sig - 3, 1, -4 do
+      local stays = false
+      for _, field in ipairs(layout_names(P, struct.unpack('<I4', sig, at))) do
+        if not later[field] then
+          stays = true
+          later[field] = true
+        end
+      end
+      plan.stays[(at + 3) / 4] = stays
+      if stays then plan.sig = string.sub(sig, at, at + 3) .. plan.sig end
+    end
+    plan.sig = plan.sig .. new
+    plans[sig] = plan
+  end
+  return plan
+end
+
+local first_seq = call('INCRBY', BASE .. ':seq', #ids) - #ids
+local row_args, order_args, tag_args, freed = {}, {}, {}, {}
+local new_ids, old_ids, old_rows = {}, {}, {}
+local views = views_of(P)
+local gained = {}
+local old_tags = {}
+if tags ~= '' then old_tags = hmget(P.at .. 't', ids) end
+for i, id in ipairs(ids) do
+  local row, ref = rows[i], ''
+  if layout_index then ref = struct.pack('<I8I4I4I8', write, i - 1, layout_index, sizes[i]) end
+  local after
+  if not row then
+    local seq = first_seq + i
+    after = struct.pack('<I8', seq) .. ref
+    new_ids[#new_ids + 1] = id
+    order_args[#order_args + 1] = string.format('%.0f', seq)
+    order_args[#order_args + 1] = id
+    if P.group then
+      local key = group_of(id)
+      local g = groups[key]
+      if not g then
+        g = {seq = seq, poisoned = false, members = {}}
+        groups[key] = g
+      end
+      g.members[#g.members + 1] = id
+      if is_whole(P, g) then call('HINCRBY', P.meta, 'whole', 1) end
+    end
+  elseif layout_index then
+    local sig = signature(row)
+    local plan = plan_of(sig)
+    local parts = {string.sub(row, 1, 8)}
+    for k, stays in ipairs(plan.stays) do
+      local old = string.sub(row, 9 + REF * (k - 1), 8 + REF * k)
+      if stays then parts[#parts + 1] = old else freed[#freed + 1] = old end
+    end
+    parts[#parts + 1] = ref
+    after = table.concat(parts)
+    if #views > 0 then
+      local key = sig .. '|' .. plan.sig
+      if gained[key] == nil then
+        gained[key] = false
+        for _, view in ipairs(views) do
+          if holds_all(P, plan.sig, view.required) and not holds_all(P, sig, view.required) then gained[key] = true end
+        end
+      end
+      if gained[key] then
+        old_ids[#old_ids + 1] = id
+        old_rows[#old_rows + 1] = after
+      end
+    end
+  end
+  if after then
+    row_args[#row_args + 1] = id
+    row_args[#row_args + 1] = after
+  end
+  if tags ~= '' and tags[i] ~= '' then
+    local merged = tags[i]
+    if old_tags[i] then
+      local all = cmsgpack.unpack(old_tags[i])
+      for key, value in pairs(cmsgpack.unpack(merged)) do all[key] = value end
+      merged = cmsgpack.pack(all)
+    end
+    tag_args[#tag_args + 1] = id
+    tag_args[#tag_args + 1] = merged
+  end
+end
+batched('HSET', P.at .. 'r', row_args)
+batched('ZADD', P.at .. 'o', order_args)
+batched('HSET', P.at .. 't', tag_args)
+if #group_names > 0 then save_groups(P, group_names, groups) end
+if #new_ids > 0 then
+  local fresh = #new_ids
+  if call('EXISTS', P.at .. 'x') == 1 then
+    for first = 1, #new_ids, CHUNK do
+      local part = call('SMISMEMBER', P.at .. 'x', unpack(new_ids, first, math.min(first + CHUNK - 1, #new_ids)))
+      for _, was in ipairs(part) do fresh = fresh - was end
+    end
+  end
+  if fresh > 0 then call('HINCRBY', P.meta, 'seen', fresh) end
+end
+free_refs(P, freed)
+offer(P, views, old_ids, old_rows)
+return {'ok', P.epoch}

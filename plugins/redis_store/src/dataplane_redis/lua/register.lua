@@ -1,0 +1,22 @@
+-- Request: {partition, info, num (-1: none), group (-1: none), tasks}.
+local name, info, num, group, tasks = unpack(cmsgpack.unpack(ARGV[1]))
+local old = open_partition(name)
+if old then drop_partition(old) end
+local epoch = call('INCR', BASE .. ':epoch')
+local meta = BASE .. ':p:' .. name
+local args = {'epoch', epoch, 'info', info, 'ntasks', #tasks}
+if num >= 0 then
+  args[#args + 1] = 'num'
+  args[#args + 1] = string.format('%.0f', num)
+end
+if group >= 0 then
+  args[#args + 1] = 'group'
+  args[#args + 1] = string.format('%.0f', group)
+end
+for i, task in ipairs(tasks) do
+  args[#args + 1] = 't:' .. task
+  args[#args + 1] = i - 1
+end
+batched('HSET', meta, args)
+call('SADD', BASE .. ':parts', name)
+return {'ok', epoch, call('EXISTS', BASE .. ':trash')}

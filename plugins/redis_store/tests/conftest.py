@@ -1,0 +1,108 @@
+"""Servers that tests start with settings of their own, ended by process id."""
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import redis
+
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.registry import connect_backend
+from dataplane_redis import RedisBackend
+
+
+class Server:
+    """A `redis-server` of a test's own, on TCP and a unix socket."""
+
+    def __init__(self, *settings):
+        self.folder = Path(tempfile.mkdtemp(prefix="dp-redis-"))
+        self.port = _free_port()
+        self.socket = self.folder / "redis.sock"
+        self.settings = settings
+        self.process = None
+
+    def start(self):
+        base = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", str(self.socket), "--save", ""]
+        words = ["redis-server", *base, "--dir", str(self.folder), *self.settings]
+        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        give_up = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(5)
+                probe.connect(str(self.socket))
+                probe.sendall(b"PING\r\n")
+                if not probe.recv(64).startswith(b"-LOADING"):
+                    return self
+            assert time.monotonic() < give_up, "the server does not answer"
+            assert self.process.poll() is None, "the server ended at its start"
+            time.sleep(0.01)
+
+    @property
+    def url(self):
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def admin(self, *words):
+        """One command, past the backend."""
+        with redis.Redis(unix_socket_path=str(self.socket)) as client:
+            return client.execute_command(*words)
+
+    def end(self):
+        if self.process is not None:
+            self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def start_server():
+    """Starts servers with further settings."""
+    servers = []
+
+    def start(*settings):
+        servers.append(Server(*settings))
+        return servers[-1].start()
+
+    yield start
+    for server in servers:
+        server.end()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """One server without persistence for a module."""
+    server = Server()
+    try:
+        yield server.start()
+    finally:
+        server.end()
+
+
+@pytest.fixture
+def connect():
+    """Connects clients, closed at the end of the test."""
+    clients = []
+
+    def make(bootstrap=True, op_timeout_s=10.0, **options):
+        options.setdefault("namespace", f"test-{uuid.uuid4().hex[:8]}")
+        config = DataPlaneConfig(backend="redis_store", options=options, op_timeout_s=op_timeout_s)
+        clients.append(connect_backend(RedisBackend, config, bootstrap=bootstrap))
+        return clients[-1]
+
+    yield make
+    for client in reversed(clients):
+        client.close()

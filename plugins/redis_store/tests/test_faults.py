@@ -1,0 +1,193 @@
+"""Servers that stop, die, fill up or forget; and what a client's memory takes."""
+
+import os
+import signal
+import threading
+import time
+import tracemalloc
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, DataPlaneError, OperationTimeoutError
+from dataplane_redis._scripts import SCRIPTS
+from dataplane_redis._wire import pack_layout, pack_request
+
+
+def columns(count, size=1, value=0):
+    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
+
+
+@pytest.fixture
+def client(plain, connect):
+    made = connect(url=plain.url)
+    made.register_partition("p", ["x"], None, ["train"])
+    return made
+
+
+def test_a_server_that_forgot_its_scripts_is_told_them_again(plain, client):
+    for size in (1, 100_000):
+        plain.admin("SCRIPT", "FLUSH")
+        client.put_samples(["a"], "p", columns(1, size))
+        plain.admin("SCRIPT", "FLUSH")
+        assert client.get_samples(["a"], "p", ["x"])["x"].shape == (1, size)
+    plain.admin("SCRIPT", "FLUSH")
+    assert client.claim_meta("p", "train", ["x"], 1).size == 1
+
+
+def test_a_stopped_server_meets_the_deadline(start_server, connect):
+    server = start_server()
+    made = connect(url=server.url, op_timeout_s=1.0)
+    made.register_partition("p", ["x"], None, ["train"])
+    made.put_samples(["a"], "p", columns(1))
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        for call in (
+            lambda: made.put_samples(["b"], "p", columns(1)),
+            lambda: made.put_samples(["c"], "p", columns(1, 4_000_000)),
+            lambda: made.get_samples(["a"], "p", ["x"]),
+            lambda: made.claim_meta("p", "train", ["x"], 1, timeout_s=0.5),
+            lambda: connect(bootstrap=False, url=server.url, op_timeout_s=1.0),
+        ):
+            start = time.monotonic()
+            with pytest.raises(OperationTimeoutError) as caught:
+                call()
+            assert caught.value.retryable
+            assert time.monotonic() - start < 5
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+    assert made.get_samples(["a"], "p", ["x"])["x"].tolist() == [[0]]
+
+
+def test_a_dead_server_is_named_and_a_restarted_one_found(start_server, connect):
+    server = start_server("--appendonly", "yes", "--appendfsync", "always")
+    made = connect(url=server.url, op_timeout_s=3.0)
+    made.register_partition("p", ["x"], None, ["train"])
+    made.put_samples(["a"], "p", columns(1))
+    server.kill()
+    with pytest.raises(BackendUnavailableError, match="cannot be reached") as caught:
+        made.get_samples(["a"], "p", ["x"])
+    assert caught.value.__cause__ is not None
+    server.start()
+    assert made.get_samples(["a"], "p", ["x"])["x"].tolist() == [[0]]
+
+
+def test_a_server_killed_under_load_loses_nothing_committed(start_server, connect):
+    server = start_server("--appendonly", "yes", "--appendfsync", "always")
+    made = connect(url=server.url, op_timeout_s=5.0)
+    made.register_partition("p", ["x"], None, ["train"])
+    committed, tried, done = [], [], threading.Event()
+
+    def produce(worker):
+        number = 0
+        while not done.is_set():
+            ids = [f"{worker}-{number}-{index}" for index in range(4)]
+            tried.append(ids)
+            try:
+                made.put_samples(ids, "p", columns(4, 20_000 if worker % 2 else 3, number), [{"n": number}] * 4)
+            except DataPlaneError:
+                time.sleep(0.01)
+            else:
+                committed.append((ids, number))
+            number += 1
+
+    threads = [threading.Thread(target=produce, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        goal = len(committed) + 12
+        give_up = time.monotonic() + 20
+        while len(committed) < goal and time.monotonic() < give_up:
+            time.sleep(0.005)
+        server.kill()
+        server.start()
+    done.set()
+    for thread in threads:
+        thread.join(30)
+    assert len(committed) >= 36
+    for ids, number in committed:
+        assert (made.get_samples(ids, "p", ["x"])["x"] == number).all()
+    listed = made.list_samples("p")
+    there = set(listed.sample_ids)
+    assert all(len(there & set(ids)) in (0, 4) for ids in tried), "half a put is there"
+    assert all(len(tags) == 1 for tags in listed.tags), "a sample came back without its tags"
+
+
+def test_a_full_server_says_so_and_can_be_cleared(start_server, connect):
+    server = start_server("--maxmemory", "12mb")
+    made = connect(url=server.url, op_timeout_s=5.0)
+    made.register_partition("p", ["x"], None, ["train"])
+    written = []
+
+    def fill():
+        for number in range(100):
+            made.put_samples([f"s{number}"], "p", columns(1, 60_000, number))
+            written.append(number)
+
+    with pytest.raises(CapacityExceededError, match="maxmemory"):
+        fill()
+    assert written
+    for number in written:
+        assert (made.get_samples([f"s{number}"], "p", ["x"])["x"] == number).all()
+    made.clear_samples([f"s{number}" for number in written], "p")
+    made.put_samples(["again"], "p", columns(1, 60_000))
+
+
+def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
+    made = connect(url=plain.url, namespace="reaped", capacity_bytes=1000)
+    made.register_partition("p", ["x"], None, ["train"])
+    backend = made._backend
+    request = ("begin", "p", "", ["a"], [900], pack_layout(["x"]), ["x", "tensor:int64:1:"], "", 1000, 0.05, 0, b"")
+    reply = backend._link.script("t", time.monotonic() + 5, SCRIPTS["put"], backend._base, pack_request(*request))
+    assert reply[0] == b"ok"
+    key = b"dp:{reaped}:w:%d" % reply[1]
+    plain.admin("HSET", key, "0", "rows of a writer that died")
+    time.sleep(0.1)
+    made.put_samples(["b"], "p", columns(1, 50))  # has room again
+    assert plain.admin("EXISTS", key) == 0
+    commit = ("commit", "p", reply[2], *request[3:10], reply[1], reply[3])
+    late = backend._link.script("t", time.monotonic() + 5, SCRIPTS["put"], backend._base, pack_request(*commit))
+    assert late[0] == b"abandoned"
+
+
+def test_clearing_leaves_no_keys(plain, connect):
+    made = connect(url=plain.url, namespace="tidy")
+    made.register_partition("p", ["x"], None, ["train"], grpo_group_size=2)
+    for number in range(5):
+        made.put_samples([f"q{number}_g0", f"q{number}_g1"], "p", columns(2, 20_000))
+        made.put_samples([f"q{number}_g0"], "p", columns(1, 10), [{"v": 1}])
+    made.claim_meta("p", "train", ["x"], 2, lease_s=5)
+    made.clear_samples(["q0_g0", "q4_g1"], "p")
+    made.clear_samples(None, "p")
+    names = {key.decode().rpartition(":")[2] for key in plain.admin("KEYS", "dp:{tidy}:*")}
+    assert names == {"instance", "write", "held", "epoch", "seq"}
+    assert int(plain.admin("GET", "dp:{tidy}:held")) == 0
+
+
+def test_a_million_bytes_more_than_a_buffer_come_back(client):
+    """Reads through many writes, in one go, with repeats."""
+    for number in range(40):
+        client.put_samples([f"s{number}"], "p", columns(1, 10_000 + number, number))
+    found = client.get_samples([f"s{number}" for number in range(39, -1, -1)], "p", ["x"])["x"]
+    assert [int(row[0]) for row in found.unbind()] == list(range(39, -1, -1))
+
+
+def test_client_memory_stays_under_two_and_a_half_payloads(client):
+    payload = columns(256, 32_000)
+    size = payload["x"].nbytes
+    ids = [f"s{number}" for number in range(256)]
+    client.put_samples(ids, "p", payload)
+    client.get_samples(ids, "p", ["x"])
+    tracemalloc.start()
+    try:
+        client.put_samples(ids, "p", payload)
+        put_peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        found = client.get_samples(ids, "p", ["x"])
+        get_peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(found["x"], payload["x"])
+    assert put_peak < 2.5 * size, f"a put of {size} bytes took {put_peak}"
+    assert get_peak < 2.5 * size, f"a get of {size} bytes took {get_peak}"

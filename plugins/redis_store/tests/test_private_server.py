@@ -1,0 +1,123 @@
+"""The private server: started, found, ended by process id, nothing left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError
+from dataplane_redis._server import _folder
+
+_OWNER = """
+import sys, time
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.registry import connect_backend
+from dataplane_redis import RedisBackend
+config = DataPlaneConfig(backend="redis_store", options={"server": "private", "namespace": sys.argv[1]})
+client = connect_backend(RedisBackend, config)
+print(client._backend._server.pid, flush=True)
+time.sleep(100)
+"""
+
+
+def runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition, within_s=15.0):
+    give_up = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < give_up, "the condition did not come true"
+        time.sleep(0.01)
+
+
+def test_close_ends_the_server_and_leaves_no_folder(connect):
+    client = connect(server="private", namespace="life")
+    pid, folder = client._backend._server.pid, _folder("life")
+    assert runs(pid)
+    assert folder.stat().st_mode & 0o077 == 0
+    client.close()
+    assert not runs(pid)
+    assert not folder.exists()
+    assert not folder.with_name("life.lock").exists()
+
+
+def test_an_attached_client_leaves_it_running(connect):
+    owner = connect(server="private", namespace="leave")
+    owner.register_partition("p", ["x"], None, ["train"])
+    other = connect(bootstrap=False, server="private", namespace="leave")
+    other.put_samples(["a"], "p", TensorDict({"x": torch.ones(1)}, batch_size=[1]))
+    other.close()
+    assert owner.get_samples(["a"], "p", ["x"])["x"].tolist() == [1.0]
+
+
+def test_a_stopped_server_is_ended_too(connect):
+    client = connect(server="private", namespace="stopped")
+    pid = client._backend._server.pid
+    os.kill(pid, signal.SIGSTOP)
+    client.close()
+    assert not runs(pid)
+
+
+def test_a_second_owner_is_refused(connect):
+    connect(server="private", namespace="twice")
+    with pytest.raises(AlreadyRunningError, match="bootstrap=False"):
+        connect(server="private", namespace="twice")
+
+
+def test_the_server_ends_with_an_owner_that_is_killed(connect):
+    namespace = f"orphan-{uuid.uuid4().hex[:8]}"
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER, namespace], stdout=subprocess.PIPE)
+    try:
+        pid = int(owner.stdout.readline())
+        assert runs(pid)
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+    wait_until(lambda: not runs(pid))
+    connect(server="private", namespace=namespace).close()  # what it left is in nobody's way
+
+
+def test_no_binary_says_how_to_install_it(connect, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(BackendUnavailableError, match="apt-get install redis-server"):
+        connect(server="private")
+
+
+def test_attaching_to_nothing_says_so(connect):
+    with pytest.raises(BackendUnavailableError):
+        connect(bootstrap=False, server="private")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"server": "private", "url": "redis://h"}, {"url": "http://h"}, {"url": "redis://h", "appendonly": True}],
+    ids=["neither", "both", "scheme", "appendonly_of_a_url"],
+)
+def test_wrong_options_are_refused(connect, options):
+    with pytest.raises(ConfigError):
+        connect(**options)
+
+
+def test_durability_is_stated(connect):
+    deadline = time.monotonic() + 20
+    plain = connect(server="private", namespace="plain")._backend.durability(deadline)
+    assert not plain.survives_kill
+    assert "no persistence" in plain.describe()
+    synced = connect(server="private", namespace="synced", appendonly=True)._backend.durability(deadline)
+    assert synced.survives_kill
+    assert "durable" in synced.describe()
+    lazy = connect(server="private", namespace="lazy", appendonly=True, appendfsync="everysec")
+    assert not lazy._backend.durability(deadline).survives_kill

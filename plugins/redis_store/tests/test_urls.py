@@ -1,0 +1,170 @@
+"""Servers of an operator: TCP, unix sockets, ACL, TLS; what is refused, and that no secret is told."""
+
+import shutil
+import socket
+import subprocess
+import time
+import traceback
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError
+from dataplane_redis import RedisConfig
+from dataplane_redis._instance import check_server
+
+_SECRET = "s3cret-of-the-test"
+
+
+def round_trip(client):
+    client.register_partition("p", ["x"], 2, ["train"])
+    client.put_samples(
+        ["a", "b"], "p", TensorDict({"x": torch.arange(20_000).view(2, -1)}, batch_size=[2]), [{"v": 1}] * 2
+    )
+    assert client.get_samples(["b"], "p", ["x"])["x"][0, 0] == 10_000
+    meta = client.claim_meta("p", "train", ["x"], 2, lease_s=60)
+    client.ack(meta)
+    assert client.check_consumption_status("p", ["train"])
+    client.clear_samples(None, "p")
+
+
+def told(error):
+    return "".join(traceback.format_exception(error)) + repr(error)
+
+
+def test_tcp_and_unix_sockets(plain, connect):
+    round_trip(connect(url=plain.url))
+    round_trip(connect(url=f"unix://{plain.socket}"))
+
+
+def test_an_acl_user_with_few_rights_is_enough(start_server, connect):
+    server = start_server()
+    server.admin(
+        "ACL",
+        "SETUSER",
+        "worker",
+        "on",
+        f">{_SECRET}",
+        "~dp:*",
+        "+@all",
+        "-@admin",
+        "-@dangerous",
+        "+info",
+        "+config|get",
+    )
+    server.admin("ACL", "SETUSER", "poor", "on", f">{_SECRET}", "~dp:*", "+get", "+info")
+    round_trip(connect(url=f"redis://worker:{_SECRET}@127.0.0.1:{server.port}/0"))
+    round_trip(connect(url=f"unix://{server.socket}?username=worker&password={_SECRET}"))
+    with pytest.raises(BackendUnavailableError, match="ACL") as caught:
+        connect(url=f"redis://poor:{_SECRET}@127.0.0.1:{server.port}/0")
+    assert not caught.value.retryable
+    assert _SECRET not in told(caught.value)
+
+
+@pytest.mark.parametrize(
+    "where", ["redis://:{0}@127.0.0.1:{1}", "redis://nobody:{0}@127.0.0.1:{1}", "unix://{2}?password={0}"]
+)
+def test_a_wrong_password_is_refused_without_telling_it(start_server, connect, where, caplog):
+    server = start_server("--requirepass", "the-right-one")
+    caplog.set_level(0)
+    with pytest.raises(BackendUnavailableError, match="password") as caught:
+        connect(url=where.format(_SECRET, server.port, server.socket))
+    assert not caught.value.retryable
+    assert _SECRET not in told(caught.value)
+    assert _SECRET not in caplog.text
+    round_trip(connect(url=f"redis://:the-right-one@127.0.0.1:{server.port}"))
+    assert "the-right-one" not in caplog.text
+    with pytest.raises(BackendUnavailableError) as caught:
+        connect(url=server.url)
+    assert "password" in str(caught.value)
+
+
+def test_a_config_does_not_print_its_url():
+    config = RedisConfig(url=f"redis://user:{_SECRET}@host:1/0")
+    assert _SECRET not in repr(config) + str(config) + config.model_dump_json()
+
+
+def test_tls(start_server, connect, tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("not run: this machine has no openssl")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
+    subprocess.run([*words, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    tls = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate)]
+    server = start_server("--tls-port", "0", *tls, "--tls-auth-clients", "no")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server.admin("CONFIG", "SET", "tls-port", str(port))
+    round_trip(connect(url=f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"))
+    with pytest.raises(BackendUnavailableError, match="certificate"):
+        connect(url=f"rediss://127.0.0.1:{port}/0")
+
+
+def test_an_evicting_server_is_refused_unless_allowed(start_server, connect):
+    server = start_server("--maxmemory-policy", "allkeys-lru")
+    with pytest.raises(ConfigError, match=r"allkeys-lru.*noeviction"):
+        connect(url=server.url)
+    round_trip(connect(url=server.url, allow_eviction=True))
+
+
+def test_a_server_that_is_too_old_is_refused():
+    class Old:
+        label = "the Redis server at old:6379"
+
+        def command(self, what, deadline, *words):
+            return b"# Server\r\nredis_version:6.2.14\r\n"
+
+    with pytest.raises(ConfigError, match=r"6\.2\.14.*7\.0"):
+        check_server(Old(), RedisConfig(url="redis://old"), time.monotonic() + 1)
+
+
+def test_two_namespaces_on_one_server_share_nothing(plain, connect):
+    one, two = connect(url=plain.url, namespace="one"), connect(url=plain.url, namespace="two")
+    for value, client in enumerate((one, two)):
+        client.register_partition("p", ["x"], None, ["train"])
+        client.put_samples(["a"], "p", TensorDict({"x": torch.tensor([value])}, batch_size=[1]))
+    one.clear_samples(None, "p")
+    assert two.get_samples(["a"], "p", ["x"])["x"].tolist() == [1]
+    assert two.claim_meta("p", "train", ["x"], 1).sample_ids == ["a"]
+
+
+def test_the_marker_says_whether_an_instance_runs(plain, connect):
+    with pytest.raises(BackendUnavailableError, match="holds no instance"):
+        connect(bootstrap=False, url=plain.url, namespace="marked")
+    owner = connect(url=plain.url, namespace="marked", capacity_bytes=1000)
+    owner.register_partition("p", ["x"], None, ["train"])
+    with pytest.raises(AlreadyRunningError, match="capacity_bytes"):
+        connect(url=plain.url, namespace="marked")
+    again = connect(url=plain.url, namespace="marked", capacity_bytes=1000)  # as after a crash of the owner
+    owner.close()
+    attached = connect(bootstrap=False, url=plain.url, namespace="marked")
+    with pytest.raises(RuntimeError, match="1000 bytes"):  # the capacity is the instance's
+        attached.put_samples(["a"], "p", TensorDict({"x": torch.zeros(1, 5000)}, batch_size=[1]))
+    again.close()
+    with pytest.raises(BackendUnavailableError, match="holds no instance"):
+        connect(bootstrap=False, url=plain.url, namespace="marked")
+
+
+def test_nothing_listens(connect):
+    start = time.monotonic()
+    with pytest.raises(BackendUnavailableError, match="cannot be reached") as caught:
+        connect(url="redis://127.0.0.1:1", op_timeout_s=3)
+    assert caught.value.retryable
+    assert caught.value.__cause__ is not None
+    assert time.monotonic() - start < 5
+
+
+def test_a_cluster_node_that_serves_the_namespace(start_server, connect):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        bus_port = probe.getsockname()[1]
+    server = start_server("--cluster-enabled", "yes", "--cluster-port", str(bus_port))
+    server.admin("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
+    give_up = time.monotonic() + 20
+    while b"cluster_state:ok" not in server.admin("CLUSTER", "INFO"):
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    round_trip(connect(url=server.url))  # all keys of a namespace lie in one slot, else the server refuses

@@ -1,6 +1,6 @@
 """Puts and gets of whole batches by the client, on every backend, beside TransferQueue's own interface and a copy.
 
-Run:  python benchmarks/backends.py [--rounds 7] [--batches A B] [--backends noop tq_simple]
+Run:  python benchmarks/backends.py [--rounds 7] [--batches A B] [--backends noop redis_store tq_simple]
 
 Batch A: 512 samples, 6 jagged fields (1 int64, 5 float32) of 256 to 2,048 tokens and 2 per-sample fields, 16 MB. Batch
 B: the same up to 8,192 tokens, 65 MB. Everything that a user gets is in the client's figures: checks, codec, ledger,
@@ -31,6 +31,8 @@ from dataplane_core import DataPlaneClient, connect
 
 NUM_SAMPLES = 512
 MAX_TOKENS = {"A": 2048, "B": 8192}
+#: Options of backends that need some.
+OPTIONS = {"redis_store": {"server": "private"}}
 Step = Callable[[], Any]
 
 
@@ -130,12 +132,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", nargs="+", choices=sorted(MAX_TOKENS), default=sorted(MAX_TOKENS))
-    parser.add_argument("--backends", nargs="+", default=["noop", "tq_simple"])
+    parser.add_argument("--backends", nargs="+", default=["noop", "redis_store", "tq_simple"])
     options = parser.parse_args()
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     with contextlib.ExitStack() as stack:
-        clients = {name: stack.enter_context(connect({"backend": name})) for name in options.backends}
+        configs = {name: {"backend": name, "options": OPTIONS.get(name, {})} for name in options.backends}
+        clients = {name: stack.enter_context(connect(config)) for name, config in configs.items()}
         for name in options.batches:
             columns = batch(name)
             print(f"\nbatch {name}: {NUM_SAMPLES} samples, 8 fields, {size_bytes(columns) / 1e6:.0f} MB")

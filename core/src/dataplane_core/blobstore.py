@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import msgpack
 
 from dataplane_core.capabilities import Capability, Scope
-from dataplane_core.errors import CorruptDataError, DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import CorruptDataError, DataPlaneError, OperationTimeoutError, UnsupportedOperationError
 from dataplane_core.fields import FieldSpec
 from dataplane_core.ledger_backend import LEDGER_CAPABILITIES, LedgerService, RefsGoneError
 from dataplane_core.row_store import RowStoreBackend
@@ -59,6 +60,7 @@ class BlobStore(RowStoreBackend):
 
     # --- what a storage author supplies -------------------------------------------------------------------------------
 
+    @abstractmethod
     def put(self, key: str, data: bytes) -> None:
         """Stores a blob under a key that was never used before; returns when every process can read it.
 
@@ -66,23 +68,22 @@ class BlobStore(RowStoreBackend):
             key: ASCII letters and digits.
             data: May be empty.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def get(self, key: str) -> bytes | None:
         """Reads a blob; None where it is not there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delete(self, key: str) -> None:
         """Deletes a blob; a key that is not there is ignored."""
-        raise NotImplementedError
 
     def append(self, seq: int, record: bytes) -> bool:
         """Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is taken."""
-        raise NotImplementedError
+        raise UnsupportedOperationError(f"{type(self).__name__} keeps no journal.")
 
     def read(self, from_seq: int) -> Iterable[bytes]:
         """The journal's records from ``from_seq`` on, in order; none where there are no more."""
-        raise NotImplementedError
+        raise UnsupportedOperationError(f"{type(self).__name__} keeps no journal.")
 
     def put_many(self, blobs: Mapping[str, bytes]) -> None:
         """Stores several blobs; override it where the engine does better than one at a time."""

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,9 @@ from typing import Any
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from dataplane_integrations.errors import WorkerFailedError
+from dataplane_integrations.ray import wait_for_all
 
 from .config import RaySection, RunConfig
 from .errors import RunFailedError, UserError
@@ -27,10 +28,8 @@ from .rollout import RolloutWorker
 from .weights import PackedWeights
 from .workers import OptimizerConfig, PolicyWorker
 
-__all__ = ["Actors", "connect_actors", "ray_session", "required_cpus", "start_actors", "wait_for"]
+__all__ = ["Actors", "connect_actors", "ray_session", "reporting", "required_cpus", "start_actors", "wait_for"]
 
-#: How long to wait for the failures of other actors once one has failed, to find the one that was first.
-_CAUSE_GRACE_S = 3.0
 _CONNECT_TIMEOUT_S = 5.0
 
 
@@ -179,51 +178,15 @@ def connect_actors(actors: Actors, packed: PackedWeights, config: RaySection) ->
 
 
 def wait_for(calls: Mapping[str, ObjectRef], timeout_s: float, doing: str) -> list[Any]:
-    """Waits for calls on several actors together; the first failure ends the wait.
-
-    Waiting for them one by one would hang: when one rank dies in the middle of a collective, its peers wait for it.
-
-    Args:
-        calls: The pending results, by the name of the actor.
-        timeout_s: Deadline for all of them together.
-        doing: What they are doing, for the message: "training step 7".
-
-    Returns:
-        The results in the order of ``calls``.
-
-    Raises:
-        RunFailedError: An actor died, raised, or did not answer in time.
-    """
-    names = {ref: name for name, ref in calls.items()}
-    pending = list(names)
-    deadline = time.monotonic() + timeout_s
-    failures: list[tuple[str, RayError]] = []
-    while pending:
-        limit = min(deadline, time.monotonic() + _CAUSE_GRACE_S) if failures else deadline
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, limit - time.monotonic()))
-        if not ready:
-            break
-        try:
-            ray.get(ready)
-        except RayError as error:
-            failures.append((names[ready[0]], error))
-    if failures:
-        raise _failure(failures, doing)
-    if pending:
-        late = ", ".join(names[ref] for ref in pending)
-        raise RunFailedError(f"no answer from {late} within {timeout_s:g} s while {doing}.")
-    return [ray.get(ref) for ref in calls.values()]
+    """`wait_for_all`, whose failures end the program with one message (`reporting`)."""
+    with reporting():
+        return wait_for_all(calls, timeout_s=timeout_s, doing=doing)
 
 
-def _failure(failures: list[tuple[str, RayError]], doing: str) -> RunFailedError:
-    """The failure to report: a death explains the errors of the peers that lost a connection to the dead."""
-    failures = sorted(failures, key=lambda failure: not isinstance(failure[1], RayActorError))
-    name, error = failures[0]
-    details = "\n\n".join(f"{who}:\n{what}" for who, what in failures)
-    if isinstance(error, RayActorError):
-        failed = RunFailedError(f"{name} died while {doing}.", details)
-    else:
-        cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
-        failed = RunFailedError(f"{name} failed while {doing}: {type(cause).__name__}: {cause}", details)
-    failed.__cause__ = error
-    return failed
+@contextlib.contextmanager
+def reporting() -> Iterator[None]:
+    """A worker's failure as the program reports it: a `RunFailedError`."""
+    try:
+        yield
+    except WorkerFailedError as error:
+        raise RunFailedError(str(error), error.details) from error

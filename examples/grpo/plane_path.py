@@ -7,8 +7,7 @@ the store, and writes the columns that it computes back under the same ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -18,20 +17,18 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.middleware.metrics import Metrics
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.attach import DataPlaneClientMixin
-from dataplane_integrations.errors import WorkerFailedError
 from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
 from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
 
-from .cluster import Actors
+from .cluster import Actors, reporting
 from .config import RunConfig
 from .data_path import DataPath, Traffic, batching_of, summarize_training
-from .errors import RunFailedError
 from .rollout import RolloutCarry, RolloutWorker
 from .task import PAD_ID
 from .workers import LossFunction, PolicyWorker
 
-__all__ = ["DataPlanePath", "reporting"]
+__all__ = ["DataPlanePath"]
 
 _PARTITION = "train"
 #: The rollout worker draws by the number of the step; further generations of a step must not repeat another's draw.
@@ -172,12 +169,3 @@ class DataPlanePath(DataPath):
         parts = wait_for_all(calls, timeout_s=self._timeout_s, doing="counting the bytes moved")
         parts.append(_traffic_of(self._require().client))
         return Traffic(sum(part.bytes_put for part in parts), sum(part.bytes_get for part in parts))
-
-
-@contextmanager
-def reporting() -> Iterator[None]:
-    """A worker's failure as the program reports it."""
-    try:
-        yield
-    except WorkerFailedError as error:
-        raise RunFailedError(str(error), error.details) from error

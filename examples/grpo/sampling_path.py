@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.dynamic_sampling import DynamicSampling
 
+from .cluster import reporting
 from .config import RunConfig
-from .plane_path import DataPlanePath, reporting
+from .plane_path import DataPlanePath
 from .rollout import RolloutCarry
 from .task import Answer, Problem, reward
 

@@ -14,9 +14,9 @@ from tiny_policy import TinyPolicy, logprobs_of, loss_of, microbatches
 from dataplane_core import connect, kv_first_write, shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PLAN_KEYS
 from dataplane_integrations import DataPlaneWorkerMixin
-from dataplane_integrations.batching import PLAN_KEYS, Batching, DynamicBatching, SequencePacking
+from dataplane_integrations.batching import Batching, DynamicBatching, SequencePacking
 
 SHARDS, GLOBAL_BATCH, ROWS = 2, 16, 32
 WAYS = {

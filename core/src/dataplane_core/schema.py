@@ -11,13 +11,17 @@ from typing import Final
 
 __all__ = [
     "DP_TRAIN_FIELDS",
+    "ELEM_COUNTS_PER_GB",
     "GLOBAL_FORWARD_PAD_SEQLEN",
     "INPUT_IDS_FIELD",
     "INPUT_LENGTHS_FIELD",
     "INPUT_LENGTHS_TAG",
     "LP_SEED_FIELDS",
+    "MICRO_BATCH_INDICES",
+    "MICRO_BATCH_LENGTHS",
     "PAD_TO_MULTIPLE",
     "PER_TOKEN_FIELDS",
+    "PLAN_KEYS",
     "RESPONSE_TOKEN_LENGTHS_FIELD",
     "ROUTED_EXPERTS_FIELD",
     "TURN_CONTENTS_FIELD",
@@ -52,6 +56,13 @@ GLOBAL_FORWARD_PAD_SEQLEN: Final = "global_forward_pad_seqlen"
 
 #: ``extra_info`` key: readers round their padded length up to a multiple of this many tokens.
 PAD_TO_MULTIPLE: Final = "pad_to_multiple"
+
+#: ``extra_info`` keys, and attributes of a `BatchedDataDict`, that hold a shard's microbatch plan, as `ShardPlan` in
+#: `dataplane_core.sharding.plan` describes it.
+MICRO_BATCH_INDICES: Final = "micro_batch_indices"
+MICRO_BATCH_LENGTHS: Final = "micro_batch_lengths"
+ELEM_COUNTS_PER_GB: Final = "elem_counts_per_gb"
+PLAN_KEYS: Final = (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB)
 
 #: Tag from which a claim fills ``KVBatchMeta.sequence_lengths``.
 INPUT_LENGTHS_TAG: Final = "input_lengths"

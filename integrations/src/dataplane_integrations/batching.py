@@ -8,14 +8,10 @@ from typing import Any, Final, Literal, TypeAlias, TypedDict
 
 from dataplane_core.errors import ConfigError
 
-__all__ = ["PLAN_KEYS", "Batching", "DynamicBatching", "SequencePacking", "ShardArgs", "Stage"]
+__all__ = ["Batching", "DynamicBatching", "SequencePacking", "ShardArgs", "Stage"]
 
 #: What the rows are for; the token limit of a microbatch may differ, as a forward alone needs less memory.
 Stage: TypeAlias = Literal["train", "logprob"]
-
-#: ``extra_info`` keys, and attributes of a `BatchedDataDict`, that hold a shard's microbatch plan.
-PLAN_KEYS: Final = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
-
 
 _DEFAULT_PACKER: Final = "modified_first_fit_decreasing"
 

@@ -20,10 +20,10 @@ from dataplane_core.batch import BatchedDataDict, SlicedDataDict
 from dataplane_core.columns import read_columns, write_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, UnsupportedOperationError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PER_TOKEN_FIELDS
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PER_TOKEN_FIELDS, PLAN_KEYS
 from dataplane_core.sharding.axes import REPLICATED_AXES, NamedSharding
 from dataplane_integrations.attach import DataPlaneClientMixin
-from dataplane_integrations.batching import PLAN_KEYS, Batching, Stage
+from dataplane_integrations.batching import Batching, Stage
 from dataplane_integrations.broadcast import broadcast_from_leader, group_device
 
 __all__ = ["DataPlaneWorkerMixin", "FetchPolicy", "PolicyWorker", "SplitStepWorker"]

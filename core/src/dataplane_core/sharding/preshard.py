@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
+from dataplane_core.schema import (
+    ELEM_COUNTS_PER_GB,
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    MICRO_BATCH_INDICES,
+    MICRO_BATCH_LENGTHS,
+    PLAN_KEYS,
+)
 from dataplane_core.sharding.plan import ShardPlan, plan_dynamic_batches, plan_even_shards, plan_packed_batches
 
-__all__ = ["ELEM_COUNTS_PER_GB", "MICRO_BATCH_INDICES", "MICRO_BATCH_LENGTHS", "shard_meta_for_dp"]
-
-#: ``extra_info`` keys that carry a shard's plan; as the attributes of `BatchedDataDict`.
-MICRO_BATCH_INDICES: Final = "micro_batch_indices"
-MICRO_BATCH_LENGTHS: Final = "micro_batch_lengths"
-ELEM_COUNTS_PER_GB: Final = "elem_counts_per_gb"
-_PLAN_KEYS: Final = (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB)
+__all__ = ["shard_meta_for_dp"]
 
 _T = TypeVar("_T")
 
@@ -88,7 +88,7 @@ def shard_meta_for_dp(
 def _carry_out(meta: KVBatchMeta, plan: ShardPlan) -> list[KVBatchMeta]:
     # Tags are primitives by contract, so a shallow copy of each is a copy; copied in memory order, eight times as fast
     tags = None if meta.tags is None else list(map(dict.copy, meta.tags))
-    inherited = {key: value for key, value in meta.extra_info.items() if key not in _PLAN_KEYS}
+    inherited = {key: value for key, value in meta.extra_info.items() if key not in PLAN_KEYS}
     shards = []
     for rank, rows in enumerate(plan.rows):
         extra_info = copy.deepcopy(inherited)

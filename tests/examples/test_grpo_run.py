@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,26 @@ def running(tmp_path: Path, path: str) -> Iterator[Running]:
         process.communicate()
 
 
-def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    first, second = tmp_path / "first", tmp_path / "second"
-    code, out, err = finish(start(config, first))
-    assert (code, err) == (0, "")
+@dataclass
+class Finished:
+    """A run that ended well: its configuration, its folder and what it printed."""
 
-    records = read_metrics(first)
+    config: Path
+    folder: Path
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("in-memory")
+    config = write_config(folder)
+    code, out, err = finish(start(config, folder / "out"))
+    assert (code, err) == (0, "")
+    return Finished(config, folder / "out", out)
+
+
+def test_a_run_trains_reports_and_evaluates(in_memory: Finished) -> None:
+    records = read_metrics(in_memory.folder)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     for record in records:
         assert record["path"] == "in-memory"
@@ -65,30 +79,38 @@ def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(tmp_path: Pat
     assert records[0]["kl"] == 0.0  # the policy still is the reference
     assert records[-1]["kl"] > 0.0
     assert len({record["advantages_sha256"] for record in records}) == 4
-    assert (first / "reward.png").read_bytes().startswith(b"\x89PNG")
-    summary = json.loads((first / "summary.json").read_text())
+    assert (in_memory.folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((in_memory.folder / "summary.json").read_text())
     assert set(summary["evaluation"]) == {"before", "after"}
+    out = in_memory.printed
     assert out.count("\nstep ") == 4
     assert "warm start [" in out
     assert "before GRPO" in out
     assert "after GRPO" in out
 
-    code, out, err = finish(start(config, second, path="tq_simple"))
+
+@pytest.mark.parametrize("backend", ["tq_simple", "redis_store"])
+def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(
+    tmp_path: Path, in_memory: Finished, backend: str
+) -> None:
+    code, out, err = finish(start(in_memory.config, tmp_path / "out", path=backend))
     assert (code, err) == (0, "")
-    assert "running over tq_simple: " in out
-    over_backend = read_metrics(second)
-    assert {record["path"] for record in over_backend} == {"tq_simple"}
-    assert all(record["bytes_put"] > 0 and record["bytes_get"] > 0 for record in over_backend)
-    assert results(over_backend) == results(records)
-    assert json.loads((second / "summary.json").read_text())["evaluation"] == summary["evaluation"]
+    assert f"running over {backend}: " in out
+    records = read_metrics(tmp_path / "out")
+    assert {record["path"] for record in records} == {backend}
+    assert all(record["bytes_put"] > 0 and record["bytes_get"] > 0 for record in records)
+    assert results(records) == results(read_metrics(in_memory.folder))
+    evaluations = [
+        json.loads((folder / "summary.json").read_text())["evaluation"]
+        for folder in (in_memory.folder, tmp_path / "out")
+    ]
+    assert evaluations[0] == evaluations[1]
 
 
 @pytest.mark.long
-def test_a_run_repeats_bit_for_bit(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    for out in (tmp_path / "first", tmp_path / "second"):
-        assert finish(start(config, out))[0] == 0
-    assert results(read_metrics(tmp_path / "first")) == results(read_metrics(tmp_path / "second"))
+def test_a_run_repeats_bit_for_bit(tmp_path: Path, in_memory: Finished) -> None:
+    assert finish(start(in_memory.config, tmp_path / "out"))[0] == 0
+    assert results(read_metrics(tmp_path / "out")) == results(read_metrics(in_memory.folder))
 
 
 @pytest.mark.parametrize("path", ["tq_simple", pytest.param("in-memory", marks=pytest.mark.long)])

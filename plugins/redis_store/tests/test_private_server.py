@@ -96,6 +96,12 @@ def test_no_binary_says_how_to_install_it(connect, monkeypatch):
         connect(server="private")
 
 
+def test_without_a_url_the_server_is_private(connect):
+    connect(namespace="unnamed").register_partition("p", ["x"], None, ["t"])
+    attached = connect(bootstrap=False, server="private", namespace="unnamed")
+    assert attached.list_samples("p").sample_ids == []
+
+
 def test_attaching_to_nothing_says_so(connect):
     with pytest.raises(BackendUnavailableError):
         connect(bootstrap=False, server="private")
@@ -103,8 +109,8 @@ def test_attaching_to_nothing_says_so(connect):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"server": "private", "url": "redis://h"}, {"url": "http://h"}, {"url": "redis://h", "appendonly": True}],
-    ids=["neither", "both", "scheme", "appendonly_of_a_url"],
+    [{"server": "private", "url": "redis://h"}, {"url": "http://h"}, {"url": "redis://h", "appendonly": True}],
+    ids=["both", "scheme", "appendonly_of_a_url"],
 )
 def test_wrong_options_are_refused(connect, options):
     with pytest.raises(ConfigError):

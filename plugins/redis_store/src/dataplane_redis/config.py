@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
@@ -14,7 +15,7 @@ _SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class RedisConfig(CapacityOptions):
-    """Which server, and which part of it. Exactly one of ``url`` and ``server`` is given.
+    """Which server, and which part of it: a ``url``, or else a private server.
 
     ``capacity_bytes`` and ``on_full`` shape the instance: an attaching client reads them from the server.
     """
@@ -25,8 +26,9 @@ class RedisConfig(CapacityOptions):
     it. Kept as a secret: never printed or logged."""
 
     server: Literal["private"] | None = None
-    """``private``: the bootstrapping client starts a ``redis-server`` of its own on a unix socket in a temporary folder
-    and ends it on close. Clients of the same user on the same host attach with the same options."""
+    """``private``, the default without a ``url``: the bootstrapping client starts a ``redis-server`` of its own on a
+    unix socket in a temporary folder and ends it on close. Clients of the same user on the same host attach with the
+    same options."""
 
     namespace: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     """Prefix of all keys. Instances of different namespaces on one server share nothing."""
@@ -47,10 +49,17 @@ class RedisConfig(CapacityOptions):
             raise ValueError(f"expected a URL that starts with {', '.join(_SCHEMES)}")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_private_without_a_url(cls, options: Any) -> Any:
+        if isinstance(options, Mapping) and options.get("url") is None and options.get("server") is None:
+            return {**options, "server": "private"}
+        return options
+
     @model_validator(mode="after")
     def _names_one_server(self) -> RedisConfig:
-        if (self.url is None) == (self.server is None):
-            raise ValueError("expected exactly one of 'url' (attach to a server) and 'server: private' (start one)")
+        if self.url is not None and self.server is not None:
+            raise ValueError("expected one of 'url' (attach to a server) and 'server: private' (start one), got both")
         if self.server is None and self.appendonly:
             raise ValueError("'appendonly' is of a private server; the persistence of a 'url' is set on that server")
         return self

@@ -18,13 +18,17 @@ from dataplane_redis import RedisBackend
 
 
 class Server:
-    """A `redis-server` of a test's own, on TCP and a unix socket."""
+    """A `redis-server` of a test's own, on TCP and a unix socket; as a node of a cluster with a bus port besides."""
 
-    def __init__(self, *settings):
+    def __init__(self, *settings, cluster=False):
         self.folder = Path(tempfile.mkdtemp(prefix="dp-redis-"))
         self.port = _free_port()
         self.socket = self.folder / "redis.sock"
+        self.bus_port = _free_port() if cluster else None
         self.settings = settings
+        if cluster:
+            node = ("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port), "--cluster-node-timeout", "1000")
+            self.settings = (*node, *settings)
         self.process = None
 
     def start(self):
@@ -73,8 +77,8 @@ def start_server():
     """Starts servers with further settings."""
     servers = []
 
-    def start(*settings):
-        servers.append(Server(*settings))
+    def start(*settings, cluster=False):
+        servers.append(Server(*settings, cluster=cluster))
         return servers[-1].start()
 
     yield start

@@ -89,7 +89,8 @@ _CLOSE_S: Final = 2.0
 
 
 class RedisBackend(Backend):
-    """Every client speaks to one Redis server, from any host that reaches it.
+    """Every client speaks to one Redis server, from any host that reaches it; of a cluster to the node that serves the
+    namespace.
 
     ``durable`` holds as the server is set: a committed put survives the server's death where it runs with
     ``appendonly yes`` and ``appendfsync always``; `durability` says what holds.
@@ -127,6 +128,7 @@ class RedisBackend(Backend):
         else:
             url, label = config.url.get_secret_value(), _refusals.label_of(config.url.get_secret_value())
         self._link = Link(url, label)
+        self._link.follow("connect", deadline, self._base)
         durability = check_server(self._link, config, deadline)
         make = Instance.bootstrap if bootstrap else Instance.attach
         self._instance = make(self._link, self._base, config, deadline)

@@ -2,6 +2,9 @@
 
 A connection serves one call at a time; idle ones are kept. Nothing is sent twice on its own: whether a command that
 lost its connection ran is for the caller to say.
+
+In a cluster all keys of a namespace lie in one slot, so a link speaks to one node: the one that serves that slot. It
+follows the slot when the cluster moves it, and looks for it on the other nodes when its node is gone.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, NoReturn, TypeAlias
 
 import redis
-from redis.connection import ConnectionPool
+from redis.connection import Connection, ConnectionPool, UnixDomainSocketConnection
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     BusyLoadingError,
     ClusterDownError,
@@ -25,6 +29,7 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
+from redis.exceptions import ConnectionError as LostConnectionError
 
 from dataplane_core.errors import (
     BackendError,
@@ -45,6 +50,8 @@ Command: TypeAlias = Sequence[bytes | bytearray | memoryview]
 _LOADING_POLL_S: Final = 0.05
 #: The least socket timeout in seconds: zero would mean not to wait at all, which TLS cannot.
 _LEAST_S: Final = 0.001
+#: How often a call follows its slot from node to node before it gives up.
+_MOST_MOVES: Final = 8
 #: Parts of a packed command below this size are joined before they are sent.
 _JOIN_BYTES: Final = 1 << 20
 
@@ -58,10 +65,11 @@ def pack(command: Command) -> list[bytes | bytearray | memoryview]:
 
 
 class Link:
-    """A pool of connections to the server of a URL. May be used from several threads.
+    """A pool of connections to the server of a URL, or to the node of its cluster that serves a key. May be used from
+    several threads.
 
     Args:
-        url: Where the server is. Kept inside the connections only; never part of a message.
+        url: Where the server is; of a cluster any node. Kept inside the connections only; never part of a message.
         label: What messages call the server.
     """
 
@@ -70,6 +78,9 @@ class Link:
         self._pool = ConnectionPool.from_url(
             url, protocol=2, retry=None, retry_on_timeout=False, socket_read_size=1 << 18, decode_responses=False
         )
+        self._connection_class: Any = self._pool.connection_class
+        self._address: dict[str, Any] = {}  # in place of the URL's, once the cluster named another
+        self._nodes: list[dict[str, Any]] = []  # of the cluster, where there is one
         self._idle: list[Any] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -81,6 +92,47 @@ class Link:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.disconnect()
+
+    # --- the node of a cluster ----------------------------------------------------------------------------------------
+
+    def follow(self, what: str, deadline: float, key: bytes) -> None:
+        """Turns to the node that serves ``key``. On a server that is no cluster asks once and changes nothing.
+
+        Raises:
+            As `commands`.
+        """
+        self.command(what, deadline, b"EXISTS", key)
+        reply = self._ask(what, deadline, pack((b"CLUSTER", b"SLOTS")))
+        if isinstance(reply, Exception):
+            return  # no cluster, or the ACL forbids the question
+        self._nodes = [self._address_of(node[0], node[1]) for _, _, *nodes in reply for node in nodes]
+
+    def _address_of(self, host: bytes | str, port: int | str) -> dict[str, Any]:
+        name = host.decode() if isinstance(host, bytes) else host
+        # an empty name is that of the node that was asked
+        known = self._address.get("host") or self._pool.connection_kwargs.get("host") or "localhost"
+        return {"host": name or known, "port": int(port)}
+
+    def _turn_to(self, address: dict[str, Any]) -> None:
+        with self._lock:
+            if issubclass(self._connection_class, UnixDomainSocketConnection):
+                self._connection_class = Connection
+            self._address = address
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.disconnect()
+
+    def _turn_as_told(self, refusal: Exception) -> bool:
+        """Turns to the node that a refusal names; False where it names none."""
+        text = str(refusal)
+        if isinstance(refusal, MovedError):
+            self._turn_to(self._address_of(refusal.host, refusal.port))
+        elif text.startswith("MOVED "):
+            host, _, port = text.split(" ")[-1].rpartition(":")
+            self._turn_to(self._address_of(host, port))
+        else:
+            return False
+        return True
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -112,11 +164,16 @@ class Link:
         return reply
 
     def _ask(self, what: str, deadline: float, packed: Sequence[bytes | bytearray | memoryview]) -> Any:
-        """One reply. A server that loads its data refuses before it does anything, so it is asked again."""
+        """One reply. A server that loads its data, or does not serve the slot, refuses before it does anything, so it,
+        or the one that it names, is asked again."""
+        moves = 0
         while True:
             try:
                 (reply,) = self.commands(what, deadline, [packed], 1)
-                return reply
+                if moves == _MOST_MOVES or not (isinstance(reply, Exception) and self._turn_as_told(reply)):
+                    return reply
+                moves += 1
+                continue
             except OperationTimeoutError as error:
                 if not isinstance(error.__cause__, BusyLoadingError):
                     raise
@@ -211,7 +268,7 @@ class Link:
         raise self.explain(what, error) from error
 
     def explain(self, what: str, error: Exception) -> DataPlaneError:
-        """What an error of redis-py means to a user."""
+        """What an error of redis-py means to a user. After a redirection the next call goes where it points."""
         if isinstance(error, (redis.TimeoutError, TimeoutError)):
             return OperationTimeoutError(f"{what} timed out: {self.label} did not answer in time.")
         if isinstance(error, (AuthenticationError, NoPermissionError)):
@@ -231,11 +288,10 @@ class Link:
             )
         if text.startswith(("WRONGPASS", "NOAUTH", "NOPERM", "ACL failure in script")):
             return self.explain(what, AuthenticationError(text))
-        if isinstance(error, MovedError):
+        if self._turn_as_told(error) or text.startswith(("ASK ", "TRYAGAIN")) or isinstance(error, AskError):
             return BackendUnavailableError(
-                f"{what} refused: {self.label} is a cluster node that does not serve this namespace ({text}).",
-                retryable=False,
-                hint="Name the node that serves it in the url; redirections are not followed.",
+                f"{what} refused: {self.label} is a cluster that is moving this namespace to another node.",
+                hint="Ask again: the next call goes to the node that serves it then.",
             )
         if isinstance(error, (ReadOnlyError, MasterDownError, ClusterDownError)) or text.startswith("MISCONF"):
             return BackendUnavailableError(f"{what} refused: {self.label} takes no writes: {text}")
@@ -261,10 +317,11 @@ class Link:
             connection.disconnect()
 
     def _connect(self, what: str, deadline: float) -> Any:
+        elsewhere = iter(list(self._nodes))
         while True:
             if time.monotonic() >= deadline:
                 raise OperationTimeoutError(f"{what} timed out before it was sent to {self.label}.")
-            connection: Any = self._pool.connection_class(**self._pool.connection_kwargs)
+            connection: Any = self._connection_class(**self._where())
             connection.socket_connect_timeout = connection.socket_timeout = _left_s(deadline)
             try:
                 connection.connect()
@@ -276,7 +333,16 @@ class Link:
                 time.sleep(_LOADING_POLL_S)
             except (RedisError, OSError) as error:
                 connection.disconnect()
-                self.refuse(what, error)
+                node = next(elsewhere, None) if isinstance(error, (LostConnectionError, OSError)) else None
+                if node is None:
+                    self.refuse(what, error)
+                self._turn_to(node)
+
+    def _where(self) -> dict[str, Any]:
+        kwargs: dict[str, Any] = dict(self._pool.connection_kwargs)
+        if self._address:
+            kwargs.pop("path", None)
+        return kwargs | self._address
 
     def _release(self, connection: Any, whole: bool) -> None:
         with self._lock:

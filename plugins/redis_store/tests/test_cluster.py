@@ -1,0 +1,112 @@
+"""A Redis Cluster of several nodes: any node may be named, and the slot of a namespace is followed."""
+
+import contextlib
+import time
+
+import pytest
+import torch
+from redis.crc import key_slot
+from redis.exceptions import RedisError
+from tensordict import TensorDict
+
+SLOTS = 16384
+
+
+def wait_until(condition, timeout_s=30.0):
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up, "waited too long"
+        time.sleep(0.05)
+
+
+def is_up(node):
+    with contextlib.suppress(RedisError):
+        return b"cluster_state:ok" in node.admin("CLUSTER", "INFO")
+    return False
+
+
+@pytest.fixture
+def start_cluster(start_server):
+    """Three masters, each with a third of the slots."""
+
+    def start():
+        nodes = [start_server(cluster=True) for _ in range(3)]
+        third = SLOTS // len(nodes) + 1
+        for number, node in enumerate(nodes):
+            node.admin("CLUSTER", "ADDSLOTSRANGE", number * third, min(SLOTS, (number + 1) * third) - 1)
+            node.admin("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].bus_port)
+        wait_until(lambda: all(map(is_up, nodes)))
+        return nodes
+
+    return start
+
+
+def namespace_on(number, tag=""):
+    """A namespace whose slot the master of that number serves."""
+    third = SLOTS // 3 + 1
+    return next(
+        name
+        for name in (f"n{i}{tag}" for i in range(10_000))
+        if key_slot(b"dp:{%s}" % name.encode()) // third == number
+    )
+
+
+def write_and_read(client, values):
+    client.register_partition("p", ["x"], None, ["train"])
+    fields = TensorDict({"x": values}, batch_size=[len(values)])
+    ids = [f"s{row}" for row in range(len(values))]
+    client.put_samples(ids, "p", fields)
+    meta = client.claim_meta("p", "train", ["x"], len(values), lease_s=60)
+    assert torch.equal(client.get_data(meta)["x"], values)
+    client.ack(meta)
+    client.clear_samples(None, "p")
+
+
+def test_any_node_of_a_cluster_may_be_named(start_cluster, connect):
+    nodes = start_cluster()
+    for number in range(len(nodes)):
+        for named in (nodes[0].url, f"unix://{nodes[1].socket}"):
+            client = connect(url=named, namespace=namespace_on(number, "u" if named.startswith("unix") else "t"))
+            write_and_read(client, torch.randn(64, 4096))  # beyond what travels inside a script
+            write_and_read(client, torch.arange(2))
+            key = client._backend._base + b":instance"
+            assert nodes[number].admin("EXISTS", key) == 1
+
+
+def test_a_slot_that_moves_is_followed(start_cluster, connect):
+    nodes = start_cluster()
+    namespace = namespace_on(0)
+    client = connect(url=nodes[0].url, namespace=namespace)
+    client.register_partition("p", ["x"], None, ["train"])
+    values = torch.randn(64, 4096)
+    client.put_samples([f"s{row}" for row in range(64)], "p", TensorDict({"x": values}, batch_size=[64]))
+
+    slot = key_slot(client._backend._base)
+    ids = [node.admin("CLUSTER", "MYID").decode() for node in nodes]
+    nodes[2].admin("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+    nodes[0].admin("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[2])
+    keys = nodes[0].admin("CLUSTER", "GETKEYSINSLOT", slot, 1000)
+    nodes[0].admin("MIGRATE", "127.0.0.1", nodes[2].port, "", 0, 10_000, "KEYS", *keys)
+    for node in (nodes[2], nodes[0], nodes[1]):
+        node.admin("CLUSTER", "SETSLOT", slot, "NODE", ids[2])
+
+    assert torch.equal(client.get_samples(["s1", "s63"], "p", ["x"])["x"], values[[1, 63]])
+    write_and_read(client, torch.randn(64, 4096))
+
+
+def test_another_node_takes_over_from_one_that_was_killed(start_cluster, start_server, connect):
+    nodes = start_cluster()
+    replica = start_server(cluster=True)
+    replica.admin("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].bus_port)
+    ids = [node.admin("CLUSTER", "MYID") for node in nodes]
+    wait_until(lambda: all(name in replica.admin("CLUSTER", "NODES") for name in ids))
+    replica.admin("CLUSTER", "REPLICATE", ids[0])
+    wait_until(lambda: replica.admin("INFO", "replication").get("master_link_status") == "up")
+    wait_until(lambda: all(b"slave" in node.admin("CLUSTER", "NODES") for node in nodes))
+
+    client = connect(url=nodes[0].url, namespace=namespace_on(0))
+    write_and_read(client, torch.arange(2))
+    nodes[0].kill()
+    wait_until(lambda: replica.admin("INFO", "replication")["role"] == "master")
+    wait_until(lambda: is_up(replica) and is_up(nodes[1]) and is_up(nodes[2]))
+    write_and_read(client, torch.randn(64, 4096))

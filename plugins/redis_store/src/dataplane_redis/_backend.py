@@ -49,7 +49,7 @@ from dataplane_core.hookspecs import (
 )
 from dataplane_redis import _refusals
 from dataplane_redis._instance import Durability, Instance, check_server, durability_of
-from dataplane_redis._link import Link, pack
+from dataplane_redis._link import Link, Read, pack
 from dataplane_redis._rows import ReadPlans, pack_rows, row_overhead
 from dataplane_redis._scripts import SCRIPTS
 from dataplane_redis._server import PrivateServer, private_url
@@ -75,6 +75,8 @@ _INLINE_BYTES: Final = 32 * 1024
 _INLINE_ROWS: Final = 512
 #: Rows are sent in commands of about this size.
 _CHUNK_BYTES: Final = 4 << 20
+#: Rows are asked for in commands with replies of this size: the server copies one while the client receives another.
+_READ_BYTES: Final = 512 * 1024
 #: Seconds beyond its deadline after which a put that was not committed counts as abandoned.
 _ABANDON_GRACE_S: Final = 30.0
 #: Seconds that undoing a failed put may take.
@@ -360,21 +362,15 @@ class RedisBackend(Backend):
                     payload.append(sent[start + index])
                 start += len(each)
         else:
-            by_write: dict[int, list[int]] = {}
+            by_write: dict[int, list[tuple[int, int]]] = {}
             places: dict[int, list[tuple[int, Any]]] = {}
-            size_bytes = 0
             for row, (each, plan) in enumerate(zip(refs, picks, strict=True)):
                 for index, pairs in plan:
                     write, position, layout, size = each[index]
-                    by_write.setdefault(write, []).append(position)
+                    by_write.setdefault(write, []).append((position, size + row_overhead(num_cells[layout])))
                     places.setdefault(write, []).append((row, pairs))
-                    size_bytes += size + row_overhead(num_cells[layout])
-            packed = [
-                pack((b"HMGET", self._key(write), *(b"%d" % position for position in positions)))
-                for write, positions in by_write.items()
-            ]
             link, _ = self._connected()
-            for found in link.fetch(what, request.deadline, packed, size_bytes):
+            for found in link.fetch(what, request.deadline, self._reads(by_write)):
                 payload += found
             wanted = [place for each in places.values() for place in each]
         if None in payload:
@@ -385,6 +381,23 @@ class RedisBackend(Backend):
                     raise CorruptDataError(f"{what}: a row holds {len(frames)} cells. Expected more than {slot}.")
                 columns[column][row] = frames[slot]
         return dict(zip(request.fields, columns, strict=True))
+
+    def _reads(self, by_write: Mapping[int, Sequence[tuple[int, int]]]) -> list[Read]:
+        """Commands that read rows, which are given by write as (position, size in bytes).
+
+        Each reply has `_READ_BYTES` at most, or one row.
+        """
+        reads = []
+        for write, rows in by_write.items():
+            words, size_bytes = [b"HMGET", self._key(write)], 0
+            for position, size in rows:
+                if size_bytes and size_bytes + size > _READ_BYTES:
+                    reads.append(Read(b"".join(pack(words)), size_bytes))
+                    words, size_bytes = [b"HMGET", self._key(write)], 0
+                words.append(b"%d" % position)
+                size_bytes += size
+            reads.append(Read(b"".join(pack(words)), size_bytes))
+        return reads
 
     def list_samples(self, request: ListRequest) -> SampleList:
         """Lists ids and tags."""

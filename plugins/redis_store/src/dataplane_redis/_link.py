@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
 
 import redis
@@ -41,7 +42,7 @@ from dataplane_core.errors import (
 from dataplane_redis._rows import ArrayReader
 from dataplane_redis._scripts import Script
 
-__all__ = ["Command", "Link", "pack"]
+__all__ = ["Command", "Link", "Read", "pack"]
 
 #: A command: its words; or one that is packed already.
 Command: TypeAlias = Sequence[bytes | bytearray | memoryview]
@@ -54,6 +55,8 @@ _LEAST_S: Final = 0.001
 _MOST_MOVES: Final = 8
 #: Parts of a packed command below this size are joined before they are sent.
 _JOIN_BYTES: Final = 1 << 20
+#: Replies of less than this are asked for together.
+_LOT_BYTES: Final = 256 * 1024
 
 
 def pack(command: Command) -> list[bytes | bytearray | memoryview]:
@@ -62,6 +65,27 @@ def pack(command: Command) -> list[bytes | bytearray | memoryview]:
     for word in command:
         parts += (b"$%d\r\n" % len(word), word, b"\r\n")
     return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A packed command that replies with an array of byte strings, and how large the reply is, as far as is known."""
+
+    packed: bytes
+    size_bytes: int
+
+
+def _lots(reads: Sequence[Read]) -> list[list[Read]]:
+    """Neighbours joined until a lot's replies are worth a round trip."""
+    lots: list[list[Read]] = []
+    size_bytes = _LOT_BYTES
+    for read in reads:
+        if size_bytes >= _LOT_BYTES:
+            lots.append([])
+            size_bytes = 0
+        lots[-1].append(read)
+        size_bytes += read.size_bytes
+    return lots
 
 
 class Link:
@@ -229,16 +253,16 @@ class Link:
             self._release(connection, whole)
         return replies
 
-    def fetch(
-        self, what: str, deadline: float, packed: Sequence[Iterable[bytes | bytearray | memoryview]], size_bytes: int
-    ) -> list[list[memoryview | None]]:
-        """Sends packed commands that each reply with an array of byte strings, and receives these without a copy.
+    def fetch(self, what: str, deadline: float, reads: Sequence[Read]) -> list[list[memoryview | None]]:
+        """Sends commands that each reply with an array of byte strings, and receives these without a copy.
+
+        Two lots of commands are under way at a time: a server that has them all at once copies every reply before it
+        sends the first, while the client waits.
 
         Args:
             what: The operation, to open messages with.
             deadline: On `time.monotonic`'s clock, in seconds.
-            packed: The parts of each command.
-            size_bytes: Of all byte strings together, as far as is known.
+            reads: The commands.
 
         Returns:
             Per command its byte strings, as views of one buffer; None for what is not there.
@@ -246,14 +270,19 @@ class Link:
         Raises:
             As `commands`.
         """
+        lots = _lots(reads)
+        arrays: list[list[memoryview | None]] = []
         connection = self._acquire(what, deadline)
         whole = False
         try:
-            sock = connection._sock
-            sock.settimeout(_left_s(deadline))
-            connection.send_packed_command([b"".join([part for parts in packed for part in parts])], check_health=False)
-            reader = ArrayReader(sock, size_bytes, deadline)
-            arrays = [reader.read() for _ in packed]
+            reader = ArrayReader(connection._sock, sum(read.size_bytes for read in reads), deadline)
+            for number in range(-1, len(lots)):
+                if number + 1 < len(lots):
+                    connection._sock.settimeout(_left_s(deadline))
+                    sent = b"".join([read.packed for read in lots[number + 1]])
+                    connection.send_packed_command([sent], check_health=False)
+                if number >= 0:
+                    arrays += [reader.read() for _ in lots[number]]
             whole = reader.done
         except (RedisError, OSError) as error:
             self.refuse(what, error)

@@ -5,6 +5,8 @@ set -euo pipefail
 missing=()
 "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
 command -v redis-server >/dev/null || missing+=(redis-server)
+ldconfig -p | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1) # Mooncake's engine needs it, over TCP too
+command -v ip >/dev/null || missing+=(iproute2)                     # the tests on two hosts make network namespaces
 
 [ "${#missing[@]}" -eq 0 ] && exit 0
 if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that the workspace needs, where it may; else says which they are.
 set -euo pipefail
+PATH="$PATH:/usr/sbin:/sbin" # where Debian keeps ldconfig and ip, for ordinary users too
 
 missing=()
 "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)

@@ -14,6 +14,10 @@ PROJECTS := pyproject.toml requirements-dev.txt $(addsuffix /pyproject.toml,$(PA
 # One thread per process: two cores are shared by several workers, and results repeat bit for bit.
 export OMP_NUM_THREADS ?= 1
 
+# Test files run in two processes side by side; the tests of one file share its servers.
+JOBS   ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+
 .PHONY: help setup demo test test-long check format clean
 
 help:  ## List the commands
@@ -33,10 +37,10 @@ demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a 
 	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml
 
 test: setup  ## Run the tests (under 15 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not long"
+	$(PYTEST) -m "not long"
 
 test-long: setup  ## Run all tests, with the long proofs
-	DATAPLANE_HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest
+	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST)
 
 check: setup  ## Lint, format and types
 	$(BIN)/ruff check .

@@ -256,9 +256,9 @@ def write_rows(client: DataPlaneClient) -> Callable[..., KVBatchMeta]:
 # --- Ray --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def local_ray() -> Iterator[Any]:
-    """A private Ray, ended with the session."""
+    """A private Ray, ended with the module: other files of the same process may start one of their own."""
     ray = pytest.importorskip("ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(

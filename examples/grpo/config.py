@@ -96,6 +96,15 @@ class DynamicSamplingSection(_Section):
     max_generations: _Count = 4
 
 
+class SavingSection(_Section):
+    """Saves to go on from."""
+
+    #: Steps between two saves; 0: none.
+    every: Annotated[int, Field(ge=0)] = 0
+    #: Saves that stay; older ones are removed.
+    keep: _Count = 2
+
+
 class RaySection(_Section):
     """Where the actors run, and how long the run waits for them."""
 
@@ -122,6 +131,7 @@ class RunConfig(_Section):
     dynamic_batching: DynamicBatchingSection = DynamicBatchingSection()
     sequence_packing: SequencePackingSection = SequencePackingSection()
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
+    saving: SavingSection = SavingSection()
     ray: RaySection = RaySection()
     #: What `dataplane_core.connect` gets; ``--in-memory`` leaves it aside.
     data_plane: DataPlaneConfig = DataPlaneConfig(backend="tq_simple")

@@ -50,8 +50,17 @@ class Trainer:
         self._loss_fn = ClippedPolicyLoss(config.grpo.clip_ratio, config.grpo.kl_weight)
         self.records: list[dict[str, Any]] = []
 
+    def save_state(self, folder: Path) -> None:
+        """Writes what the actors hold between two steps into ``folder``; they must see it."""
+        self._on_workers("write_training_state", folder, doing="saving the training state")
+
+    def load_state(self, folder: Path, records: Sequence[dict[str, Any]]) -> None:
+        """Takes over what `save_state` wrote; `run` goes on after the last of ``records``."""
+        self._on_workers("read_training_state", folder, doing="reading the saved training state")
+        self.records = list(records)
+
     def run(self, on_step: Callable[[dict[str, Any]], None]) -> None:
-        """Runs all steps.
+        """Runs all steps, or those that are left.
 
         Args:
             on_step: Called with the record of every step when it is done.
@@ -60,7 +69,9 @@ class Trainer:
             RunFailedError: An actor died, raised, or did not answer in time.
         """
         with self._metrics_file.open("w", encoding="utf-8") as file:
-            for step in range(1, self._config.grpo.steps + 1):
+            file.writelines(json.dumps(record) + "\n" for record in self.records)
+            file.flush()
+            for step in range(len(self.records) + 1, self._config.grpo.steps + 1):
                 record = self._step(step)
                 self.records.append(record)
                 file.write(json.dumps(record) + "\n")
@@ -87,6 +98,10 @@ class Trainer:
             rewards = [reward(problem, answer) for problem, answer in zip(repeated, answers, strict=True)]
             shares[kind] = sum(rewards) / len(rewards)
         return shares
+
+    def _on_workers(self, method: str, *args: object, doing: str) -> None:
+        calls = {f"policy worker {i}": getattr(w, method).remote(*args) for i, w in enumerate(self._actors.workers)}
+        wait_for(calls, self._config.ray.step_timeout_s, doing)
 
     def _step(self, step: int) -> dict[str, Any]:
         seconds: dict[str, float] = {}

@@ -11,6 +11,7 @@ __all__ = [
     "CollectorFailedError",
     "PlacementError",
     "ReplayClosedError",
+    "ReplaySaveError",
     "ReplayTimeoutError",
     "ReplicaLeaderError",
     "ReservationLostError",
@@ -70,6 +71,10 @@ class ReplayTimeoutError(OperationTimeoutError):
 
 class ReplayClosedError(ClientClosedError):
     """The replay buffer was closed."""
+
+
+class ReplaySaveError(DataPlaneError, OSError):
+    """The disk refuses to write or to read the save of a replay buffer; the cause says why."""
 
 
 class ReservationLostError(DataPlaneError, RuntimeError):

@@ -38,6 +38,7 @@ A driver::
 
 from dataplane_integrations.replay._buffer import BufferCounts, ReplayBuffer
 from dataplane_integrations.replay._collector import Collector, CollectorCounts, Rollout
+from dataplane_integrations.replay._consumer import ClaimedBatch, StreamingConsumer
 from dataplane_integrations.replay._ids import Reservation, group_of, parse_sample_id
 from dataplane_integrations.replay._policies import (
     BufferView,
@@ -47,20 +48,28 @@ from dataplane_integrations.replay._policies import (
     StalenessPolicy,
     WindowedPolicy,
 )
+from dataplane_integrations.replay._remote import RemoteReplayBuffer
+from dataplane_integrations.replay._saving import RestoredReplay, restore_replay, save_replay
 
 __all__ = [
     "BufferCounts",
     "BufferView",
+    "ClaimedBatch",
     "Collector",
     "CollectorCounts",
     "GroupView",
     "InOrderPolicy",
     "ReadyFirstPolicy",
+    "RemoteReplayBuffer",
     "ReplayBuffer",
     "Reservation",
+    "RestoredReplay",
     "Rollout",
     "StalenessPolicy",
+    "StreamingConsumer",
     "WindowedPolicy",
     "group_of",
     "parse_sample_id",
+    "restore_replay",
+    "save_replay",
 ]

@@ -122,6 +122,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         self._incarnations: dict[str, int] = {}
         self._counts = BufferCounts()
         self._to_clear: dict[str, None] = {}
+        self._snapshots = 0
         self._closed = False
         self._failure: tuple[str, BaseException | None] | None = None
 
@@ -436,17 +437,24 @@ class ReplayBuffer(DataPlaneClientMixin):
     # --- saving -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def frozen(self) -> Iterator[dict[str, Any]]:
-        """Holds the buffer still, and gives its state as plain values; other threads wait until the block ends.
+    def snapshot(self) -> Iterator[dict[str, Any]]:
+        """The state as plain values; inside the block, no row of it is cleared.
 
         Groups in training are ready again in the state, and those being made are to be generated again: a process that
         starts from it has neither.
         """
         with self._changed:
-            yield self._state()
+            state = self._state()
+            self._snapshots += 1
+        try:
+            yield state
+        finally:
+            with self._changed:
+                self._snapshots -= 1
+            self._clear_rows()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `frozen` gave, in place of what is held now.
+        """Takes over what `snapshot` gave, in place of what is held now.
 
         Raises:
             InvalidRequestError: A state of another group size or partition.
@@ -653,6 +661,8 @@ class ReplayBuffer(DataPlaneClientMixin):
     def _clear_rows(self) -> None:
         """Clears the rows of groups that are gone; ids that cannot be cleared now are tried again the next time."""
         with self._changed:
+            if self._snapshots:
+                return  # the last one clears them
             ids, self._to_clear = list(self._to_clear), {}
         if not ids:
             return

@@ -28,6 +28,7 @@ from dataplane_integrations.errors import (
 )
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._ids import Reservation
+from dataplane_integrations.replay._remote import RemoteReplayBuffer
 from dataplane_integrations.rollout import RolloutReceipt
 
 __all__ = ["Collector", "CollectorCounts", "Rollout"]
@@ -85,7 +86,7 @@ class Collector:
 
     def __init__(
         self,
-        buffer: ReplayBuffer,
+        buffer: ReplayBuffer | RemoteReplayBuffer,
         rollout: Rollout,
         *,
         client: DataPlaneClient | None = None,

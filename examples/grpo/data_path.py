@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from ray import ObjectRef
@@ -34,6 +34,7 @@ from .workers import LossFunction, PolicyWorker
 
 __all__ = [
     "DataPath",
+    "Draw",
     "InMemoryPath",
     "Scores",
     "Traffic",
@@ -51,6 +52,10 @@ class Traffic:
 
     bytes_put: int = 0
     bytes_get: int = 0
+
+
+#: Draws the problems of a step, by its number and that of the generation within it; always the same ones.
+Draw: TypeAlias = Callable[[int, int], list[Problem]]
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class DataPath(ABC):
     #: Shown in the output and written to the metrics.
     name: str
     _timeout_s: float
+    _draw: Draw
     #: The classes to run as actors; a path that needs more of them than plain methods names its own subclasses.
     rollout_class: type[RolloutWorker] = RolloutWorker
     worker_class: type[PolicyWorker] = PolicyWorker
@@ -85,8 +91,13 @@ class DataPath(ABC):
     collecting: str = "generate"
 
     @abstractmethod
-    def start(self, actors: Actors) -> None:
-        """Gets ready, once the actors are up."""
+    def start(self, actors: Actors, draw: Draw) -> None:
+        """Gets ready, once the actors are up.
+
+        Args:
+            actors: The run's processes.
+            draw: What the steps train on.
+        """
 
     def hand_over(self, step: int, push: Callable[[], ObjectRef]) -> None:
         """Gives the rollout worker the newest weights; here, returns when it has them.
@@ -101,17 +112,9 @@ class DataPath(ABC):
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
         """Has the rollout worker answer the prompts; keeps its columns, returns what the driver needs of them."""
 
-    def collect(self, step: int, draw: Callable[[int], list[Problem]]) -> Scores:
-        """Generates the rows of a step, and scores them.
-
-        Args:
-            step: Its number.
-            draw: Draws prompts, others for each number that it gets; this draws once, with 0.
-
-        Returns:
-            What there is to know of the rows that the step trains on.
-        """
-        problems = draw(0)
+    def collect(self, step: int) -> Scores:
+        """Generates the rows of a step, and scores them; here, one generation."""
+        problems = self._draw(step, 0)
         carry = self.generate(step, [problem.prompt for problem in problems])
         return Scores(score(problems, carry.answers), carry.input_lengths)
 
@@ -142,8 +145,8 @@ class DataPath(ABC):
     def save(self, folder: Path) -> None:  # noqa: B027  # most have nothing to save
         """Writes what the path holds between two steps into ``folder``: here, nothing."""
 
-    def restore(self, folder: Path) -> None:  # noqa: B027
-        """Takes over what `save` wrote, after `start`."""
+    def restore(self, folder: Path, step: int) -> None:  # noqa: B027
+        """Takes over what `save` wrote after ``step``; called after `start`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -162,8 +165,9 @@ class InMemoryPath(DataPath):
         self._traffic = Traffic()
         self._step = 0
 
-    def start(self, actors: Actors) -> None:
+    def start(self, actors: Actors, draw: Draw) -> None:
         self._actors = actors
+        self._draw = draw
 
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
         self._step = step

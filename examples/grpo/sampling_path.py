@@ -7,7 +7,6 @@ them. What is lacking is made up with further prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from dataplane_core.meta import KVBatchMeta
@@ -17,7 +16,6 @@ from .cluster import reporting
 from .config import RunConfig
 from .data_path import Scores, score
 from .plane_path import DataPlanePath
-from .task import Problem
 
 __all__ = ["SamplingPath"]
 
@@ -30,13 +28,13 @@ class SamplingPath(DataPlanePath):
         self._settings = config.dynamic_sampling
         self._facts: dict[str, float] = {}
 
-    def collect(self, step: int, draw: Callable[[int], list[Problem]]) -> Scores:
+    def collect(self, step: int) -> Scores:
         """See `DataPath.collect`. Fewer groups than a step wants only if the generations are used up."""
         group_size = self._config.grpo.answers_per_prompt
         rows: dict[str, tuple[float, int]] = {}
 
         def generate(generation: int) -> KVBatchMeta:
-            problems = draw(generation)
+            problems = self._draw(step, generation)
             meta, carry = self._generate(step, generation, [problem.prompt for problem in problems])
             rewards = score(problems, carry.answers)
             meta.stamp_tags({"reward": rewards})

@@ -25,6 +25,7 @@ if __name__ == "__main__":
 import torch
 
 from dataplane_core.errors import ConfigError, DataPlaneError, PluginError
+from grpo.async_path import AsyncPath
 from grpo.checkpoint import Checkpoints
 from grpo.cluster import connect_actors, ray_session, required_cpus, start_actors
 from grpo.config import RunConfig, load_config
@@ -34,6 +35,7 @@ from grpo.model import ModelConfig, build_model
 from grpo.plane_path import DataPlanePath
 from grpo.plot import plot_run
 from grpo.progress import ProgressBar, step_line
+from grpo.rollout import draw_problems
 from grpo.sampling_path import SamplingPath
 from grpo.task import Problem, read_problems, split_problems
 from grpo.trainer import Trainer
@@ -57,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
                 "tensor_parallel": args.tp,
                 "sequence_packing.enabled": args.packing or None,
                 "dynamic_sampling.enabled": args.dynamic_sampling or None,
+                "rollouts.mode": args.mode,
+                "rollouts.staleness": args.staleness,
                 "saving.every": args.save_every,
             },
         )
@@ -112,8 +116,8 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
         try:
             pids = connect_actors(actors, reference, config.ray)
             print("running over " + path.name + ": " + ", ".join(f"{name} (pid {pid})" for name, pid in pids.items()))
-            path.start(actors)
-            trainer = Trainer(config, actors, path, train_problems, out / "metrics.jsonl")
+            path.start(actors, functools.partial(draw_problems, config, train_problems))
+            trainer = Trainer(config, actors, path, out / "metrics.jsonl")
             if save is None:
                 evaluation = {"before": trainer.evaluate(eval_problems)}
             else:
@@ -176,10 +180,15 @@ def _print_evaluation(when: str, shares: dict[str, float], problems: list[Proble
 
 
 def _data_path(config: RunConfig, in_memory: bool) -> DataPath:
+    ahead = config.rollouts.mode == "async"
+    if in_memory and ahead:
+        raise UserError("rollouts run ahead through the data plane. Leave out --in-memory or --mode async.")
     if in_memory and config.dynamic_sampling.enabled:
         raise UserError("dynamic sampling filters rows in the data plane. Leave out --in-memory or --dynamic-sampling.")
     if in_memory:
         return InMemoryPath(config)
+    if ahead:
+        return AsyncPath(config)
     return SamplingPath(config) if config.dynamic_sampling.enabled else DataPlanePath(config)
 
 
@@ -198,6 +207,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dynamic-sampling", action="store_true", help="train only on groups with right and wrong answers"
     )
+    parser.add_argument("--mode", choices=("sync", "async"), help="async: rollouts run ahead of training")
+    parser.add_argument("--staleness", type=int, metavar="N", help="steps that they run ahead; with --mode async")
     parser.add_argument("--save-every", type=int, metavar="N", help="save the run after every N steps")
     parser.add_argument("--resume", action="store_true", help="go on from the newest save in --out")
     return parser.parse_args(argv)

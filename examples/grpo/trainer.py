@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from .cluster import Actors, wait_for
 from .config import RunConfig
 from .data_path import DataPath, score
 from .loss import ClippedPolicyLoss, group_advantages
-from .rollout import step_seed
 from .task import Problem
 
 __all__ = ["Trainer", "expand_advantages"]
@@ -40,13 +38,10 @@ class Trainer:
         records: What was written, one dict per step.
     """
 
-    def __init__(
-        self, config: RunConfig, actors: Actors, path: DataPath, train_problems: Sequence[Problem], metrics_file: Path
-    ) -> None:
+    def __init__(self, config: RunConfig, actors: Actors, path: DataPath, metrics_file: Path) -> None:
         self._config = config
         self._actors = actors
         self._path = path
-        self._problems = train_problems
         self._metrics_file = metrics_file
         self._loss_fn = ClippedPolicyLoss(config.grpo.clip_ratio, config.grpo.kl_weight)
         self.records: list[dict[str, Any]] = []
@@ -59,7 +54,7 @@ class Trainer:
     def load_state(self, folder: Path, records: Sequence[dict[str, Any]]) -> None:
         """Takes over what `save_state` wrote; `run` goes on after the last of ``records``."""
         self._on_workers("read_training_state", folder, doing="reading the saved training state")
-        self._path.restore(folder)
+        self._path.restore(folder, len(records))
         self.records = list(records)
 
     def run(self, on_step: Callable[[dict[str, Any]], None]) -> None:
@@ -89,7 +84,7 @@ class Trainer:
         """
         # Every rank must gather before any can finish, so all calls start before the first is waited for. The result
         # of rank 0 is passed on as a reference: the weights do not come through the driver.
-        gathers = {f"policy worker {i}": w.packed_weights.remote() for i, w in enumerate(self._actors.workers)}
+        gathers = {name: worker.packed_weights.remote() for name, worker in self._actors.worker_names().items()}
         loaded = self._actors.rollout.load_weights.remote(gathers["policy worker 0"])
         wait_for(gathers, self._config.ray.step_timeout_s, doing)
         return loaded
@@ -109,7 +104,7 @@ class Trainer:
         return shares
 
     def _on_workers(self, method: str, *args: object, doing: str) -> None:
-        calls = {f"policy worker {i}": getattr(w, method).remote(*args) for i, w in enumerate(self._actors.workers)}
+        calls = {name: getattr(worker, method).remote(*args) for name, worker in self._actors.worker_names().items()}
         wait_for(calls, self._config.ray.step_timeout_s, doing)
 
     def _step(self, step: int) -> dict[str, Any]:
@@ -119,7 +114,7 @@ class Trainer:
         with _timed(seconds, "weights"):
             path.hand_over(step, lambda: self.push_weights(f"handing over the weights in step {step}"))
         with _timed(seconds, path.collecting):
-            scores = path.collect(step, lambda generation: self._draw(step, generation))
+            scores = path.collect(step)
         with _timed(seconds, "advantages"):
             rewards_n = torch.tensor(scores.rewards)
             advantages_n = group_advantages(rewards_n, grpo.answers_per_prompt)
@@ -145,15 +140,6 @@ class Trainer:
             "bytes_get": traffic.bytes_get,
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
         }
-
-    def _draw(self, step: int, generation: int) -> list[Problem]:
-        """Problems for one generation of a step: all different, unless the file has fewer than a step needs."""
-        stream = "prompts" if generation == 0 else f"prompts/{generation}"
-        rng = random.Random(step_seed(self._config.seed, stream, step))
-        count = self._config.grpo.prompts_per_step
-        if count <= len(self._problems):
-            return rng.sample(self._problems, count)
-        return rng.choices(self._problems, k=count)
 
 
 def expand_advantages(advantages_n: Tensor, input_lengths: Sequence[int]) -> Tensor:

@@ -68,7 +68,7 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 def results(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was computed, without what it took."""
-    costs = {"seconds", "bytes_put", "bytes_get", "path"}
+    costs = {"seconds", "spans", "bytes_put", "bytes_get", "path"}
     return [{name: value for name, value in record.items() if name not in costs} for record in records]
 
 

@@ -64,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
                 "saving.every": args.save_every,
             },
         )
+        if args.staleness is not None and config.rollouts.mode == "sync":
+            raise UserError("--staleness: rollouts run ahead with --mode async only. Add it, or leave out --staleness.")
         run(config, _data_path(config, args.in_memory), args.out, resume=args.resume)
     except (UserError, ConfigError, PluginError) as error:
         print(f"error: {error}", file=sys.stderr)

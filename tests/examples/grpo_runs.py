@@ -118,7 +118,20 @@ class Finished:
 
 def assert_gone(family: list[psutil.Process]) -> None:
     assert len(family) >= 5  # Ray's own daemons and the actors
-    # Ray's agents see at once that their parent is gone; while still starting, after a minute of calling it
     _, alive = psutil.wait_procs(family, timeout=150)
     left = [" ".join(process.cmdline()) for process in alive]
     assert not left, f"still there: {left}"
+
+
+def without_ray_agents(family: list[psutil.Process]) -> list[psutil.Process]:
+    """All but two helpers of a raylet: killed while they start, it leaves them calling it for a minute."""
+
+    def is_agent(process: psutil.Process) -> bool:
+        try:
+            arguments = process.cmdline()
+        except psutil.Error:  # gone already
+            return False
+        starting = any(each.endswith(("/dashboard/agent.py", "/runtime_env/agent/main.py")) for each in arguments)
+        return starting or any(each.startswith(("ray::DashboardAgent", "ray::RuntimeEnvAgent")) for each in arguments)
+
+    return [process for process in family if not is_agent(process)]

@@ -15,7 +15,7 @@ import torch
 from grpo.checkpoint import Checkpoints
 from grpo.config import RunConfig, load_config
 from grpo.errors import RunFailedError, UserError
-from grpo_runs import assert_gone, finish, read_metrics, results, running_past, start, write_config
+from grpo_runs import assert_gone, finish, read_metrics, results, running_past, start, without_ray_agents, write_config
 
 
 def newest_step(out: Path) -> int:
@@ -43,7 +43,7 @@ def test_a_run_killed_at_a_random_step_goes_on_to_the_results_of_one_that_was_no
     with running_past(killed, endless) as run:
         run.process.kill()
         run.process.wait()
-        assert_gone(run.family)
+        assert_gone(without_ray_agents(run.family))
     saved = newest_step(tmp_path / "cut")
     assert saved >= killed - 1
 
@@ -56,6 +56,16 @@ def test_a_run_killed_at_a_random_step_goes_on_to_the_results_of_one_that_was_no
     assert results(read_metrics(tmp_path / "cut")) == results(read_metrics(tmp_path / "uncut")), f"killed at {killed}"
     ends = [json.loads((tmp_path / name / "summary.json").read_text())["evaluation"] for name in ("cut", "uncut")]
     assert ends[0] == ends[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", ["in-memory", "redis_store", "tq_simple"])
+def test_a_killed_run_leaves_no_process(tmp_path: Path, path: str) -> None:
+    endless = start(write_config(tmp_path), tmp_path / "out", "--steps", "100000", path=path)
+    with running_past(1, endless) as run:
+        run.process.kill()
+        run.process.wait()
+        assert_gone(run.family)
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     """Data-plane entry points for a worker that offers `PolicyWorker`'s methods.
 
     A subclass supplies `_local_coords`, and `_get_replica_group` where rows are replicated; `FSDP2DataPlaneMixin` does
-    both from a `DeviceMesh`.
+    both from a `DeviceMesh`, `MegatronDataPlaneMixin` from `megatron.core.parallel_state`.
 
     Attributes:
         token_aligned_fields: Fields whose dim 1 runs along the row's tokens; written back cut to the row's length. Any
@@ -97,7 +97,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         raise UnsupportedOperationError(
             f"{type(self).__name__} does not say where it stands on the mesh. Expected an override of _local_coords(), "
             "with the rank's coordinate on each axis.",
-            hint="Use FSDP2DataPlaneMixin where there is a DeviceMesh.",
+            hint="Use FSDP2DataPlaneMixin where there is a DeviceMesh, MegatronDataPlaneMixin with Megatron.",
         )
 
     def _get_replica_group(self) -> dist.ProcessGroup | None:
@@ -336,18 +336,22 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         """
         data, _ = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "train")
         worker = cast(PolicyWorker, self)
-        return self._tag_result(worker.train(data, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs))
+        return self._tag_result(
+            self._run(lambda: worker.train(data, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs))
+        )
 
     def get_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
         """Computes the shard's logprobs and commits them as ``prev_logprobs``. Every rank must be called."""
         data, meta = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "logprob")
-        result = cast(PolicyWorker, self).get_logprobs(data, micro_batch_size=micro_batch_size)
+        worker = cast(PolicyWorker, self)
+        result = self._run(lambda: worker.get_logprobs(data, micro_batch_size=micro_batch_size))
         self._write_back_result_field(meta, result, result_key="logprobs", tq_field="prev_logprobs")
 
     def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
         """The same under the reference policy, as ``reference_policy_logprobs``."""
         data, meta = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "logprob")
-        result = cast(PolicyWorker, self).get_reference_policy_logprobs(data, micro_batch_size=micro_batch_size)
+        worker = cast(PolicyWorker, self)
+        result = self._run(lambda: worker.get_reference_policy_logprobs(data, micro_batch_size=micro_batch_size))
         self._write_back_result_field(
             meta, result, result_key="reference_logprobs", tq_field="reference_policy_logprobs"
         )
@@ -363,11 +367,15 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 
     def finish_train_step_presharded(self) -> dict[str, Any]:
         """Makes the optimizer step; returns the worker's result with ``is_replica_leader``."""
-        return self._tag_result(self._split_step_worker().finish_train_step())
+        return self._tag_result(self._run(self._split_step_worker().finish_train_step))
 
     def abort_train_step_presharded(self) -> None:
         """Drops what the step has accumulated."""
         self._split_step_worker().abort_train_step()
+
+    def _run(self, compute: Callable[[], Any]) -> Any:
+        """What the worker's method returned, as every rank of the replica group is to see it."""
+        return compute()
 
     def _split_step_worker(self) -> SplitStepWorker:
         missing = [

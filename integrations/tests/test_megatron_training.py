@@ -8,9 +8,11 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
+import split_steps
 import tiny_megatron
 import tiny_policy
 import torch
+from split_steps import check_split_step, try_split_step
 from tiny_megatron import TinyMegatronWorker, megatron_on_cpu
 from tiny_policy import loss_of
 
@@ -29,6 +31,8 @@ WAYS = {
     "padded": Batching(dynamic=DynamicBatching(train_mb_tokens=16, sequence_length_round=4), pad_multiple=4),
     "packed": Batching(packing=SequencePacking(train_mb_tokens=16, sequence_length_pad_multiple=4), pad_multiple=4),
 }
+#: Per data-parallel rank: all its rows, and its rows of each portion of a split step.
+Shards = tuple[list[KVBatchMeta], list[list[KVBatchMeta]]]
 LAYOUTS = {
     "TP2": {"tensor": 2, "sequence_parallel": True},
     "CP2": {"context": 2},
@@ -54,13 +58,13 @@ def _batch() -> BatchedDataDict:
 @pytest.fixture(scope="module")
 def store() -> Iterator[DataPlaneClient]:
     """The driver's client of a private Redis server."""
-    for module in (tiny_policy, tiny_megatron):
+    for module in (tiny_policy, tiny_megatron, split_steps):
         cloudpickle.register_pickle_by_value(module)
     options = {"namespace": "megatron-training"}
     config = {"backend": "redis_store", "options": options, "middleware": ["metrics"], "op_timeout_s": 60}
     with connect(config) as client:
         yield client
-    for module in (tiny_policy, tiny_megatron):
+    for module in (tiny_policy, tiny_megatron, split_steps):
         cloudpickle.unregister_pickle_by_value(module)
 
 
@@ -72,20 +76,26 @@ def _write(client: DataPlaneClient, partition_id: str) -> KVBatchMeta:
     return meta
 
 
-def _run(rank: int, layout: dict[str, Any], config: Any, shards_of: dict[str, list[KVBatchMeta]]) -> dict[str, Any]:
+def _run(rank: int, layout: dict[str, Any], config: Any, shards_of: dict[str, Shards]) -> dict[str, Any]:
     """What one rank does, padded and packed; returns what it saw."""
     seen: dict[str, Any] = {}
     with megatron_on_cpu(layout):
-        for way, shards in shards_of.items():
+        for way, (shards, portions) in shards_of.items():
             worker = TinyMegatronWorker(layout, packed=way == "packed")
             worker.setup_data_plane(config)
+            client = worker._require_dp_client()
+
+            def another(packed: bool = worker.packed, client: DataPlaneClient = client) -> TinyMegatronWorker:
+                fresh = TinyMegatronWorker(layout, packed)
+                fresh.setup_data_plane(client)
+                return fresh
+
             coords = worker._local_coords()
             mine = shards[coords["data_parallel"]]
             worker.get_logprobs_presharded(mine)
             mine = mine.with_fields(["prev_logprobs"])
             results = [worker.train_presharded(mine, loss_of) for _ in range(STEPS)]
-            operations = worker._require_dp_client().middleware[0].snapshot()["operations"]  # type: ignore[attr-defined]
-            worker.close_data_plane()
+            operations = client.middleware[0].snapshot()["operations"]  # type: ignore[attr-defined]
             seen[way] = {
                 "coords": coords,
                 "leads": worker._is_replica_leader(),
@@ -96,17 +106,25 @@ def _run(rank: int, layout: dict[str, Any], config: Any, shards_of: dict[str, li
             for op in ("get_samples", "put_samples"):
                 total = operations.get(op, {"calls": 0, "n_keys": 0})
                 seen[way][op] = (total["calls"], total["n_keys"])
+            parts = [portion[coords["data_parallel"]].with_fields(["prev_logprobs"]) for portion in portions]
+            seen[way]["split step"] = try_split_step(another, loss_of, mine, parts)
+            worker.close_data_plane()
     return seen
 
 
 def _train(ranks: Any, client: DataPlaneClient, layout: dict[str, Any], ways: tuple[str, ...]) -> list[dict[str, Any]]:
     dp_size = layout.get("data", 1)
     world = dp_size * max(layout.get(axis, 1) for axis in ("tensor", "context", "pipeline"))
-    shards_of = {}
+    half = len(LENGTHS) // 2
+    shards_of: dict[str, Shards] = {}
     for way in ways:
         meta = _write(client, way)
         meta.fields = list(_batch())
-        shards_of[way], _ = shard_meta_for_dp(meta, dp_world=dp_size, **WAYS[way].shard_args("train"))
+        shards, *portions = (
+            shard_meta_for_dp(part, dp_world=dp_size, **WAYS[way].shard_args("train"))[0]
+            for part in (meta, meta.slice(0, half), meta.slice(half, len(LENGTHS)))
+        )
+        shards_of[way] = (shards, portions)
     seen: list[dict[str, Any]] = ranks(world, _run, layout, client.config, shards_of, timeout_s=120)
     return seen
 
@@ -155,6 +173,8 @@ def test_a_layout_trains_as_one_process_with_one_fetch_per_group_and_one_writer_
             results = rank["results"]
             np.testing.assert_allclose([result["global_loss"].item() for result in results], losses, rtol=0, atol=1e-5)
             np.testing.assert_allclose([result["grad_norm"].item() for result in results], norms, rtol=0, atol=1e-5)
+
+            check_split_step(rank["split step"])
 
         # what the driver makes of it: replica twins report the same, and count once
         step = aggregate_training_results(

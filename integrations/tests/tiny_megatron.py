@@ -11,6 +11,7 @@ context-parallel rank, ``T`` tokens of all rows.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -54,7 +55,8 @@ def megatron_on_cpu(layout: Layout) -> Iterator[None]:
     from megatron.core import parallel_state, tensor_parallel
 
     sizes = {f"{axis}_model_parallel_size": layout.get(axis, 1) for axis in ("tensor", "pipeline")}
-    with mock.patch.object(torch.cuda, "current_device", lambda: "cpu"), _CpuForCuda():
+    cuda = {"current_device": lambda: "cpu", "synchronize": lambda: None}
+    with mock.patch.multiple(torch.cuda, **cuda), _CpuForCuda():
         parallel_state.initialize_model_parallel(**sizes, context_parallel_size=layout.get("context", 1))
         tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         try:
@@ -68,7 +70,7 @@ def tokens_of_rank(cu_seqlens: list[int], rank: int, size: int) -> Tensor:
     if size == 1:
         return torch.arange(cu_seqlens[-1])
     places = []
-    for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+    for start, end in itertools.pairwise(cu_seqlens):
         parts = torch.arange(start, end).chunk(2 * size)
         places += [parts[rank], parts[2 * size - 1 - rank]]
     return torch.cat(places)
@@ -256,6 +258,15 @@ class TinyMegatronWorker(MegatronDataPlaneMixin):
     def abort_train_step(self) -> None:
         self._step = None
         self.model.zero_grad_buffer()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Those of the last step, of this rank's part of the weights."""
+        return {name: parameter.main_grad.clone() for name, parameter in self.model.named_parameters()}
+
+    def state(self) -> list[Tensor]:
+        """The weights of this rank, and what the optimizer keeps for them."""
+        kept = [value for state in self.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        return [value.detach().clone() for value in (*self.model.parameters(), *kept)]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -163,10 +163,10 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
         uneven = [length for length in lengths if length % multiple]
         if uneven:
             raise InvalidRequestError(
-                f"microbatch plan refused: it has a microbatch of {uneven[0]} tokens. Expected multiples of {multiple}, "
-                "which this worker's sequence and context parallelism divide the sequence by.",
-                hint=f"Plan with Batching(pad_multiple={multiple}, ...) and dynamic batching's sequence_length_round or "
-                f"packing's sequence_length_pad_multiple of {multiple}; see megatron_pad_multiple.",
+                f"microbatch plan refused: it has a microbatch of {uneven[0]} tokens. Expected multiples of "
+                f"{multiple}, which this worker's sequence and context parallelism divide the sequence by.",
+                hint=f"Plan with Batching(pad_multiple={multiple}, ...), and with {multiple} as dynamic batching's "
+                "sequence_length_round or packing's sequence_length_pad_multiple; see megatron_pad_multiple.",
             )
         return data, meta
 
@@ -218,14 +218,18 @@ def _tensor_context_pipeline_group(state: Any) -> dist.ProcessGroup:
     global _made
     beside = state.get_model_parallel_group()
     if _made is None or _made[0] is not beside:
-        mine = torch.tensor([state.get_data_parallel_rank()], device=group_device(dist.group.WORLD))
-        everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyones, mine)
-        ranks_of: dict[int, list[int]] = {}
-        for rank, data_parallel_rank in enumerate(everyones):
-            ranks_of.setdefault(int(data_parallel_rank), []).append(rank)
-        group, _ = dist.new_subgroups_by_enumeration([ranks_of[number] for number in sorted(ranks_of)])
-        _made = (beside, group)
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        own = torch.tensor([state.get_data_parallel_rank()], device=group_device(everyone))
+        everyones = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyones, own)
+        numbers = [int(number) for number in everyones]
+        made = None
+        for number in range(state.get_data_parallel_world_size()):  # every rank takes part in making every group
+            group = dist.new_group([rank for rank, of in enumerate(numbers) if of == number])
+            made = group if number == int(own) else made
+        assert made is not None
+        _made = (beside, made)
     return _made[1]
 
 

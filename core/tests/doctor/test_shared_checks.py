@@ -12,13 +12,11 @@ HINT = "Set the announce address."
 
 
 def test_a_missing_shared_library_is_named_from_the_cause_of_an_import_that_failed():
-    try:
-        try:
-            ctypes.CDLL("libacme_fabric.so.7")
-        except OSError as cause:
-            raise PluginImportError("backend 'acme' cannot be imported.") from cause
-    except PluginImportError as error:
-        assert missing_library(error) == "libacme_fabric.so.7"
+    with pytest.raises(OSError) as caught:
+        ctypes.CDLL("libacme_fabric.so.7")
+    error = PluginImportError("backend 'acme' cannot be imported.")
+    error.__cause__ = caught.value
+    assert missing_library(error) == "libacme_fabric.so.7"
 
 
 def test_another_failure_names_no_library():

@@ -103,11 +103,15 @@ def check_server(link: Link, config: RedisConfig, deadline: float) -> Durability
         BackendUnavailableError: It cannot be reached, or lets nobody in.
         ConfigError: Older than 7.0, or it may evict.
     """
+    _refuse(refuse_version(link.label, version_of(link, deadline)))
     durability = durability_of(link, deadline)
-    refused = refuse_version(link.label, version_of(link, deadline)) or refuse_policy(link.label, config, durability)
-    if refused is not None:
-        raise ConfigError(f"connect refused: {refused.message}", hint=refused.hint)
+    _refuse(refuse_policy(link.label, config, durability))
     return durability
+
+
+def _refuse(reason: ConfigError | None) -> None:
+    if reason is not None:
+        raise ConfigError(f"connect refused: {reason.message}", hint=reason.hint)
 
 
 def version_of(link: Link, deadline: float) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict
 
 from dataplane_core.capabilities import Capability, Scope, WireFormat
+from dataplane_core.diagnosis import Finding
 from dataplane_core.hookspecs import CONTRACT_VERSION
 
 __all__ = ["REQUIRED_OPERATIONS", "Backend", "NoOptions", "required_operations"]
@@ -68,6 +70,23 @@ class Backend:
 
     def stop(self) -> None:
         """Disconnects; ends what this client started, and nothing else. Called once, and also after a failed start."""
+
+    @classmethod
+    def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
+        """What `dataplane doctor` reports of this machine, for these options; default: nothing to report.
+
+        Looks at what `start` needs, and at what its operator should know: libraries, binaries, versions, addresses,
+        settings of a server that runs. Starts nothing, and leaves everything as it is. It runs in a process of its own,
+        also where `start` would fail, so libraries that may be missing are imported inside it.
+
+        Args:
+            config: An instance of this class's ``Config``.
+            deadline: On `time.monotonic`'s clock, in seconds; every wait ends before it.
+
+        Returns:
+            Findings in the order to be read; also those that are as they should be.
+        """
+        return ()
 
 
 #: Operations that every backend implements.

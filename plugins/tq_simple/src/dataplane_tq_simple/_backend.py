@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dataplane_core.capabilities import Scope
+from dataplane_core.diagnosis import Finding
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger_backend import LedgerService, RefsGoneError
 from dataplane_core.row_store import RowStoreBackend
+from dataplane_tq_simple._diagnosis import diagnose
 from dataplane_tq_simple._errors import RowsGoneError
 from dataplane_tq_simple.config import TQSimpleConfig
 
@@ -42,6 +44,11 @@ class TQSimpleBackend(RowStoreBackend):
     def attach_options(self) -> dict[str, Any]:
         """Options with which any process of the cluster attaches to this client's instance."""
         return {"instance": self.config.instance, "ray_address": self._connected().ray_address}
+
+    @classmethod
+    def diagnose(cls, config: TQSimpleConfig, *, deadline: float) -> Iterable[Finding]:
+        """The engine's packages, the Ray cluster that would be used, its CPUs and this node's address in it."""
+        return diagnose(config, deadline)
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Starts the instance on Ray, or attaches to it."""

@@ -37,7 +37,7 @@ from dataplane_tq_simple._exchange import Peer
 from dataplane_tq_simple._sampler import LedgerSampler
 from dataplane_tq_simple.config import TQSimpleConfig
 
-__all__ = ["ActorWatch", "Instance", "RaySession"]
+__all__ = ["ActorWatch", "Instance", "RaySession", "check_cpus", "refuse_cpus"]
 
 NAMESPACE = "dataplane"
 
@@ -185,7 +185,7 @@ class Instance:
             BackendUnavailableError: The cluster lacks the configured CPUs, or an actor failed to start.
             OperationTimeoutError: They did not start in time.
         """
-        _check_cpus(config, deadline)
+        check_cpus(config, deadline)
         env = {"env_vars": {name: os.environ.get(name, value) for name, value in _ACTOR_ENV.items()}}
         common = {"namespace": NAMESPACE, "max_restarts": 0, "runtime_env": env}
         handles: dict[str, Any] = {}
@@ -416,23 +416,31 @@ def _is_dead(actor: Any, deadline: float) -> bool:
     return False
 
 
-def _check_cpus(config: TQSimpleConfig, deadline: float) -> None:
-    """Says at once, with numbers, that the CPUs are not there: Ray itself would wait for them without a word."""
-    needed = config.controller_num_cpus + config.num_storage_units * config.unit_num_cpus
-    if needed == 0:
-        return
+def check_cpus(config: TQSimpleConfig, deadline: float) -> None:
+    """Says at once, with numbers, that the CPUs are not there: Ray itself would wait for them without a word.
+
+    Raises:
+        BackendUnavailableError: The cluster that this process is connected to lacks them.
+    """
     wait_until = min(deadline, time.monotonic() + _SETTLE_S)
     while True:
         total = ray.cluster_resources().get("CPU", 0.0)
-        free = ray.available_resources().get("CPU", 0.0)
-        if free >= needed:
+        refused = refuse_cpus(config, ray.available_resources().get("CPU", 0.0), total, "the Ray cluster has")
+        if refused is None:
             return
-        if total < needed or time.monotonic() >= wait_until:
-            break
+        if not refused.retryable or time.monotonic() >= wait_until:
+            raise refused
         time.sleep(0.2)
-    raise BackendUnavailableError(
+
+
+def refuse_cpus(config: TQSimpleConfig, free: float, total: float, whose: str) -> BackendUnavailableError | None:
+    """What is wrong where an instance needs more logical CPUs than there are, if anything."""
+    needed = config.controller_num_cpus + config.num_storage_units * config.unit_num_cpus
+    if free >= needed:
+        return None
+    return BackendUnavailableError(
         f"instance {config.instance!r} needs {needed:g} CPUs (controller {config.controller_num_cpus:g}, "
-        f"{config.num_storage_units} storage units of {config.unit_num_cpus:g}), but the Ray cluster has {free:g} free "
+        f"{config.num_storage_units} storage units of {config.unit_num_cpus:g}), but {whose} {free:g} free "
         f"of {total:g}. Its processes would never be scheduled.",
         backend=BACKEND_NAME,
         retryable=total >= needed,

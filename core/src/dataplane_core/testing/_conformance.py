@@ -9,6 +9,7 @@ from dataplane_core.testing.suites.capacity import CapacitySuite
 from dataplane_core.testing.suites.claims import ClaimSuite
 from dataplane_core.testing.suites.clear import ClearSuite
 from dataplane_core.testing.suites.consumption import ConsumptionSuite
+from dataplane_core.testing.suites.crashes import CrashSuite
 from dataplane_core.testing.suites.errors import ErrorSuite
 from dataplane_core.testing.suites.get import GetSuite
 from dataplane_core.testing.suites.groups import GroupSuite
@@ -51,6 +52,7 @@ SUITES: tuple[type[Suite], ...] = (
     GuaranteeSuite,
     RaceSuite,
     ProcessSuite,
+    CrashSuite,
     MachineSuite,
 )
 
@@ -77,6 +79,7 @@ class BackendConformance(
     GuaranteeSuite,
     RaceSuite,
     ProcessSuite,
+    CrashSuite,
     MachineSuite,
     chapter="",
 ):

@@ -11,6 +11,7 @@ from dataplane_core.testing.suites.clear import ClearSuite
 from dataplane_core.testing.suites.consumption import ConsumptionSuite
 from dataplane_core.testing.suites.crashes import CrashSuite
 from dataplane_core.testing.suites.errors import ErrorSuite
+from dataplane_core.testing.suites.faults import FaultSuite
 from dataplane_core.testing.suites.get import GetSuite
 from dataplane_core.testing.suites.groups import GroupSuite
 from dataplane_core.testing.suites.guarantees import GuaranteeSuite
@@ -47,6 +48,7 @@ SUITES: tuple[type[Suite], ...] = (
     ConsumptionSuite,
     CapacitySuite,
     ErrorSuite,
+    FaultSuite,
     BoundSuite,
     LifecycleSuite,
     GuaranteeSuite,
@@ -74,6 +76,7 @@ class BackendConformance(
     ConsumptionSuite,
     CapacitySuite,
     ErrorSuite,
+    FaultSuite,
     BoundSuite,
     LifecycleSuite,
     GuaranteeSuite,

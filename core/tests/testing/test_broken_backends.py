@@ -46,7 +46,8 @@ _RUNS = {
     "processes": [
         "kit_of_host.py",
         "-k",
-        "(TestHostStore and (process or attach or bootstrap or elsewhere or holder)) or goes_to_one or visible_in",
+        "(TestHostStore and (process or attach or bootstrap or elsewhere or holder or kill)) or goes_to_one or "
+        "visible_in or TestDiesBadly or (TestLocksTheStore and serves_others)",
     ],
 }
 
@@ -56,6 +57,7 @@ def reports(tmp_path_factory):
     """Run -> backend -> its report. Runs in processes of their own, which may hang or break for all we know."""
     folder = tmp_path_factory.mktemp("reports")
     environment = {**os.environ, "PYTHONPATH": str(_TOYS), "DATAPLANE_CONFORMANCE_PROMPT_S": "4"}
+    environment["DATAPLANE_CONFORMANCE_KILLS"] = "6"
     environment.pop("DATAPLANE_HYPOTHESIS_PROFILE", None)
     environment.pop("PYTEST_ADDOPTS", None)
     started = {}
@@ -108,7 +110,7 @@ def test_the_unbroken_backend_passes(reports, test):
         ("declares", "DeclaresClaims", 20),
         ("carries", "CarriesRows", 400),
         ("carries", "CarriesBytes", 400),
-        ("processes", "HostStore", 12),
+        ("processes", "HostStore", 18),
     ],
 )
 def test_right_backends_pass(reports, run, backend, least):
@@ -135,6 +137,24 @@ def test_a_store_that_is_wrong_across_processes_is_caught(reports):
     outcomes = _outcomes(reports["processes"]["KeepsCursorsInTheClient"])
     assert outcomes["test_each_sample_goes_to_one_process"]["outcome"] == "fail"
     assert outcomes["test_a_put_is_visible_in_other_processes"]["outcome"] == "pass"
+
+
+@pytest.mark.timeout(_TIMEOUT_S + 60)
+@pytest.mark.parametrize(
+    ("backend", "test", "reason"),
+    [
+        ("LocksTheStore", "test_the_store_serves_others_after_every_kill", "the store is locked"),
+        ("DiesBadly", "test_killed_producers_leave_no_half_rows", "are there in part"),
+        ("DiesBadly", "test_killed_producers_lose_no_committed_sample", "are gone with their process"),
+        ("DiesBadly", "test_what_a_killed_producer_was_putting_can_be_put_again", "another client writes"),
+        ("DiesBadly", "test_killed_consumers_get_no_sample_twice", "given to two consumers"),
+        ("DiesBadly", "test_killed_consumers_lose_no_leased_sample", "never came back from killed holders"),
+    ],
+)
+def test_a_store_whose_clients_die_badly_is_caught(reports, backend, test, reason):
+    outcome = _outcomes(reports["processes"][backend])[test]
+    assert outcome["outcome"] == "fail"
+    assert reason in outcome["reason"]
 
 
 def test_there_is_a_broken_backend_for_many_rules():

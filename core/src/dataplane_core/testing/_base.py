@@ -15,7 +15,7 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_core.registry import load_backend
 from dataplane_core.testing._store import NOT_DECLARED, Deployment, Store
 
-__all__ = ["ConformanceError", "Proof", "Suite", "needs_of", "proves"]
+__all__ = ["ConformanceError", "Proof", "Suite", "lasts", "limit_of", "needs_of", "proves"]
 
 #: What a test proves: the core of the contract, a capability, or a scope wider than one process.
 Proof: TypeAlias = Capability | Scope | Literal["core"]
@@ -24,6 +24,7 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 _CHAPTER: Final = "__dataplane_chapter__"
 _PROVES: Final = "__dataplane_proves__"
+_LIMIT_S: Final = "__dataplane_limit_s__"
 
 #: What an author's class may define; every other name of the kit is the kit's.
 _AUTHORS_NAMES: Final = frozenset(
@@ -60,6 +61,22 @@ def proves(*what: Proof) -> Callable[[_Test], _Test]:
         return test
 
     return mark
+
+
+def lasts(limit_s: float) -> Callable[[_Test], _Test]:
+    """Marks a test of the kit that may take longer than others, with its limit in seconds."""
+
+    def mark(test: _Test) -> _Test:
+        setattr(test, _LIMIT_S, limit_s)
+        return test
+
+    return mark
+
+
+def limit_of(test: Any) -> float | None:
+    """Seconds that a test of the kit may take, where that is more than others may."""
+    limit_s: float | None = getattr(test, _LIMIT_S, None)
+    return limit_s
 
 
 def needs_of(test: Any) -> tuple[Proof, ...]:

@@ -9,7 +9,9 @@ from dataplane_core.testing.suites.capacity import CapacitySuite
 from dataplane_core.testing.suites.claims import ClaimSuite
 from dataplane_core.testing.suites.clear import ClearSuite
 from dataplane_core.testing.suites.consumption import ConsumptionSuite
+from dataplane_core.testing.suites.crashes import CrashSuite
 from dataplane_core.testing.suites.errors import ErrorSuite
+from dataplane_core.testing.suites.faults import FaultSuite
 from dataplane_core.testing.suites.get import GetSuite
 from dataplane_core.testing.suites.groups import GroupSuite
 from dataplane_core.testing.suites.guarantees import GuaranteeSuite
@@ -46,11 +48,13 @@ SUITES: tuple[type[Suite], ...] = (
     ConsumptionSuite,
     CapacitySuite,
     ErrorSuite,
+    FaultSuite,
     BoundSuite,
     LifecycleSuite,
     GuaranteeSuite,
     RaceSuite,
     ProcessSuite,
+    CrashSuite,
     MachineSuite,
 )
 
@@ -72,11 +76,13 @@ class BackendConformance(
     ConsumptionSuite,
     CapacitySuite,
     ErrorSuite,
+    FaultSuite,
     BoundSuite,
     LifecycleSuite,
     GuaranteeSuite,
     RaceSuite,
     ProcessSuite,
+    CrashSuite,
     MachineSuite,
     chapter="",
 ):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from dataplane_core.capabilities import Scope
+from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger_backend import LedgerService, RefsGoneError
 from dataplane_core.row_store import RowStoreBackend
@@ -27,6 +27,10 @@ class TQSimpleBackend(RowStoreBackend):
     """Every client of an instance speaks to one controller and its storage units, from any node of the Ray cluster."""
 
     scope = Scope.CLUSTER
+    facts: ClassVar[Mapping[str, str]] = {
+        Capability.DURABLE: "TransferQueue's controller and storage units keep everything in memory",
+        Capability.NO_PICKLE: "TransferQueue's messages and Ray's carry pickles over sockets without authentication",
+    }
     Config = TQSimpleConfig
 
     def __init__(self, config: TQSimpleConfig) -> None:

@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
-.PHONY: help setup demo test test-long check format clean
+.PHONY: help setup demo test test-long check format backends-page clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,9 @@ check: setup  ## Lint, format and types
 format: setup  ## Bring the sources into form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+backends-page: setup  ## Run the conformance kit on every backend and write docs/backends.md
+	$(BIN)/python scripts/backends_page.py
 
 clean:  ## Remove the virtual environment and what runs left behind
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from dataplane_core.capabilities import Scope
+from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.diagnosis import Finding
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger_backend import LedgerService, RefsGoneError
@@ -33,6 +33,10 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
     """A backend whose ledger lives in a TransferQueue controller. ``Config`` derives from `QueueConfig`."""
 
     scope = Scope.CLUSTER
+    facts: ClassVar[Mapping[str, str]] = {
+        Capability.DURABLE: "TransferQueue's controller and storage units keep everything in memory",
+        Capability.NO_PICKLE: "TransferQueue's messages and Ray's carry pickles over sockets without authentication",
+    }
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -7,7 +7,7 @@ TORCH  ?= torch==2.13.0
 
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
-PACKAGES := core plugins/noop plugins/redis_store plugins/tq_simple integrations
+PACKAGES := core plugins/noop plugins/redis_store plugins/tq_simple plugins/tq_mooncake integrations
 SOURCES  := $(addsuffix /src,$(PACKAGES))
 PROJECTS := pyproject.toml requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES))
 

@@ -37,7 +37,7 @@ from dataplane_tq_simple._exchange import Peer
 from dataplane_tq_simple._sampler import LedgerSampler
 from dataplane_tq_simple.config import QueueConfig
 
-__all__ = ["ActorWatch", "Instance", "RaySession", "check_cpus", "refuse_cpus"]
+__all__ = ["ActorWatch", "Instance", "RaySession", "check_cpus", "get_within", "refuse_cpus"]
 
 NAMESPACE = "dataplane"
 
@@ -253,7 +253,7 @@ class Instance(ABC):
         try:
             infos = {ref: ray.get(ref, timeout=0) for ref in started}
         except ray.exceptions.RayError as error:
-            raise BackendUnavailableError(
+            raise _own_error(error) or BackendUnavailableError(
                 f"a process of instance {config.instance!r} failed to start: {str(error).strip()}",
                 hint=f"{cls.distribution} must be installed, in this version, on every node of the Ray cluster.",
             ) from error
@@ -275,7 +275,8 @@ class Instance(ABC):
             "units": [tuple(unit) for unit in self.units],
             "details": self.details,
         }
-        _get(self._handles[self.controller.actor].store_config.remote(description), "publish the instance", deadline)
+        controller = self._handles[self.controller.actor]
+        get_within(controller.store_config.remote(description), "publish the instance", deadline)
 
     def stop(self) -> None:
         """Ends the actors, and waits a little until Ray has noticed. For the process that started them."""
@@ -300,7 +301,7 @@ class Instance(ABC):
             if controller is not None:
                 what = f"attach to instance {config.instance!r}: ask its controller for the configuration"
                 try:
-                    description = _get(controller.get_config.remote(), what, deadline)
+                    description = get_within(controller.get_config.remote(), what, deadline)
                     wait_until = deadline  # it is there; now only the bootstrapping client can be slow
                 except BackendUnavailableError:
                     controller = None  # its last moments: Ray forgets a dead actor's name a little later
@@ -387,6 +388,11 @@ class ActorWatch:
             except ray.exceptions.RayError:
                 continue  # says nothing about the actor
 
+    @property
+    def all_alive(self) -> bool:
+        """Whether all of them have answered."""
+        return self._connected and not self._asked
+
     def describe(self) -> str:
         """What is known, as a sentence."""
         if not self._connected:
@@ -405,9 +411,17 @@ class ActorWatch:
 
 def _cause(error: BaseException) -> str:
     """The one line of a Ray error that says why; the rest repeats names and advice."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = [line for line in lines if line.startswith("The actor is dead because")]
     return (why or lines or [type(error).__name__])[0]
+
+
+def _own_error(error: BaseException) -> DataPlaneError | None:
+    """The error of ours that an actor's method raised, if it is one."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, DataPlaneError) else None
 
 
 def _lookup(name: str) -> Any | None:
@@ -417,14 +431,14 @@ def _lookup(name: str) -> Any | None:
         return None
 
 
-def _get(ref: Any, what: str, deadline: float) -> Any:
-    """``ray.get`` within the deadline, its failures as errors of ours."""
+def get_within(ref: Any, what: str, deadline: float) -> Any:
+    """``ray.get`` of one or several references within the deadline, its failures as errors of ours."""
     try:
         return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
     except ray.exceptions.GetTimeoutError as error:
         raise OperationTimeoutError(f"{what}: no answer in time.") from error
     except ray.exceptions.RayError as error:
-        raise BackendUnavailableError(f"{what}: {_cause(error)}") from error
+        raise _own_error(error) or BackendUnavailableError(f"{what}: {_cause(error)}") from error
 
 
 def _create(config: QueueConfig, name: str, create: Callable[[], Any], deadline: float) -> Any:

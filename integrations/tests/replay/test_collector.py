@@ -140,7 +140,9 @@ def test_what_a_rollout_may_not_return_is_said(make_buffer: Make, returned: Any,
 def test_more_groups_per_call_than_are_ever_admitted_are_refused(make_buffer: Make, answers: Any) -> None:
     collector = Collector(make_buffer(), answers, groups_per_call=5)
     collector.start()
-    with pytest.raises(CollectorFailedError, match="cannot go on: InvalidRequestError: .* admits 4 to an empty buffer"):
+    with pytest.raises(
+        CollectorFailedError, match=r"cannot go on: InvalidRequestError: .* admits 4 to an empty buffer"
+    ):
         collector.wait(WAIT_S)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from dataplane_integrations.replay import (
 from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt
 
 PROMPTS = 24
-WAIT_S = 90.0
+WAIT_S = 120.0
 
 
 class RolloutSide(DataPlaneRolloutMixin):
@@ -70,39 +70,56 @@ def store(request: pytest.FixtureRequest, local_ray: Any) -> Iterator[DataPlaneC
     local_ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-def test_a_collector_killed_in_mid_group_leaks_no_rows_and_loses_no_prompt(
-    store: DataPlaneClient, local_ray: Any
-) -> None:
-    policy = InOrderPolicy(max_staleness=2, groups_per_version=4)
-    options = {"group_size": 2, "num_prompts": PROMPTS}
-    book = ActorRequest(
+def book(store: DataPlaneClient) -> ActorRequest:
+    """The buffer's actor: in order, 4 groups a version, staleness 2."""
+    return ActorRequest(
         name="book",
         cls=ReplayBuffer,
-        args=(store.config, "replay", policy),
-        kwargs=options,
+        args=(store.config, "replay", InOrderPolicy(max_staleness=2, groups_per_version=4)),
+        kwargs={"group_size": 2, "num_prompts": PROMPTS},
         num_cpus=0.1,
         max_concurrency=8,
     )
-    with start_actors([book]) as books:
-        actor = books.actors["book"]
-        buffer = RemoteReplayBuffer(actor, "replay", WAIT_S)
+
+
+def train_on_all(store: DataPlaneClient, buffer: RemoteReplayBuffer) -> list[int]:
+    """Trains to the end; the prompt of every row, as the row itself says."""
+    tokens: list[int] = []
+    while (meta := buffer.select(4, timeout_s=WAIT_S)).size:
+        tokens += store.get_data(meta, ["input_ids"])["input_ids"].flatten().tolist()
+        assert tokens[-meta.size :] == [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids]
+        buffer.consume(meta)
+        buffer.wait_until_reserved(timeout_s=WAIT_S)
+        buffer.set_weight_version(buffer.view().weight_version + 1)
+    return tokens
+
+
+@pytest.mark.timeout(400)
+def test_a_buffer_in_an_actor_does_what_one_in_the_driver_does(store: DataPlaneClient) -> None:
+    def rollout(reservations: Sequence[Reservation]) -> Any:
+        prompts = [each.prompt for each in reservations for _ in each.sample_ids]
+        return {"input_ids": torch.tensor(prompts).unsqueeze(1), "input_lengths": torch.ones(len(prompts)).long()}
+
+    with start_actors([book(store)]) as books:
+        buffer = RemoteReplayBuffer(books.actors["book"], "replay", WAIT_S)
         with pytest.raises(ReplayTimeoutError, match="of 0 groups"):
             buffer.select(1, timeout_s=0)
         with pytest.raises(InvalidRequestError, match="admits 12 to an empty buffer"):
             buffer.reserve(13)
-        prompts: list[int] = []
-        tokens: list[int] = []
+        with Collector(buffer, rollout, client=store, groups_per_call=2, num_threads=2):
+            prompts = train_on_all(store, buffer)
+    assert sorted(prompts) == sorted(2 * list(range(PROMPTS)))
+    assert store.list_samples("replay").size == 0
 
-        def train() -> None:
-            while (meta := buffer.select(4, timeout_s=WAIT_S)).size:
-                tokens.extend(store.get_data(meta, ["input_ids"])["input_ids"].flatten().tolist())
-                prompts.extend(parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids)
-                buffer.consume(meta)
-                buffer.wait_until_reserved(timeout_s=WAIT_S)
-                buffer.set_weight_version(buffer.view().weight_version + 1)
 
-        trainer = threading.Thread(target=train)
-        trainer.start()
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_collector_killed_in_mid_group_leaks_no_rows_and_loses_no_prompt(
+    store: DataPlaneClient, local_ray: Any
+) -> None:
+    with start_actors([book(store)]) as books, ThreadPoolExecutor(1) as trainer:
+        actor = books.actors["book"]
+        trained = trainer.submit(train_on_all, store, RemoteReplayBuffer(actor, "replay", WAIT_S))
         for kill_at in (10, None):
             request = ActorRequest(
                 name="rollouts", cls=RolloutSide, args=(store.config, actor, kill_at), num_cpus=0.1, max_concurrency=4
@@ -115,8 +132,5 @@ def test_a_collector_killed_in_mid_group_leaks_no_rows_and_loses_no_prompt(
                 else:
                     with pytest.raises(local_ray.exceptions.RayActorError):
                         local_ray.get(side.finish.remote(), timeout=WAIT_S)
-        trainer.join(WAIT_S)
-        assert not trainer.is_alive()
-        assert tokens == prompts
-        assert sorted(prompts) == sorted(2 * list(range(PROMPTS)))
-        assert store.list_samples("replay").size == 0
+        assert sorted(trained.result(WAIT_S)) == sorted(2 * list(range(PROMPTS)))
+    assert store.list_samples("replay").size == 0

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_integrations.megatron import MegatronDataPlaneMixin
+from dataplane_integrations.router_replay import RoutingReplay
 
 VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 16, 16, 4, 2, 16
 LEARNING_RATE = 0.1
@@ -189,6 +190,9 @@ class TinyMegatronWorker(MegatronDataPlaneMixin):
         plain = make_model(layout)
         self.model = DistributedDataParallel(plain.config, DistributedDataParallelConfig(), plain)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.5)
+        self.replay = RoutingReplay(self.model) if layout.get("experts") else None
+        #: Per forward of a model with experts, what was installed, laid out as the model's input.
+        self.installed: list[Tensor] = []
         self.counts: list[int] = []
         self._step: _Step | None = None
 
@@ -305,6 +309,9 @@ class TinyMegatronWorker(MegatronDataPlaneMixin):
         return results
 
     def _forward(self, model: Any, part: BatchedDataDict, inputs: _Inputs) -> Tensor:
+        if self.replay is not None and "routed_experts" in part:
+            self.installed.append(inputs.take(inputs.lay_out(part["routed_experts"], fill=-1)))
+            self.replay.install(self.installed[-1])
         logits: Tensor = model(
             inputs.take(inputs.ids), inputs.take(inputs.positions), None, packed_seq_params=inputs.packed_seq_params
         )

@@ -33,6 +33,7 @@ from dataplane_integrations.router_replay import RoutingReplay
 
 VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 16, 16, 4, 2, 16
 LEARNING_RATE = 0.1
+PAD_MULTIPLE = 4
 
 #: How the model is spread, in `initialize_model_parallel`'s and `TransformerConfig`'s words.
 Layout = dict[str, Any]
@@ -179,7 +180,7 @@ class _Step:
     num_tokens: int = 0
 
 
-class TinyMegatronWorker(MegatronDataPlaneMixin):
+class TinyMegatronTrainer:
     """One rank. It trains by Megatron's own schedules and data parallelism, inside `megatron_on_cpu`."""
 
     def __init__(self, layout: Layout, packed: bool = False, cfg: dict[str, Any] | None = None) -> None:
@@ -290,7 +291,7 @@ class TinyMegatronWorker(MegatronDataPlaneMixin):
 
         def forward_step(of: Iterator[BatchedDataDict], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             part = next(of)
-            inputs = _Inputs(part, self.packed, self._pad_multiple())
+            inputs = _Inputs(part, self.packed)
             output = self._forward(model, part, inputs)
             reduce = reducer_of(part)
             return output, lambda logits, **given: reduce(inputs.logprobs(logits), **given)
@@ -329,10 +330,14 @@ class TinyMegatronWorker(MegatronDataPlaneMixin):
         return squares.sqrt()
 
 
+class TinyMegatronWorker(MegatronDataPlaneMixin, TinyMegatronTrainer):
+    """The same with the data plane's entry points."""
+
+
 class _Inputs:
     """A microbatch as the model takes it: rows side by side, or one after another when packed."""
 
-    def __init__(self, data: BatchedDataDict, packed: bool, multiple: int) -> None:
+    def __init__(self, data: BatchedDataDict, packed: bool) -> None:
         from megatron.core import parallel_state
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -342,7 +347,8 @@ class _Inputs:
         self._shape = ids_ns.shape
         self.packed_seq_params = None
         if packed:
-            rooms = [math.ceil(length / multiple) * multiple for length in lengths]
+            # room for what the largest of the tests' layouts divides a row by
+            rooms = [math.ceil(length / PAD_MULTIPLE) * PAD_MULTIPLE for length in lengths]
             self._bounds = [0, *torch.tensor(rooms).cumsum(0).tolist()]
             cu_seqlens = torch.tensor(self._bounds, dtype=torch.int32)
             self.packed_seq_params = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=max(rooms))

@@ -237,8 +237,8 @@ def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(
     np.testing.assert_allclose(norms, norms[0], rtol=0, atol=1e-5)
 
 
-def _generate_and_train(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
-    """Records a forward, writes its rows with what was recorded, and goes through the stages on a changed router."""
+def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
+    """Records a forward, replays what was recorded, and has the router choose otherwise afterwards."""
     seen: dict[str, Any] = {}
     with megatron_on_cpu(layout), connect({"backend": "noop"}) as client:
         worker = TinyMegatronWorker(layout)
@@ -255,15 +255,19 @@ def _generate_and_train(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
 
         meta = _write(client, "train", experts[:, : max(LENGTHS)])
         meta.fields = [*LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD]
+        worker.get_logprobs_presharded(meta)
+        inside = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
+        stored = client.get_samples(meta.sample_ids, "train", ["prev_logprobs"])["prev_logprobs"].values()
+        seen["replayed"] = (stored - generated["logprobs"][inside]).abs().max().item()
+
+        worker.replay.clear()
         with torch.no_grad():
             for name, parameter in worker.model.named_parameters():
                 if "router" in name:
-                    # other choices; the weights of those that are replayed stay as they were
-                    parameter.add_(torch.ones(1, parameter.shape[1]) * torch.arange(EXPERTS).unsqueeze(1))
+                    parameter.neg_()  # chooses those that it chose last
         drifted = worker.get_logprobs(data)
         assert drifted is not None
         seen["drifted"] = (drifted["logprobs"] - generated["logprobs"]).abs().max().item()
-        worker.get_logprobs_presharded(meta)
         seen["refusals"] = []
         right = worker.installed[-1]
         twice = right.clone()
@@ -292,9 +296,10 @@ def _generate_and_train(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks: Any, store: DataPlaneClient) -> None:
-    [seen] = ranks(1, _generate_and_train, {"experts": EXPERTS}, timeout_s=120)
+    [seen] = ranks(1, _record_and_replay, {"experts": EXPERTS}, timeout_s=120)
     assert seen["shape"] == (len(LENGTHS), WIDTH, tiny_megatron.LAYERS, CHOSEN)
     assert seen["dtype"] == "torch.int16"
+    assert seen["replayed"] <= 1e-6
     assert seen["drifted"] > 1e-2, "another router, another model"
     assert seen["cleared"]
     assert seen["removed"]

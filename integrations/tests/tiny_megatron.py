@@ -55,10 +55,13 @@ def megatron_on_cpu(layout: Layout) -> Iterator[None]:
 
     jit.disable_jit_fuser()  # it would compile small functions with a C++ compiler
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer.moe import moe_utils
 
     sizes = {f"{axis}_model_parallel_size": layout.get(axis, 1) for axis in ("tensor", "pipeline")}
     cuda = {"current_device": lambda: "cpu", "synchronize": lambda: None}
-    with mock.patch.multiple(torch.cuda, **cuda), _CpuForCuda():
+    # without Transformer Engine the routers look for a name that nobody has set
+    gemm = mock.patch.object(moe_utils, "te_general_gemm", None, create=True)
+    with mock.patch.multiple(torch.cuda, **cuda), gemm, _CpuForCuda():
         parallel_state.initialize_model_parallel(**sizes, context_parallel_size=layout.get("context", 1))
         tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         try:
@@ -137,8 +140,7 @@ def make_model(layout: Layout) -> Any:
         pipeline_model_parallel_size=layout.get("pipeline", 1),
         pipeline_dtype=torch.float32,
         sequence_parallel=layout.get("sequence_parallel", False),
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=not experts,  # asks for the dispatcher that wants CUDA streams
         batch_p2p_sync=False,
         calculate_per_token_loss=True,
         **options,

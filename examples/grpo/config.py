@@ -97,6 +97,23 @@ class DynamicSamplingSection(_Section):
     max_generations: _Count = 4
 
 
+class RolloutsSection(_Section):
+    """Whether rollouts wait for training, or run ahead of it."""
+
+    mode: Literal["sync", "async"] = "sync"
+    #: With ``async``: steps that they run ahead, and so versions by which their weights are behind.
+    staleness: Annotated[int, Field(ge=0)] = 1
+
+
+class SavingSection(_Section):
+    """Saves to go on from."""
+
+    #: Steps between two saves; 0: none.
+    every: Annotated[int, Field(ge=0)] = 0
+    #: Saves that stay; older ones are removed.
+    keep: _Count = 2
+
+
 class RaySection(_Section):
     """Where the actors run, and how long the run waits for them."""
 
@@ -125,6 +142,8 @@ class RunConfig(_Section):
     dynamic_batching: DynamicBatchingSection = DynamicBatchingSection()
     sequence_packing: SequencePackingSection = SequencePackingSection()
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
+    rollouts: RolloutsSection = RolloutsSection()
+    saving: SavingSection = SavingSection()
     ray: RaySection = RaySection()
     #: What `dataplane_core.connect` gets; ``--in-memory`` leaves it aside.
     data_plane: DataPlaneConfig = DataPlaneConfig(backend="tq_simple")
@@ -154,6 +173,11 @@ class RunConfig(_Section):
             raise ValueError(
                 f"with dynamic_sampling a step may have any number of groups, so grpo.answers_per_prompt "
                 f"{self.grpo.answers_per_prompt} must be a multiple of the {self.data_parallel} data-parallel ranks"
+            )
+        if self.dynamic_sampling.enabled and self.rollouts.mode == "async":
+            raise ValueError(
+                "rollouts.mode async fixes beforehand which prompts a step trains on, dynamic_sampling finds out while "
+                "it generates: enable one of them"
             )
         if self.grpo.max_new_tokens >= self.model.context:
             raise ValueError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from ray.actor import ActorHandle
 from torch import Tensor
 
 from dataplane_core.client import DataPlaneClient
@@ -24,7 +25,7 @@ from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt
 
 from .cluster import Actors, reporting
 from .config import RunConfig
-from .data_path import DataPath, Traffic, batching_of, summarize_training
+from .data_path import DataPath, Draw, Traffic, batching_of, summarize_training
 from .megatron_workers import MegatronPolicyWorker
 from .rollout import RolloutCarry, RolloutWorker
 from .task import PAD_ID
@@ -111,8 +112,9 @@ class DataPlanePath(DataPath):
         self._policy: DataPlanePolicy | None = None
         self._seen = Traffic()
 
-    def start(self, actors: Actors) -> None:
+    def start(self, actors: Actors, draw: Draw) -> None:
         self._actors = actors
+        self._draw = draw
         dp_ranks = [rank // self._config.tensor_parallel for rank in range(len(actors.workers))]
         with reporting():
             self._policy = DataPlanePolicy(
@@ -158,6 +160,11 @@ class DataPlanePath(DataPath):
     def finish_step(self) -> Traffic:
         with reporting():
             self._require().finish_step()
+        return self._new_traffic()
+
+    def _new_traffic(self) -> Traffic:
+        """What was moved since the last time that this was asked."""
+        with reporting():
             now = self._traffic()
         step = Traffic(now.bytes_put - self._seen.bytes_put, now.bytes_get - self._seen.bytes_get)
         self._seen = now
@@ -176,7 +183,12 @@ class DataPlanePath(DataPath):
         return wait_for_all({"rollout worker": call}, timeout_s=self._timeout_s, doing=doing)[0]
 
     def _traffic(self) -> Traffic:
-        calls = {name: actor.data_plane_traffic.remote() for name, actor in self._actors.names().items()}
+        """What all processes moved so far."""
+        return self._traffic_of(self._actors.names())
+
+    def _traffic_of(self, actors: Mapping[str, ActorHandle]) -> Traffic:
+        """What these and the driver moved so far."""
+        calls = {name: actor.data_plane_traffic.remote() for name, actor in actors.items()}
         parts = wait_for_all(calls, timeout_s=self._timeout_s, doing="counting the bytes moved")
         parts.append(_traffic_of(self._require().client))
         return Traffic(sum(part.bytes_put for part in parts), sum(part.bytes_get for part in parts))

@@ -27,6 +27,7 @@ from .loss import loss_mask
 from .model import ModelConfig, Transformer, token_logprobs
 from .packing import packed_token_logprobs
 from .parallel import Layout, clip_gradients, make_mesh, pack_parallel_weights, shard_policy
+from .training_state import KeepsTrainingState, TrainingState, load_sharded_state, sharded_state
 from .weights import PackedWeights, load_packed_weights, pack_weights
 
 __all__ = ["LossFunction", "OptimizerConfig", "PolicyWorker"]
@@ -57,7 +58,7 @@ class LossFunction(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
-class PolicyWorker:
+class PolicyWorker(KeepsTrainingState):
     """One data-parallel rank: a shard of the policy and its optimizer, and a frozen copy of the reference policy."""
 
     mesh: DeviceMesh
@@ -207,6 +208,14 @@ class PolicyWorker:
             "all_mb_metrics": metrics,
             "global_tokens": int(total_tokens),
         }
+
+    def training_state(self) -> TrainingState:
+        """See `KeepsTrainingState`: this rank's shards of weights and moments, and the schedule."""
+        return sharded_state(self.model, self.optimizer, self._schedule)
+
+    def load_training_state(self, state: TrainingState) -> None:
+        """See `KeepsTrainingState`. The reference policy stays as `setup` got it."""
+        load_sharded_state(state, self.model, self.optimizer, self._schedule)
 
     def _optimizer_step(self) -> float:
         norm = self._clip_gradients()

@@ -1,4 +1,4 @@
-"""The code that the README and the user guide show runs as it stands."""
+"""The code that the README, the user guide and the page on images show runs as it stands."""
 
 import re
 import subprocess
@@ -76,3 +76,26 @@ def test_the_code_for_megatron_trainers_runs_in_a_process_of_a_group():
     text = MEGATRON_AUTHOR.format(tests=str(ROOT / "integrations" / "tests"), program=program)
     run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
+
+
+#: One rank that holds both modules: what the page on images leaves to the reader's launcher and config.
+ONE_RANK = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+cfg = {name: {"shape": [1, 1, 1], "first": 0} for name in ("vision", "language")}
+"""
+SAID = """
+assert needs_data and module == "vision"
+assert mine is micro_batch
+dist.destroy_process_group()
+print(len(patches), "patches")
+"""
+
+
+def test_the_page_on_images_runs_from_top_to_bottom():
+    # Megatron's import warns, which is an error in this process
+    program = "\n".join([ONE_RANK, *blocks("docs/multimodal.md"), SAID])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[-2] == "18 patches"

@@ -20,7 +20,13 @@ from dataplane_core.batch import BatchedDataDict, SlicedDataDict
 from dataplane_core.columns import read_columns, write_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError, UnsupportedOperationError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PER_TOKEN_FIELDS, PLAN_KEYS, ROUTED_EXPERTS_FIELD
+from dataplane_core.schema import (
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    MULTIMODAL_FIELDS,
+    PER_TOKEN_FIELDS,
+    PLAN_KEYS,
+    ROUTED_EXPERTS_FIELD,
+)
 from dataplane_core.sharding.axes import REPLICATED_AXES, NamedSharding
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.batching import Batching, Stage
@@ -83,9 +89,12 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     Attributes:
         token_aligned_fields: Fields whose dim 1 runs along the row's tokens; written back cut to the row's length. Any
             other field is written as it is, whatever its shape.
+        ragged_fields: Fields that reach the worker as they went, jagged where their rows differ: never padded, though
+            their rows should happen to have as many elements as the sample has tokens (see `read_columns`).
     """
 
     token_aligned_fields: ClassVar[frozenset[str]] = PER_TOKEN_FIELDS
+    ragged_fields: ClassVar[frozenset[str]] = MULTIMODAL_FIELDS
 
     _split_step_open: bool = False
 
@@ -152,7 +161,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 
         Args:
             meta: Which rows and fields.
-            layout: Token columns right-padded, or as ``torch.jagged`` nested tensors.
+            layout: Token columns right-padded, or as ``torch.jagged`` nested tensors. Other columns come as they went.
             fetch_policy: Who reads.
             preprocess: Applied where the rows are read, before they are broadcast: once per replica group if the
                 leader reads.
@@ -196,6 +205,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 # 0 is an expert, and no padding
                 pad_value_dict={ROUTED_EXPERTS_FIELD: -1, **self._pad_value_dict()},
                 pad_to_seqlen=self._forward_pad_seqlen(meta) if dp_aligned else 0,
+                ragged_fields=self.ragged_fields,
             )
         except MissingDataError as error:
             if any(ROUTED_EXPERTS_FIELD in fields for fields in error.missing_cells.values()):

@@ -181,27 +181,20 @@ def _choices(worker: TinyMegatronWorker, run: Callable[[], Any]) -> list[Tensor]
 
 def _route(rank: int, layout: dict[str, Any], config: Any, metas: dict[str, KVBatchMeta]) -> dict[str, Any]:
     """Logprobs and a training step, padded and packed, by recorded experts; what was routed where."""
-    seen: dict[str, Any] = {}
     with megatron_on_cpu(layout):
-        for way, meta in metas.items():
-            worker = TinyMegatronWorker(layout, packed=way == "packed")
-            worker.setup_data_plane(config)
-            free = meta.with_fields([])
-            free.fields = list(_batch())
-            own = _choices(worker, lambda: worker.get_logprobs(worker._fetch(free), 2))  # noqa: B023
-            recorded = meta.with_fields([])
-            recorded.fields = [*_batch(), ROUTED_EXPERTS_FIELD]
-            used = _choices(worker, lambda: worker.get_logprobs_presharded(recorded, 2))  # noqa: B023
-            results: list[Any] = []
-            trained = _choices(
-                worker,
-                lambda: results.append(  # noqa: B023
-                    worker.train_presharded(recorded.with_fields(["prev_logprobs"]), loss_of, mbs=2)  # noqa: B023
-                ),
-            )
-            seen[way] = {"own": own, "used": used + trained, "installed": worker.installed, "results": results}
-            worker.close_data_plane()
-    return seen
+        return {way: _route_by(TinyMegatronWorker(layout, way == "packed"), config, metas[way]) for way in metas}
+
+
+def _route_by(worker: TinyMegatronWorker, config: Any, meta: KVBatchMeta) -> dict[str, Any]:
+    worker.setup_data_plane(config)
+    meta.fields = list(_batch())
+    own = _choices(worker, lambda: worker.get_logprobs(worker._fetch(meta), 2))
+    meta = meta.with_fields([ROUTED_EXPERTS_FIELD])
+    used = _choices(worker, lambda: worker.get_logprobs_presharded(meta, 2))
+    trained_on, results = meta.with_fields(["prev_logprobs"]), []
+    used += _choices(worker, lambda: results.append(worker.train_presharded(trained_on, loss_of, mbs=2)))
+    worker.close_data_plane()
+    return {"own": own, "used": used, "installed": worker.installed, "results": results}
 
 
 def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(

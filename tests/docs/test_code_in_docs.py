@@ -35,7 +35,7 @@ def test_the_guides_snippets_run_one_after_the_other():
 MEGATRON_AUTHOR = """
 import contextlib, sys, torch, torch.distributed as dist
 sys.path.insert(0, {tests!r})
-from tiny_megatron import TinyMegatronTrainer, make_model, megatron_on_cpu
+from tiny_megatron import TinyMegatronTrainer, megatron_on_cpu
 from tiny_policy import loss_of as my_loss
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -63,7 +63,7 @@ my_advantages = torch.randn(4, 5)
 {program}
 assert multiple == 4
 assert result["grad_norm"].item() > 0
-part = dict(batch, position_ids=torch.arange(5).expand(4, -1))
+part = dict(my_rollout(), position_ids=torch.arange(5).expand(4, -1))
 logits, _ = forward_step(iter([part]), worker.model)
 assert logits.shape == (4, 5, 16)
 ended.close()

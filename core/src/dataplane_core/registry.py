@@ -34,6 +34,7 @@ __all__ = [
     "connect",
     "connect_backend",
     "find_plugins",
+    "known_distribution",
     "load_backend",
 ]
 
@@ -77,6 +78,12 @@ def find_plugins(group: str = BACKEND_GROUP) -> list[PluginRecord]:
         # one distribution may be found twice, by an editable install and by a path entry
         records.setdefault((record.name, record.distribution, record.target), record)
     return sorted(records.values(), key=lambda record: (record.name, record.distribution))
+
+
+def known_distribution(name: str) -> str | None:
+    """The distribution that brings a backend: one that is installed, or one of this project; None for a free name."""
+    installed = [record.distribution for record in find_plugins() if record.name == name]
+    return installed[0] if installed else _KNOWN.get(name)
 
 
 def load_backend(name: str) -> type[Backend]:

@@ -29,12 +29,12 @@ from dataplane_core.middleware import Middleware, MiddlewareContext
 
 __all__ = [
     "BACKEND_GROUP",
+    "KNOWN_BACKENDS",
     "MIDDLEWARE_GROUP",
     "PluginRecord",
     "connect",
     "connect_backend",
     "find_plugins",
-    "known_distribution",
     "load_backend",
 ]
 
@@ -42,7 +42,7 @@ BACKEND_GROUP: Final = "dataplane.backends"
 MIDDLEWARE_GROUP: Final = "dataplane.middleware"
 
 #: Backends of this project, with the distribution that brings each.
-_KNOWN: Final[dict[str, str]] = {
+KNOWN_BACKENDS: Final[dict[str, str]] = {
     "noop": "dataplane-noop",
     "redis_store": "dataplane-redis",
     "tq_simple": "dataplane-tq-simple",
@@ -78,12 +78,6 @@ def find_plugins(group: str = BACKEND_GROUP) -> list[PluginRecord]:
         # one distribution may be found twice, by an editable install and by a path entry
         records.setdefault((record.name, record.distribution, record.target), record)
     return sorted(records.values(), key=lambda record: (record.name, record.distribution))
-
-
-def known_distribution(name: str) -> str | None:
-    """The distribution that brings a backend: one that is installed, or one of this project; None for a free name."""
-    installed = [record.distribution for record in find_plugins() if record.name == name]
-    return installed[0] if installed else _KNOWN.get(name)
 
 
 def load_backend(name: str) -> type[Backend]:
@@ -195,13 +189,13 @@ def _load(group: str, name: str, kind: str) -> Any:
 
 def _unknown(group: str, name: str, kind: str) -> UnknownBackendError:
     found = [record.name for record in find_plugins(group)]
-    near = difflib.get_close_matches(name, [*found, *(_KNOWN if kind == "backend" else ())], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, [*found, *(KNOWN_BACKENDS if kind == "backend" else ())], n=1, cutoff=0.5)
     parts = []
     if near and near[0] != name:
         parts.append(f"Did you mean '{near[0]}'?")
-    known = name if name in _KNOWN else near[0] if near and near[0] not in found else None
-    if kind == "backend" and known in _KNOWN:
-        parts.append(f"Install '{known}' with: pip install {_KNOWN[known]}")
+    known = name if name in KNOWN_BACKENDS else near[0] if near and near[0] not in found else None
+    if kind == "backend" and known in KNOWN_BACKENDS:
+        parts.append(f"Install '{known}' with: pip install {KNOWN_BACKENDS[known]}")
     return UnknownBackendError(
         f"{kind} '{name}' is not installed. Found: {', '.join(found) or 'none'}.", hint=" ".join(parts) or None
     )

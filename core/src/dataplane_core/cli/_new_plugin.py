@@ -11,7 +11,7 @@ from string import Template
 from typing import Final
 
 from dataplane_core.errors import ConfigError
-from dataplane_core.registry import known_distribution
+from dataplane_core.registry import KNOWN_BACKENDS, find_plugins
 
 __all__ = ["run"]
 
@@ -74,9 +74,9 @@ class $cls(BlobStore):
 _TEST: Final = '''\
 """$cls keeps the contract."""
 
-from $module import $cls
-
 from dataplane_core.testing import BackendConformance
+
+from $module import $cls
 
 
 class Test$cls(BackendConformance):
@@ -163,15 +163,13 @@ def _check_name(name: str) -> None:
 
 
 def _check_free(name: str, distribution: str, module: str) -> None:
-    owner = known_distribution(name)
-    if owner is not None:
-        raise ConfigError(f"new-plugin refused: '{name}' is a backend of {owner} already.", hint="Choose another name.")
-    try:
-        taken: str | None = f"package {distribution} {metadata.version(distribution)}"
-    except metadata.PackageNotFoundError:
-        taken = f"module {module}" if importlib.util.find_spec(module) is not None else None
-    if taken is not None:
-        raise ConfigError(
-            f"new-plugin refused: '{name}' would be {distribution} with module {module}, but {taken} is installed.",
-            hint="Choose another name.",
-        )
+    owners = {**KNOWN_BACKENDS, **{record.name: record.distribution for record in find_plugins()}}
+    reason = None
+    if name in owners:
+        reason = f"it is a backend of {owners[name]} already"
+    elif distribution in owners.values() or any(found.name == distribution for found in metadata.distributions()):
+        reason = f"its package would be {distribution}, and there is one of that name"
+    elif importlib.util.find_spec(module) is not None:
+        reason = f"its module would be {module}, and there is one of that name"
+    if reason is not None:
+        raise ConfigError(f"new-plugin refused: '{name}' is taken: {reason}.", hint="Choose another name.")

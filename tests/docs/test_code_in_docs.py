@@ -12,6 +12,21 @@ def blocks(path):
     return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), re.DOTALL)
 
 
+def test_the_author_guides_code_runs_or_is_the_examples_own():
+    source = (ROOT / "examples/third_party_sqlite/src/dataplane_sqlite_example/__init__.py").read_text(encoding="utf-8")
+    names = {"__name__": "guide"}
+    shown = blocks("docs/writing-a-backend.md")
+    run = [block for block in shown if block not in source]
+    for number, block in enumerate(run):
+        exec(compile(block, f"docs/writing-a-backend.md, block {number}", "exec"), names)
+    assert len(shown) - len(run) == 4
+    assert names["rewards"].tolist() == [0.5, 1.0]
+    assert names["TestDictStore"].under_test() is names["DictStore"]
+    said = re.search(r"narrow.describe\(\)  # '(.*)'", shown[-2])
+    assert said is not None
+    assert said.group(1) == names["narrow"].describe()
+
+
 def test_the_readmes_program_runs_and_prints_what_it_says(capsys):
     (program,) = blocks("README.md")
     exec(compile(program, "README.md", "exec"), {})

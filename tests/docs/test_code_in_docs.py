@@ -93,6 +93,19 @@ def test_the_code_for_megatron_trainers_runs_in_a_process_of_a_group():
     assert run.returncode == 0, run.stderr[-4000:]
 
 
+def test_the_snippets_on_asynchronous_training_run_one_after_the_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained = []
+    names = {"train_on": trained.append}
+    run = 0
+    for number, block in enumerate(blocks("docs/async.md")):
+        exec(compile(block, f"docs/async.md, block {number}", "exec"), names)
+        run += 1
+    assert run >= 5
+    assert len(trained) == 16
+    names["client"].close()
+
+
 #: One rank that holds both modules: what the page on images leaves to the reader's launcher and config.
 ONE_RANK = """
 import torch.distributed as dist

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from dataplane_core.errors import InvalidRequestError
@@ -113,4 +114,5 @@ def _carry_out(meta: KVBatchMeta, plan: ShardPlan) -> list[KVBatchMeta]:
 
 
 def _pick(column: Sequence[_T], rows: list[int]) -> list[_T]:
-    return [column[row] for row in rows]
+    # half the time of a comprehension; but for one row it would give that row's value alone
+    return list(itemgetter(*rows)(column)) if len(rows) > 1 else [column[row] for row in rows]

@@ -197,14 +197,9 @@ class ReplayBuffer(DataPlaneClientMixin):
         if num_groups < 1:
             raise InvalidRequestError(f"reserve refused: num_groups is {num_groups}. Expected 1 or more.")
 
-        def prompts_left() -> int:
-            if self._num_prompts is None:
-                return num_groups
-            return len(self._again) + self._num_prompts - self._next_prompt
-
         def admitted() -> int | None:
             self._check_incarnation(collector, incarnation)
-            wanted = min(num_groups, prompts_left())
+            wanted = min(num_groups, self._prompts_left(num_groups))
             if wanted == 0:
                 return 0 if all(each.meta is not None for each in self._groups.values()) else None
             return wanted if self._policy.admit(self._view()) >= wanted else None
@@ -224,7 +219,9 @@ class ReplayBuffer(DataPlaneClientMixin):
                     f"{self._describe()}.",
                     hint="The trainer has to consume groups, or to set its weight version.",
                 )
-            return [self._new_reservation(collector) for _ in range(found)]
+            reserved = [self._new_reservation(collector) for _ in range(found)]
+            self._changed.notify_all()
+            return reserved
 
     def commit(self, reservations: Sequence[Reservation], meta: KVBatchMeta) -> None:
         """Says that the rows of reservations are written: their groups are ready.
@@ -403,6 +400,28 @@ class ReplayBuffer(DataPlaneClientMixin):
             self._changed.notify_all()
         self._clear_rows()
 
+    def wait_until_reserved(self, *, timeout_s: float = 60.0) -> None:
+        """Waits until the rollout side has begun all that it may with the present weights.
+
+        With an `InOrderPolicy` and this before every `set_weight_version`, which weights make a group depends on its
+        number alone, and no longer on who is fast: runs can be repeated, and cut and restored, bit for bit.
+
+        Raises:
+            ReplayTimeoutError: There was still room after ``timeout_s``; collectors have to reserve numbers of groups
+                that fill it.
+        """
+
+        def full() -> bool | None:
+            return True if not self._prompts_left(1) or not self._policy.admit(self._view()) else None
+
+        with self._changed:
+            self._check_open()
+            if self._wait(full, timeout_s) is None:
+                raise ReplayTimeoutError(
+                    f"wait_until_reserved('{self.partition_id}') timed out after {timeout_s:g} s, with room for "
+                    f"{self._policy.admit(self._view())} more groups: {self._describe()}."
+                )
+
     def set_weight_version(self, weight_version: int) -> list[str]:
         """Says that the trainer, and the rollout side, have new weights; evicts what is too stale for them.
 
@@ -534,14 +553,15 @@ class ReplayBuffer(DataPlaneClientMixin):
             groups=tuple(each.view for each in self._groups.values()),
         )
 
+    def _prompts_left(self, at_most: int) -> int:
+        """Prompts to be generated, again or for the first time; no more than ``at_most`` where they have no end."""
+        if self._num_prompts is None:
+            return at_most
+        return len(self._again) + self._num_prompts - self._next_prompt
+
     def _drained(self) -> bool:
         """Whether no further group will be committed."""
-        return (
-            self._num_prompts is not None
-            and self._next_prompt >= self._num_prompts
-            and not self._again
-            and all(each.meta is not None for each in self._groups.values())
-        )
+        return not self._prompts_left(1) and all(each.meta is not None for each in self._groups.values())
 
     def _describe(self) -> str:
         views = [each.view for each in self._groups.values()]

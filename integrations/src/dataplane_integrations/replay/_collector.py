@@ -281,8 +281,8 @@ class Collector:
                     tags=tags,
                     **options,
                 )
-            except (CapacityExceededError, OperationTimeoutError) as error:
-                if not error.retryable or self._stop.is_set():
+            except DataPlaneError as error:
+                if not _found_no_room(error) or self._stop.is_set():
                     raise
                 # a write that found no answer may have happened all the same
                 self._client.clear_samples(ids, self._buffer.partition_id)
@@ -300,7 +300,7 @@ class Collector:
             raise error
         with self._state:
             self._counts.last_error = error
-            if isinstance(error, CapacityExceededError) and error.retryable:  # the rollout actor found no room
+            if _found_no_room(error) or _found_no_room(error.__cause__):  # in the rollout actor
                 self._counts.held_back += 1
                 self._state.wait_for(self._stop.is_set, _LONGEST_PAUSE_S)
                 return
@@ -315,3 +315,8 @@ class Collector:
             f"collector '{self._name}' gave up after {self._in_a_row} failures one after another, the last: "
             f"{type(error).__name__}: {error}"
         )
+
+
+def _found_no_room(error: BaseException | None) -> bool:
+    """Whether a write met a full store, or waited for room in vain."""
+    return isinstance(error, (CapacityExceededError, OperationTimeoutError)) and error.retryable

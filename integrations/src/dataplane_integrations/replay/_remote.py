@@ -92,6 +92,10 @@ class RemoteReplayBuffer:
         """See `ReplayBuffer.put_back`."""
         self._call("put_back", meta)
 
+    def wait_until_reserved(self, *, timeout_s: float = 60.0) -> None:
+        """See `ReplayBuffer.wait_until_reserved`."""
+        self._call("wait_until_reserved", timeout_s=timeout_s, waits_s=timeout_s)
+
     def set_weight_version(self, weight_version: int) -> list[str]:
         """See `ReplayBuffer.set_weight_version`."""
         evicted: list[str] = self._call("set_weight_version", weight_version)

@@ -132,7 +132,7 @@ def open_engine(settings: StoreSettings, *, segment_size_bytes: int) -> Any:
         raise BackendUnavailableError(
             f"Mooncake's engine could not be set up (code {code}) at {settings.address} over {settings.protocol} with "
             f"the master at {settings.master}, segment of {segment_size_bytes} bytes.",
-            hint="Is the master reachable from this node? With MC_LOG_LEVEL=INFO in the environment Mooncake says more.",
+            hint="Is the master reachable from here? With MC_LOG_LEVEL=INFO in the environment Mooncake says more.",
         )
     return engine
 

@@ -42,7 +42,11 @@ class Actors:
 
     def names(self) -> dict[str, ActorHandle]:
         """Every actor by a name that a message can use."""
-        return {"rollout worker": self.rollout, **{f"policy worker {i}": w for i, w in enumerate(self.workers)}}
+        return {"rollout worker": self.rollout, **self.worker_names()}
+
+    def worker_names(self) -> dict[str, ActorHandle]:
+        """The policy workers among them."""
+        return {f"policy worker {i}": worker for i, worker in enumerate(self.workers)}
 
 
 def required_cpus(config: RunConfig, extra: float = 0.0) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -96,6 +97,23 @@ class DynamicSamplingSection(_Section):
     max_generations: _Count = 4
 
 
+class RolloutsSection(_Section):
+    """Whether rollouts wait for training, or run ahead of it."""
+
+    mode: Literal["sync", "async"] = "sync"
+    #: With ``async``: steps that they run ahead, and so versions by which their weights are behind.
+    staleness: Annotated[int, Field(ge=0)] = 1
+
+
+class SavingSection(_Section):
+    """Saves to go on from."""
+
+    #: Steps between two saves; 0: none.
+    every: Annotated[int, Field(ge=0)] = 0
+    #: Saves that stay; older ones are removed.
+    keep: _Count = 2
+
+
 class RaySection(_Section):
     """Where the actors run, and how long the run waits for them."""
 
@@ -115,6 +133,8 @@ class RunConfig(_Section):
     #: Policy workers in all: data-parallel ranks times ``tensor_parallel``.
     num_workers: _Count = 2
     tensor_parallel: _Count = 1
+    #: Engine of the policy workers; ``megatron`` needs ``megatron-core``.
+    workers: Literal["fsdp2", "megatron"] = "fsdp2"
     data: DataSection
     model: ModelSection = ModelSection()
     warm_start: WarmStartSection = WarmStartSection()
@@ -122,6 +142,8 @@ class RunConfig(_Section):
     dynamic_batching: DynamicBatchingSection = DynamicBatchingSection()
     sequence_packing: SequencePackingSection = SequencePackingSection()
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
+    rollouts: RolloutsSection = RolloutsSection()
+    saving: SavingSection = SavingSection()
     ray: RaySection = RaySection()
     #: What `dataplane_core.connect` gets; ``--in-memory`` leaves it aside.
     data_plane: DataPlaneConfig = DataPlaneConfig(backend="tq_simple")
@@ -138,6 +160,10 @@ class RunConfig(_Section):
                 f"tensor_parallel {self.tensor_parallel} must divide num_workers {self.num_workers} and model.heads "
                 f"{self.model.heads}"
             )
+        if self.workers == "megatron" and importlib.util.find_spec("megatron") is None:
+            raise ValueError(
+                "workers megatron needs megatron-core, which is not installed: install dataplane-integrations[megatron]"
+            )
         if (self.grpo.prompts_per_step * self.grpo.answers_per_prompt) % self.data_parallel:
             raise ValueError(
                 f"prompts_per_step x answers_per_prompt = {self.grpo.prompts_per_step} x "
@@ -147,6 +173,11 @@ class RunConfig(_Section):
             raise ValueError(
                 f"with dynamic_sampling a step may have any number of groups, so grpo.answers_per_prompt "
                 f"{self.grpo.answers_per_prompt} must be a multiple of the {self.data_parallel} data-parallel ranks"
+            )
+        if self.dynamic_sampling.enabled and self.rollouts.mode == "async":
+            raise ValueError(
+                "rollouts.mode async fixes beforehand which prompts a step trains on, dynamic_sampling finds out while "
+                "it generates: enable one of them"
             )
         if self.grpo.max_new_tokens >= self.model.context:
             raise ValueError(

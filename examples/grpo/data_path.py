@@ -14,9 +14,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
+from ray import ObjectRef
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,11 +28,23 @@ from dataplane_integrations.batching import Batching, DynamicBatching, SequenceP
 
 from .cluster import Actors, wait_for
 from .config import RunConfig
+from .megatron_workers import MegatronPolicyWorker
 from .rollout import RolloutCarry, RolloutWorker
-from .task import PAD_ID, Problem
+from .task import PAD_ID, Answer, Problem, reward
 from .workers import LossFunction, PolicyWorker
 
-__all__ = ["DataPath", "InMemoryPath", "Traffic", "batching_of", "common_width", "sharding_args", "summarize_training"]
+__all__ = [
+    "DataPath",
+    "Draw",
+    "InMemoryPath",
+    "Scores",
+    "Traffic",
+    "batching_of",
+    "common_width",
+    "score",
+    "sharding_args",
+    "summarize_training",
+]
 
 
 @dataclass
@@ -41,43 +55,72 @@ class Traffic:
     bytes_get: int = 0
 
 
+#: Draws the problems of a step, by its number and that of the generation within it; always the same ones.
+Draw: TypeAlias = Callable[[int, int], list[Problem]]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the driver needs to know of the rows that a step trains on, a prompt's answers side by side.
+
+    Attributes:
+        rewards: One per answer.
+        input_lengths: Tokens of prompt and answer together, one per answer.
+    """
+
+    rewards: list[float]
+    input_lengths: list[int]
+
+
 class DataPath(ABC):
     """Carries one step's columns from the rollout worker to the policy workers, and the workers' columns onward.
 
-    Called in this order at every step: `generate`, `put_advantages`, `compute_prev_logprobs`,
+    Called in this order at every step: `hand_over`, `collect`, `put_advantages`, `compute_prev_logprobs`,
     `compute_reference_logprobs`, `train`, `finish_step`. The implementation keeps the step's rows between the calls.
     """
 
     #: Shown in the output and written to the metrics.
     name: str
+    _timeout_s: float
+    _draw: Draw
     #: The classes to run as actors; a path that needs more of them than plain methods names its own subclasses.
     rollout_class: type[RolloutWorker] = RolloutWorker
-    worker_class: type[PolicyWorker] = PolicyWorker
+    #: Policy workers by `RunConfig.workers`.
+    worker_classes: Mapping[str, type[PolicyWorker]] = {"fsdp2": PolicyWorker, "megatron": MegatronPolicyWorker}
     #: Logical CPUs that the path's own actors ask Ray for.
     extra_cpus: float = 0.0
+    #: What `collect` does, in the metrics and the picture.
+    collecting: str = "generate"
 
     @abstractmethod
-    def start(self, actors: Actors) -> None:
-        """Gets ready, once the actors are up."""
+    def start(self, actors: Actors, draw: Draw) -> None:
+        """Gets ready, once the actors are up.
+
+        Args:
+            actors: The run's processes.
+            draw: What the steps train on.
+        """
+
+    def hand_over(self, step: int, push: Callable[[], ObjectRef]) -> None:
+        """Gives the rollout worker the newest weights; here, returns when it has them.
+
+        Args:
+            step: The step that is about to begin.
+            push: Sends them; what it returns is done when they have arrived.
+        """
+        wait_for({"rollout worker": push()}, self._timeout_s, f"handing over the weights in step {step}")
 
     @abstractmethod
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
         """Has the rollout worker answer the prompts; keeps its columns, returns what the driver needs of them."""
 
-    def collect(self, step: int, draw: Callable[[int], list[Problem]]) -> tuple[list[Problem], RolloutCarry]:
-        """Generates the rows of a step.
+    def collect(self, step: int) -> Scores:
+        """Generates the rows of a step, and scores them; here, one generation."""
+        problems = self._draw(step, 0)
+        carry = self.generate(step, [problem.prompt for problem in problems])
+        return Scores(score(problems, carry.answers), carry.input_lengths)
 
-        Args:
-            step: Its number.
-            draw: Draws prompts, others for each number that it gets; this draws once, with 0.
-
-        Returns:
-            The problems that the step trains on, and what `generate` returned for their answers.
-        """
-        problems = draw(0)
-        return problems, self.generate(step, [problem.prompt for problem in problems])
-
-    def step_facts(self) -> dict[str, float]:
+    def step_facts(self) -> dict[str, Any]:
         """What else there is to record of the newest step."""
         return {}
 
@@ -101,6 +144,12 @@ class DataPath(ABC):
     def finish_step(self) -> Traffic:
         """Drops the step's rows and says what they weighed."""
 
+    def save(self, folder: Path) -> None:  # noqa: B027  # most have nothing to save
+        """Writes what the path holds between two steps into ``folder``: here, nothing."""
+
+    def restore(self, folder: Path, step: int) -> None:  # noqa: B027
+        """Takes over what `save` wrote after ``step``; called after `start`."""
+
     @abstractmethod
     def close(self) -> None:
         """Ends what `start` began. Safe to call twice, and after a failure."""
@@ -118,8 +167,9 @@ class InMemoryPath(DataPath):
         self._traffic = Traffic()
         self._step = 0
 
-    def start(self, actors: Actors) -> None:
+    def start(self, actors: Actors, draw: Draw) -> None:
         self._actors = actors
+        self._draw = draw
 
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
         self._step = step
@@ -179,6 +229,13 @@ class InMemoryPath(DataPath):
             for rank, worker in enumerate(self._actors.workers)
         }
         return wait_for(calls, self._timeout_s, f"running {method} in step {self._step}")
+
+
+def score(problems: Sequence[Problem], answers: Sequence[Answer]) -> list[float]:
+    """The reward of every answer, where each problem has equally many, side by side."""
+    per_problem = len(answers) // len(problems)
+    repeated = [problem for problem in problems for _ in range(per_problem)]
+    return [reward(problem, answer) for problem, answer in zip(repeated, answers, strict=True)]
 
 
 def sharding_args(config: RunConfig) -> dict[str, Any]:

@@ -7,9 +7,10 @@ the store, and writes the columns that it computes back under the same ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from ray.actor import ActorHandle
 from torch import Tensor
 
 from dataplane_core.client import DataPlaneClient
@@ -18,12 +19,14 @@ from dataplane_core.middleware.metrics import Metrics
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.megatron import MegatronDataPlaneMixin
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
 from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
 
 from .cluster import Actors, reporting
 from .config import RunConfig
-from .data_path import DataPath, Traffic, batching_of, summarize_training
+from .data_path import DataPath, Draw, Traffic, batching_of, summarize_training
+from .megatron_workers import MegatronPolicyWorker
 from .rollout import RolloutCarry, RolloutWorker
 from .task import PAD_ID
 from .workers import LossFunction, PolicyWorker
@@ -76,18 +79,27 @@ class PlaneRolloutWorker(_CountsTraffic, DataPlaneRolloutMixin, RolloutWorker):
         return self._first_write(batch, sample_ids=ids, partition_id=_PARTITION, carry_fields=(), tags=tags), carry
 
 
-class PlanePolicyWorker(_CountsTraffic, FSDP2DataPlaneMixin, PolicyWorker):
-    """The policy worker with the data plane's entry points: ``train_presharded`` and its siblings."""
-
+class _PadsAnswers(_CountsTraffic):
     def _pad_value_dict(self) -> dict[str, int | float]:
         return {"input_ids": PAD_ID}
+
+
+class PlanePolicyWorker(_PadsAnswers, FSDP2DataPlaneMixin, PolicyWorker):
+    """The policy worker with the data plane's entry points: ``train_presharded`` and its siblings."""
+
+
+class MegatronPlanePolicyWorker(_PadsAnswers, MegatronDataPlaneMixin, MegatronPolicyWorker):
+    """The same on Megatron."""
 
 
 class DataPlanePath(DataPath):
     """The rows live in the store that the configuration names; the driver holds their meta."""
 
     rollout_class: ClassVar[type[RolloutWorker]] = PlaneRolloutWorker
-    worker_class: ClassVar[type[PolicyWorker]] = PlanePolicyWorker
+    worker_classes: ClassVar[Mapping[str, type[PolicyWorker]]] = {
+        "fsdp2": PlanePolicyWorker,
+        "megatron": MegatronPlanePolicyWorker,
+    }
 
     def __init__(self, config: RunConfig) -> None:
         plane = config.data_plane
@@ -100,8 +112,9 @@ class DataPlanePath(DataPath):
         self._policy: DataPlanePolicy | None = None
         self._seen = Traffic()
 
-    def start(self, actors: Actors) -> None:
+    def start(self, actors: Actors, draw: Draw) -> None:
         self._actors = actors
+        self._draw = draw
         dp_ranks = [rank // self._config.tensor_parallel for rank in range(len(actors.workers))]
         with reporting():
             self._policy = DataPlanePolicy(
@@ -147,6 +160,11 @@ class DataPlanePath(DataPath):
     def finish_step(self) -> Traffic:
         with reporting():
             self._require().finish_step()
+        return self._new_traffic()
+
+    def _new_traffic(self) -> Traffic:
+        """What was moved since the last time that this was asked."""
+        with reporting():
             now = self._traffic()
         step = Traffic(now.bytes_put - self._seen.bytes_put, now.bytes_get - self._seen.bytes_get)
         self._seen = now
@@ -165,7 +183,12 @@ class DataPlanePath(DataPath):
         return wait_for_all({"rollout worker": call}, timeout_s=self._timeout_s, doing=doing)[0]
 
     def _traffic(self) -> Traffic:
-        calls = {name: actor.data_plane_traffic.remote() for name, actor in self._actors.names().items()}
+        """What all processes moved so far."""
+        return self._traffic_of(self._actors.names())
+
+    def _traffic_of(self, actors: Mapping[str, ActorHandle]) -> Traffic:
+        """What these and the driver moved so far."""
+        calls = {name: actor.data_plane_traffic.remote() for name, actor in actors.items()}
         parts = wait_for_all(calls, timeout_s=self._timeout_s, doing="counting the bytes moved")
         parts.append(_traffic_of(self._require().client))
         return Traffic(sum(part.bytes_put for part in parts), sum(part.bytes_get for part in parts))

@@ -11,16 +11,21 @@ import matplotlib
 matplotlib.use("Agg")  # files only; a display may not be there
 
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
-__all__ = ["plot_run"]
+__all__ = ["lanes", "plot_run"]
 
 _SMOOTHING_STEPS = 10
+#: Steps that the lanes show: so many that each can be told from the next.
+_LANE_STEPS = 12
 
 
 def plot_run(
     records: Sequence[dict[str, Any]], evaluation: dict[str, dict[str, float]], title: str, path: Path
 ) -> None:
     """Writes a PNG with the mean reward per step above and the seconds per phase, stacked, below.
+
+    Where rollouts ran ahead of training, a third panel shows what ran when in the last steps.
 
     Args:
         records: One per step, as in ``metrics.jsonl``; at least one.
@@ -30,7 +35,11 @@ def plot_run(
     """
     steps = [record["step"] for record in records]
     rewards = [record["reward"] for record in records]
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=[3, 2])
+    ahead = "spans" in records[0]
+    figure, panels = plt.subplots(2 + ahead, 1, figsize=(9, 8 + 2 * ahead), height_ratios=[3, 2, 1][: 2 + ahead])
+    above, below = panels[:2]
+    below.sharex(above)
+    above.tick_params(labelbottom=False)
     above.plot(steps, rewards, color="tab:blue", alpha=0.3, linewidth=1, label="mean reward of the step's answers")
     above.plot(steps, _smooth(rewards), color="tab:blue", linewidth=2, label=f"mean of {_SMOOTHING_STEPS} steps")
     for kind, color in (("sampled", "tab:orange"), ("greedy", "tab:green")):
@@ -48,11 +57,47 @@ def plot_run(
     below.set_xlabel("step")
     below.set_ylabel("seconds per step")
     below.legend(loc="upper right", ncols=3, fontsize="small")
-    for axes in (above, below):
+    if ahead:
+        _draw_lanes(panels[2], lanes(records, _LANE_STEPS))
+    for axes in panels:
         axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def lanes(records: Sequence[dict[str, Any]], most: int) -> dict[str, list[tuple[int, float, float]]]:
+    """When which step was generated, and when it was trained on.
+
+    Args:
+        records: One per step, with ``spans``.
+        most: The last so many steps; fewer where the clock began anew since, as it does when a run is resumed.
+
+    Returns:
+        By lane, per step: its number, its begin in seconds from the first that is shown, and how long it took.
+    """
+    shown: list[dict[str, Any]] = []
+    for record in reversed(records[-most:]):
+        if shown and record["spans"]["train"][0] > shown[0]["spans"]["train"][0]:
+            break
+        shown.insert(0, record)
+    chosen = {
+        lane: [(record["step"], *record["spans"][name]) for record in shown if record["spans"][name] is not None]
+        for lane, name in (("generating", "generate"), ("training", "train"))
+    }
+    start = min(begin for spans in chosen.values() for _, begin, _ in spans)
+    return {lane: [(step, begin - start, end - begin) for step, begin, end in spans] for lane, spans in chosen.items()}
+
+
+def _draw_lanes(axes: Axes, shown: dict[str, list[tuple[int, float, float]]]) -> None:
+    for row, spans in enumerate(shown.values()):
+        colors = [("tab:orange", "tab:blue")[step % 2] for step, _, _ in spans]  # one colour per step in both lanes
+        axes.broken_barh([(begin, length) for _, begin, length in spans], (row - 0.4, 0.8), color=colors)
+        for step, begin, length in spans:
+            axes.text(begin + length / 2, row, str(step), ha="center", va="center", fontsize="small")
+    axes.set_yticks(range(len(shown)), list(shown))
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds; a bar is a step, and bears its number")
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,12 +12,13 @@ import torch
 
 from dataplane_core.batch import BatchedDataDict
 
+from .config import RunConfig
 from .generate import Completions, generate
 from .model import ModelConfig, Transformer
-from .task import Answer, decode, encode
+from .task import Answer, Problem, decode, encode
 from .weights import PackedWeights, load_packed_weights
 
-__all__ = ["RolloutCarry", "RolloutWorker", "step_seed"]
+__all__ = ["RolloutCarry", "RolloutWorker", "draw_problems", "step_seed"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,14 @@ def step_seed(seed: int, stream: str, step: int) -> int:
     # Not hash(): Python salts the hashes of strings per process.
     digest = hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()
     return int.from_bytes(digest[:8], "little") % 2**63
+
+
+def draw_problems(config: RunConfig, problems: Sequence[Problem], step: int, generation: int) -> list[Problem]:
+    """Problems for one generation of a step: all different, unless there are fewer than a step needs."""
+    stream = "prompts" if generation == 0 else f"prompts/{generation}"
+    rng = random.Random(step_seed(config.seed, stream, step))
+    count = config.grpo.prompts_per_step
+    return rng.sample(problems, count) if count <= len(problems) else rng.choices(problems, k=count)
 
 
 class RolloutWorker:

@@ -7,16 +7,15 @@ them. What is lacking is made up with further prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.dynamic_sampling import DynamicSampling
 
 from .cluster import reporting
 from .config import RunConfig
+from .data_path import Scores, score
 from .plane_path import DataPlanePath
-from .rollout import RolloutCarry
-from .task import Answer, Problem, reward
 
 __all__ = ["SamplingPath"]
 
@@ -29,21 +28,17 @@ class SamplingPath(DataPlanePath):
         self._settings = config.dynamic_sampling
         self._facts: dict[str, float] = {}
 
-    def collect(self, step: int, draw: Callable[[int], list[Problem]]) -> tuple[list[Problem], RolloutCarry]:
+    def collect(self, step: int) -> Scores:
         """See `DataPath.collect`. Fewer groups than a step wants only if the generations are used up."""
         group_size = self._config.grpo.answers_per_prompt
-        rows: dict[str, tuple[Problem, Answer, int]] = {}
-        rewards: list[float] = []
+        rows: dict[str, tuple[float, int]] = {}
 
         def generate(generation: int) -> KVBatchMeta:
-            problems = draw(generation)
+            problems = self._draw(step, generation)
             meta, carry = self._generate(step, generation, [problem.prompt for problem in problems])
-            per_answer = [problem for problem in problems for _ in range(group_size)]
-            scores = [reward(p, a) for p, a in zip(per_answer, carry.answers, strict=True)]
-            meta.stamp_tags({"reward": scores})
-            rewards.extend(scores)
-            answered = zip(per_answer, carry.answers, carry.input_lengths, strict=True)
-            rows.update(zip(meta.sample_ids, answered, strict=True))
+            rewards = score(problems, carry.answers)
+            meta.stamp_tags({"reward": rewards})
+            rows.update(zip(meta.sample_ids, zip(rewards, carry.input_lengths, strict=True), strict=True))
             return meta
 
         with reporting():
@@ -64,11 +59,10 @@ class SamplingPath(DataPlanePath):
             "groups": counts.held,
             "groups_dropped": counts.dropped,
             "groups_overflow": counts.overflow,
-            "reward_generated": sum(rewards) / len(rewards),
+            "reward_generated": sum(reward for reward, _ in rows.values()) / len(rows),
         }
-        problems = [problem for problem, _, _ in kept[::group_size]]
-        return problems, RolloutCarry([answer for _, answer, _ in kept], [length for _, _, length in kept])
+        return Scores([reward for reward, _ in kept], [length for _, length in kept])
 
-    def step_facts(self) -> dict[str, float]:
+    def step_facts(self) -> dict[str, Any]:
         """What the sampling took in the newest step; ``reward_generated`` counts the dropped answers too."""
         return self._facts

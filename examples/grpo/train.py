@@ -8,12 +8,14 @@ Leaves ``metrics.jsonl`` (a line per step), ``summary.json`` and ``reward.png`` 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     # Run as a script: the package `grpo` is this file's folder. Taking the script's own entry away keeps modules
@@ -23,19 +25,22 @@ if __name__ == "__main__":
 import torch
 
 from dataplane_core.errors import ConfigError, DataPlaneError, PluginError
+from grpo.async_path import AsyncPath
+from grpo.checkpoint import Checkpoints
 from grpo.cluster import connect_actors, ray_session, required_cpus, start_actors
 from grpo.config import RunConfig, load_config
 from grpo.data_path import DataPath, InMemoryPath
 from grpo.errors import RunFailedError, UserError
-from grpo.model import ModelConfig, Transformer, build_model
+from grpo.model import ModelConfig, build_model
 from grpo.plane_path import DataPlanePath
 from grpo.plot import plot_run
 from grpo.progress import ProgressBar, step_line
+from grpo.rollout import draw_problems
 from grpo.sampling_path import SamplingPath
 from grpo.task import Problem, read_problems, split_problems
 from grpo.trainer import Trainer
 from grpo.warm_start import warm_start
-from grpo.weights import pack_weights
+from grpo.weights import PackedWeights, pack_weights
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,12 +56,18 @@ def main(argv: list[str] | None = None) -> int:
                 "grpo.steps": args.steps,
                 "data.file": None if args.data is None else str(args.data.resolve()),
                 "data_plane.backend": args.backend,
+                "workers": args.workers,
                 "tensor_parallel": args.tp,
                 "sequence_packing.enabled": args.packing or None,
                 "dynamic_sampling.enabled": args.dynamic_sampling or None,
+                "rollouts.mode": args.mode,
+                "rollouts.staleness": args.staleness,
+                "saving.every": args.save_every,
             },
         )
-        run(config, _data_path(config, args.in_memory), args.out)
+        if args.staleness is not None and config.rollouts.mode == "sync":
+            raise UserError("--staleness: rollouts run ahead with --mode async only. Add it, or leave out --staleness.")
+        run(config, _data_path(config, args.in_memory), args.out, resume=args.resume)
     except (UserError, ConfigError, PluginError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -74,8 +85,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def run(config: RunConfig, path: DataPath, out: Path) -> None:
-    """One run from the prompts to the picture; everything that it starts has ended when it returns or raises."""
+def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -> None:
+    """One run from the prompts to the picture; everything that it starts has ended when it returns or raises.
+
+    Args:
+        config: What to run.
+        path: How its tensors travel.
+        out: The folder for its results, and for its saves.
+        resume: Go on from the newest save in ``out``.
+    """
     start = time.monotonic()
     problems = read_problems(
         config.data.file,
@@ -87,21 +105,37 @@ def run(config: RunConfig, path: DataPath, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be used: {error}.") from error
+    checkpoints = Checkpoints(out, config)
+    save = checkpoints.newest() if resume else None
+    if save is None:
+        checkpoints.refuse_to_mix()
 
     with ray_session(config.ray, required_cpus(config, path.extra_cpus)):
         torch.set_num_threads(1)  # as in the actors: more threads would change the last bits
-        actors = start_actors(config, path.rollout_class, path.worker_class)
+        actors = start_actors(config, path.rollout_class, path.worker_classes[config.workers])
         print(f"{len(train_problems)} prompts to train on, {len(eval_problems)} to evaluate, from {config.data.file}")
         # The actors start while this process, which would only wait for them, warms the model up.
-        model = _warm_model(config)
+        reference = _warm_weights(config) if save is None else save.reference_weights()
         try:
-            pids = connect_actors(actors, pack_weights(model), config.ray)
+            pids = connect_actors(actors, reference, config.ray)
             print("running over " + path.name + ": " + ", ".join(f"{name} (pid {pid})" for name, pid in pids.items()))
-            path.start(actors)
-            trainer = Trainer(config, actors, path, train_problems, out / "metrics.jsonl")
-            evaluation = {"before": trainer.evaluate(eval_problems)}
+            path.start(actors, functools.partial(draw_problems, config, train_problems))
+            trainer = Trainer(config, actors, path, out / "metrics.jsonl")
+            if save is None:
+                evaluation = {"before": trainer.evaluate(eval_problems)}
+            else:
+                evaluation = {"before": save.evaluation}
+                trainer.load_state(save.folder, save.records)
+                print(f"going on after step {save.step}, from {save.folder}")
             _print_evaluation("before GRPO", evaluation["before"], eval_problems)
-            trainer.run(lambda record: print(step_line(record, config.grpo.steps), flush=True))
+            write = functools.partial(checkpoints.write, evaluation=evaluation["before"], reference=reference)
+
+            def on_step(record: dict[str, Any]) -> None:
+                print(step_line(record, config.grpo.steps), flush=True)
+                if config.saving.every and record["step"] % config.saving.every == 0:
+                    print(f"saved to {write(trainer.records, write_state=trainer.save_state)}", flush=True)
+
+            trainer.run(on_step)
             evaluation["after"] = trainer.evaluate(eval_problems)
         finally:
             path.close()
@@ -127,7 +161,7 @@ def run(config: RunConfig, path: DataPath, out: Path) -> None:
     print(f"{summary['seconds']:.0f} s in all; see {out / 'metrics.jsonl'} and {out / 'reward.png'}")
 
 
-def _warm_model(config: RunConfig) -> Transformer:
+def _warm_weights(config: RunConfig) -> PackedWeights:
     model = build_model(ModelConfig(**config.model.model_dump()), config.seed)
     if config.warm_start.steps:
         bar = ProgressBar("warm start", config.warm_start.steps)
@@ -137,7 +171,7 @@ def _warm_model(config: RunConfig) -> Transformer:
             on_step=lambda done, loss: bar.update(done, f"loss {loss:.3f}"),
             **config.warm_start.model_dump(),
         )
-    return model
+    return pack_weights(model)
 
 
 def _print_evaluation(when: str, shares: dict[str, float], problems: list[Problem]) -> None:
@@ -149,10 +183,15 @@ def _print_evaluation(when: str, shares: dict[str, float], problems: list[Proble
 
 
 def _data_path(config: RunConfig, in_memory: bool) -> DataPath:
+    ahead = config.rollouts.mode == "async"
+    if in_memory and ahead:
+        raise UserError("rollouts run ahead through the data plane. Leave out --in-memory or --mode async.")
     if in_memory and config.dynamic_sampling.enabled:
         raise UserError("dynamic sampling filters rows in the data plane. Leave out --in-memory or --dynamic-sampling.")
     if in_memory:
         return InMemoryPath(config)
+    if ahead:
+        return AsyncPath(config)
     return SamplingPath(config) if config.dynamic_sampling.enabled else DataPlanePath(config)
 
 
@@ -166,11 +205,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out"), help="where results go (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="overrides the configuration")
     parser.add_argument("--steps", type=int, help="GRPO steps; overrides the configuration")
+    parser.add_argument("--workers", choices=["fsdp2", "megatron"], help="engine of the policy workers")
     parser.add_argument("--tp", type=int, metavar="N", help="tensor parallelism: N policy workers share each forward")
     parser.add_argument("--packing", action="store_true", help="sequence packing: microbatches without padding")
     parser.add_argument(
         "--dynamic-sampling", action="store_true", help="train only on groups with right and wrong answers"
     )
+    parser.add_argument("--mode", choices=("sync", "async"), help="async: rollouts run ahead of training")
+    parser.add_argument("--staleness", type=int, metavar="N", help="steps that they run ahead; with --mode async")
+    parser.add_argument("--save-every", type=int, metavar="N", help="save the run after every N steps")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest save in --out")
     return parser.parse_args(argv)
 
 

@@ -10,21 +10,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from ray import ObjectRef
 from torch import Tensor
 
 from .cluster import Actors, wait_for
 from .config import RunConfig
-from .data_path import DataPath
+from .data_path import DataPath, score
 from .loss import ClippedPolicyLoss, group_advantages
-from .rollout import step_seed
-from .task import Problem, reward
+from .task import Problem
 
 __all__ = ["Trainer", "expand_advantages"]
 
@@ -39,19 +38,27 @@ class Trainer:
         records: What was written, one dict per step.
     """
 
-    def __init__(
-        self, config: RunConfig, actors: Actors, path: DataPath, train_problems: Sequence[Problem], metrics_file: Path
-    ) -> None:
+    def __init__(self, config: RunConfig, actors: Actors, path: DataPath, metrics_file: Path) -> None:
         self._config = config
         self._actors = actors
         self._path = path
-        self._problems = train_problems
         self._metrics_file = metrics_file
         self._loss_fn = ClippedPolicyLoss(config.grpo.clip_ratio, config.grpo.kl_weight)
         self.records: list[dict[str, Any]] = []
 
+    def save_state(self, folder: Path) -> None:
+        """Writes what the actors hold between two steps into ``folder``; they must see it."""
+        self._on_workers("write_training_state", folder, doing="saving the training state")
+        self._path.save(folder)
+
+    def load_state(self, folder: Path, records: Sequence[dict[str, Any]]) -> None:
+        """Takes over what `save_state` wrote; `run` goes on after the last of ``records``."""
+        self._on_workers("read_training_state", folder, doing="reading the saved training state")
+        self._path.restore(folder, len(records))
+        self.records = list(records)
+
     def run(self, on_step: Callable[[dict[str, Any]], None]) -> None:
-        """Runs all steps.
+        """Runs all steps, or those that are left.
 
         Args:
             on_step: Called with the record of every step when it is done.
@@ -60,47 +67,58 @@ class Trainer:
             RunFailedError: An actor died, raised, or did not answer in time.
         """
         with self._metrics_file.open("w", encoding="utf-8") as file:
-            for step in range(1, self._config.grpo.steps + 1):
+            file.writelines(json.dumps(record) + "\n" for record in self.records)
+            file.flush()
+            for step in range(len(self.records) + 1, self._config.grpo.steps + 1):
                 record = self._step(step)
                 self.records.append(record)
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 on_step(record)
 
-    def push_weights(self, doing: str) -> None:
-        """Copies the policy's weights to the rollout worker, from worker to worker."""
+    def push_weights(self, doing: str) -> ObjectRef:
+        """Sends the policy's weights to the rollout worker, from worker to worker.
+
+        Returns:
+            What is done when they have arrived. Calls of the rollout worker that are made from now on see them.
+        """
         # Every rank must gather before any can finish, so all calls start before the first is waited for. The result
         # of rank 0 is passed on as a reference: the weights do not come through the driver.
-        gathers = {f"policy worker {i}": w.packed_weights.remote() for i, w in enumerate(self._actors.workers)}
-        load = self._actors.rollout.load_weights.remote(gathers["policy worker 0"])
-        wait_for({**gathers, "rollout worker": load}, self._config.ray.step_timeout_s, doing)
+        gathers = {name: worker.packed_weights.remote() for name, worker in self._actors.worker_names().items()}
+        loaded = self._actors.rollout.load_weights.remote(gathers["policy worker 0"])
+        wait_for(gathers, self._config.ray.step_timeout_s, doing)
+        return loaded
 
     def evaluate(self, problems: Sequence[Problem]) -> dict[str, float]:
         """Share of exact answers with the newest weights: several sampled answers and a greedy one per problem."""
-        self.push_weights("evaluating")
+        loaded = self.push_weights("evaluating")
+        wait_for({"rollout worker": loaded}, self._config.ray.step_timeout_s, "evaluating")
         shares = {}
         for kind, answers_per_prompt in (("sampled", _EVAL_SAMPLES), ("greedy", 1)):
             repeated = [problem for problem in problems for _ in range(answers_per_prompt)]
             prompts = [problem.prompt for problem in repeated]
             call = self._actors.rollout.evaluate.remote(prompts, greedy=kind == "greedy")
             [answers] = wait_for({"rollout worker": call}, self._config.ray.step_timeout_s, "evaluating")
-            rewards = [reward(problem, answer) for problem, answer in zip(repeated, answers, strict=True)]
+            rewards = score(problems, answers)
             shares[kind] = sum(rewards) / len(rewards)
         return shares
+
+    def _on_workers(self, method: str, *args: object, doing: str) -> None:
+        calls = {name: getattr(worker, method).remote(*args) for name, worker in self._actors.worker_names().items()}
+        wait_for(calls, self._config.ray.step_timeout_s, doing)
 
     def _step(self, step: int) -> dict[str, Any]:
         seconds: dict[str, float] = {}
         grpo = self._config.grpo
         path = self._path
         with _timed(seconds, "weights"):
-            self.push_weights(f"handing over the weights in step {step}")
-        with _timed(seconds, "generate"):
-            problems, carry = path.collect(step, lambda generation: self._draw(step, generation))
+            path.hand_over(step, lambda: self.push_weights(f"handing over the weights in step {step}"))
+        with _timed(seconds, path.collecting):
+            scores = path.collect(step)
         with _timed(seconds, "advantages"):
-            per_answer = [problem for problem in problems for _ in range(grpo.answers_per_prompt)]
-            rewards_n = torch.tensor([reward(p, a) for p, a in zip(per_answer, carry.answers, strict=True)])
+            rewards_n = torch.tensor(scores.rewards)
             advantages_n = group_advantages(rewards_n, grpo.answers_per_prompt)
-            path.put_advantages(expand_advantages(advantages_n, carry.input_lengths))
+            path.put_advantages(expand_advantages(advantages_n, scores.input_lengths))
         with _timed(seconds, "prev"):
             path.compute_prev_logprobs()
         with _timed(seconds, "reference"):
@@ -113,8 +131,8 @@ class Trainer:
             "reward": rewards_n.mean().item(),
             **results,
             "tokens": int(results["tokens"]),
-            "answers": len(carry.answers),
-            "mean_length": sum(carry.input_lengths) / len(carry.input_lengths),
+            "answers": len(scores.rewards),
+            "mean_length": sum(scores.input_lengths) / len(scores.input_lengths),
             "advantages_sha256": hashlib.sha256(advantages_n.numpy().tobytes()).hexdigest(),
             **path.step_facts(),
             "path": path.name,
@@ -122,15 +140,6 @@ class Trainer:
             "bytes_get": traffic.bytes_get,
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
         }
-
-    def _draw(self, step: int, generation: int) -> list[Problem]:
-        """Problems for one generation of a step: all different, unless the file has fewer than a step needs."""
-        stream = "prompts" if generation == 0 else f"prompts/{generation}"
-        rng = random.Random(step_seed(self._config.seed, stream, step))
-        count = self._config.grpo.prompts_per_step
-        if count <= len(self._problems):
-            return rng.sample(self._problems, count)
-        return rng.choices(self._problems, k=count)
 
 
 def expand_advantages(advantages_n: Tensor, input_lengths: Sequence[int]) -> Tensor:

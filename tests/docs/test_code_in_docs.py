@@ -1,6 +1,8 @@
-"""The code that the README and the user guide show runs as it stands."""
+"""The code that the README, the user guide and the page on images show runs as it stands."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,3 +44,73 @@ def test_the_guides_snippets_run_one_after_the_other():
         run += 1
     assert run >= 5
     assert names["client"].scope == "process"
+
+
+#: What the page on Megatron takes for granted: one process of a group, a trainer with a small model, a rollout.
+MEGATRON_AUTHOR = """
+import contextlib, sys, torch, torch.distributed as dist
+sys.path.insert(0, {tests!r})
+from tiny_megatron import TinyMegatronTrainer, megatron_on_cpu
+from tiny_policy import loss_of as my_loss
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ended = contextlib.ExitStack()
+ended.enter_context(megatron_on_cpu({{"experts": 4}}))
+
+
+class MyMegatronTrainer(TinyMegatronTrainer):
+    def __init__(self):
+        super().__init__({{"experts": 4}}, packed=True)
+
+
+def my_rollout():
+    lengths = torch.tensor([3, 5, 2, 4])
+    inside = torch.arange(5) < lengths.unsqueeze(1)
+    experts = torch.rand(4, 5, 2, 4).topk(2, -1).indices.short()
+    ids = torch.randint(1, 16, (4, 5)) * inside
+    mask = inside.float()
+    return dict(
+        input_ids=ids, input_lengths=lengths, token_mask=mask, sample_mask=torch.ones(4), routed_experts=experts
+    )
+
+
+my_advantages = torch.randn(4, 5)
+{program}
+assert multiple == 4
+assert result["grad_norm"].item() > 0
+part = dict(my_rollout(), position_ids=torch.arange(5).expand(4, -1))
+logits, _ = forward_step(iter([part]), worker.model)
+assert logits.shape == (4, 5, 16)
+ended.close()
+dist.destroy_process_group()
+"""
+
+
+def test_the_code_for_megatron_trainers_runs_in_a_process_of_a_group():
+    program = "\n".join(blocks("docs/megatron.md"))
+    text = MEGATRON_AUTHOR.format(tests=str(ROOT / "integrations" / "tests"), program=program)
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+#: One rank that holds both modules: what the page on images leaves to the reader's launcher and config.
+ONE_RANK = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+cfg = {name: {"shape": [1, 1, 1], "first": 0} for name in ("vision", "language")}
+"""
+SAID = """
+assert needs_data and module == "vision"
+assert mine is micro_batch
+dist.destroy_process_group()
+print(len(patches), "patches")
+"""
+
+
+def test_the_page_on_images_runs_from_top_to_bottom():
+    # Megatron's import warns, which is an error in this process
+    program = "\n".join([ONE_RANK, *blocks("docs/multimodal.md"), SAID])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[-2] == "18 patches"

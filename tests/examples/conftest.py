@@ -15,6 +15,8 @@ for folder in (EXAMPLES, Path(__file__).parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+from grpo_runs import Finished, finish, start, write_config  # noqa: E402  # found through the entries just made
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -22,3 +24,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run that nothing disturbed: what others are compared with."""
+    folder = tmp_path_factory.mktemp("in-memory")
+    config = write_config(folder)
+    code, out, err = finish(start(config, folder / "out"))
+    assert (code, err) == (0, "")
+    return Finished(config, folder / "out", out)

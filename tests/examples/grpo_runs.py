@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +51,7 @@ def start(config: Path, out: Path, *arguments: str, path: str = "in-memory") -> 
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out.parent)
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 90.0) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = 170.0) -> tuple[int, str, str]:
     """Exit status, standard output, standard error; a run that does not end is ended and fails the test."""
     try:
         out, err = process.communicate(timeout=timeout_s)
@@ -65,7 +68,7 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 def results(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was computed, without what it took."""
-    costs = {"seconds", "bytes_put", "bytes_get", "path"}
+    costs = {"seconds", "spans", "bytes_put", "bytes_get", "path"}
     return [{name: value for name, value in record.items() if name not in costs} for record in records]
 
 
@@ -84,7 +87,51 @@ class Running:
     family: list[psutil.Process]
 
 
+@contextlib.contextmanager
+def running_past(step: int, process: subprocess.Popen[str]) -> Iterator[Running]:
+    """Waits until a run has reported ``step``; ends it, with all that descends from it, on the way out."""
+    family: list[psutil.Process] = []
+    try:
+        assert process.stdout is not None
+        pids: dict[str, int] = {}
+        for line in process.stdout:
+            pids |= {name: int(pid) for name, pid in re.findall(r"([a-z]+ worker(?: \d)?) \(pid (\d+)\)", line)}
+            if re.match(rf"step +{step}/", line):
+                break
+        assert set(pids) == {"rollout worker", "policy worker 0", "policy worker 1"}
+        family = psutil.Process(process.pid).children(recursive=True)
+        yield Running(process, pids, family)
+    finally:
+        for member in [process, *(p for p in family if p.is_running())]:
+            member.kill()
+        process.communicate()
+
+
+@dataclass
+class Finished:
+    """A run that ended well: its configuration, its folder and what it printed."""
+
+    config: Path
+    folder: Path
+    printed: str
+
+
 def assert_gone(family: list[psutil.Process]) -> None:
     assert len(family) >= 5  # Ray's own daemons and the actors
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert alive == []
+    _, alive = psutil.wait_procs(family, timeout=150)
+    left = [" ".join(process.cmdline()) for process in alive]
+    assert not left, f"still there: {left}"
+
+
+def without_ray_agents(family: list[psutil.Process]) -> list[psutil.Process]:
+    """All but two helpers of a raylet: killed while they start, it leaves them calling it for a minute."""
+
+    def is_agent(process: psutil.Process) -> bool:
+        try:
+            arguments = process.cmdline()
+        except psutil.Error:  # gone already
+            return False
+        starting = any(each.endswith(("/dashboard/agent.py", "/runtime_env/agent/main.py")) for each in arguments)
+        return starting or any(each.startswith(("ray::DashboardAgent", "ray::RuntimeEnvAgent")) for each in arguments)
+
+    return [process for process in family if not is_agent(process)]

@@ -8,14 +8,12 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from grpo.train import main
-from grpo_runs import Running, assert_gone, finish, read_metrics, results, start, write_config
+from grpo_runs import Finished, Running, assert_gone, finish, read_metrics, results, running_past, start, write_config
 
 
 @pytest.fixture
@@ -27,40 +25,8 @@ def path() -> str:
 @pytest.fixture
 def running(tmp_path: Path, path: str) -> Iterator[Running]:
     config = write_config(tmp_path, grpo={"steps": 100_000}, ray={"step_timeout_s": 5})
-    process = start(config, tmp_path / "out", path=path)
-    family: list[psutil.Process] = []
-    try:
-        assert process.stdout is not None
-        pids: dict[str, int] = {}
-        for line in process.stdout:
-            pids |= {name: int(pid) for name, pid in re.findall(r"([a-z]+ worker(?: \d)?) \(pid (\d+)\)", line)}
-            if line.startswith("step") and " 3/" in line:
-                break
-        assert set(pids) == {"rollout worker", "policy worker 0", "policy worker 1"}
-        family = psutil.Process(process.pid).children(recursive=True)
-        yield Running(process, pids, family)
-    finally:
-        for member in [process, *(p for p in family if p.is_running())]:
-            member.kill()
-        process.communicate()
-
-
-@dataclass
-class Finished:
-    """A run that ended well: its configuration, its folder and what it printed."""
-
-    config: Path
-    folder: Path
-    printed: str
-
-
-@pytest.fixture(scope="module")
-def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    folder = tmp_path_factory.mktemp("in-memory")
-    config = write_config(folder)
-    code, out, err = finish(start(config, folder / "out"))
-    assert (code, err) == (0, "")
-    return Finished(config, folder / "out", out)
+    with running_past(3, start(config, tmp_path / "out", path=path)) as run:
+        yield run
 
 
 def test_a_run_trains_reports_and_evaluates(in_memory: Finished) -> None:

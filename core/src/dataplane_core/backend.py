@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict
@@ -33,6 +34,10 @@ class Backend:
         wire: What the cells handed to the hooks may be.
         capabilities: Operations and guarantees declared.
         scope: How far apart two clients of one store may be.
+        facts: Capability that is not declared, or ``scope`` -> the fact of the engine that stands against it. Shown
+            in reports.
+        deviations: Test of the conformance kit -> the fact of the engine for which this backend departs from what it
+            says. The kit expects these tests to fail, and says why.
         contract_version: The contract's version that this class was written for.
         Config: A pydantic model of the backend's own options.
         name: The entry-point name that the config chose; set by core before `start`.
@@ -42,6 +47,8 @@ class Backend:
     wire: ClassVar[WireFormat] = WireFormat()
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     scope: ClassVar[Scope] = Scope.PROCESS
+    facts: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    deviations: ClassVar[Mapping[str, str]] = MappingProxyType({})
     contract_version: ClassVar[int] = CONTRACT_VERSION
     Config: ClassVar[type[BaseModel]] = NoOptions
 

@@ -19,6 +19,7 @@ __all__ = [
     "LP_SEED_FIELDS",
     "MICRO_BATCH_INDICES",
     "MICRO_BATCH_LENGTHS",
+    "MULTIMODAL_FIELDS",
     "PAD_TO_MULTIPLE",
     "PER_TOKEN_FIELDS",
     "PLAN_KEYS",
@@ -67,7 +68,8 @@ PLAN_KEYS: Final = (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB
 #: Tag from which a claim fills ``KVBatchMeta.sequence_lengths``.
 INPUT_LENGTHS_TAG: Final = "input_lengths"
 
-#: Mixture-of-experts router replay: ``routed_experts`` (N, S, layers, k), the experts that generation chose per token.
+#: Mixture-of-experts router replay: ``routed_experts`` (N, S, layers, k) signed integers, the experts that generation
+#: chose per token; -1 where it recorded none, such as for a last token, which generation never runs through the model.
 ROUTED_EXPERTS_FIELD: Final = "routed_experts"
 
 #: The fields above that have one element per token on dim 1, padding included.
@@ -80,6 +82,20 @@ PER_TOKEN_FIELDS: Final[frozenset[str]] = frozenset(
         "advantages",
         "token_mask",
         "routed_experts",
+    }
+)
+
+#: What vision-language models read beside the tokens: per sample the patches of its images or frames of its videos, the
+#: (time, height, width) of each, and their sizes. Rows have as many elements as the sample has patches or images, so no
+#: reader pads them to a token length, and no microbatch cuts them.
+MULTIMODAL_FIELDS: Final[frozenset[str]] = frozenset(
+    {
+        "pixel_values",
+        "pixel_values_videos",
+        "image_grid_thw",
+        "video_grid_thw",
+        "image_sizes",
+        "second_per_grid_ts",
     }
 )
 

@@ -1,14 +1,20 @@
-"""Errors of the trainer's side: replica groups, workers, their placement, dynamic sampling."""
+"""Errors of the trainer's side: replica groups, workers, their placement, dynamic sampling, asynchronous replay."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from dataplane_core.errors import DataPlaneError
+from dataplane_core.errors import ClientClosedError, DataPlaneError, OperationTimeoutError
 
 __all__ = [
+    "CollectorFailedError",
     "PlacementError",
+    "ReplayClosedError",
+    "ReplaySaveError",
+    "ReplayTimeoutError",
     "ReplicaLeaderError",
+    "ReservationLostError",
     "SamplingExhaustedError",
     "WorkerFailedError",
     "WorkerTimeoutError",
@@ -57,3 +63,31 @@ class SamplingExhaustedError(DataPlaneError, RuntimeError):
     def __init__(self, message: str, *, counts: Any = None, **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
         self.counts = counts
+
+
+class ReplayTimeoutError(OperationTimeoutError):
+    """A replay buffer had no room to reserve, or not enough groups to select, within the deadline; nothing changed."""
+
+
+class ReplayClosedError(ClientClosedError):
+    """The replay buffer was closed."""
+
+
+class ReplaySaveError(DataPlaneError, OSError):
+    """The disk refuses to write or to read the save of a replay buffer; the cause says why."""
+
+
+class ReservationLostError(DataPlaneError, RuntimeError):
+    """A reservation is no longer held: it was given up, or its collector was started anew. Its rows must be cleared.
+
+    Attributes:
+        groups: The groups at fault.
+    """
+
+    def __init__(self, message: str, *, groups: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.groups = tuple(groups)
+
+
+class CollectorFailedError(DataPlaneError, RuntimeError):
+    """Rollouts have stopped for good: too many failed one after another. The cause is the last one's error."""

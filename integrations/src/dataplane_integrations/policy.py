@@ -19,7 +19,13 @@ from dataplane_core.columns import read_columns, write_columns
 from dataplane_core.errors import ConfigError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.registry import connect
-from dataplane_core.schema import DP_TRAIN_FIELDS, GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, PAD_TO_MULTIPLE
+from dataplane_core.schema import (
+    DP_TRAIN_FIELDS,
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    LP_SEED_FIELDS,
+    PAD_TO_MULTIPLE,
+    fields_with_optional_routed_experts,
+)
 from dataplane_core.sharding.preshard import shard_meta_for_dp
 from dataplane_integrations.attach import DataPlaneSource
 from dataplane_integrations.batching import Batching, Stage
@@ -40,6 +46,7 @@ class DataPlanePolicy:
         batching: How rows become microbatches; the plan is made here, so that all ranks have equally many.
         train_fields: What `train_from_meta` has the workers read.
         logprob_fields: What the logprob calls have the workers read.
+        router_replay: Workers read ``routed_experts`` besides, for both; rows without it are refused.
         timeout_s: Deadline of one call on all workers, in seconds.
         flops_tracker: Sees the lengths of every shard that is trained on.
 
@@ -56,14 +63,15 @@ class DataPlanePolicy:
         batching: Batching | None = None,
         train_fields: Sequence[str] = DP_TRAIN_FIELDS,
         logprob_fields: Sequence[str] = LP_SEED_FIELDS,
+        router_replay: bool = False,
         timeout_s: float = 600.0,
         flops_tracker: FlopsTracker | None = None,
     ) -> None:
         self._workers = workers
         self._dp_world = max(workers.dp_ranks) + 1
         self._batching = batching or Batching()
-        self._train_fields = list(train_fields)
-        self._logprob_fields = list(logprob_fields)
+        self._train_fields = fields_with_optional_routed_experts(train_fields, enabled=router_replay)
+        self._logprob_fields = fields_with_optional_routed_experts(logprob_fields, enabled=router_replay)
         self._timeout_s = timeout_s
         self._flops_tracker = flops_tracker
         self._step_partition: str | None = None
@@ -249,8 +257,10 @@ class DataPlanePolicy:
             with a FLOPs tracker ``total_flops``, ``num_ranks`` and ``theoretical_tflops`` (None where unknown).
 
         Raises:
+            InvalidRequestError: A split step is open; the rows stay.
             WorkerFailedError: A worker raised, died or did not answer; the rows have been cleared.
         """
+        self._refuse_open_step("train_from_meta")
         with self._clearing_on_failure([meta]):
             shards = self._shard(meta, "train", self._train_fields, gbs)
             if self._flops_tracker is not None:
@@ -270,14 +280,13 @@ class DataPlanePolicy:
 
         Raises:
             InvalidRequestError: One is open.
+            WorkerFailedError: A worker raised, died or did not answer; no step is open.
         """
-        if self._split_step is not None:
-            raise InvalidRequestError(
-                "begin_train_step refused: a step is open. Expected finish_train_step() or abort_train_step() first."
-            )
-        args = [(loss_fn,) for _ in self._workers.dp_ranks]
-        self._call("begin_train_step_presharded", args, {"gbs": gbs, "mbs": mbs}, doing="beginning a training step")
+        self._refuse_open_step("begin_train_step")
         self._split_step = []
+        with self._aborting_on_failure(self._split_step):
+            args = [(loss_fn,) for _ in self._workers.dp_ranks]
+            self._call("begin_train_step_presharded", args, {"gbs": gbs, "mbs": mbs}, doing="beginning a training step")
         if self._flops_tracker is not None:
             self._flops_tracker.reset()
 
@@ -394,6 +403,12 @@ class DataPlanePolicy:
         except BaseException:
             self._failed = True
             raise
+
+    def _refuse_open_step(self, what: str) -> None:
+        if self._split_step is not None:
+            raise InvalidRequestError(
+                f"{what} refused: a step is open. Expected finish_train_step() or abort_train_step() first."
+            )
 
     def _require_split_step(self, what: str) -> list[KVBatchMeta]:
         if self._split_step is None:

@@ -11,7 +11,7 @@ from typing import Final
 
 from dataplane_core.diagnosis import Finding, Level, check_announced_address, missing_library
 from dataplane_core.errors import DataPlaneError
-from dataplane_tq_simple.config import TQSimpleConfig
+from dataplane_tq_simple.config import QueueConfig
 
 __all__ = ["diagnose"]
 
@@ -19,7 +19,7 @@ _DISTRIBUTION: Final = "dataplane-tq-simple"
 _ENGINE: Final = "TransferQueue"
 
 
-def diagnose(config: TQSimpleConfig, deadline: float) -> Iterator[Finding]:
+def diagnose(config: QueueConfig, deadline: float) -> Iterator[Finding]:
     """Findings for these options; see `Backend.diagnose`."""
     packages = list(_packages())
     yield from packages
@@ -54,7 +54,7 @@ def _packages() -> Iterator[Finding]:
         yield Finding.ok(f"{_ENGINE} {found} on Ray {metadata.version('ray')}.")
 
 
-def _local(config: TQSimpleConfig) -> Finding:
+def _local(config: QueueConfig) -> Finding:
     from dataplane_tq_simple._cluster import refuse_cpus
 
     cpus = len(os.sched_getaffinity(0)) if config.ray_num_cpus is None else config.ray_num_cpus
@@ -64,7 +64,7 @@ def _local(config: TQSimpleConfig) -> Finding:
     return Finding.ok(f"No cluster is configured: connect starts a local Ray of {cpus} logical CPUs, or uses its own.")
 
 
-def _running(config: TQSimpleConfig, deadline: float) -> Iterator[Finding]:
+def _running(config: QueueConfig, deadline: float) -> Iterator[Finding]:
     import ray
 
     from dataplane_tq_simple._cluster import RaySession, check_cpus

@@ -1,0 +1,75 @@
+"""Asynchronous training: rollouts run ahead of the trainer, by as many weight versions as a policy allows.
+
+A *group* is one prompt's answers, made at one *weight version*; its samples are ``v{weight_version}_p{prompt}_g{i}``.
+The tensors lie in the data plane. What this package holds is metas: which groups are being made, which are ready, which
+are in training.
+
+The parts, and where each runs:
+
+- `ReplayBuffer`: the book of groups. In the driver, or in a Ray actor (elsewhere, `RemoteReplayBuffer` is then its
+  face). The rollout side calls `reserve`, `commit`, `abandon`; the trainer `select` (or `take`), then `consume`,
+  `discard` or `put_back`, and `set_weight_version` after each update.
+- A `StalenessPolicy` decides how many groups may be begun (admit), which are trained next (select) and which are given
+  up (evict): `WindowedPolicy`, `ReadyFirstPolicy`, `InOrderPolicy`, or your own.
+- `Collector`: threads that reserve, call your rollout function, write its rows and commit them; what fails half-way is
+  rolled back and its prompt generated again.
+- `StreamingConsumer`: a trainer without a buffer, driven by the store's claims and leases, in any process.
+- `save_replay` and `restore_replay`: buffer, rows, tags and cursors to a folder and back.
+
+A driver::
+
+    client.register_partition("replay", DP_TRAIN_FIELDS, None, ["train"], grpo_group_size=8)
+    policy = InOrderPolicy(max_staleness=1, groups_per_version=32)
+    buffer = ReplayBuffer(client, "replay", policy, group_size=8)
+
+    def rollout(reservations):  # in a thread of the collector; the rows' columns, or the meta of rows already written
+        prompts = [dataset[each.prompt] for each in reservations]
+        ids = [sample_id for each in reservations for sample_id in each.sample_ids]
+        tags = [each.tags for each in reservations for _ in each.sample_ids]
+        return ray.get(actor.generate.remote(prompts, ids, tags)).meta
+
+    with Collector(buffer, rollout, groups_per_call=32):
+        for step in range(num_steps):
+            meta = buffer.select(32)  # waits; a KVBatchMeta of 32 whole groups
+            train(meta)
+            buffer.consume(meta)  # clears the rows
+            buffer.set_weight_version(step + 1)  # once the rollout side has the weights of this version
+"""
+
+from dataplane_integrations.replay._buffer import BufferCounts, ReplayBuffer
+from dataplane_integrations.replay._collector import Collector, CollectorCounts, Rollout
+from dataplane_integrations.replay._consumer import ClaimedBatch, StreamingConsumer
+from dataplane_integrations.replay._ids import Reservation, group_of, parse_sample_id
+from dataplane_integrations.replay._policies import (
+    BufferView,
+    GroupView,
+    InOrderPolicy,
+    ReadyFirstPolicy,
+    StalenessPolicy,
+    WindowedPolicy,
+)
+from dataplane_integrations.replay._remote import RemoteReplayBuffer
+from dataplane_integrations.replay._saving import RestoredReplay, restore_replay, save_replay
+
+__all__ = [
+    "BufferCounts",
+    "BufferView",
+    "ClaimedBatch",
+    "Collector",
+    "CollectorCounts",
+    "GroupView",
+    "InOrderPolicy",
+    "ReadyFirstPolicy",
+    "RemoteReplayBuffer",
+    "ReplayBuffer",
+    "Reservation",
+    "RestoredReplay",
+    "Rollout",
+    "StalenessPolicy",
+    "StreamingConsumer",
+    "WindowedPolicy",
+    "group_of",
+    "parse_sample_id",
+    "restore_replay",
+    "save_replay",
+]

@@ -1,0 +1,694 @@
+"""`ReplayBuffer`: the book of groups between rollouts and training. Metas and states, never a tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.columns import read_columns
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, preview
+from dataplane_core.meta import KVBatchMeta
+from dataplane_integrations.attach import DataPlaneClientMixin, DataPlaneSource
+from dataplane_integrations.errors import (
+    CollectorFailedError,
+    ReplayClosedError,
+    ReplayTimeoutError,
+    ReservationLostError,
+)
+from dataplane_integrations.replay._ids import INCARNATION_TAG, Reservation, group_name, group_of
+from dataplane_integrations.replay._policies import BufferView, GroupView, StalenessPolicy
+from dataplane_integrations.rollout import mint_sample_ids
+
+__all__ = ["BufferCounts", "ReplayBuffer"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, kw_only=True)
+class BufferCounts:
+    """What became of the groups so far.
+
+    Attributes:
+        reserved: Reservations given.
+        committed: Groups committed.
+        trained: Groups consumed.
+        discarded: Groups that the trainer took and did not want.
+        evicted: Groups that had become too stale; their rows were cleared.
+        abandoned: Reservations given up, those of dead collectors among them.
+    """
+
+    reserved: int = 0
+    committed: int = 0
+    trained: int = 0
+    discarded: int = 0
+    evicted: int = 0
+    abandoned: int = 0
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group that is held: being made (``meta`` is None), ready, or in training."""
+
+    reservation: Reservation
+    view: GroupView
+    meta: KVBatchMeta | None = None
+
+
+class ReplayBuffer(DataPlaneClientMixin):
+    """Holds which groups are being made, ready and in training; bounded by its policy. Thread-safe.
+
+    A group is reserved, then committed, then selected, then consumed; each step happens once, under one lock. Only
+    ready groups are evicted: what is selected is out of reach of eviction until it is consumed, discarded or put back,
+    so nobody reads rows that are being cleared.
+
+    Rows of groups that go are cleared after the lock is released. Where the store cannot be reached, the ids are kept,
+    and cleared with the next ones.
+
+    Args:
+        source: The client of this process, or a config to attach by (in an actor).
+        partition_id: The partition that the groups are written to; registering it is the caller's.
+        policy: What is admitted, selected and evicted.
+        group_size: Answers per prompt.
+        weight_version: The trainer's version at the start.
+        num_prompts: Prompts to draw in all; then `reserve` returns nothing more, and `select` what remains. None: no
+            end.
+        requeue_evicted: Generate the prompts of evicted groups again, rather than lose them.
+        task_name: Goes into the metas.
+
+    Raises:
+        InvalidRequestError: A size below 1.
+    """
+
+    def __init__(
+        self,
+        source: DataPlaneSource,
+        partition_id: str,
+        policy: StalenessPolicy,
+        *,
+        group_size: int,
+        weight_version: int = 0,
+        num_prompts: int | None = None,
+        requeue_evicted: bool = False,
+        task_name: str = "train",
+    ) -> None:
+        if group_size < 1 or (num_prompts is not None and num_prompts < 1):
+            raise InvalidRequestError(
+                f"ReplayBuffer('{partition_id}') refused: group_size is {group_size}, num_prompts is {num_prompts}. "
+                "Expected 1 or more."
+            )
+        self.setup_data_plane(source)
+        self.partition_id: Final = partition_id
+        self.group_size: Final = group_size
+        self.task_name: Final = task_name
+        self._policy = policy
+        self._num_prompts = num_prompts
+        self._requeue_evicted = requeue_evicted
+        self._changed = threading.Condition(threading.RLock())
+        # all below: guarded by _changed
+        self._weight_version = weight_version
+        self._trained_since = 0
+        self._groups: dict[str, _Group] = {}
+        self._next_prompt = 0
+        self._next_order = 0
+        self._next_commit = 0
+        self._again: deque[tuple[int, int]] = deque()  # (prompt, attempt) to generate before further prompts
+        self._incarnations: dict[str, int] = {}
+        self._counts = BufferCounts()
+        self._to_clear: dict[str, None] = {}
+        self._snapshots = 0
+        self._closed = False
+        self._failure: tuple[str, BaseException | None] | None = None
+
+    # --- what it holds ------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int:
+        """The trainer's version."""
+        with self._changed:
+            return self._weight_version
+
+    @property
+    def counts(self) -> BufferCounts:
+        """What became of the groups so far; a copy."""
+        with self._changed:
+            return dataclasses.replace(self._counts)
+
+    def view(self) -> BufferView:
+        """The groups held, as policies see them."""
+        with self._changed:
+            return self._view()
+
+    # --- the rollout side ---------------------------------------------------------------------------------------------
+
+    def enlist(self, collector: str = "collector") -> int:
+        """Starts a collector of that name, or starts it anew: what an earlier start had reserved is given up.
+
+        Also clears every row that no group held here accounts for, as a collector killed between a write and its commit
+        leaves it.
+
+        Returns:
+            The number of this start, which `reserve` wants.
+        """
+        with self._changed:
+            self._check_open()
+            number = self._incarnations[collector] = self._incarnations.get(collector, 0) + 1
+            self._failure = None
+            left = [
+                each.reservation
+                for each in self._groups.values()
+                if each.meta is None and each.reservation.collector == collector
+            ]
+            self._give_up(left, requeue=True)
+        self.sweep()
+        return number
+
+    def reserve(
+        self,
+        num_groups: int = 1,
+        *,
+        collector: str = "collector",
+        incarnation: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> list[Reservation]:
+        """Room for groups, to be made with the weights of the newest version. Blocks until the policy admits them.
+
+        Args:
+            num_groups: How many, all at once; fewer only where the prompts come to their end.
+            collector: Name of the collector.
+            incarnation: What `enlist` returned; None: the newest.
+            timeout_s: How long to wait.
+
+        Returns:
+            The reservations, each for a prompt of its own: first those to be generated again, then further ones. None
+            at all: there are no more prompts, and no other collector's may still come back.
+
+        Raises:
+            ReplayTimeoutError: The policy admitted fewer within the deadline; nothing was reserved.
+            ReservationLostError: The collector has been started anew meanwhile.
+            InvalidRequestError: ``num_groups`` is below 1, or more than the policy admits to an empty buffer.
+        """
+        if num_groups < 1:
+            raise InvalidRequestError(f"reserve refused: num_groups is {num_groups}. Expected 1 or more.")
+
+        def admitted() -> int | None:
+            self._check_incarnation(collector, incarnation)
+            wanted = min(num_groups, self._prompts_left(num_groups))
+            if wanted == 0:
+                return 0 if all(each.meta is not None for each in self._groups.values()) else None
+            return wanted if self._policy.admit(self._view()) >= wanted else None
+
+        with self._changed:
+            self._check_open()
+            most = self._policy.admit(BufferView(weight_version=self._weight_version, trained_since=0, groups=()))
+            if num_groups > most:
+                raise InvalidRequestError(
+                    f"reserve('{self.partition_id}', {num_groups} groups) refused: {self._policy} admits {most} to an "
+                    "empty buffer. Expected no more than that at a time."
+                )
+            found = self._wait(admitted, timeout_s)
+            if found is None:
+                raise ReplayTimeoutError(
+                    f"reserve('{self.partition_id}', {num_groups} groups) found no room within {timeout_s:g} s: "
+                    f"{self._describe()}.",
+                    hint="The trainer has to consume groups, or to set its weight version.",
+                )
+            reserved = [self._new_reservation(collector) for _ in range(found)]
+            self._changed.notify_all()
+            return reserved
+
+    def commit(self, reservations: Sequence[Reservation], meta: KVBatchMeta) -> None:
+        """Says that the rows of reservations are written: their groups are ready.
+
+        Args:
+            reservations: Whole groups, of one collector.
+            meta: Exactly their rows, in any order, with ``fields``. Its tags are kept with the groups, also those that
+                are not in the store, and come back from `select`.
+
+        Raises:
+            ReservationLostError: One of them is no longer held; none has been committed.
+            InvalidRequestError: Other rows than those reserved.
+        """
+        at = {sample_id: row for row, sample_id in enumerate(meta.sample_ids)}
+        wanted = [sample_id for each in reservations for sample_id in each.sample_ids]
+        if len(at) != meta.size or set(at) != set(wanted) or meta.partition_id != self.partition_id:
+            wrong = sorted(set(at).symmetric_difference(wanted)) or ["none"]
+            raise InvalidRequestError(
+                f"commit refused: {meta.size} rows of '{meta.partition_id}' for reservations of {len(wanted)} rows in "
+                f"'{self.partition_id}'; only in one of both: {preview(wrong)}. Expected exactly the rows reserved."
+            )
+        with self._changed:
+            self._check_open()
+            self._check_held(reservations)
+            for each in reservations:
+                part = meta.subset([at[sample_id] for sample_id in each.sample_ids])
+                part.task_name = self.task_name
+                part.stamp_tags({name: [value] * part.size for name, value in each.tags.items()})
+                group = self._groups[each.group]
+                group.meta = part
+                group.view = dataclasses.replace(group.view, committed=self._next_commit)
+                self._next_commit += 1
+            self._counts.committed += len(reservations)
+            self._evict()
+            self._changed.notify_all()
+        self._clear_rows()
+
+    def abandon(self, reservations: Sequence[Reservation], *, requeue: bool = True) -> None:
+        """Gives reservations up: rows already written are cleared, then the room is free.
+
+        Args:
+            reservations: Those that are no longer held are ignored; their rows are cleared all the same.
+            requeue: Generate their prompts again, before further ones.
+        """
+        with self._changed:
+            held = [each for each in reservations if self._is_held(each)]
+            lost = [each for each in reservations if each.group not in self._groups]
+            self._to_clear.update(dict.fromkeys(sample_id for each in lost for sample_id in each.sample_ids))
+            self._give_up(held, requeue=requeue)
+        self._clear_rows()
+
+    def fail(self, message: str, cause: BaseException | None = None) -> None:
+        """Says that no more groups will come: a trainer that waits for some gets a `CollectorFailedError`.
+
+        Holds until a collector is enlisted.
+        """
+        with self._changed:
+            self._failure = (message, cause)
+            self._changed.notify_all()
+
+    def sweep(self) -> int:
+        """Clears the rows of collectors that no group held here accounts for; returns how many there were."""
+        client = self._require_dp_client()
+        listed = client.list_samples(self.partition_id, tag_filter={INCARNATION_TAG: (">=", 0)})
+        with self._changed:
+            orphans = [each for each in listed.sample_ids if group_of(each) not in self._groups]
+            self._to_clear.update(dict.fromkeys(orphans))
+        self._clear_rows()
+        return len(orphans)
+
+    # --- the trainer's side -------------------------------------------------------------------------------------------
+
+    def select(self, num_groups: int, *, timeout_s: float = 60.0) -> KVBatchMeta:
+        """Groups to train on, as the policy chooses them. Blocks until there are enough.
+
+        They stay held, out of reach of eviction, until `consume`, `discard` or `put_back`.
+
+        Args:
+            num_groups: How many; fewer only where the prompts have come to their end.
+            timeout_s: How long to wait.
+
+        Returns:
+            The rows, a group's side by side in the order of their ids; no rows once all prompts are used up.
+
+        Raises:
+            ReplayTimeoutError: Not enough within the deadline; says what there is.
+            CollectorFailedError: Rollouts have stopped for good.
+        """
+        if num_groups < 1:
+            raise InvalidRequestError(f"select refused: num_groups is {num_groups}. Expected 1 or more.")
+
+        def chosen() -> list[str] | None:
+            waiting = sum(not each.view.selected for each in self._groups.values())
+            wanted = min(num_groups, waiting) if self._drained() else num_groups
+            if wanted == 0:
+                return []
+            names = self._policy.select(self._view(), wanted)
+            if names is None and self._failure is not None:
+                message, cause = self._failure
+                raise CollectorFailedError(message) from cause
+            return None if names is None else self._checked(names, wanted)
+
+        with self._changed:
+            self._check_open()
+            names = self._wait(chosen, timeout_s)
+            if names is None:
+                raise ReplayTimeoutError(
+                    f"select('{self.partition_id}', {num_groups} groups) timed out after {timeout_s:g} s: "
+                    f"{self._describe()}.",
+                    hint="Check that collectors run, that the store is not full, and that the policy's "
+                    "groups_per_version is what the trainer uses up.",
+                )
+            for name in names:
+                group = self._groups[name]
+                group.view = dataclasses.replace(group.view, selected=True)
+            return self._meta_of(names)
+
+    def take(
+        self, num_groups: int, select_fields: Sequence[str] | None = None, *, timeout_s: float = 60.0, **options: Any
+    ) -> tuple[KVBatchMeta, BatchedDataDict]:
+        """Selects groups, reads them into this process and clears them, in one go.
+
+        Args:
+            num_groups: As for `select`.
+            select_fields: The columns; None: those that were committed.
+            timeout_s: As for `select`.
+            options: As for `dataplane_core.read_columns`.
+
+        Returns:
+            The meta, whose rows are gone from the store, and the columns. If the read fails, the groups are put back.
+        """
+        meta = self.select(num_groups, timeout_s=timeout_s)
+        if not meta.size:
+            return meta, BatchedDataDict()
+        try:
+            columns = read_columns(self._require_dp_client(), meta, select_fields, **options)
+        except BaseException:
+            self.put_back(meta)
+            raise
+        self.consume(meta)
+        return meta, columns
+
+    def consume(self, meta: KVBatchMeta) -> None:
+        """Says that groups have been trained on: clears their rows and frees their room.
+
+        Args:
+            meta: What `select` returned, or a part of it; a group goes as a whole, if any of its rows is named.
+
+        Raises:
+            InvalidRequestError: A group that is not selected; nothing has been changed.
+        """
+        with self._changed:
+            names = self._selected(meta, "consume")
+            self._drop(names)
+            self._counts.trained += len(names)
+            self._trained_since += len(names)
+            self._changed.notify_all()
+        self._clear_rows()
+
+    def discard(self, meta: KVBatchMeta) -> None:
+        """As `consume`, for groups that the trainer took but will not train on, such as those of equal rewards."""
+        with self._changed:
+            names = self._selected(meta, "discard")
+            self._drop(names)
+            self._counts.discarded += len(names)
+            self._changed.notify_all()
+        self._clear_rows()
+
+    def put_back(self, meta: KVBatchMeta) -> None:
+        """Makes selected groups ready again, as after a step that failed; errors as `consume`."""
+        with self._changed:
+            for name in self._selected(meta, "put_back"):
+                group = self._groups[name]
+                group.view = dataclasses.replace(group.view, selected=False)
+            self._evict()
+            self._changed.notify_all()
+        self._clear_rows()
+
+    def wait_until_reserved(self, *, timeout_s: float = 60.0) -> None:
+        """Waits until the rollout side has begun all that it may with the present weights.
+
+        With an `InOrderPolicy` and this before every `set_weight_version`, which weights make a group depends on its
+        number alone, and no longer on who is fast: runs can be repeated, and cut and restored, bit for bit.
+
+        Raises:
+            ReplayTimeoutError: There was still room after ``timeout_s``; collectors have to reserve numbers of groups
+                that fill it.
+        """
+
+        def full() -> bool | None:
+            return True if not self._prompts_left(1) or not self._policy.admit(self._view()) else None
+
+        with self._changed:
+            self._check_open()
+            if self._wait(full, timeout_s) is None:
+                raise ReplayTimeoutError(
+                    f"wait_until_reserved('{self.partition_id}') timed out after {timeout_s:g} s, with room for "
+                    f"{self._policy.admit(self._view())} more groups: {self._describe()}."
+                )
+
+    def set_weight_version(self, weight_version: int) -> list[str]:
+        """Says that the trainer, and the rollout side, have new weights; evicts what is too stale for them.
+
+        Returns:
+            The names of the groups evicted.
+
+        Raises:
+            InvalidRequestError: A version below the present one.
+        """
+        with self._changed:
+            self._check_open()
+            if weight_version < self._weight_version:
+                raise InvalidRequestError(
+                    f"set_weight_version({weight_version}) refused: the version is {self._weight_version}. Expected no "
+                    "lower one; to go back, restore a save."
+                )
+            if weight_version > self._weight_version:
+                self._weight_version = weight_version
+                self._trained_since = 0
+            evicted = self._evict()
+            self._changed.notify_all()
+        self._clear_rows()
+        return evicted
+
+    def close(self) -> None:
+        """Wakes everybody who waits, with a `ReplayClosedError`, and detaches. Rows stay. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.close_data_plane()
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def snapshot(self) -> Iterator[dict[str, Any]]:
+        """The state as plain values; inside the block, no row of it is cleared.
+
+        Groups in training are ready again in the state, and those being made are to be generated again: a process that
+        starts from it has neither.
+        """
+        with self._changed:
+            state = self._state()
+            self._snapshots += 1
+        try:
+            yield state
+        finally:
+            with self._changed:
+                self._snapshots -= 1
+            self._clear_rows()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `snapshot` gave, in place of what is held now.
+
+        Raises:
+            InvalidRequestError: A state of another group size or partition.
+        """
+        for name, own in (("partition_id", self.partition_id), ("group_size", self.group_size)):
+            if state[name] != own:
+                raise InvalidRequestError(
+                    f"load_state refused: {name} is {state[name]!r} in the state and {own!r} in the buffer."
+                )
+        with self._changed:
+            self._check_open()
+            self._weight_version = state["weight_version"]
+            self._trained_since = state["trained_since"]
+            self._next_prompt = state["next_prompt"]
+            self._next_order = state["next_order"]
+            self._next_commit = state["next_commit"]
+            self._again = deque((prompt, attempt) for prompt, attempt in state["again"])
+            self._incarnations = dict(state["incarnations"])
+            self._counts = BufferCounts(**state["counts"])
+            self._groups = {}
+            for each in state["groups"]:
+                reservation = Reservation(**{**each["reservation"], "sample_ids": tuple(each["meta"]["sample_ids"])})
+                view = GroupView(
+                    group=reservation.group,
+                    weight_version=reservation.weight_version,
+                    order=reservation.order,
+                    committed=each["committed"],
+                )
+                self._groups[reservation.group] = _Group(reservation, view, KVBatchMeta(**each["meta"]))
+            self._changed.notify_all()
+
+    def _state(self) -> dict[str, Any]:
+        being_made = [each.reservation for each in self._groups.values() if each.meta is None]
+        return {
+            "partition_id": self.partition_id,
+            "group_size": self.group_size,
+            "weight_version": self._weight_version,
+            "trained_since": self._trained_since,
+            "next_prompt": self._next_prompt,
+            "next_order": self._next_order,
+            "next_commit": self._next_commit,
+            "again": [[each.prompt, each.attempt + 1] for each in being_made] + [list(each) for each in self._again],
+            "incarnations": dict(self._incarnations),
+            "counts": dataclasses.asdict(self._counts),
+            "groups": [
+                {
+                    "reservation": {
+                        name: value
+                        for name, value in dataclasses.asdict(each.reservation).items()
+                        if name != "sample_ids"
+                    },
+                    "committed": each.view.committed,
+                    "meta": dataclasses.asdict(each.meta),
+                }
+                for each in self._groups.values()
+                if each.meta is not None
+            ],
+        }
+
+    # --- inside; the lock is held -------------------------------------------------------------------------------------
+
+    def _wait(self, question: Callable[[], _T | None], timeout_s: float) -> _T | None:
+        """Asks until the answer is not None or the time is up."""
+        give_up = time.monotonic() + timeout_s
+        while (answer := question()) is None:
+            left_s = give_up - time.monotonic()
+            if left_s <= 0:
+                return None
+            self._changed.wait(left_s)
+            self._check_open()
+        return answer
+
+    def _view(self) -> BufferView:
+        return BufferView(
+            weight_version=self._weight_version,
+            trained_since=self._trained_since,
+            groups=tuple(each.view for each in self._groups.values()),
+        )
+
+    def _prompts_left(self, at_most: int) -> int:
+        """Prompts to be generated, again or for the first time; no more than ``at_most`` where they have no end."""
+        if self._num_prompts is None:
+            return at_most
+        return len(self._again) + self._num_prompts - self._next_prompt
+
+    def _drained(self) -> bool:
+        """Whether no further group will be committed."""
+        return not self._prompts_left(1) and all(each.meta is not None for each in self._groups.values())
+
+    def _describe(self) -> str:
+        views = [each.view for each in self._groups.values()]
+        made = sum(each.committed is None for each in views)
+        training = sum(each.selected for each in views)
+        slow = next((each.group for each in views if each.committed is None), None)
+        text = (
+            f"at version {self._weight_version}, of {len(views)} groups {made} are being made, "
+            f"{len(views) - made - training} are ready, {training} are in training ({self._policy})"
+        )
+        return text if slow is None else f"{text}; the first being made is '{slow}'"
+
+    def _new_reservation(self, collector: str) -> Reservation:
+        if self._again:
+            prompt, attempt = self._again.popleft()
+        else:
+            prompt, attempt = self._next_prompt, 0
+            self._next_prompt += 1
+        name = group_name(self._weight_version, prompt, attempt)
+        reservation = Reservation(
+            group=name,
+            prompt=prompt,
+            attempt=attempt,
+            weight_version=self._weight_version,
+            sample_ids=tuple(mint_sample_ids([name], self.group_size)),
+            collector=collector,
+            incarnation=self._incarnations.setdefault(collector, 0),
+            order=self._next_order,
+        )
+        view = GroupView(group=name, weight_version=self._weight_version, order=self._next_order)
+        self._next_order += 1
+        self._groups[name] = _Group(reservation, view)
+        self._counts.reserved += 1
+        return reservation
+
+    def _give_up(self, reservations: Iterable[Reservation], *, requeue: bool) -> None:
+        given_up = list(reservations)
+        self._drop([each.group for each in given_up])
+        self._counts.abandoned += len(given_up)
+        if requeue:
+            self._again.extend((each.prompt, each.attempt + 1) for each in given_up)
+        self._changed.notify_all()
+
+    def _evict(self) -> list[str]:
+        names = list(self._policy.evict(self._view()))
+        for name in names:
+            group = self._groups.get(name)
+            if group is None or not group.view.ready:
+                raise InvalidRequestError(
+                    f"{type(self._policy).__name__}.evict named group '{name}', which is "
+                    f"{'not held' if group is None else 'being made or in training'}. Expected ready groups."
+                )
+        if self._requeue_evicted:
+            gone = [self._groups[name].reservation for name in names]
+            self._again.extend((each.prompt, each.attempt + 1) for each in gone)
+        self._drop(names)
+        self._counts.evicted += len(names)
+        return names
+
+    def _checked(self, names: Sequence[str], wanted: int) -> list[str]:
+        wrong = [name for name in names if name not in self._groups or not self._groups[name].view.ready]
+        if wrong or len(set(names)) != wanted or len(names) != wanted:
+            raise InvalidRequestError(
+                f"{type(self._policy).__name__}.select named {len(names)} groups, {len(set(names))} of them different, "
+                f"and not ready: {preview(wrong) or 'none'}. Expected {wanted} ready groups, or None."
+            )
+        return list(names)
+
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            group = self._groups.pop(name)
+            self._to_clear.update(dict.fromkeys(group.reservation.sample_ids))
+
+    def _meta_of(self, names: Sequence[str]) -> KVBatchMeta:
+        metas = [meta for name in names if (meta := self._groups[name].meta) is not None]
+        if not metas:
+            return KVBatchMeta(self.partition_id, self.task_name, [], fields=[], sequence_lengths=[], tags=[])
+        return metas[0].concat(*metas[1:])
+
+    def _selected(self, meta: KVBatchMeta, operation: str) -> list[str]:
+        names = list(dict.fromkeys(group_of(sample_id) for sample_id in meta.sample_ids))
+        wrong = [name for name in names if name not in self._groups or not self._groups[name].view.selected]
+        if wrong:
+            raise InvalidRequestError(
+                f"{operation} refused: not in training: {preview(wrong)}. Expected groups of a select() that were not "
+                "consumed, discarded or put back since."
+            )
+        return names
+
+    def _is_held(self, reservation: Reservation) -> bool:
+        group = self._groups.get(reservation.group)
+        return group is not None and group.reservation == reservation and group.meta is None
+
+    def _check_held(self, reservations: Sequence[Reservation]) -> None:
+        lost = [each.group for each in reservations if not self._is_held(each)]
+        if lost:
+            raise ReservationLostError(
+                f"commit refused: no longer reserved: {preview(lost)}. Their prompts were given up, or the collector "
+                "was started anew.",
+                groups=lost,
+                hint="Clear the rows: abandon(reservations) does.",
+            )
+
+    def _check_incarnation(self, collector: str, incarnation: int | None) -> None:
+        newest = self._incarnations.get(collector, 0)
+        if incarnation is not None and incarnation != newest:
+            raise ReservationLostError(
+                f"reserve refused: collector '{collector}' was started {newest} times, this is start {incarnation}."
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ReplayClosedError(f"the replay buffer of '{self.partition_id}' is closed.")
+
+    # --- inside; without the lock -------------------------------------------------------------------------------------
+
+    def _clear_rows(self) -> None:
+        """Clears the rows of groups that are gone; ids that cannot be cleared now are tried again the next time."""
+        with self._changed:
+            if self._snapshots:
+                return  # the last one clears them
+            ids, self._to_clear = list(self._to_clear), {}
+        if not ids:
+            return
+        try:
+            self._require_dp_client().clear_samples(ids, self.partition_id)
+        except DataPlaneError:
+            with self._changed:
+                self._to_clear.update(dict.fromkeys(ids))
+            raise

@@ -1,0 +1,322 @@
+"""`Collector`: drives rollouts ahead of training, and leaves no half-written group behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, TypeAlias
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.columns import kv_first_write
+from dataplane_core.errors import (
+    CapacityExceededError,
+    DataPlaneError,
+    InvalidRequestError,
+    InvalidTypeError,
+    OperationTimeoutError,
+)
+from dataplane_core.meta import KVBatchMeta
+from dataplane_integrations.errors import (
+    CollectorFailedError,
+    ReplayClosedError,
+    ReplayTimeoutError,
+    ReservationLostError,
+)
+from dataplane_integrations.replay._buffer import ReplayBuffer
+from dataplane_integrations.replay._ids import Reservation
+from dataplane_integrations.replay._remote import RemoteReplayBuffer
+from dataplane_integrations.rollout import RolloutReceipt
+
+__all__ = ["Collector", "CollectorCounts", "Rollout"]
+
+#: Generates the groups reserved. Returns their columns (rows in the order of the reservations' ``sample_ids``), which
+#: the collector then writes; or, where the rollout actor has written them, their meta or receipt.
+Rollout: TypeAlias = Callable[[Sequence[Reservation]], "Mapping[str, Any] | KVBatchMeta | RolloutReceipt"]
+
+#: How long a thread waits for room before it looks whether it is to stop.
+_LOOK_S: Final = 0.2
+#: Pauses of a thread that a full store holds back.
+_FIRST_PAUSE_S: Final = 0.02
+_LONGEST_PAUSE_S: Final = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class CollectorCounts:
+    """What a collector has done.
+
+    Attributes:
+        groups: Groups committed.
+        failures: Rollouts or writes that failed; their rows were cleared, and their prompts are generated again.
+        held_back: Writes that found the store full, and waited.
+        last_error: The last failure, or None.
+    """
+
+    groups: int = 0
+    failures: int = 0
+    held_back: int = 0
+    last_error: BaseException | None = None
+
+
+class Collector:
+    """Threads that reserve groups, have them generated, write them and commit them, until stopped.
+
+    A context manager: entering starts it. Room for groups is reserved before anything is generated, so rollouts are
+    never further ahead than the policy allows. What fails on the way is rolled back: the rows of its groups are cleared
+    and their prompts generated again. A full store holds the threads back: a batch that does not fit waits, and is
+    written once there is room.
+
+    Args:
+        buffer: The buffer, or a `RemoteReplayBuffer`.
+        rollout: See `Rollout`. Called from several threads where ``num_threads`` is above 1.
+        client: Writes the columns that ``rollout`` returns. None: ``rollout`` returns metas.
+        name: Tells this collector from others on the same buffer; a new start under a name replaces the earlier one.
+        groups_per_call: Groups for one call of ``rollout``.
+        num_threads: Calls at the same time.
+        max_failures: Failures one after another after which to give up; the trainer then gets a
+            `CollectorFailedError`.
+        write_options: For `dataplane_core.kv_first_write`, such as ``pad_to_multiple``.
+
+    Raises:
+        InvalidRequestError: A number below 1.
+    """
+
+    def __init__(
+        self,
+        buffer: ReplayBuffer | RemoteReplayBuffer,
+        rollout: Rollout,
+        *,
+        client: DataPlaneClient | None = None,
+        name: str = "collector",
+        groups_per_call: int = 1,
+        num_threads: int = 1,
+        max_failures: int = 5,
+        write_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if min(groups_per_call, num_threads, max_failures) < 1:
+            raise InvalidRequestError(
+                f"Collector('{name}') refused: groups_per_call is {groups_per_call}, num_threads is {num_threads}, "
+                f"max_failures is {max_failures}. Expected 1 or more each."
+            )
+        self._buffer = buffer
+        self._rollout = rollout
+        self._client = client
+        self._name = name
+        self._groups_per_call = groups_per_call
+        self._num_threads = num_threads
+        self._max_failures = max_failures
+        self._write_options = dict(write_options or {})
+        self._threads: list[threading.Thread] = []
+        self._stop = threading.Event()
+        self._state = threading.Condition()
+        # guarded by _state
+        self._paused = 0
+        self._busy = 0
+        self._counts = CollectorCounts()
+        self._in_a_row = 0
+        self._error: BaseException | None = None
+
+    @property
+    def counts(self) -> CollectorCounts:
+        """What it has done so far; a copy."""
+        with self._state:
+            return dataclasses.replace(self._counts)
+
+    def start(self) -> None:
+        """Enlists with the buffer, which clears what an earlier start left behind, and starts the threads.
+
+        Raises:
+            InvalidRequestError: It runs already.
+        """
+        if self._threads:
+            raise InvalidRequestError(f"Collector('{self._name}').start refused: it was started already.")
+        incarnation = self._buffer.enlist(self._name)
+        self._threads = [
+            threading.Thread(target=self._run, args=(incarnation,), name=f"{self._name}-{number}", daemon=True)
+            for number in range(self._num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Lets rollouts that have begun end, and commits them; then the threads are gone. Idempotent.
+
+        Raises:
+            CollectorFailedError: It had given up; the cause is the last rollout's error.
+            OperationTimeoutError: A rollout did not end in time; its thread is left behind, and ends with the process.
+        """
+        self._stop.set()
+        with self._state:
+            self._state.notify_all()
+        for thread in self._threads:
+            thread.join(timeout_s)
+        if any(thread.is_alive() for thread in self._threads):
+            raise OperationTimeoutError(
+                f"collector '{self._name}' did not stop within {timeout_s:g} s: a rollout or a write still runs."
+            )
+        if self._error is not None:
+            raise CollectorFailedError(self._reason(self._error)) from self._error
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        """Waits until the threads have ended of themselves, as they do when the prompts are used up; else as `stop`."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+        self.stop(timeout_s=0.0)
+
+    @contextmanager
+    def quiet(self, timeout_s: float = 60.0) -> Iterator[None]:
+        """Within the block nothing is being generated: waits for what has begun, and begins nothing.
+
+        A save taken here holds no group half-made, so a run restored from it goes on exactly as this one does.
+
+        Raises:
+            OperationTimeoutError: A rollout did not end in time.
+        """
+        with self._state:
+            self._paused += 1
+            still = self._state.wait_for(lambda: self._busy == 0, timeout_s)
+        try:
+            if not still:
+                raise OperationTimeoutError(
+                    f"collector '{self._name}' is not quiet after {timeout_s:g} s: {self._busy} threads still generate."
+                )
+            yield
+        finally:
+            with self._state:
+                self._paused -= 1
+                self._state.notify_all()
+
+    def __enter__(self) -> Collector:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.stop()
+        except DataPlaneError:
+            if error is None:  # what went wrong in the block is the one to report
+                raise
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _run(self, incarnation: int) -> None:
+        try:
+            while self._begin():
+                try:
+                    if not self._one_round(incarnation):
+                        return
+                finally:
+                    with self._state:
+                        self._busy -= 1
+                        self._state.notify_all()
+        except (ReplayClosedError, ReservationLostError):
+            return  # the buffer is closed, or another start has taken over
+        except BaseException as error:
+            with self._state:
+                self._error = error
+            self._stop.set()
+            self._buffer.fail(self._reason(error), error)
+
+    def _begin(self) -> bool:
+        """Waits while paused; False: stop."""
+        with self._state:
+            self._state.wait_for(lambda: self._stop.is_set() or not self._paused)
+            if self._stop.is_set():
+                return False
+            self._busy += 1
+            return True
+
+    def _one_round(self, incarnation: int) -> bool:
+        """Reserves, generates, writes, commits; False: there are no more prompts."""
+        try:
+            reservations = self._buffer.reserve(
+                self._groups_per_call, collector=self._name, incarnation=incarnation, timeout_s=_LOOK_S
+            )
+        except ReplayTimeoutError:
+            return True  # no room yet
+        if not reservations:
+            return False
+        try:
+            self._buffer.commit(reservations, self._written(reservations))
+        except BaseException as error:
+            self._roll_back(reservations, error)
+            return True
+        with self._state:
+            self._counts.groups += len(reservations)
+            self._in_a_row = 0
+        return True
+
+    def _written(self, reservations: Sequence[Reservation]) -> KVBatchMeta:
+        """The meta of the groups' rows, all of which are in the store."""
+        made = self._rollout(reservations)
+        if isinstance(made, RolloutReceipt):
+            return made.meta
+        if isinstance(made, KVBatchMeta):
+            return made
+        if not isinstance(made, Mapping) or self._client is None:
+            raise InvalidTypeError(
+                f"collector '{self._name}': the rollout returned {type(made).__name__}. Expected "
+                + (
+                    "a meta or receipt of rows already written, as the collector has no client."
+                    if self._client is None
+                    else "columns, or a meta or receipt of rows already written."
+                )
+            )
+        ids = [sample_id for each in reservations for sample_id in each.sample_ids]
+        options = dict(self._write_options)
+        tags = [each.tags for each in reservations for _ in each.sample_ids]
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return kv_first_write(
+                    made,
+                    sample_ids=ids,
+                    dp_client=self._client,
+                    partition_id=self._buffer.partition_id,
+                    tags=tags,
+                    **options,
+                )
+            except DataPlaneError as error:
+                if not _found_no_room(error) or self._stop.is_set():
+                    raise
+                # a write that found no answer may have happened all the same
+                self._client.clear_samples(ids, self._buffer.partition_id)
+            with self._state:
+                self._counts.held_back += 1
+            self._stop.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _roll_back(self, reservations: Sequence[Reservation], error: BaseException) -> None:
+        try:
+            self._buffer.abandon(reservations)
+        except DataPlaneError as broken:
+            error.add_note(f"the rows written could not be cleared yet: {type(broken).__name__}: {broken}")
+        if isinstance(error, (ReplayClosedError, ReservationLostError)) or not isinstance(error, Exception):
+            raise error
+        with self._state:
+            self._counts.last_error = error
+            if _found_no_room(error) or _found_no_room(error.__cause__):  # in the rollout actor
+                self._counts.held_back += 1
+                self._state.wait_for(self._stop.is_set, _LONGEST_PAUSE_S)
+                return
+            self._counts.failures += 1
+            self._in_a_row += 1
+            give_up = self._in_a_row >= self._max_failures
+        if give_up:
+            raise error
+
+    def _reason(self, error: BaseException) -> str:
+        return (
+            f"collector '{self._name}' gave up after {self._in_a_row} failures one after another, the last: "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+def _found_no_room(error: BaseException | None) -> bool:
+    """Whether a write met a full store, or waited for room in vain."""
+    return isinstance(error, (CapacityExceededError, OperationTimeoutError)) and error.retryable

@@ -1,0 +1,232 @@
+"""`StreamingConsumer`: a trainer fed by the store's claims, while rollouts go on writing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Final
+
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.columns import read_columns
+from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError, LeaseExpiredError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.tags import TagFilter
+from dataplane_integrations.replay._ids import WEIGHT_VERSION_TAG
+
+__all__ = ["ClaimedBatch", "StreamingConsumer"]
+
+#: A lease is renewed so often within its time that two renewals may be lost.
+_RENEWALS_PER_LEASE: Final = 3.0
+#: At the end of a partition: how often to look whether a dead consumer's leases have run out.
+_LOOK_S: Final = 0.1
+
+
+class ClaimedBatch:
+    """Rows that this process holds on lease; a context manager around training on them.
+
+    Inside, a thread renews the lease. Leaving it after training acks the rows, then clears them; leaving it by an
+    exception gives them back to the pool at once. If the process dies, they go back when the lease ends.
+
+    Attributes:
+        meta: The rows, with tags and lease tokens.
+    """
+
+    def __init__(self, client: DataPlaneClient, meta: KVBatchMeta, lease_s: float, *, clear: bool) -> None:
+        self.meta = meta
+        self._client = client
+        self._lease_s = lease_s
+        self._clear = clear
+        self._done = threading.Event()
+        self._lost: LeaseExpiredError | None = None
+        self._thread = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
+
+    def read(self, select_fields: Sequence[str] | None = None, **options: Any) -> BatchedDataDict:
+        """The rows' columns, padded; arguments as of `dataplane_core.read_columns`."""
+        return read_columns(self._client, self.meta, select_fields, **options)
+
+    def check(self) -> None:
+        """Says whether the lease still holds, as far as the last renewal knows: ask before an optimizer step.
+
+        Raises:
+            LeaseExpiredError: It does not: another consumer may have been given the rows.
+        """
+        if self._lost is not None:
+            raise self._lost
+
+    def __enter__(self) -> ClaimedBatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        if error is not None:
+            try:
+                self._client.nack(self.meta)
+            except DataPlaneError as broken:  # they go back by themselves when the lease ends
+                error.add_note(f"the rows could not be given back: {type(broken).__name__}: {broken}")
+            return
+        self._client.ack(self.meta)
+        if self._clear:
+            self._client.clear_samples(self.meta.sample_ids, self.meta.partition_id)
+
+    def _renew(self) -> None:
+        while not self._done.wait(self._lease_s / _RENEWALS_PER_LEASE):
+            try:
+                self._client.renew(self.meta, self._lease_s)
+            except LeaseExpiredError as error:
+                self._lost = error
+                return
+            except DataPlaneError:  # the store may be back for the next renewal; if not, the ack says so
+                continue
+
+
+class StreamingConsumer:
+    """Claims batches as they become ready, until the partition can give no more.
+
+    Each row is trained on once: it is acked when its step is done, and an acked row is given to nobody again. The rows
+    of a consumer that is killed are given to another, or to itself after a restart, when its lease ends. Killed between
+    its ack and its clear, it leaves the rows of one batch behind: they take up room, but nobody is given them.
+
+    Example::
+
+        consumer = StreamingConsumer(client, "replay", "train", DP_TRAIN_FIELDS, 64, lease_s=120, max_staleness=2)
+        for batch in consumer:
+            with batch:
+                train_on(batch.read())
+                batch.check()
+                optimizer.step()
+            consumer.weight_version += 1
+
+    Args:
+        client: A client whose backend has claims and leases.
+        partition_id: A registered partition.
+        task_name: A task named at its registration.
+        fields: The columns that a row must have.
+        batch_size: Rows at a time; a multiple of the group size where the partition has one.
+        lease_s: How long a dead consumer's rows are held back; a living one's are renewed.
+        max_staleness: Give only rows whose tag ``weight_version`` is at most this far behind `weight_version`, and
+            clear the others (needs tag filters). None: any.
+        weight_version: The trainer's version at the start.
+        clear: Clear rows after the ack. False where further tasks read them.
+        timeout_s: How long to wait for a batch.
+
+    Attributes:
+        weight_version: The trainer's version; the trainer sets it.
+        num_stale: Rows cleared as too stale so far.
+
+    Raises:
+        InvalidRequestError: A negative staleness, or no lease.
+    """
+
+    def __init__(
+        self,
+        client: DataPlaneClient,
+        partition_id: str,
+        task_name: str,
+        fields: Sequence[str],
+        batch_size: int,
+        *,
+        lease_s: float = 60.0,
+        max_staleness: int | None = None,
+        weight_version: int = 0,
+        clear: bool = True,
+        timeout_s: float = 60.0,
+    ) -> None:
+        if lease_s <= 0 or (max_staleness is not None and max_staleness < 0):
+            raise InvalidRequestError(
+                f"StreamingConsumer('{partition_id}', '{task_name}') refused: lease_s is {lease_s}, max_staleness is "
+                f"{max_staleness}. Expected more than 0, and at least 0 or None."
+            )
+        self.weight_version = weight_version
+        self.num_stale = 0
+        self._client = client
+        self._partition_id = partition_id
+        self._task_name = task_name
+        self._fields = list(fields)
+        self._batch_size = batch_size
+        self._lease_s = lease_s
+        self._max_staleness = max_staleness
+        self._clear = clear
+        self._timeout_s = timeout_s
+
+    def __iter__(self) -> Iterator[ClaimedBatch]:
+        """Batches, until every row of the partition has been acked by this task.
+
+        Ends only where the partition was registered with ``num_samples``. The last batches may be smaller.
+
+        Raises:
+            ClaimTimeoutError: No batch within ``timeout_s``.
+        """
+        give_up: float | None = None
+        while True:
+            self.drop_stale()
+            meta = self._claim()
+            if meta.size:
+                give_up = None
+                yield ClaimedBatch(self._client, meta, self._lease_s, clear=self._clear)
+                continue
+            if self._is_over():
+                return
+            # what is left is on lease to others; a dead one's comes back when its lease ends
+            give_up = time.monotonic() + self._timeout_s if give_up is None else give_up
+            if time.monotonic() > give_up:
+                raise ClaimTimeoutError(
+                    f"StreamingConsumer('{self._partition_id}', '{self._task_name}'): the rows left are held by other "
+                    f"consumers, which did not settle them within {self._timeout_s:g} s."
+                )
+            time.sleep(_LOOK_S)
+
+    def drop_stale(self) -> int:
+        """Clears the rows that have become too stale; returns how many.
+
+        They are claimed first, so that none is taken away from a consumer that trains on it.
+        """
+        dropped = 0
+        while self._max_staleness is not None:
+            stale = self._client.claim_meta(
+                self._partition_id,
+                self._task_name,
+                self._fields,
+                self._batch_size,
+                blocking=False,
+                lease_s=self._lease_s,
+                tag_filter={WEIGHT_VERSION_TAG: ("<", self._oldest())},
+            )
+            if not stale.size:
+                break
+            self._client.ack(stale)
+            self._client.clear_samples(stale.sample_ids, self._partition_id)
+            dropped += stale.size
+        self.num_stale += dropped
+        return dropped
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _oldest(self) -> int:
+        assert self._max_staleness is not None
+        return self.weight_version - self._max_staleness
+
+    def _claim(self) -> KVBatchMeta:
+        fresh: TagFilter | None = None
+        if self._max_staleness is not None:
+            fresh = {WEIGHT_VERSION_TAG: (">=", self._oldest())}
+        return self._client.claim_meta(
+            self._partition_id,
+            self._task_name,
+            self._fields,
+            self._batch_size,
+            timeout_s=self._timeout_s,
+            lease_s=self._lease_s,
+            tag_filter=fresh,
+        )
+
+    def _is_over(self) -> bool:
+        """Whether no row is left that this task has not acked."""
+        held = self._client.list_samples(self._partition_id).size
+        return held == 0 or self._client.check_consumption_status(self._partition_id, [self._task_name])

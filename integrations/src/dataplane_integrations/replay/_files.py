@@ -1,0 +1,165 @@
+"""A save on disk: one file of rows and one manifest that names it, so that the newest whole save is always readable.
+
+The manifest is replaced by one rename, after everything that it names has reached the disk. So a crash at any point
+leaves the former save as it was; what a crash left lying is removed by the next save. No pickle.
+
+``manifest.json``: a first line ``{"format": "dataplane-replay", "version": 1, "sha256": ...}`` about the second, which
+holds the body. ``rows-*.bin``: the blocks of rows end to end; the body holds size and SHA-256 of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from dataplane_core.errors import CorruptDataError, MissingDataError, UnsupportedOperationError
+from dataplane_integrations.errors import ReplaySaveError
+
+__all__ = ["SavedFiles", "write_save"]
+
+MANIFEST: Final = "manifest.json"
+FORMAT: Final = "dataplane-replay"
+VERSION: Final = 1
+_ROWS_PREFIX: Final = "rows-"
+_TEMPORARY: Final = "manifest.json.new"
+
+
+def write_save(folder: str | os.PathLike[str], body: Mapping[str, Any], blocks: Iterable[bytes | bytearray]) -> None:
+    """Replaces the save in a folder, which is created where needed. One process at a time.
+
+    Args:
+        folder: The folder.
+        body: JSON values.
+        blocks: The rows; consumed one by one, so they need not be in memory together.
+
+    Raises:
+        ReplaySaveError: The disk refuses; the former save is as it was.
+    """
+    path = Path(folder)
+    try:
+        os.makedirs(path, exist_ok=True)
+        rows_name = f"{_ROWS_PREFIX}{uuid.uuid4().hex}.bin"
+        index = _write_blocks(path / rows_name, blocks)
+        text = json.dumps({**body, "rows_file": rows_name, "blocks": index}, separators=(",", ":")).encode()
+        head = {"format": FORMAT, "version": VERSION, "sha256": hashlib.sha256(text).hexdigest()}
+        _write_file(path / _TEMPORARY, [json.dumps(head).encode(), b"\n", text, b"\n"])
+        _sync_folder(path)
+        os.replace(path / _TEMPORARY, path / MANIFEST)
+        _sync_folder(path)
+        for each in sorted(path.glob(f"{_ROWS_PREFIX}*.bin")):
+            if each.name != rows_name:
+                os.unlink(each)
+    except OSError as error:
+        raise ReplaySaveError(
+            f"the save in '{path}' could not be written: {error.strerror or error}. A former save is as it was."
+        ) from error
+
+
+def _write_blocks(path: Path, blocks: Iterable[bytes | bytearray]) -> list[dict[str, Any]]:
+    index: list[dict[str, Any]] = []
+
+    def noted() -> Iterator[bytes | bytearray]:
+        for block in blocks:
+            index.append({"size_bytes": len(block), "sha256": hashlib.sha256(block).hexdigest()})
+            yield block
+
+    _write_file(path, noted())
+    return index
+
+
+def _write_file(path: Path, parts: Iterable[bytes | bytearray]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        for part in parts:
+            left = memoryview(part)
+            while left:
+                left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class SavedFiles:
+    """The newest save in a folder, checked.
+
+    Args:
+        folder: The folder.
+
+    Attributes:
+        body: What was given to `write_save`.
+
+    Raises:
+        MissingDataError: No save there.
+        UnsupportedOperationError: Written by a newer version of this package.
+        CorruptDataError: Not a save, or not as it was written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._path = Path(folder)
+        manifest = self._path / MANIFEST
+        try:
+            head_line, _, rest = manifest.read_bytes().partition(b"\n")
+        except FileNotFoundError as error:
+            raise MissingDataError(
+                f"no save in '{self._path}': there is no {MANIFEST}.", hint="save_replay(folder, ...) makes one."
+            ) from error
+        except OSError as error:
+            raise ReplaySaveError(f"the save in '{self._path}' cannot be read: {error.strerror or error}.") from error
+        try:
+            head = json.loads(head_line)
+            known = head["format"] == FORMAT
+            version = int(head["version"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptDataError(f"'{manifest}' is not the manifest of a save: its first line is damaged.") from error
+        if not known:
+            raise CorruptDataError(f"'{manifest}' says format {head['format']!r}. Expected {FORMAT!r}.")
+        if version > VERSION:
+            raise UnsupportedOperationError(
+                f"the save in '{self._path}' is of format version {version}. Expected at most {VERSION}.",
+                hint="Install the dataplane-integrations that wrote it, or a newer one.",
+            )
+        text = rest.removesuffix(b"\n")
+        if hashlib.sha256(text).hexdigest() != head.get("sha256"):
+            raise CorruptDataError(
+                f"'{manifest}' is not as it was written: {len(text)} bytes whose SHA-256 differs. It was truncated or "
+                "changed; take another save."
+            )
+        self.body: dict[str, Any] = json.loads(text)
+
+    def blocks(self) -> Iterator[bytes]:
+        """The blocks of rows, one by one, each checked.
+
+        Raises:
+            CorruptDataError: The file is missing, truncated, or not as it was written.
+        """
+        path = self._path / str(self.body["rows_file"])
+        where = f"'{path}' is not as it was written"
+        try:
+            with path.open("rb") as file:
+                for number, entry in enumerate(self.body["blocks"]):
+                    block = file.read(entry["size_bytes"])
+                    if len(block) != entry["size_bytes"]:
+                        raise CorruptDataError(
+                            f"{where}: block {number} has {len(block)} bytes. Expected {entry['size_bytes']}; the file "
+                            "was truncated."
+                        )
+                    if hashlib.sha256(block).hexdigest() != entry["sha256"]:
+                        raise CorruptDataError(f"{where}: the SHA-256 of block {number} differs; take another save.")
+                    yield block
+                if file.read(1):
+                    raise CorruptDataError(f"{where}: it goes on after its {len(self.body['blocks'])} blocks.")
+        except FileNotFoundError as error:
+            raise CorruptDataError(f"the save in '{self._path}' lacks its file {path.name}.") from error

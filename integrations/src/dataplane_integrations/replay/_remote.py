@@ -1,0 +1,116 @@
+"""`RemoteReplayBuffer`: a buffer that lives in a Ray actor, as other processes see it. Ray is imported when called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dataplane_core.errors import DataPlaneError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_integrations.errors import WorkerFailedError
+from dataplane_integrations.ray import wait_for_all
+from dataplane_integrations.replay._ids import Reservation
+from dataplane_integrations.replay._policies import BufferView
+
+__all__ = ["RemoteReplayBuffer"]
+
+
+class RemoteReplayBuffer:
+    """The operations of a `ReplayBuffer` that is a Ray actor; arguments and errors are the same.
+
+    The actor needs as many concurrent calls as processes wait in it at a time::
+
+        request = ActorRequest(name="replay buffer", cls=ReplayBuffer, args=(config, "replay", policy),
+                               kwargs={"group_size": 8}, max_concurrency=16)
+        buffer = RemoteReplayBuffer(start_actors([request]).actors["replay buffer"], "replay")
+
+    Args:
+        actor: Its handle.
+        partition_id: The buffer's partition.
+        timeout_s: How long an answer may take, beyond what the call itself may wait.
+
+    Raises:
+        WorkerFailedError: The actor died. Its book is lost; restore a save, or start with an empty one.
+        WorkerTimeoutError: No answer in time.
+    """
+
+    def __init__(self, actor: Any, partition_id: str, timeout_s: float = 60.0) -> None:
+        self.partition_id = partition_id
+        self._actor = actor
+        self._timeout_s = timeout_s
+
+    def enlist(self, collector: str = "collector") -> int:
+        """See `ReplayBuffer.enlist`."""
+        number: int = self._call("enlist", collector)
+        return number
+
+    def reserve(
+        self,
+        num_groups: int = 1,
+        *,
+        collector: str = "collector",
+        incarnation: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> list[Reservation]:
+        """See `ReplayBuffer.reserve`."""
+        reserved: list[Reservation] = self._call(
+            "reserve", num_groups, collector=collector, incarnation=incarnation, timeout_s=timeout_s, waits_s=timeout_s
+        )
+        return reserved
+
+    def commit(self, reservations: Sequence[Reservation], meta: KVBatchMeta) -> None:
+        """See `ReplayBuffer.commit`."""
+        self._call("commit", list(reservations), meta)
+
+    def abandon(self, reservations: Sequence[Reservation], *, requeue: bool = True) -> None:
+        """See `ReplayBuffer.abandon`."""
+        self._call("abandon", list(reservations), requeue=requeue)
+
+    def fail(self, message: str, cause: BaseException | None = None) -> None:
+        """See `ReplayBuffer.fail`."""
+        self._call("fail", message, cause)
+
+    def sweep(self) -> int:
+        """See `ReplayBuffer.sweep`."""
+        number: int = self._call("sweep")
+        return number
+
+    def select(self, num_groups: int, *, timeout_s: float = 60.0) -> KVBatchMeta:
+        """See `ReplayBuffer.select`."""
+        meta: KVBatchMeta = self._call("select", num_groups, timeout_s=timeout_s, waits_s=timeout_s)
+        return meta
+
+    def consume(self, meta: KVBatchMeta) -> None:
+        """See `ReplayBuffer.consume`."""
+        self._call("consume", meta)
+
+    def discard(self, meta: KVBatchMeta) -> None:
+        """See `ReplayBuffer.discard`."""
+        self._call("discard", meta)
+
+    def put_back(self, meta: KVBatchMeta) -> None:
+        """See `ReplayBuffer.put_back`."""
+        self._call("put_back", meta)
+
+    def wait_until_reserved(self, *, timeout_s: float = 60.0) -> None:
+        """See `ReplayBuffer.wait_until_reserved`."""
+        self._call("wait_until_reserved", timeout_s=timeout_s, waits_s=timeout_s)
+
+    def set_weight_version(self, weight_version: int) -> list[str]:
+        """See `ReplayBuffer.set_weight_version`."""
+        evicted: list[str] = self._call("set_weight_version", weight_version)
+        return evicted
+
+    def view(self) -> BufferView:
+        """See `ReplayBuffer.view`."""
+        view: BufferView = self._call("view")
+        return view
+
+    def _call(self, method: str, *args: Any, waits_s: float = 0.0, **kwargs: Any) -> Any:
+        call = getattr(self._actor, method).remote(*args, **kwargs)
+        try:
+            return wait_for_all({"replay buffer": call}, timeout_s=self._timeout_s + waits_s, doing=method)[0]
+        except WorkerFailedError as error:
+            if isinstance(error.__cause__, DataPlaneError):  # what the buffer itself said
+                raise error.__cause__ from None
+            raise

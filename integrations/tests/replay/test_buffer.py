@@ -1,0 +1,400 @@
+"""The life of a group in a replay buffer: reserved, committed, selected, consumed; or given up on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import InvalidRequestError, MissingDataError
+from dataplane_integrations.errors import (
+    CollectorFailedError,
+    ReplayClosedError,
+    ReplayTimeoutError,
+    ReservationLostError,
+)
+from dataplane_integrations.replay import (
+    InOrderPolicy,
+    ReadyFirstPolicy,
+    ReplayBuffer,
+    StalenessPolicy,
+    group_of,
+    parse_sample_id,
+)
+
+Make = Callable[..., ReplayBuffer]
+Held = Callable[[], list[str]]
+WAIT_S = 60.0
+
+
+def fill(buffer: ReplayBuffer, client: DataPlaneClient, write: Any, num_groups: int = 1) -> list[Any]:
+    reservations = buffer.reserve(num_groups, timeout_s=0)
+    buffer.commit(reservations, write(client, reservations))
+    return reservations
+
+
+# --- ids --------------------------------------------------------------------------------------------------------------
+
+
+def test_ids_and_tags_say_version_and_prompt(make_buffer: Make, client: DataPlaneClient, write: Any) -> None:
+    buffer = make_buffer(weight_version=7)
+    first, second = fill(buffer, client, write, 2)
+    assert first.sample_ids == ("v7_p0_g0", "v7_p0_g1")
+    assert second.sample_ids == ("v7_p1_g0", "v7_p1_g1")
+    assert parse_sample_id("v7_p1_g0") == {
+        "group": "v7_p1",
+        "weight_version": 7,
+        "prompt": 1,
+        "attempt": 0,
+        "index": 0,
+    }
+    listed = client.list_samples("replay", tag_filter={"weight_version": (">=", 7), "prompt": 1})
+    assert listed.sample_ids == ["v7_p1_g0", "v7_p1_g1"]
+    with pytest.raises(InvalidRequestError, match="not a versioned sample id"):
+        parse_sample_id("p1_g0")
+
+
+def test_a_prompt_that_is_generated_again_has_new_ids(make_buffer: Make) -> None:
+    buffer = make_buffer()
+    first, second = buffer.reserve(2)
+    buffer.abandon([first])
+    (again,) = buffer.reserve()
+    assert (again.prompt, again.attempt, again.sample_ids[0]) == (0, 1, "v0_p0r1_g0")
+    assert parse_sample_id(again.sample_ids[0])["attempt"] == 1
+    assert buffer.reserve()[0].prompt == second.prompt + 1
+
+
+# --- the way through --------------------------------------------------------------------------------------------------
+
+
+def test_groups_come_back_whole_with_their_tags_and_are_cleared_when_consumed(
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
+) -> None:
+    buffer = make_buffer()
+    reservations = buffer.reserve(2)
+    meta = write(client, reservations)
+    meta.stamp_tags({"reward": [0.0, 1.0, 2.0, 3.0]})
+    buffer.commit(reservations, meta.subset([3, 0, 2, 1]))
+    selected = buffer.select(2)
+    assert selected.sample_ids == ["v0_p0_g0", "v0_p0_g1", "v0_p1_g0", "v0_p1_g1"]
+    assert selected.sequence_lengths == [1, 2, 1, 2]
+    assert [tags["reward"] for tags in selected.tags or []] == [0.0, 1.0, 2.0, 3.0]
+    assert client.get_data(selected, ["input_ids"])["input_ids"].offsets().diff().tolist() == [1, 2, 1, 2]
+    assert len(pickle.dumps(selected)) < 2000
+    buffer.consume(selected)
+    assert held() == []
+    assert not buffer.view().groups
+    assert dataclasses.asdict(buffer.counts) == {
+        "reserved": 2,
+        "committed": 2,
+        "trained": 2,
+        "discarded": 0,
+        "evicted": 0,
+        "abandoned": 0,
+    }
+
+
+def test_take_reads_and_clears_in_one_go(make_buffer: Make, client: DataPlaneClient, write: Any, held: Held) -> None:
+    buffer = make_buffer()
+    fill(buffer, client, write, 2)
+    meta, columns = buffer.take(2)
+    assert columns["input_ids"].tolist() == [[0, 0], [0, 0], [1, 0], [1, 1]]
+    assert meta.size == 4
+    assert held() == []
+
+
+def test_a_read_that_fails_puts_the_groups_back(
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
+) -> None:
+    buffer = make_buffer()
+    fill(buffer, client, write, 2)
+    with pytest.raises(MissingDataError, match="advantages"):
+        buffer.take(2, ["advantages"])
+    assert len(held()) == 4
+    assert buffer.take(2)[0].size == 4
+
+
+def test_a_step_that_failed_puts_its_groups_back(make_buffer: Make, client: DataPlaneClient, write: Any) -> None:
+    buffer = make_buffer()
+    fill(buffer, client, write, 2)
+    meta = buffer.select(2)
+    with pytest.raises(ReplayTimeoutError, match="2 are in training"):
+        buffer.select(1, timeout_s=0)
+    buffer.put_back(meta)
+    assert buffer.select(2, timeout_s=0).sample_ids == meta.sample_ids
+
+
+def test_discarded_groups_are_cleared_and_do_not_count_as_trained(
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
+) -> None:
+    buffer = make_buffer()
+    fill(buffer, client, write, 4)
+    meta = buffer.select(2)
+    buffer.discard(meta.subset([1]))  # any row of a group names it
+    assert held() == ["v0_p1_g0", "v0_p1_g1", "v0_p2_g0", "v0_p2_g1", "v0_p3_g0", "v0_p3_g1"]
+    assert (buffer.counts.trained, buffer.counts.discarded, buffer.view().trained_since) == (0, 1, 0)
+    assert len(buffer.reserve(1, timeout_s=0)) == 1
+
+
+@pytest.mark.parametrize("operation", ["consume", "discard", "put_back"])
+def test_only_groups_in_training_can_be_settled(
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, operation: str
+) -> None:
+    buffer = make_buffer()
+    fill(buffer, client, write, 2)
+    meta = buffer.select(1)
+    other = client.list_samples("replay").subset([0, 2])  # of a group in training, and of one that is not
+    with pytest.raises(InvalidRequestError, match="not in training: 'v0_p1'"):
+        getattr(buffer, operation)(other)
+    assert len(held()) == 4
+    buffer.consume(meta)
+    with pytest.raises(InvalidRequestError, match="not in training: 'v0_p0'"):
+        getattr(buffer, operation)(meta)
+
+
+def test_a_commit_must_be_of_exactly_the_rows_reserved(make_buffer: Make, client: DataPlaneClient, write: Any) -> None:
+    buffer = make_buffer()
+    reservations = buffer.reserve(2)
+    meta = write(client, reservations)
+    for wrong in (meta.slice(0, 3), meta.subset([0, 1, 2, 3, 3])):
+        with pytest.raises(InvalidRequestError, match="Expected exactly the rows reserved"):
+            buffer.commit(reservations, wrong)
+    with pytest.raises(InvalidRequestError, match="only in one of both: 'v0_p1_g0', 'v0_p1_g1'"):
+        buffer.commit(reservations[:1], meta)
+    buffer.commit(reservations, meta)
+    with pytest.raises(ReservationLostError, match="no longer reserved: 'v0_p0', 'v0_p1'"):
+        buffer.commit(reservations, meta)
+
+
+# --- bounds and staleness ---------------------------------------------------------------------------------------------
+
+
+def test_a_reservation_waits_for_room_and_says_what_fills_it(
+    make_buffer: Make, client: DataPlaneClient, write: Any
+) -> None:
+    buffer = make_buffer()
+    fill(buffer, client, write, 3)
+    with pytest.raises(
+        ReplayTimeoutError, match=r"of 3 groups 0 are being made, 3 are ready, 0 are in training"
+    ) as info:
+        buffer.reserve(2, timeout_s=0)
+    assert info.value.retryable
+    assert len(buffer.reserve(1, timeout_s=0)) == 1
+    with pytest.raises(InvalidRequestError, match="admits 4 to an empty buffer"):
+        buffer.reserve(5)
+
+
+def test_room_appears_when_the_trainer_moves_on(make_buffer: Make, client: DataPlaneClient, write: Any) -> None:
+    buffer = make_buffer()
+    fill(buffer, client, write, 4)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(buffer.reserve, 2, timeout_s=WAIT_S)
+        buffer.consume(buffer.select(2))
+        # trained, but with the old weights a further group would be one version too stale when its turn comes
+        assert buffer.view().trained_since == 2
+        assert not waiting.done()
+        buffer.set_weight_version(1)
+        assert [each.weight_version for each in waiting.result(WAIT_S)] == [1, 1]
+
+
+def test_what_has_become_too_stale_is_evicted_and_cleared_but_not_what_is_in_training(
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
+) -> None:
+    buffer = make_buffer()
+    fill(buffer, client, write, 3)
+    (late,) = buffer.reserve(1)
+    training = buffer.select(1)
+    assert buffer.set_weight_version(1) == []
+    assert buffer.set_weight_version(2) == ["v0_p1", "v0_p2"]
+    assert held() == training.sample_ids
+    buffer.commit([late], write(client, [late]))  # ready only now, and too stale already
+    assert held() == training.sample_ids
+    assert buffer.counts.evicted == 3
+    buffer.consume(training)
+    with pytest.raises(InvalidRequestError, match="the version is 2"):
+        buffer.set_weight_version(1)
+
+
+def test_evicted_prompts_may_be_generated_again(make_buffer: Make, client: DataPlaneClient, write: Any) -> None:
+    buffer = make_buffer(requeue_evicted=True)
+    fill(buffer, client, write, 2)
+    buffer.set_weight_version(2)
+    assert [each.group for each in buffer.reserve(3)] == ["v2_p0r1", "v2_p1r1", "v2_p2"]
+
+
+def test_with_in_order_and_one_version_per_step_nothing_is_too_stale(
+    make_buffer: Make, client: DataPlaneClient, write: Any
+) -> None:
+    policy = InOrderPolicy(max_staleness=2, groups_per_version=3)
+    buffer = make_buffer(policy)
+    seen: list[int] = []
+    for version in range(8):
+        while policy.admit(buffer.view()):
+            fill(buffer, client, write)
+        meta = buffer.select(3, timeout_s=0)
+        seen += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
+        assert {version - tags["weight_version"] for tags in meta.tags or []} <= {0, 1, 2}
+        buffer.consume(meta)
+        buffer.set_weight_version(version + 1)
+    assert seen == list(range(24))
+    assert buffer.counts.evicted == 0
+
+
+def test_a_policy_that_breaks_the_rules_is_told_so(make_buffer: Make, client: DataPlaneClient, write: Any) -> None:
+    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+    class Wrong(StalenessPolicy):
+        evicts: bool = False
+
+        def select(self, view: Any, num_groups: int) -> list[str]:
+            return [view.groups[0].group] * num_groups
+
+        def evict(self, view: Any) -> list[str]:
+            return [each.group for each in view.groups] if self.evicts else []
+
+    buffer = make_buffer(Wrong(max_staleness=1, groups_per_version=2))
+    (made,) = buffer.reserve()
+    with pytest.raises(InvalidRequestError, match=r"Wrong.select named 1 groups, .* not ready: 'v0_p0'"):
+        buffer.select(1, timeout_s=0)
+    buffer.commit([made], write(client, [made]))
+    with pytest.raises(InvalidRequestError, match=r"Wrong.select named 2 groups, 1 of them different"):
+        buffer.select(2, timeout_s=0)
+    taking = make_buffer(Wrong(max_staleness=1, groups_per_version=2, evicts=True))
+    taking.reserve()
+    with pytest.raises(InvalidRequestError, match=r"Wrong.evict named group 'v0_p0', which is being made"):
+        taking.set_weight_version(1)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_groups_are_given_even_if_they_are_fewer(
+    make_buffer: Make, client: DataPlaneClient, write: Any
+) -> None:
+    buffer = make_buffer(num_prompts=3)
+    fill(buffer, client, write, 2)
+    buffer.consume(buffer.select(2))
+    buffer.set_weight_version(1)
+    (last,) = buffer.reserve(2)
+    with pytest.raises(ReplayTimeoutError, match="the first being made is 'v1_p2'"):
+        buffer.select(2, timeout_s=0)
+    with pytest.raises(ReplayTimeoutError):  # the last prompt may come back
+        buffer.reserve(timeout_s=0)
+    buffer.commit([last], write(client, [last]))
+    assert buffer.reserve(timeout_s=0) == []
+    buffer.consume(buffer.select(2, timeout_s=0))
+    assert buffer.select(2, timeout_s=0).size == 0
+
+
+def test_closing_wakes_who_waits(make_buffer: Make) -> None:
+    buffer = make_buffer()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(buffer.select, 1, timeout_s=WAIT_S)
+        buffer.close()
+        with pytest.raises(ReplayClosedError):
+            waiting.result(WAIT_S)
+    with pytest.raises(ReplayClosedError):
+        buffer.reserve()
+
+
+def test_a_trainer_that_waits_learns_that_rollouts_have_stopped(make_buffer: Make) -> None:
+    buffer = make_buffer()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(buffer.select, 1, timeout_s=WAIT_S)
+        buffer.fail("the engine is gone", OSError("no GPU"))
+        with pytest.raises(CollectorFailedError, match="the engine is gone") as info:
+            waiting.result(WAIT_S)
+    assert isinstance(info.value.__cause__, OSError)
+    buffer.enlist("collector")  # it is back
+    with pytest.raises(ReplayTimeoutError):
+        buffer.select(1, timeout_s=0)
+
+
+# --- dead collectors --------------------------------------------------------------------------------------------------
+
+
+def test_a_new_start_takes_over_what_the_dead_one_had_reserved(
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
+) -> None:
+    buffer = make_buffer()
+    first = buffer.enlist("a")
+    other = buffer.enlist("b")
+    committed, written, reserved = (buffer.reserve(collector="a", incarnation=first)[0] for _ in range(3))
+    (of_other,) = buffer.reserve(collector="b", incarnation=other)
+    buffer.commit([committed], write(client, [committed]))
+    write(client, [written])  # killed before its commit
+    client.put_samples(reserved.sample_ids[:1], "replay", tags=[reserved.tags])  # killed in the middle of the group
+    write(client, [of_other])
+    assert len(held()) == 7
+    second = buffer.enlist("a")
+    assert second == first + 1
+    assert held() == [*committed.sample_ids, *of_other.sample_ids]
+    again = buffer.reserve(2, collector="a", incarnation=second)
+    assert [each.group for each in again] == ["v0_p1r1", "v0_p2r1"]
+    with pytest.raises(ReservationLostError, match="collector 'a' was started 2 times, this is start 1"):
+        buffer.reserve(collector="a", incarnation=first, timeout_s=0)
+    with pytest.raises(ReservationLostError) as info:  # the dead one was only slow
+        buffer.commit([written], write(client, [written]))
+    assert info.value.groups == ("v0_p1",)
+    buffer.abandon([written])
+    assert held() == [*committed.sample_ids, *of_other.sample_ids]
+
+
+def test_rows_that_could_not_be_cleared_are_cleared_the_next_time(
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = make_buffer()
+    fill(buffer, client, write, 2)
+
+    def refuse(*_: Any) -> None:
+        raise MissingDataError("the store is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "clear_samples", refuse)
+        with pytest.raises(MissingDataError):
+            buffer.consume(buffer.select(1))
+    assert len(held()) == 4
+    buffer.consume(buffer.select(1))
+    assert held() == []
+
+
+# --- many threads -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [ReadyFirstPolicy, InOrderPolicy])
+def test_under_threads_every_group_is_trained_once_or_evicted_and_reads_never_meet_cleared_rows(
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, policy: type
+) -> None:
+    buffer = make_buffer(policy(max_staleness=1, groups_per_version=4), num_prompts=120)
+    trained: list[str] = []
+    lock = threading.Lock()
+
+    def roll() -> None:
+        while reservations := buffer.reserve(1, timeout_s=WAIT_S):
+            buffer.commit(reservations, write(client, reservations))
+            assert len(buffer.view().groups) <= 8
+
+    def train() -> None:
+        while True:
+            meta = buffer.select(2, timeout_s=WAIT_S)
+            if not meta.size:
+                return
+            rows = client.get_data(meta, ["input_ids"])["input_ids"].unbind()
+            assert [int(row[0]) for row in rows] == [parse_sample_id(each)["prompt"] for each in meta.sample_ids]
+            with lock:
+                trained.extend({group_of(each) for each in meta.sample_ids})
+                buffer.consume(meta)
+                buffer.set_weight_version(len(trained) // 4)
+
+    with ThreadPoolExecutor(6) as pool:
+        for done in [pool.submit(work) for work in (roll, roll, roll, train, train, train)]:
+            done.result(WAIT_S)
+    assert len(trained) == len(set(trained))
+    counts = buffer.counts
+    assert (counts.trained, counts.trained + counts.evicted, counts.committed) == (len(trained), 120, 120)
+    assert held() == []

@@ -1,0 +1,227 @@
+"""Collectors: rollouts ahead of training, failures rolled back, a full store waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dataplane_core import connect
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, InvalidTypeError, OperationTimeoutError
+from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
+from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer, parse_sample_id
+from dataplane_integrations.rollout import RolloutReceipt
+
+Make = Callable[..., ReplayBuffer]
+Held = Callable[[], list[str]]
+WAIT_S = 60.0
+
+
+def train_on_all(buffer: ReplayBuffer, num_groups: int = 2) -> list[int]:
+    """Trains to the end; the prompts in the order of training."""
+    prompts: list[int] = []
+    while (meta := buffer.select(num_groups, timeout_s=WAIT_S)).size:
+        prompts += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
+        buffer.consume(meta)
+        buffer.set_weight_version(buffer.weight_version + 1)
+    return prompts
+
+
+@pytest.mark.parametrize(("groups_per_call", "num_threads"), [(1, 1), (2, 1), (1, 3)])
+def test_every_prompt_is_generated_and_trained_on_once(
+    make_buffer: Make, client: DataPlaneClient, answers: Any, held: Held, groups_per_call: int, num_threads: int
+) -> None:
+    buffer = make_buffer(num_prompts=21)
+    with Collector(
+        buffer, answers, client=client, groups_per_call=groups_per_call, num_threads=num_threads
+    ) as collector:
+        assert train_on_all(buffer) == list(range(21))
+        collector.wait()
+    assert collector.counts.groups == 21
+    assert held() == []
+
+
+@pytest.mark.parametrize("as_receipt", [False, True])
+def test_rows_that_the_rollout_actor_has_written_are_taken_as_they_are(
+    make_buffer: Make, client: DataPlaneClient, write: Any, as_receipt: bool
+) -> None:
+    buffer = make_buffer(num_prompts=4)
+
+    def rollout(reservations: Any) -> Any:
+        meta = write(client, reservations)
+        meta.stamp_tags({"reward": [1.0] * meta.size})
+        return RolloutReceipt(meta=meta) if as_receipt else meta
+
+    with Collector(buffer, rollout):
+        meta = buffer.select(2, timeout_s=WAIT_S)
+    assert [tags["reward"] for tags in meta.tags or []] == [1.0] * 4
+
+
+def test_rollouts_run_while_the_trainer_trains_but_not_further_than_allowed(
+    make_buffer: Make, client: DataPlaneClient, answers: Any
+) -> None:
+    buffer = make_buffer()
+    begun = threading.Semaphore(0)
+
+    def rollout(reservations: Any) -> Any:
+        begun.release()
+        return answers(reservations)
+
+    with Collector(buffer, rollout, client=client) as collector:
+        meta = buffer.select(2, timeout_s=WAIT_S)  # in training from here
+        for _ in range(4):
+            assert begun.acquire(timeout=WAIT_S)
+        with pytest.raises(ReplayTimeoutError):
+            buffer.reserve(1, timeout_s=0)
+        with collector.quiet():
+            assert not begun.acquire(blocking=False)
+        buffer.consume(meta)
+        buffer.set_weight_version(1)
+        assert begun.acquire(timeout=WAIT_S)
+
+
+def test_a_rollout_that_fails_half_way_leaves_no_rows_and_its_prompt_comes_again(
+    make_buffer: Make, client: DataPlaneClient, answers: Any, write: Any, held: Held
+) -> None:
+    buffer = make_buffer(num_prompts=6)
+    failed: list[str] = []
+    seen: list[list[str]] = []
+
+    def rollout(reservations: Any) -> Any:
+        (each,) = reservations
+        if each.prompt in (1, 4) and not each.attempt:
+            client.put_samples(each.sample_ids[:1], "replay", tags=[each.tags])  # the first answer is written
+            failed.append(each.group)
+            raise RuntimeError("out of memory")
+        seen.append([sample_id for sample_id in held() if sample_id.rpartition("_g")[0] in failed])
+        return write(client, reservations)
+
+    with Collector(buffer, rollout) as collector:
+        assert sorted(train_on_all(buffer)) == list(range(6))
+    assert len(failed) == 2
+    assert not any(seen)
+    counts = collector.counts
+    assert (counts.groups, counts.failures, str(counts.last_error)) == (6, 2, "out of memory")
+    assert held() == []
+
+
+def test_a_rollout_that_always_fails_ends_the_collector_and_tells_the_trainer(
+    make_buffer: Make, client: DataPlaneClient, held: Held
+) -> None:
+    buffer = make_buffer()
+
+    def rollout(reservations: Any) -> Any:
+        raise OSError("no GPU")
+
+    collector = Collector(buffer, rollout, max_failures=3)
+    collector.start()
+    with pytest.raises(CollectorFailedError, match=r"gave up after 3 failures .* OSError: no GPU"):
+        buffer.select(1, timeout_s=WAIT_S)
+    with pytest.raises(CollectorFailedError, match=r"gave up after 3 failures .* OSError: no GPU") as info:
+        collector.stop()
+    assert isinstance(info.value.__cause__, OSError)
+    assert not buffer.view().groups
+
+
+@pytest.mark.parametrize(("returned", "message"), [(None, "NoneType"), ({"x": 1}, "the collector has no client")])
+def test_what_a_rollout_may_not_return_is_said(make_buffer: Make, returned: Any, message: str) -> None:
+    buffer = make_buffer()
+    collector = Collector(buffer, lambda reservations: returned, max_failures=1)
+    collector.start()
+    with pytest.raises(CollectorFailedError, match=message) as info:
+        collector.wait(WAIT_S)
+    assert isinstance(info.value.__cause__, InvalidTypeError)
+
+
+def test_numbers_that_make_no_sense_and_a_second_start_are_refused(
+    make_buffer: Make, client: DataPlaneClient, answers: Any
+) -> None:
+    buffer = make_buffer()
+    with pytest.raises(InvalidRequestError, match="num_threads is 0"):
+        Collector(buffer, answers, num_threads=0)
+    with Collector(buffer, answers, client=client) as collector, pytest.raises(InvalidRequestError, match="already"):
+        collector.start()
+
+
+def test_a_rollout_that_hangs_is_not_waited_for_without_end(make_buffer: Make, client: DataPlaneClient) -> None:
+    buffer = make_buffer()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def rollout(reservations: Any) -> Any:
+        begun.set()
+        go_on.wait(WAIT_S)
+        raise RuntimeError("interrupted")
+
+    collector = Collector(buffer, rollout)
+    collector.start()
+    assert begun.wait(WAIT_S)
+    with pytest.raises(OperationTimeoutError, match="1 threads still generate"), collector.quiet(timeout_s=0.05):
+        pass
+    with pytest.raises(OperationTimeoutError, match="did not stop"):
+        collector.stop(timeout_s=0.05)
+    go_on.set()
+    collector.stop()
+
+
+# --- a full store -----------------------------------------------------------------------------------------------------
+
+#: What the first batch of 2 groups takes; the store is given room for one and a half.
+ROOM = 120
+
+
+@pytest.fixture
+def small_store(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
+    """A store of little room that blocks or raises when it is full."""
+    options = {"capacity_bytes": ROOM, "on_full": request.param}
+    with connect({"backend": "noop", "options": options, "op_timeout_s": 0.2}) as client:
+        client.register_partition("replay", ["input_ids", "input_lengths"], None, ["train"], grpo_group_size=2)
+        yield client
+
+
+@pytest.mark.parametrize("small_store", ["block", "raise"], indirect=True)
+@pytest.mark.parametrize("written_by", ["collector", "rollout"])
+def test_a_full_store_holds_rollouts_back_and_loses_nothing(
+    small_store: DataPlaneClient, answers: Any, write: Any, written_by: str
+) -> None:
+    buffer = ReplayBuffer(
+        small_store,
+        "replay",
+        InOrderPolicy(max_staleness=3, groups_per_version=2),
+        group_size=2,
+        num_prompts=10,
+    )
+    rollout = answers if written_by == "collector" else lambda reservations: write(small_store, reservations)
+    client = small_store if written_by == "collector" else None
+    with Collector(buffer, rollout, client=client, max_failures=1) as collector:
+        give_up = time.monotonic() + WAIT_S
+        while not collector.counts.held_back:  # until the store is full
+            assert time.monotonic() < give_up, collector.counts
+            time.sleep(0.005)
+        assert len(small_store.list_samples("replay").sample_ids) < 16
+        assert sorted(train_on_all(buffer, 1)) == list(range(10))
+    counts = collector.counts
+    assert (counts.groups, counts.failures) == (10, 0)
+    assert small_store.list_samples("replay").sample_ids == []
+
+
+def test_a_store_that_is_away_for_a_while_costs_a_retry_only(
+    make_buffer: Make, client: DataPlaneClient, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = make_buffer(num_prompts=4)
+    put, calls = client.put_samples, []
+
+    def lossy(*args: Any, **kwargs: Any) -> Any:
+        meta = put(*args, **kwargs)
+        calls.append(meta)
+        if len(calls) == 2:
+            raise BackendUnavailableError("the reply was lost")  # the write has happened
+        return meta
+
+    monkeypatch.setattr(client, "put_samples", lossy)
+    with Collector(buffer, lambda reservations: write(client, reservations)):
+        assert sorted(train_on_all(buffer)) == [0, 1, 2, 3]
+    assert client.list_samples("replay").sample_ids == []

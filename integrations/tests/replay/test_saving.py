@@ -1,0 +1,415 @@
+"""Saves of a replay buffer: a run cut at any step goes on as if it had not been, and no crash costs the former save."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack
+
+from dataplane_core import connect, kv_first_write
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import (
+    CorruptDataError,
+    InvalidRequestError,
+    InvalidTypeError,
+    MissingDataError,
+    UnsupportedOperationError,
+)
+from dataplane_integrations.errors import ReplaySaveError
+from dataplane_integrations.replay import (
+    Collector,
+    InOrderPolicy,
+    ReadyFirstPolicy,
+    ReplayBuffer,
+    Reservation,
+    parse_sample_id,
+    restore_replay,
+    save_replay,
+)
+
+REGISTRATION: dict[str, Any] = {
+    "fields": ("x", "grade"),
+    "num_samples": None,
+    "consumer_tasks": ["train", "score"],
+    "grpo_group_size": 2,
+    "enums": {"grade": ["good", "bad"]},
+}
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def stores() -> Iterator[Callable[[], DataPlaneClient]]:
+    """Fresh stores, as a process has them that starts anew."""
+    opened: list[DataPlaneClient] = []
+
+    def new() -> DataPlaneClient:
+        opened.append(connect({"backend": "noop"}))
+        return opened[-1]
+
+    yield new
+    for client in opened:
+        client.close()
+
+
+# --- a run that is cut ------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A "model" of one float64 weight; rollouts and losses depend on every bit of it and on the version."""
+
+    def __init__(self, client: DataPlaneClient, folder: Path, *, resume: bool, num_steps: int) -> None:
+        self.client, self.folder, self.num_steps = client, folder, num_steps
+        policy = InOrderPolicy(max_staleness=1, groups_per_version=2)
+        self.buffer = ReplayBuffer(client, "replay", policy, group_size=2, num_prompts=2 * num_steps)
+        self.step = 0
+        self.losses: list[float] = []
+        self.weights = {0: torch.tensor(0.5, dtype=torch.float64)}
+        if resume:
+            restored = restore_replay(folder, client, buffer=self.buffer)
+            self.step = restored.extra["step"]
+            # what is in flight is made with the newest weights only, as nothing was in flight in the save
+            self.weights = {self.step: restored.extra["weight"]}
+        else:
+            client.register_partition("replay", **REGISTRATION)
+
+    def rollout(self, reservations: Sequence[Reservation]) -> dict[str, Any]:
+        rows = [(each, index) for each in reservations for index in range(2)]
+        values = [
+            torch.sin(self.weights[each.weight_version] * (7 * each.prompt + index + 1)).repeat(index + 1)
+            for each, index in rows
+        ]
+        padded = torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
+        return {
+            "x": padded,
+            "input_ids": padded.long(),
+            "input_lengths": torch.tensor([len(value) for value in values]),
+            "grade": ["good" if value[0] > 0 else "bad" for value in values],
+        }
+
+    def go(self, cut_at: int | None = None) -> list[float]:
+        with Collector(self.buffer, self.rollout, client=self.client) as collector:
+            while self.step < self.num_steps:
+                if self.step == cut_at:
+                    with collector.quiet():
+                        extra = {"step": self.step, "weight": self.weights[self.step]}
+                        save_replay(
+                            self.folder, self.client, buffer=self.buffer, registration=REGISTRATION, extra=extra
+                        )
+                    return self.losses
+                self.train()
+        return self.losses
+
+    def train(self) -> None:
+        meta, columns = self.buffer.take(2, timeout_s=WAIT_S)
+        ages = torch.tensor([self.step - tags["weight_version"] for tags in meta.tags or []])
+        signs = torch.tensor([1.0 if grade == "good" else -0.5 for grade in columns["grade"]], dtype=torch.float64)
+        weight = self.weights[self.step]
+        loss = (columns["x"].sum(1) * signs * (1 + ages)).mean() * weight
+        self.losses.append(loss.item())
+        self.buffer.wait_until_reserved(timeout_s=WAIT_S)
+        self.step += 1
+        self.weights[self.step] = weight - 0.1 * loss
+        self.buffer.set_weight_version(self.step)
+
+
+def test_a_run_cut_at_any_step_goes_on_as_one_that_was_not_cut(
+    stores: Callable[[], DataPlaneClient], tmp_path: Path
+) -> None:
+    whole = Run(stores(), tmp_path / "none", resume=False, num_steps=8).go()
+    assert len(whole) == 8
+    assert len(set(whole)) == 8
+    for cut_at in range(8):
+        folder = tmp_path / str(cut_at)
+        before = Run(stores(), folder, resume=False, num_steps=8).go(cut_at)
+        after = Run(stores(), folder, resume=True, num_steps=8).go()
+        assert before + after == whole, f"cut at step {cut_at}"
+
+
+def test_a_save_in_full_run_loses_and_doubles_no_prompt(
+    stores: Callable[[], DataPlaneClient], tmp_path: Path, answers: Any
+) -> None:
+    """No quiet moment: some groups are being made, some are ready, one is in training and is consumed meanwhile."""
+    policy = ReadyFirstPolicy(max_staleness=100, groups_per_version=1)
+    client = stores()
+    client.register_partition("replay", ["input_ids"], None, ["train"], grpo_group_size=2)
+    buffer = ReplayBuffer(client, "replay", policy, group_size=2, num_prompts=40)
+    prompts: list[int] = []
+    with Collector(buffer, answers, client=client, num_threads=3):
+        for _ in range(7):
+            meta = buffer.select(1, timeout_s=WAIT_S)
+            prompts.append(parse_sample_id(meta.sample_ids[0])["prompt"])
+            buffer.consume(meta)
+        meta = buffer.select(1, timeout_s=WAIT_S)
+        get, seen = client.get_samples, []
+
+        def get_and_consume(*args: Any) -> Any:
+            if not seen:
+                seen.append(meta)
+                buffer.consume(meta)  # its rows must stay until the save has read them
+            return get(*args)
+
+        client.get_samples = get_and_consume  # type: ignore[method-assign]
+        save_replay(tmp_path, client, buffer=buffer)
+        client.get_samples = get  # type: ignore[method-assign]
+        assert not set(client.list_samples("replay").sample_ids) & set(meta.sample_ids)
+        buffer.close()
+
+    client = stores()
+    client.register_partition("replay", ["input_ids"], None, ["train"], grpo_group_size=2)
+    buffer = ReplayBuffer(client, "replay", policy, group_size=2, num_prompts=40)
+    restore_replay(tmp_path, client, buffer=buffer)
+    with Collector(buffer, answers, client=client, num_threads=3):
+        while (meta := buffer.select(1, timeout_s=WAIT_S)).size:
+            rows = client.get_data(meta, ["input_ids"])["input_ids"].unbind()
+            prompts.append(parse_sample_id(meta.sample_ids[0])["prompt"])
+            assert [row.tolist() for row in rows] == [[prompts[-1]], [prompts[-1]] * 2]
+            buffer.consume(meta)
+    assert sorted(prompts) == list(range(40))
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_column_comes_back_bit_for_bit_without_pickle(
+    stores: Callable[[], DataPlaneClient], tmp_path: Path
+) -> None:
+    client = stores()
+    client.register_partition("replay", **{**REGISTRATION, "grpo_group_size": None})
+    num_rows = 600  # more than two blocks
+    ids = [f"r{row}" for row in range(num_rows)]
+    ragged = torch.nested.nested_tensor(
+        [torch.full((row % 4, 2), float(row), dtype=torch.bfloat16) for row in range(num_rows)], layout=torch.jagged
+    )
+    odd = torch.tensor([math.nan, -0.0, math.inf])
+    fields = {
+        "ragged": ragged,
+        "flag": torch.arange(num_rows) % 2 == 0,
+        "odd": odd.repeat(num_rows, 1),
+        "grade": np.array(["good", "bad"] * (num_rows // 2), dtype=object),
+        "log": NonTensorStack(*[{"role": "user", "tokens": torch.arange(row % 3)} for row in range(num_rows)]),
+    }
+    tags = [{"weight_version": row, "score": math.nan if row == 3 else row / 7, "text": "\u00e4"} for row in range(600)]
+    client.put_samples(ids, "replay", fields, tags=tags)
+    save_replay(tmp_path, client, partition_id="replay", fields=list(fields), registration=REGISTRATION_OF_ROWS)
+    other = stores()
+    restored = restore_replay(tmp_path, other)
+    assert restored.weight_version is None
+    assert restored.meta.sample_ids == ids
+    listed = other.list_samples("replay")
+    assert listed.sample_ids == ids
+    assert repr(listed.tags) == repr(tags)
+    mine, theirs = (each.get_samples(ids, "replay", list(fields)) for each in (client, other))
+    for name in ("flag", "odd"):
+        assert mine[name].dtype == theirs[name].dtype
+        assert mine[name].numpy().tobytes() == theirs[name].numpy().tobytes()
+    assert torch.equal(mine["ragged"].values(), theirs["ragged"].values())
+    assert torch.equal(mine["ragged"].offsets(), theirs["ragged"].offsets())
+    assert mine["grade"].tolist() == theirs["grade"].tolist()
+    assert repr(mine["log"].tolist()) == repr(theirs["log"].tolist())
+    with pytest.raises(InvalidRequestError, match="excellent"):  # the vocabulary is back too
+        other.put_samples(["x"], "replay", {"grade": np.array(["excellent"], dtype=object)})
+
+
+REGISTRATION_OF_ROWS = {**REGISTRATION, "grpo_group_size": None}
+
+
+def test_what_tasks_were_given_is_not_given_again(stores: Callable[[], DataPlaneClient], tmp_path: Path) -> None:
+    client = stores()
+    client.register_partition("replay", **REGISTRATION)
+    ids = [f"p{row // 2}_g{row % 2}" for row in range(12)]
+    client.put_samples(ids, "replay", {"x": torch.arange(12.0)})
+    scored = client.claim_meta("replay", "score", ["x"], 6)
+    trained = client.claim_meta("replay", "train", ["x"], 2)
+    given = {"score": scored.sample_ids, "train": trained.sample_ids}
+    save_replay(tmp_path, client, partition_id="replay", fields=["x"], registration=REGISTRATION, given=given)
+    other = stores()
+    restore_replay(tmp_path, other)
+    for task, first in (("score", 6), ("train", 2)):
+        assert client.claim_meta("replay", task, ["x"], 12 - first).sample_ids == ids[first:]
+        assert other.claim_meta("replay", task, ["x"], 12 - first).sample_ids == ids[first:]
+    with pytest.raises(InvalidRequestError, match="rows that are not held: 'p9_g0'"):
+        save_replay(tmp_path, client, partition_id="replay", fields=["x"], given={"score": ["p9_g0"]})
+
+
+def test_only_committed_rows_are_saved_and_what_is_in_training_is_ready_again(
+    stores: Callable[[], DataPlaneClient], tmp_path: Path
+) -> None:
+    client = stores()
+    client.register_partition("replay", **REGISTRATION)
+    policy = InOrderPolicy(max_staleness=1, groups_per_version=2)
+    buffer = ReplayBuffer(client, "replay", policy, group_size=2)
+    reservations = buffer.reserve(4)
+    for each in reservations[:3]:
+        batch = {"x": torch.tensor([1.0, 2.0])}
+        meta = kv_first_write(
+            batch, sample_ids=each.sample_ids, dp_client=client, partition_id="replay", tags=[each.tags] * 2
+        )
+        if each is not reservations[2]:
+            meta.stamp_tags({"answer": ["4", "5"]})
+            buffer.commit([each], meta)
+    buffer.select(1)
+    save_replay(tmp_path, client, buffer=buffer, registration=REGISTRATION, extra={"epoch": 3})
+    other = stores()
+    restored_buffer = ReplayBuffer(other, "replay", policy, group_size=2)
+    restored = restore_replay(tmp_path, other, buffer=restored_buffer)
+    assert restored.extra == {"epoch": 3}
+    assert other.list_samples("replay").sample_ids == ["v0_p0_g0", "v0_p0_g1", "v0_p1_g0", "v0_p1_g1"]
+    selected = restored_buffer.select(2, timeout_s=0)
+    assert [tags["answer"] for tags in selected.tags or []] == ["4", "5"] * 2
+    assert [each.group for each in restored_buffer.reserve(2)] == ["v0_p2r1", "v0_p3r1"]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(client: DataPlaneClient, tmp_path: Path) -> Path:
+    """A save of two rows."""
+    client.register_partition("replay", ["x"], None, ["train"])
+    client.put_samples(["a", "b"], "replay", {"x": torch.arange(2000.0).reshape(2, 1000)})
+    save_replay(tmp_path / "save", client, partition_id="replay", fields=["x"], registration=SMALL)
+    client.clear_samples(None, "replay")
+    return tmp_path / "save"
+
+
+SMALL = {"fields": ["x"], "num_samples": None, "consumer_tasks": ["train"]}
+
+
+def rows_file(saved: Path) -> Path:
+    (path,) = saved.glob("rows-*.bin")
+    return path
+
+
+def damage(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_damage_anywhere_is_found_before_anything_is_written(saved: Path, client: DataPlaneClient) -> None:
+    sound = {path: path.read_bytes() for path in saved.iterdir()}
+    harms: list[Callable[[], Any]] = []
+    for path, data in sound.items():
+        harms += [lambda path=path, at=at: damage(path, at) for at in range(0, len(data) - 1, max(1, len(data) // 40))]
+        harms += [
+            lambda path=path, size=size: path.write_bytes(path.read_bytes()[:size]) for size in (0, 1, len(data) // 2)
+        ]
+    harms.append(lambda: rows_file(saved).write_bytes(sound[rows_file(saved)] + b"x"))
+    harms.append(lambda: os.unlink(rows_file(saved)))
+    for harm in harms:
+        harm()
+        with pytest.raises((CorruptDataError, UnsupportedOperationError)):
+            restore_replay(saved, client)
+        with pytest.raises(KeyError):
+            client.list_samples("replay")
+        for path, data in sound.items():
+            path.write_bytes(data)
+    assert restore_replay(saved, client).meta.sample_ids == ["a", "b"]
+
+
+def test_refusals_say_what_is_wrong(saved: Path, client: DataPlaneClient, tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match=r"no save in '.*none'"):
+        restore_replay(tmp_path / "none", client)
+    policy = InOrderPolicy(max_staleness=1, groups_per_version=2)
+    with pytest.raises(InvalidRequestError, match="the save of 'replay' holds no buffer"):
+        restore_replay(saved, client, buffer=ReplayBuffer(client, "replay", policy, group_size=2))
+    head, _, body = (saved / "manifest.json").read_bytes().partition(b"\n")
+    (saved / "manifest.json").write_bytes(head.replace(b'"version": 1', b'"version": 2') + b"\n" + body)
+    with pytest.raises(UnsupportedOperationError, match=r"is of format version 2\. Expected at most 1"):
+        restore_replay(saved, client)
+    (saved / "manifest.json").write_bytes(b'{"format": "other", "version": 1}\n{}')
+    with pytest.raises(CorruptDataError, match="says format 'other'"):
+        restore_replay(saved, client)
+    with pytest.raises(InvalidRequestError, match="neither a buffer, nor a partition_id and fields"):
+        save_replay(tmp_path / "x", client, partition_id="replay")
+
+
+def test_a_buffer_of_another_shape_refuses_the_save(
+    client: DataPlaneClient, make_buffer: Any, write: Any, tmp_path: Path
+) -> None:
+    buffer = make_buffer()
+    reservations = buffer.reserve(1)
+    buffer.commit(reservations, write(client, reservations))
+    save_replay(tmp_path, client, buffer=buffer)
+    with pytest.raises(InvalidRequestError, match="group_size is 2 in the state and 3 in the buffer"):
+        restore_replay(tmp_path, client, buffer=make_buffer(group_size=3))
+
+
+def test_what_would_need_pickle_is_refused_and_the_former_save_stays(saved: Path, client: DataPlaneClient) -> None:
+    client.register_partition("replay", ["x"], None, ["train"])
+    with pytest.raises(InvalidTypeError):
+        save_replay(saved, client, partition_id="replay", fields=["x"], extra={"run": object()})
+    assert restore_replay(saved, client).meta.sample_ids == ["a", "b"]
+
+
+# --- crashes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_killed_at_any_step_leaves_a_whole_one(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("save_killed.py")
+    ran = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    results = json.loads(ran.stdout)
+    renamed = [each["step"] for each in results].index("replace")
+    assert renamed > 10
+    for number, each in enumerate(results):
+        assert each["whole"], each
+        assert each["read"] == (1 if number <= renamed else 2), each
+        assert each["next"] == 3, each
+        assert each["files"] == 2, each
+
+
+def test_the_manifest_is_renamed_only_after_all_that_it_names_is_on_the_disk(
+    saved: Path, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    opened: dict[int, str] = {}
+    real_open, fsync, replace = os.open, os.fsync, os.replace
+
+    def note_open(path: Any, *args: Any) -> int:
+        descriptor = real_open(path, *args)
+        opened[descriptor] = Path(path).name.partition("-")[0]
+        return descriptor
+
+    def note_sync(descriptor: int) -> None:
+        steps.append(f"sync {opened[descriptor]}")
+        fsync(descriptor)
+
+    def note_replace(*args: Any) -> None:
+        steps.append("replace")
+        replace(*args)
+
+    restore_replay(saved, client)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", note_open)
+        patch.setattr(os, "fsync", note_sync)
+        patch.setattr(os, "replace", note_replace)
+        save_replay(saved, client, partition_id="replay", fields=["x"])
+    assert steps == ["sync rows", "sync manifest.json.new", "sync save", "replace", "sync save"]
+
+
+def test_a_full_disk_is_said_and_the_former_save_stays(
+    saved: Path, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore_replay(saved, client)
+
+    def refuse(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", refuse)
+        with pytest.raises(ReplaySaveError, match=r"No space left on device\. A former save is as it was"):
+            save_replay(saved, client, partition_id="replay", fields=["x"])
+    assert restore_replay(saved, client).meta.sample_ids == ["a", "b"]
+    save_replay(saved, client, partition_id="replay", fields=["x"], registration=SMALL)
+    assert len(list(saved.iterdir())) == 2

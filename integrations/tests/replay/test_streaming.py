@@ -1,0 +1,165 @@
+"""The streaming consumer: rollouts and training overlap, each row is trained on once, stale rows go."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, LeaseExpiredError
+from dataplane_integrations.replay import StreamingConsumer
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def stream(client: DataPlaneClient) -> DataPlaneClient:
+    client.register_partition("replay", ["x"], 12, ["train"])
+    return client
+
+
+def put(client: DataPlaneClient, rows: range, weight_version: int = 0) -> None:
+    client.put_samples(
+        [f"v{weight_version}_p{row}_g0" for row in rows],
+        "replay",
+        {"x": torch.tensor(rows).unsqueeze(1)},
+        tags=[{"weight_version": weight_version}] * len(rows),
+    )
+
+
+def train_on(consumer: StreamingConsumer) -> list[list[int]]:
+    """Trains to the end; the rows of each batch."""
+    trained = []
+    for batch in consumer:
+        with batch:
+            trained.append(batch.read()["x"].flatten().tolist())
+    return trained
+
+
+def consumer_of(client: DataPlaneClient, **options: Any) -> StreamingConsumer:
+    return StreamingConsumer(client, "replay", "train", ["x"], 4, **{"timeout_s": WAIT_S, "lease_s": 5.0, **options})
+
+
+def test_batches_are_trained_on_while_rollouts_go_on(stream: DataPlaneClient) -> None:
+    trained, in_training = [], threading.Event()
+
+    def roll() -> None:
+        put(stream, range(4))
+        assert in_training.wait(WAIT_S)  # the further rows are written while the first batch is trained on
+        put(stream, range(4, 9))
+        put(stream, range(9, 12))
+
+    thread = threading.Thread(target=roll)
+    thread.start()
+    for batch in consumer_of(stream):
+        with batch:
+            trained.append(batch.read()["x"].flatten().tolist())
+            in_training.set()
+            thread.join(WAIT_S)
+            batch.check()
+    assert trained == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert stream.list_samples("replay").size == 0
+
+
+def test_a_step_that_fails_gives_its_rows_back_at_once(stream: DataPlaneClient) -> None:
+    put(stream, range(12))
+    with pytest.raises(RuntimeError, match="out of memory"), next(iter(consumer_of(stream, lease_s=600.0))):
+        raise RuntimeError("out of memory")
+    assert train_on(consumer_of(stream)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_a_lease_outlives_its_time_as_long_as_the_consumer_lives(stream: DataPlaneClient) -> None:
+    put(stream, range(12))
+    renewed, renew = threading.Semaphore(0), stream.renew
+
+    def counted(*args: Any) -> None:
+        renew(*args)
+        renewed.release()
+
+    stream.renew = counted  # type: ignore[method-assign]
+    batch = next(iter(consumer_of(stream, lease_s=2.0)))
+    with batch:
+        for _ in range(4):  # at a third of a lease each
+            assert renewed.acquire(timeout=WAIT_S)
+        taken = stream.claim_meta("replay", "train", ["x"], 12, blocking=False)
+        assert not set(taken.sample_ids) & set(batch.meta.sample_ids)
+
+
+def test_a_lost_lease_is_said_before_the_optimizer_step_and_nothing_is_cleared(stream: DataPlaneClient) -> None:
+    put(stream, range(12))
+    batch = next(iter(consumer_of(stream, lease_s=0.3)))
+    noticed = threading.Event()
+    renew = stream.renew
+
+    def lost(*args: Any) -> None:
+        try:
+            stream.nack(batch.meta)  # as if it had come too late
+            renew(*args)
+        finally:
+            noticed.set()
+
+    stream.renew = lost  # type: ignore[method-assign]
+    batch.__enter__()
+    assert noticed.wait(WAIT_S)
+    batch._thread.join(WAIT_S)
+    with pytest.raises(LeaseExpiredError):
+        batch.check()
+    with pytest.raises(LeaseExpiredError):  # without the check: the ack refuses
+        batch.__exit__(None, None, None)
+    assert stream.list_samples("replay").size == 12
+
+
+def test_stale_rows_are_cleared_and_never_trained_on(stream: DataPlaneClient) -> None:
+    for version in range(4):
+        put(stream, range(3 * version, 3 * version + 3), version)
+    trained = []
+    consumer = consumer_of(stream, max_staleness=1, weight_version=1)
+    for batch in consumer:
+        with batch:
+            trained.append(batch.read()["x"].flatten().tolist())
+        consumer.weight_version += 2
+    assert trained == [[0, 1, 2, 3], [6, 7, 8, 9]]
+    assert consumer.num_stale == 4
+    assert stream.list_samples("replay").size == 0
+
+
+def test_stale_rows_that_another_consumer_trains_on_are_left_to_it(stream: DataPlaneClient) -> None:
+    put(stream, range(12))
+    held = next(iter(consumer_of(stream)))
+    other = consumer_of(stream, max_staleness=0, weight_version=3)
+    with held:
+        assert other.drop_stale() == 8
+        assert held.read()["x"].flatten().tolist() == [0, 1, 2, 3]
+    assert stream.list_samples("replay").size == 0
+
+
+def test_rows_are_kept_for_further_tasks(client: DataPlaneClient) -> None:
+    client.register_partition("replay", ["x"], 4, ["train", "score"])
+    put(client, range(4))
+    for task in ("train", "score"):
+        assert train_on(StreamingConsumer(client, "replay", task, ["x"], 4, clear=False)) == [[0, 1, 2, 3]]
+    assert client.check_consumption_status("replay", ["train", "score"])
+    assert client.list_samples("replay").size == 4
+
+
+def test_a_consumer_waits_for_a_dead_ones_lease_but_not_without_end(stream: DataPlaneClient) -> None:
+    put(stream, range(12))
+    dead = stream.claim_meta("replay", "train", ["x"], 4, lease_s=600.0)
+    with pytest.raises(ClaimTimeoutError, match=r"held by other consumers, which did not settle them within 0\.2 s"):
+        train_on(consumer_of(stream, timeout_s=0.2))
+    assert stream.list_samples("replay").sample_ids == dead.sample_ids
+
+
+def test_no_batch_in_time_is_an_error_that_says_so(stream: DataPlaneClient) -> None:
+    put(stream, range(3))
+    with pytest.raises(ClaimTimeoutError, match="3 of 4 samples were ready"):
+        next(iter(consumer_of(stream, timeout_s=0.1)))
+
+
+@pytest.mark.parametrize("options", [{"lease_s": 0.0}, {"max_staleness": -1}])
+def test_numbers_that_make_no_sense_are_refused(stream: DataPlaneClient, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="Expected more than 0, and at least 0 or None"):
+        consumer_of(stream, **options)

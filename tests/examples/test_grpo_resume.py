@@ -1,0 +1,146 @@
+"""Saving a run of the GRPO example and going on with it: after a kill, and when the save is not what it should be."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grpo.checkpoint import Checkpoints
+from grpo.config import RunConfig, load_config
+from grpo.errors import RunFailedError, UserError
+from grpo_runs import assert_gone, finish, read_metrics, results, running_past, start, without_ray_agents, write_config
+
+
+def newest_step(out: Path) -> int:
+    return max(int(path.name.removeprefix("step_")) for path in (out / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.timeout(540)  # three whole runs
+@pytest.mark.parametrize(
+    ("path", "uncut", "arguments"),  # over two paths where there are two: results do not depend on how rows travel
+    [
+        ("redis_store", "in-memory", ()),
+        ("redis_store", "tq_simple", ("--mode", "async")),
+        pytest.param("in-memory", "in-memory", (), marks=pytest.mark.long),
+        pytest.param("tq_simple", "tq_simple", ("--dynamic-sampling",), marks=pytest.mark.long),
+        pytest.param("tq_simple", "in-memory", ("--tp", "2", "--packing"), marks=pytest.mark.long),
+        pytest.param("tq_simple", "redis_store", ("--mode", "async", "--staleness", "3"), marks=pytest.mark.long),
+    ],
+)
+def test_a_run_killed_at_a_random_step_goes_on_to_the_results_of_one_that_was_not(
+    tmp_path: Path, path: str, uncut: str, arguments: tuple[str, ...]
+) -> None:
+    config = write_config(tmp_path)
+    killed = random.randint(2, 6)
+    endless = start(config, tmp_path / "cut", *arguments, "--steps", "100000", "--save-every", "1", path=path)
+    with running_past(killed, endless) as run:
+        run.process.kill()
+        run.process.wait()
+        assert_gone(without_ray_agents(run.family))
+    saved = newest_step(tmp_path / "cut")
+    assert saved >= killed - 1
+
+    length = ("--steps", str(saved + 2))
+    code, out, err = finish(start(config, tmp_path / "cut", *arguments, *length, "--resume", path=path))
+    assert (code, err) == (0, "")
+    assert f"going on after step {saved}, from " in out
+    assert re.findall(r"^step +(\d+)/", out, re.MULTILINE) == [str(saved + 1), str(saved + 2)]
+    assert finish(start(config, tmp_path / "uncut", *arguments, *length, path=uncut))[0] == 0
+    assert results(read_metrics(tmp_path / "cut")) == results(read_metrics(tmp_path / "uncut")), f"killed at {killed}"
+    ends = [json.loads((tmp_path / name / "summary.json").read_text())["evaluation"] for name in ("cut", "uncut")]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", ["in-memory", "redis_store", "tq_simple"])
+def test_a_killed_run_leaves_no_process(tmp_path: Path, path: str) -> None:
+    endless = start(write_config(tmp_path), tmp_path / "out", "--steps", "100000", path=path)
+    with running_past(1, endless) as run:
+        run.process.kill()
+        run.process.wait()
+        assert_gone(run.family)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return load_config(write_config(tmp_path), {})
+
+
+def write(checkpoints: Checkpoints, step: int, write_state: Callable[[Path], None] | None = None) -> Path:
+    def one_file(folder: Path) -> None:
+        (folder / "rank_0.pt").write_bytes(b"state")
+
+    records = [{"step": number, "reward": 0.5} for number in range(1, step + 1)]
+    return checkpoints.write(records, {"sampled": 0.5}, torch.arange(3.0).numpy(), write_state or one_file)
+
+
+def test_a_save_comes_back_and_the_newest_ones_stay(tmp_path: Path, config: RunConfig) -> None:
+    checkpoints = Checkpoints(tmp_path, config)
+    places = [write(checkpoints, step) for step in (2, 4, 6)]
+    assert [place.exists() for place in places] == [False, True, True]
+    assert sorted(path.name for path in places[2].parent.iterdir()) == ["step_000004", "step_000006"]
+    save = checkpoints.newest()
+    assert (save.folder, save.step, len(save.records), save.evaluation) == (places[2], 6, 6, {"sampled": 0.5})
+    assert save.reference_weights().tolist() == [0.0, 1.0, 2.0]
+    assert (save.folder / "rank_0.pt").read_bytes() == b"state"
+
+
+def test_a_save_that_breaks_off_leaves_the_last_one_in_force(tmp_path: Path, config: RunConfig) -> None:
+    checkpoints = Checkpoints(tmp_path, config)
+    first = write(checkpoints, 2)
+
+    def fails(folder: Path) -> None:
+        (folder / "rank_0.pt").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(RunFailedError, match=r"cannot be saved to .*step_000004: .*No space left.*Earlier saves are"):
+        write(checkpoints, 4, fails)
+    assert checkpoints.newest().folder == first
+    assert write(checkpoints, 4).exists()  # over what the broken one left
+    assert [path.name for path in first.parent.glob(".*")] == []
+
+
+def test_a_damaged_save_is_named_and_the_one_before_serves(tmp_path: Path, config: RunConfig) -> None:
+    checkpoints = Checkpoints(tmp_path, config)
+    write(checkpoints, 2)
+    newest = write(checkpoints, 4)
+    (newest / "rank_0.pt").write_bytes(b"statE")
+    with pytest.raises(UserError, match=r"step_000004 is damaged: rank_0\.pt is not what was written\. Remove that"):
+        checkpoints.newest()
+    shutil.rmtree(newest)
+    assert checkpoints.newest().step == 2
+
+
+def test_a_save_of_another_format_or_configuration_is_refused(tmp_path: Path, config: RunConfig) -> None:
+    place = write(Checkpoints(tmp_path, config), 2)
+    other = {"seed": 6, "grpo.clip_ratio": 0.3, "grpo.steps": 50, "ray.step_timeout_s": 9, "saving.every": 3}
+    with pytest.raises(UserError) as caught:
+        Checkpoints(tmp_path, load_config(tmp_path / "config.yaml", other)).newest()
+    assert str(caught.value).splitlines()[1:] == [
+        "  grpo.clip_ratio: saved with 0.2, now 0.3",
+        "  seed: saved with 5, now 6",
+    ]
+    (tmp_path / "prompts.jsonl").write_text("another file")
+    with pytest.raises(UserError, match="prompts sha256: saved with"):
+        Checkpoints(tmp_path, config).newest()
+    manifest: dict[str, Any] = json.loads((place / "save.json").read_text())
+    (place / "save.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(UserError, match="has format 99, this program reads 1"):
+        Checkpoints(tmp_path, config).newest()
+
+
+def test_a_new_run_does_not_mix_with_the_saves_of_another(tmp_path: Path, config: RunConfig) -> None:
+    checkpoints = Checkpoints(tmp_path, config)
+    checkpoints.refuse_to_mix()
+    with pytest.raises(UserError, match=r"--resume: .*checkpoints holds no save\. Give the --out"):
+        checkpoints.newest()
+    write(checkpoints, 2)
+    with pytest.raises(UserError, match=r"saves of an earlier run, the newest is step_000002\. Go on with it"):
+        checkpoints.refuse_to_mix()

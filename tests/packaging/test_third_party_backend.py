@@ -18,7 +18,7 @@ from dataplane_core import connect
 
 config, ids = {"backend": "sqlite_example", "options": {"path": sys.argv[1]}}, sys.argv[2:]
 client = connect(config)
-assert client.scope == "host"
+assert client.scope == "host" and "durable" in client.capabilities
 client.register_partition("train", ["tokens", "reward"], len(ids), ["trainer"], grpo_group_size=2)
 for first in range(0, len(ids), 2):
     rows = torch.nested.nested_tensor([torch.full((first + 1,), first), torch.arange(3)], layout=torch.jagged)
@@ -79,13 +79,11 @@ def installed(clean):
 
 
 def test_it_is_found_by_name_and_nothing_of_the_checkout_is_there(installed):
-    done = installed.run("dataplane", "backends", "--load", "--json")
+    done = installed.run("dataplane", "backends", "--json")
     assert done.returncode == 0, done.stderr
-    rows = {row["name"]: row for row in json.loads(done.stdout)}
-    assert rows["sqlite_example"]["distribution"] == "dataplane-sqlite-example"
-    assert rows["sqlite_example"]["scope"] == "host"
-    assert "durable" in rows["sqlite_example"]["capabilities"]
-    assert "noop" not in rows
+    found = {row["name"]: row["distribution"] for row in json.loads(done.stdout)}
+    assert found["sqlite_example"] == "dataplane-sqlite-example"
+    assert "noop" not in found
 
 
 def test_a_job_across_processes_survives_two_kills(installed, tmp_path):

@@ -81,15 +81,14 @@ class Rollout(DataPlaneRolloutMixin):
 
 def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneClient, toy_worker: Any) -> None:
     workers = [toy_worker(dp_rank=0), toy_worker(dp_rank=1)]
-    policy = DataPlanePolicy(
-        InProcessWorkerGroup(workers), plane, router_replay=True, train_fields=["input_ids", "input_lengths"]
-    )
     rollout = Rollout()
     rollout.setup_data_plane(plane)
-    policy.prepare_step("train")
-    meta = rollout.write(BatchedDataDict({**_batch(), ROUTED_EXPERTS_FIELD: _recorded()}))
-    policy.get_logprobs_from_meta(meta)
-    policy.train_from_meta(meta, 1.0)
+    group = InProcessWorkerGroup(workers)
+    with DataPlanePolicy(group, plane, router_replay=True, train_fields=["input_ids", "input_lengths"]) as policy:
+        policy.prepare_step("train")
+        meta = rollout.write(BatchedDataDict({**_batch(), ROUTED_EXPERTS_FIELD: _recorded()}))
+        policy.get_logprobs_from_meta(meta)
+        policy.train_from_meta(meta, 1.0)
 
     stored = plane.get_samples(meta.sample_ids, "train", [ROUTED_EXPERTS_FIELD])[ROUTED_EXPERTS_FIELD]
     for row, recorded, length in zip(stored.unbind(), _recorded(), LENGTHS, strict=True):
@@ -99,14 +98,12 @@ def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneCl
         assert sum(data.size for data in seen) == len(LENGTHS)
         for data in seen:
             assert data[ROUTED_EXPERTS_FIELD].dtype == torch.int16
-            for ids, experts, length in zip(
-                data["input_ids"], data[ROUTED_EXPERTS_FIELD], data["input_lengths"], strict=True
-            ):
-                [row] = [i for i, n in enumerate(LENGTHS) if n == length]
+            columns = (data["input_ids"], data[ROUTED_EXPERTS_FIELD], data["input_lengths"].tolist())
+            for ids, experts, length in zip(*columns, strict=True):
+                row = LENGTHS.index(length)
                 assert torch.equal(ids[:length], _batch()["input_ids"][row, :length])
                 assert torch.equal(experts[:length], _recorded()[row, :length])
                 assert bool((experts[length:] == -1).all()), "padding names no expert"
-    policy.finish_step()
 
 
 def test_rows_without_their_routing_are_refused_at_the_write(plane: DataPlaneClient) -> None:
@@ -119,12 +116,12 @@ def test_rows_without_their_routing_are_refused_at_the_write(plane: DataPlaneCli
 
 
 def test_rows_without_their_routing_are_refused_at_the_fetch(plane: DataPlaneClient, toy_worker: Any) -> None:
-    policy = DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), plane, router_replay=True)
-    policy.prepare_step("train")
     ids = [f"p{i}_g0" for i in range(len(LENGTHS))]
-    meta = kv_first_write(_batch(), sample_ids=ids, dp_client=plane, partition_id="train")
-    with pytest.raises(WorkerFailedError) as caught:
-        policy.get_logprobs_from_meta(meta)
+    with DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), plane, router_replay=True) as policy:
+        policy.prepare_step("train")
+        meta = kv_first_write(_batch(), sample_ids=ids, dp_client=plane, partition_id="train")
+        with pytest.raises(WorkerFailedError) as caught:
+            policy.get_logprobs_from_meta(meta)
     assert isinstance(caught.value.__cause__, MissingDataError)
     assert "routed_experts" in caught.value.__cause__.message
     assert "required_fields=['routed_experts']" in (caught.value.__cause__.hint or "")

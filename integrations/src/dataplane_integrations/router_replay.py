@@ -184,7 +184,7 @@ class RecordedRouting:
                 parts = [torch.empty_like(used) for _ in range(dist.get_world_size(self._group))]
                 dist.all_gather(parts, used.contiguous(), group=self._group)
                 used = torch.cat(parts)
-            columns[layer.router.layer_number] = used.unflatten(0, (-1, num_rows)).transpose(0, 1)
+            columns[layer.router.layer_number] = used.view(-1, num_rows, used.shape[-1]).transpose(0, 1)
         elsewhere = torch.full_like(next(iter(columns.values())), -1)
         return torch.stack([columns.get(number, elsewhere) for number in self._moe_layers], dim=2)
 

@@ -106,9 +106,7 @@ def check_streaming(store: DataPlaneClient, folder: Path, kills: list[tuple[str,
     assert set(trained) == {f"v1_p{group}_g{index}" for group in range(GROUPS) for index in range(2)}
     again = len(trained) - len(set(trained))
     assert again == BATCH * sum(point == "trained" for point, _ in kills)
-    left = store.list_samples("replay")
-    assert left.size == BATCH * sum(point == "acked" for point, _ in kills)
-    assert not left.size or store.check_consumption_status("replay", ["train"])
+    assert store.list_samples("replay").size == 0, "rows that were acked and not cleared are left"
     store.clear_samples(None, "replay")
 
 

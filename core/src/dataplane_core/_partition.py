@@ -269,6 +269,8 @@ class Partition:
             for row in rows:
                 row.holds[task_name] = Hold("", 0.0, True)
             return None
+        if not rows:  # nothing may change: a journal does not record a claim that hands out nothing
+            return []
         token = f"{self.info.epoch}.{self._next_token}"
         self._next_token += 1
         for row in rows:

@@ -115,6 +115,20 @@ def test_vain_questions_of_a_waiting_claim_are_not_recorded():
         assert len(client._backend.journal) == before
 
 
+def test_a_vain_claim_in_one_process_changes_no_token_of_later_ones():
+    cls = journaled()
+    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
+        one.register_partition("p", ["x"], None, ["t"])
+        one.put_samples(["a"], "p", {"x": torch.zeros(1)})
+        first = one.claim_meta("p", "t", ["x"], 1, lease_s=60)
+        assert one.claim_meta("p", "t", ["x"], 1, blocking=False, lease_s=60).sample_ids == []
+        one.put_samples(["b"], "p", {"x": torch.zeros(1)})
+        second = one.claim_meta("p", "t", ["x"], 1, lease_s=60)
+        two.ack(first)
+        two.ack(second)  # the token is the same in every process
+        assert one.check_consumption_status("p", ["t"])
+
+
 def test_a_lease_that_another_process_let_run_out_comes_back(monkeypatch):
     cls = journaled()
     with open_client(cls) as one, open_client(cls, bootstrap=False) as two:

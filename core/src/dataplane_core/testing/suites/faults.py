@@ -319,7 +319,11 @@ class FaultSuite(Suite, chapter="faults"):
         """
         scene = _scene(store, _CASES["get_samples"])
         go_on = threading.Event()
-        with store.faults.before("put_samples", lambda request: bounded(go_on.wait)):
+
+        def hold(request: Any) -> None:
+            go_on.wait(60)
+
+        with store.faults.before("put_samples", hold):
             delayed = Background(partial(_put, scene))
             for _ in range(3):
                 bounded(partial(_get, scene), what="a read beside a put that is delayed")

@@ -7,14 +7,18 @@ TORCH  ?= torch==2.13.0
 
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
-PACKAGES := core plugins/noop plugins/redis_store plugins/tq_simple integrations
+PACKAGES := core plugins/noop plugins/redis_store plugins/tq_simple plugins/tq_mooncake integrations
 SOURCES  := $(addsuffix /src,$(PACKAGES))
 PROJECTS := pyproject.toml requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES))
 
 # One thread per process: two cores are shared by several workers, and results repeat bit for bit.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-long check format clean
+# Test files run in two processes side by side; the tests of one file share its servers.
+JOBS   ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+
+.PHONY: help setup demo test test-long check format backends-page clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,10 +37,10 @@ demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a 
 	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml
 
 test: setup  ## Run the tests (under 15 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not long"
+	$(PYTEST) -m "not long"
 
 test-long: setup  ## Run all tests, with the long proofs
-	DATAPLANE_HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest
+	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST)
 
 check: setup  ## Lint, format and types
 	$(BIN)/ruff check .
@@ -46,6 +50,9 @@ check: setup  ## Lint, format and types
 format: setup  ## Bring the sources into form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+backends-page: setup  ## Run the conformance kit on every backend and write docs/backends.md
+	$(BIN)/python scripts/backends_page.py
 
 clean:  ## Remove the virtual environment and what runs left behind
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -68,10 +68,16 @@ def _serve(pipe: Connection) -> None:
 
 
 class Ranks:
-    """Runs a function on several ranks that form a process group."""
+    """Runs a function on several ranks that form a process group.
 
-    def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
+    Args:
+        preload: Modules that take long to import: they are imported once, in a process from which the ranks are forked.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._context: Any = mp.get_context("forkserver" if preload else "spawn")
+        if preload:
+            self._context.set_forkserver_preload(list(preload))
         self._processes: list[tuple[Any, Connection]] = []
 
     def _ensure(self, count: int) -> None:
@@ -136,6 +142,20 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks_that_preload() -> Iterator[Callable[..., Ranks]]:
+    """``ranks_that_preload(*modules)`` is a further `ranks`, for what takes long to import."""
+    pools: list[Ranks] = []
+
+    def make(*modules: str) -> Ranks:
+        pools.append(Ranks(modules))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
 
 
 # --- a policy worker without a model, for what does not need one ------------------------------------------------------
@@ -256,9 +276,9 @@ def write_rows(client: DataPlaneClient) -> Callable[..., KVBatchMeta]:
 # --- Ray --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def local_ray() -> Iterator[Any]:
-    """A private Ray, ended with the session."""
+    """A private Ray, ended with the module: other files of the same process may start one of their own."""
     ray = pytest.importorskip("ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(

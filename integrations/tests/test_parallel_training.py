@@ -9,8 +9,10 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
+import split_steps
 import tiny_policy
 import torch
+from split_steps import check_split_step, try_split_step
 from tensordict import TensorDict
 from tiny_policy import TinyPolicy, TinyWorker, loss_of, padded_logprobs
 
@@ -65,7 +67,8 @@ def _raw(column: torch.Tensor) -> bytes:
 @pytest.fixture(scope="module")
 def store(local_ray: Any) -> Iterator[tuple[DataPlaneClient, dict[str, Any]]]:
     """The driver's client of a running store, and the config by which other processes attach to it."""
-    cloudpickle.register_pickle_by_value(tiny_policy)
+    for module in (tiny_policy, split_steps):
+        cloudpickle.register_pickle_by_value(module)
     options = {"instance": "parallel-training"}
     address = local_ray.get_runtime_context().gcs_address
     with connect({"backend": "tq_simple", "options": options, "op_timeout_s": OP_TIMEOUT_S}) as client:
@@ -78,7 +81,8 @@ def store(local_ray: Any) -> Iterator[tuple[DataPlaneClient, dict[str, Any]]]:
                 "op_timeout_s": OP_TIMEOUT_S,
             },
         )
-    cloudpickle.unregister_pickle_by_value(tiny_policy)
+    for module in (tiny_policy, split_steps):
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +104,12 @@ def written(store: Any) -> KVBatchMeta:
     return meta
 
 
-def _run(rank: int, shape: tuple[int, int, int], config: dict[str, Any], shards: Any, plain: Any) -> dict[str, Any]:
+def _run(
+    rank: int, shape: tuple[int, int, int], config: dict[str, Any], shards: Any, portions: Any, plain: Any
+) -> dict[str, Any]:
     """What one rank does; returns what it saw."""
-    worker = TinyWorker(shape, packed=shards[0].extra_info.get("elem_counts_per_gb") is not None)
+    packed = shards[0].extra_info.get("elem_counts_per_gb") is not None
+    worker = TinyWorker(shape, packed)
     worker.setup_data_plane(config)
     try:
         coords = worker._local_coords()
@@ -121,6 +128,14 @@ def _run(rank: int, shape: tuple[int, int, int], config: dict[str, Any], shards:
             total = operations.get(op, {"calls": 0, "n_keys": 0})
             seen[op] = (total["calls"], total["n_keys"])
 
+        def another() -> TinyWorker:
+            fresh = TinyWorker(shape, packed)
+            fresh.setup_data_plane(worker._require_dp_client())
+            return fresh
+
+        portions = [part[coords["data_parallel"]].with_fields(["prev_logprobs"]) for part in portions]
+        seen["split step"] = try_split_step(another, loss_of, mine, portions)
+
         begun = time.monotonic()
         try:
             worker._fetch(mine.with_fields(["nobody_wrote_this"]))
@@ -134,7 +149,7 @@ def _run(rank: int, shape: tuple[int, int, int], config: dict[str, Any], shards:
 def _one_process() -> tuple[list[float], list[float]]:
     """Losses and gradient norms of the same steps, everything at once, nothing sharded."""
     model, data = TinyPolicy(), _batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     with torch.no_grad():
         data["prev_logprobs"] = padded_logprobs(model, data["input_ids"], data["input_lengths"])
     losses, norms = [], []
@@ -155,10 +170,15 @@ def test_a_mesh_trains_as_one_process_with_one_fetch_per_group_and_one_writer_pe
 ) -> None:
     client, config = store
     shards, _ = shard_meta_for_dp(written, dp_world=shape[0], **batching.shard_args("train"))
+    half = len(LENGTHS) // 2
+    portions = [
+        shard_meta_for_dp(part, dp_world=shape[0], **batching.shard_args("train"))[0]
+        for part in (written.slice(0, half), written.slice(half, len(LENGTHS)))
+    ]
     plain = written.with_fields([])
     plain.fields = list(_every_dtype())
 
-    seen = attached_ranks(4, _run, shape, config, shards, plain, timeout_s=60)
+    seen = attached_ranks(4, _run, shape, config, shards, portions, plain, timeout_s=60)
 
     # what came: bit for bit, by the leader's fetch or by its broadcast
     expected = {name: (str(column.dtype), _raw(column)) for name, column in _every_dtype().items()}
@@ -181,6 +201,8 @@ def test_a_mesh_trains_as_one_process_with_one_fetch_per_group_and_one_writer_pe
         np.testing.assert_allclose(rank["losses"], losses, rtol=0, atol=1e-5)
         np.testing.assert_allclose(rank["norms"], norms, rtol=0, atol=1e-5)
     assert losses[0] != losses[-1]
+    for rank in seen:
+        check_split_step(rank["split step"])
 
     # a failed fetch fails the whole group, long before anybody's deadline
     for rank in seen:

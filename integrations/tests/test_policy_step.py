@@ -232,6 +232,32 @@ def test_an_aborted_step_keeps_its_rows(policy: DataPlanePolicy, write_rows: Wri
     assert client.list_samples("train").size == 8
 
 
+def test_training_beside_an_open_step_is_refused_and_keeps_the_rows(
+    policy: DataPlanePolicy, write_rows: Write, client: DataPlaneClient
+) -> None:
+    meta = _trainable(policy, write_rows(LENGTHS))
+    policy.begin_train_step(1.0)
+    with pytest.raises(InvalidRequestError, match="train_from_meta refused: a step is open"):
+        policy.train_from_meta(meta, 1.0)
+    assert client.list_samples("train").size == 8
+    policy.train_microbatch_from_meta(meta)
+    assert policy.finish_train_step()["loss"].tolist() == [1.0]
+
+
+def test_a_step_that_one_worker_could_not_begin_is_open_on_none(
+    policy: DataPlanePolicy, workers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no memory for gradients")
+
+    monkeypatch.setattr(workers[1], "begin_train_step", refuse)
+    with pytest.raises(WorkerFailedError, match="no memory for gradients"):
+        policy.begin_train_step(1.0)
+    monkeypatch.undo()
+    policy.begin_train_step(0.5)
+    assert policy.finish_train_step()["loss"].tolist() == [0.5]
+
+
 def test_a_worker_that_cannot_train_in_portions_says_so(
     toy_worker: Any, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

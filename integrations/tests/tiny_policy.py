@@ -109,6 +109,11 @@ def microbatches(data: BatchedDataDict, size: int | None = None) -> Iterator[Bat
         yield from data.get_batch(index).make_microbatch_iterator_with_dynamic_shapes()
 
 
+def _local(value: Tensor | None) -> Tensor:
+    assert isinstance(value, DTensor)
+    return value.to_local().detach().clone()
+
+
 class TinyWorker(FSDP2DataPlaneMixin):
     """One rank of a mesh (dp, cp, tp).
 
@@ -126,7 +131,7 @@ class TinyWorker(FSDP2DataPlaneMixin):
         weights_mesh = self.mesh["dp", "cp"]._flatten("dp_cp")
         fully_shard(self.model.layer, mesh=weights_mesh)
         fully_shard(self.model, mesh=weights_mesh)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Tensor]:
         width = data["input_ids"].shape[1]
@@ -142,17 +147,42 @@ class TinyWorker(FSDP2DataPlaneMixin):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        tokens = self._sum(data["token_mask"].sum()).item()
-        total = torch.zeros(())
-        for part in microbatches(data, mbs):
-            loss = loss_fn(logprobs_of(self.model, part, self.packed), part, tokens)
+        self.begin_train_step(loss_fn, gbs, mbs)
+        self.train_microbatch(data)
+        return self.finish_train_step()
+
+    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
+        self.loss_fn, self.mbs = loss_fn, mbs
+        self.sums = torch.zeros(2)  # the loss and the tokens of this rank
+        self.optimizer.zero_grad()
+
+    def train_microbatch(self, data: BatchedDataDict) -> None:
+        for part in microbatches(data, self.mbs):
+            loss = self.loss_fn(logprobs_of(self.model, part, self.packed), part, 1.0)
+            loss.backward()
+            self.sums += torch.stack([loss.detach(), part["token_mask"].sum()])
+
+    def finish_train_step(self) -> dict[str, Any]:
+        total, tokens = self._sum(self.sums)
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
             # averaged over dp and cp: every cp rank brings the same, so only dp must be undone
-            (loss * self.dp_size).backward()
-            total += loss.detach()
+            parameter.grad.mul_(self.dp_size / tokens.item())
         norm = self._grad_norm()
         self.optimizer.step()
+        return {"global_loss": (total / tokens).reshape(1), "grad_norm": norm, "all_mb_metrics": {}}
+
+    def abort_train_step(self) -> None:
         self.optimizer.zero_grad()
-        return {"global_loss": self._sum(total).reshape(1), "grad_norm": norm, "all_mb_metrics": {}}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Those of the last step, of this rank's shards of the weights."""
+        return {name: _local(parameter.grad) for name, parameter in self.model.named_parameters()}
+
+    def state(self) -> list[Tensor]:
+        """The weights of this rank, and what the optimizer keeps for them."""
+        kept = [value for state in self.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        return [_local(value) for value in (*self.model.parameters(), *kept)]
 
     def _sum(self, value: Tensor) -> Tensor:
         total = value.clone()

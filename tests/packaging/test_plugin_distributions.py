@@ -1,6 +1,7 @@
 """The registry against really installed distributions: wheels made here, installed by pip, found in a fresh process."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -124,6 +125,23 @@ def test_a_missing_shared_library_is_named_and_the_cause_kept(replies):
     assert "libacme_fabric.so.7: cannot open shared object file" in reply["text"]
     assert "acme-library 1.0" in reply["text"]
     assert "pip install" not in reply["text"]
+
+
+def test_the_doctor_names_the_library_that_a_backend_lacks_and_what_brings_it(site):
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("dataplane")), "doctor", "no_library", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(site)},
+    )
+    assert done.returncode == 1, done.stderr
+    (report,) = json.loads(done.stdout)
+    assert report["distributions"] == ["acme-library 1.0"]
+    (finding,) = report["findings"]
+    assert "libacme_fabric.so.7: cannot open shared object file" in finding["what"]
+    assert "apt-file search libacme_fabric.so.7" in finding["hint"]
 
 
 def test_a_misspelt_hook_is_refused_with_the_right_name(replies):

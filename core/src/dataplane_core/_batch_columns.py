@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from dataplane_core.codec.tensors import carrier, jagged_parts
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
-__all__ = ["Column", "UnsupportedColumnError", "concatenate", "num_rows", "object_array", "select_rows"]
+__all__ = ["Column", "UnsupportedColumnError", "concatenate", "num_rows", "object_array", "select_rows", "slice_rows"]
 
 #: A column: rows along dim 0.
 Column: TypeAlias = torch.Tensor | list[Any] | np.ndarray[Any, Any]
@@ -42,8 +43,21 @@ def num_rows(key: str, column: Any) -> int:
     )
 
 
+def slice_rows(key: str, column: Any, start: int, end: int) -> Any:
+    """The rows ``[start, end)``, which lie within the column. Tensors and arrays are views, jagged ones too."""
+    if not (isinstance(column, torch.Tensor) and column.is_nested):
+        return column[start:end]
+    values, offsets = _end_to_end(key, column)
+    cuts = offsets[start : end + 1]
+    return _jagged(values[int(cuts[0]) : int(cuts[-1])], cuts - cuts[0])
+
+
 def select_rows(columns: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """The rows at ``rows``, each of which lies in ``[0, N)``. Copies tensors and arrays, not the items of lists."""
+    """The rows at ``rows``, each of which lies in ``[0, N)``. Copies tensors and arrays, not the items of lists.
+
+    Raises:
+        UnsupportedColumnError: A nested tensor whose rows do not lie end to end.
+    """
     index = np.asarray(rows, dtype=np.int64)
     by_device: dict[torch.device, torch.Tensor] = {}
     picked: dict[str, Any] = {}
@@ -51,12 +65,42 @@ def select_rows(columns: Mapping[str, Any], rows: Sequence[int]) -> dict[str, An
         if isinstance(column, torch.Tensor):
             if column.device not in by_device:
                 by_device[column.device] = torch.from_numpy(index).to(column.device)
-            picked[key] = column.index_select(0, by_device[column.device])
+            here = by_device[column.device]
+            picked[key] = _select_jagged(key, column, here) if column.is_nested else column.index_select(0, here)
         elif isinstance(column, np.ndarray):
             picked[key] = column[index]
         else:
             picked[key] = [column[row] for row in rows]
     return picked
+
+
+def _select_jagged(key: str, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    values, offsets = _end_to_end(key, column)
+    lengths = offsets.diff()[rows]
+    cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    places = (offsets[rows] - cuts[:-1]).repeat_interleave(lengths) + torch.arange(int(cuts[-1]), device=cuts.device)
+    return _jagged(carrier(values).index_select(0, places).view(values.dtype), cuts)
+
+
+def _end_to_end(key: str, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A jagged column's values (T, ...) and int64 offsets (N + 1,), on its device."""
+    values, offsets, lengths, dim = (
+        jagged_parts(column) if column.layout is torch.jagged else (column, column, None, -1)
+    )
+    if lengths is not None or dim != 0:
+        raise UnsupportedColumnError(
+            f"column '{key}' is a nested tensor of layout {column.layout} whose rows do not lie end to end. Expected "
+            "a torch.jagged one that is ragged on its first dim after the batch, without holes.",
+            hint="torch.nested.as_nested_tensor(list(column.unbind()), layout=torch.jagged) makes one.",
+        )
+    return values, offsets.to(torch.int64)
+
+
+def _jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    lengths = offsets.diff()
+    low, high = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
+    nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=low, max_seqlen=high)
+    return nested
 
 
 def object_array(items: Sequence[Any]) -> np.ndarray[Any, Any]:

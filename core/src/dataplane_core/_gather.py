@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dataplane_core._batch_columns import num_rows
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.errors import InvalidRequestError, preview
 
 __all__ = ["all_gather_columns"]
 
@@ -84,6 +84,9 @@ def _describe(columns: Mapping[str, Any]) -> dict[str, Any] | str:
         sizes = {name: num_rows(name, column) for name, column in columns.items()}
         if len(set(sizes.values())) > 1:
             return f"columns differ in length: {sizes}"
+        nested = [name for name, column in columns.items() if isinstance(column, torch.Tensor) and column.is_nested]
+        if nested:
+            return f"columns {preview(nested)} are nested tensors; expected padded ones: materialize(td, 'padded')"
         described = {
             name: _form(column) if isinstance(column, torch.Tensor) else column for name, column in columns.items()
         }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict
 
 from dataplane_core.capabilities import Capability, Scope, WireFormat
+from dataplane_core.diagnosis import Finding
 from dataplane_core.hookspecs import CONTRACT_VERSION
 
 __all__ = ["REQUIRED_OPERATIONS", "Backend", "NoOptions", "required_operations"]
@@ -31,6 +34,10 @@ class Backend:
         wire: What the cells handed to the hooks may be.
         capabilities: Operations and guarantees declared.
         scope: How far apart two clients of one store may be.
+        facts: Capability that is not declared, or ``scope`` -> the fact of the engine that stands against it. Shown
+            in reports.
+        deviations: Test of the conformance kit -> the fact of the engine for which this backend departs from what it
+            says. The kit expects these tests to fail, and says why.
         contract_version: The contract's version that this class was written for.
         Config: A pydantic model of the backend's own options.
         name: The entry-point name that the config chose; set by core before `start`.
@@ -40,6 +47,8 @@ class Backend:
     wire: ClassVar[WireFormat] = WireFormat()
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     scope: ClassVar[Scope] = Scope.PROCESS
+    facts: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    deviations: ClassVar[Mapping[str, str]] = MappingProxyType({})
     contract_version: ClassVar[int] = CONTRACT_VERSION
     Config: ClassVar[type[BaseModel]] = NoOptions
 
@@ -68,6 +77,23 @@ class Backend:
 
     def stop(self) -> None:
         """Disconnects; ends what this client started, and nothing else. Called once, and also after a failed start."""
+
+    @classmethod
+    def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
+        """What `dataplane doctor` reports of this machine, for these options; default: nothing to report.
+
+        Looks at what `start` needs, and at what its operator should know: libraries, binaries, versions, addresses,
+        settings of a server that runs. Starts nothing, and leaves everything as it is. It runs in a process of its own,
+        also where `start` would fail, so libraries that may be missing are imported inside it.
+
+        Args:
+            config: An instance of this class's ``Config``.
+            deadline: On `time.monotonic`'s clock, in seconds; every wait ends before it.
+
+        Returns:
+            Findings in the order to be read; also those that are as they should be.
+        """
+        return ()
 
 
 #: Operations that every backend implements.

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard, TypeVar, overload
 
 import numpy as np
 import torch
 
-from dataplane_core._batch_columns import Column, concatenate, num_rows, object_array, select_rows
+from dataplane_core._batch_columns import Column, concatenate, num_rows, object_array, select_rows, slice_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
+from dataplane_core.schema import INPUT_IDS_FIELD, MULTIMODAL_FIELDS, PER_TOKEN_FIELDS
 from dataplane_core.sharding.plan import (
     ShardPlan,
     plan_dynamic_batches,
@@ -30,6 +31,9 @@ _B = TypeVar("_B", bound="BatchedDataDict")
 
 class BatchedDataDict(UserDict[str, Any]):
     """A dict of equally long columns, each a tensor (batch first), a list, or an array.
+
+    Tensors may be ``torch.jagged`` nested ones, as columns come whose rows differ in length. They are cut, picked and
+    reordered by rows; `from_batches` and `all_gather`, which join padded columns, refuse them.
 
     Methods that give rows back share no plan with this batch, and leave it as it is, unless they say "in place".
 
@@ -124,7 +128,7 @@ class BatchedDataDict(UserDict[str, Any]):
         size = self.size
         if not 0 <= start <= end <= size:
             raise InvalidRequestError(f"slice: [{start}, {end}) does not lie within the {size} rows.")
-        return SlicedDataDict({key: column[start:end] for key, column in self.data.items()})
+        return SlicedDataDict({key: slice_rows(key, column, start, end) for key, column in self.data.items()})
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict:
         """The ``rank``-th of ``chunks`` equal parts, a `slice`.
@@ -379,7 +383,10 @@ class BatchedDataDict(UserDict[str, Any]):
             raise InvalidRequestError(f"repeat_interleave: n must be at least 0, got {n}.")
         repeated = type(self)()
         for key, column in self.data.items():
-            if isinstance(column, torch.Tensor):
+            if isinstance(column, torch.Tensor) and column.is_nested:
+                rows = [row for row in range(num_rows(key, column)) for _ in range(n)]
+                repeated.data.update(select_rows({key: column}, rows))
+            elif isinstance(column, torch.Tensor):
                 repeated.data[key] = column.repeat_interleave(n, dim=0)
             else:
                 items = [copy.deepcopy(item) for item in column for _ in range(n)]
@@ -387,7 +394,9 @@ class BatchedDataDict(UserDict[str, Any]):
         return repeated
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cuts **in place** every tensor that has ``dim`` to its first ``truncated_len`` elements there; views.
+        """Cuts **in place** every dense tensor that has ``dim`` to its first ``truncated_len`` elements there; views.
+
+        Jagged columns stay as they are.
 
         Raises:
             InvalidRequestError: ``dim`` below 1, or a negative length.
@@ -396,8 +405,12 @@ class BatchedDataDict(UserDict[str, Any]):
             raise InvalidRequestError(
                 f"truncate_tensors: dim must be at least 1 and truncated_len at least 0, got {dim} and {truncated_len}."
             )
-        for key, column in self.data.items():
-            if isinstance(column, torch.Tensor) and column.dim() > dim:
+        self._truncate(self.data, dim, truncated_len)
+
+    def _truncate(self, names: Iterable[str], dim: int, truncated_len: int) -> None:
+        for key in list(names):
+            column = self.data[key]
+            if _has_dim(column, dim):
                 self.data[key] = column.narrow(dim, 0, min(truncated_len, column.shape[dim]))
 
     def to(self: _B, device: str | torch.device) -> _B:
@@ -424,10 +437,18 @@ class BatchedDataDict(UserDict[str, Any]):
             raise InvalidRequestError(f"{size} rows are not a multiple of microbatch_size {microbatch_size}.")
         return (self.slice(start, start + microbatch_size) for start in range(0, size, microbatch_size))
 
-    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
-        """Microbatches of the plan, each cut to its padded length along ``sequence_dim``.
+    def make_microbatch_iterator_with_dynamic_shapes(
+        self, sequence_dim: int = 1, token_aligned_fields: Collection[str] | None = None
+    ) -> Iterator[SlicedDataDict]:
+        """Microbatches of the plan, whose token columns are cut to the microbatch's padded length.
 
-        For a batch with one chunk, as `get_batch` gives it.
+        For a batch with one chunk, as `get_batch` gives it. Columns that do not run along the tokens are never cut.
+
+        Args:
+            sequence_dim: The dim that runs along the tokens.
+            token_aligned_fields: Names of the columns to cut. Default: dense tensors that are as wide as ``input_ids``
+                there, or are named in `schema.PER_TOKEN_FIELDS`, but none of `schema.MULTIMODAL_FIELDS`. In a batch
+                without ``input_ids``: every other dense tensor that has the dim.
 
         Raises:
             InvalidRequestError: No plan, or the plan of several chunks.
@@ -439,17 +460,39 @@ class BatchedDataDict(UserDict[str, Any]):
                 f"make_microbatch_iterator_with_dynamic_shapes: the batch has {held}. Expected the microbatch plan of "
                 "one chunk: shard with dynamic batching, then take get_batch."
             )
-        return self._microbatches(indices[0], lengths[0], sequence_dim)
+        if token_aligned_fields is None:
+            tokens = self._token_columns(sequence_dim)
+        else:
+            tokens = [name for name in token_aligned_fields if name in self.data]
+        return self._microbatches(indices[0], lengths[0], sequence_dim, tokens)
 
-    def _microbatches(self, pairs: list[list[int]], lengths: list[int], sequence_dim: int) -> Iterator[SlicedDataDict]:
+    def _token_columns(self, sequence_dim: int) -> list[str]:
+        input_ids = self.data.get(INPUT_IDS_FIELD)
+        width = input_ids.shape[sequence_dim] if _has_dim(input_ids, sequence_dim) else None
+        return [
+            key
+            for key, column in self.data.items()
+            if _has_dim(column, sequence_dim)
+            and key not in MULTIMODAL_FIELDS
+            and (width is None or column.shape[sequence_dim] == width or key in PER_TOKEN_FIELDS)
+        ]
+
+    def _microbatches(
+        self, pairs: list[list[int]], lengths: list[int], sequence_dim: int, tokens: Sequence[str]
+    ) -> Iterator[SlicedDataDict]:
         for (start, end), length in zip(pairs, lengths, strict=True):
             microbatch = self.slice(start, end)
-            microbatch.truncate_tensors(sequence_dim, length)
+            microbatch._truncate(tokens, sequence_dim, length)
             yield microbatch
 
 
 class SlicedDataDict(BatchedDataDict):
     """A shard, or a part of a batch."""
+
+
+def _has_dim(column: Any, dim: int) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor that can be cut along ``dim``."""
+    return isinstance(column, torch.Tensor) and not column.is_nested and column.dim() > dim
 
 
 def _common_size(where: str, columns: Mapping[str, Any]) -> int:

@@ -478,6 +478,7 @@ class DataPlaneClient:
                 self._require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
             request = ListRequest(partition_id=partition_id, tag_filter=condition, deadline=self._deadline())
             listed = self._call("list_samples", request, SampleList)
+            _check_counts(f"list_samples('{partition_id}')", len(listed.sample_ids), tags=len(listed.tags))
             tags = [dict(row) for row in listed.tags]
             return KVBatchMeta(partition_id, None, list(listed.sample_ids), sequence_lengths=_lengths(tags), tags=tags)
 
@@ -592,7 +593,7 @@ class DataPlaneClient:
         }
         words = {name: strings for name, strings in words.items() if strings}
         if not words:
-            self._call("put_samples", request, PutReply)
+            self._commit(where, request)
             return
         # only strings can break an enum; the vocabulary belongs to one registration, so the put is tied to it
         for attempt in (0, 1):
@@ -604,12 +605,16 @@ class DataPlaneClient:
             try:
                 for name, strings in words.items():
                     check_enum(where, name, strings, info)
-                self._call("put_samples", request, PutReply)
+                self._commit(where, request)
                 return
             except (StalePartitionError, InvalidRequestError) as error:
                 # the registration that was cached may be an old one
                 if attempt or (isinstance(error, InvalidRequestError) and not self._is_stale(request, info)):
                     raise
+
+    def _commit(self, where: str, request: PutRequest) -> None:
+        reply = self._call("put_samples", request, PutReply)
+        _check_counts(where, len(request.sample_ids), rows=reply.num_samples)
 
     def _is_stale(self, request: PutRequest, info: PartitionInfo) -> bool:
         describe = DescribeRequest(partition_id=request.partition_id, deadline=request.deadline)
@@ -617,7 +622,14 @@ class DataPlaneClient:
 
     def _claim_once(self, request: ClaimRequest) -> Claim:
         request.deadline = min(self._deadline(), request.deadline or float("inf"))
-        return self._call("claim", request, Claim)
+        claim = self._call("claim", request, Claim)
+        where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
+        tokens = claim.lease_tokens
+        if request.lease_s is not None and tokens is None:
+            tokens = ()
+        counts = {"tags": len(claim.tags)} | ({} if tokens is None else {"lease tokens": len(tokens)})
+        _check_counts(where, len(claim.sample_ids), **counts)
+        return claim
 
     def _wait_claim(self, request: ClaimRequest, timeout_s: float) -> Claim:
         start = time.monotonic()
@@ -665,7 +677,8 @@ class DataPlaneClient:
                 deadline=self._deadline(),
                 **extra,
             )
-            self._call(operation, request, SettleReply)
+            reply = self._call(operation, request, SettleReply)
+            _check_counts(f"{operation}('{meta.partition_id}')", len(tokens), rows=reply.num_samples)
 
     def _stop_all(self, *, suppress: bool) -> None:
         errors: list[Exception] = []
@@ -679,6 +692,13 @@ class DataPlaneClient:
             raise BackendError(
                 f"close: {type(errors[0]).__name__}: {errors[0]}", backend=self.backend_name
             ) from errors[0]
+
+
+def _check_counts(where: str, num_samples: int, **counts: int) -> None:
+    """Refuses a backend's reply that speaks of more or fewer samples than it must."""
+    for what, count in counts.items():
+        if count != num_samples:
+            raise BackendError(f"{where}: the backend's reply holds {count} {what} for {num_samples} samples.")
 
 
 def _items(column: Any) -> list[Any]:

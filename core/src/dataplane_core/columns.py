@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.codec.jagged import as_lengths, materialize, pack_jagged_fields, to_tensordict
-from dataplane_core.codec.tensors import byte_array, host_tensor, is_jagged
+from dataplane_core.codec.tensors import byte_array, host_tensor, is_jagged, jagged_parts
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
@@ -26,6 +26,7 @@ from dataplane_core.schema import (
     INPUT_IDS_FIELD,
     INPUT_LENGTHS_FIELD,
     INPUT_LENGTHS_TAG,
+    MULTIMODAL_FIELDS,
     PAD_TO_MULTIPLE,
     PER_TOKEN_FIELDS,
 )
@@ -55,21 +56,27 @@ def read_columns(
     pad_value_dict: Mapping[str, float] | None = None,
     pad_to_seqlen: int | None = None,
     token_aligned_fields: Collection[str] | None = None,
+    ragged_fields: Collection[str] = MULTIMODAL_FIELDS,
 ) -> BatchedDataDict:
     """Reads the rows of a meta as the batch that trainers compute on. Blocks until they are here.
+
+    Only columns that run along the tokens are padded. Every other column comes as it went, whatever its shape: jagged
+    where its rows differ, such as the patches of a sample's images, else dense.
 
     Args:
         client: An open client.
         meta: The rows, in order; repeats are allowed.
         select_fields: The columns. Default: ``meta.fields``.
-        layout: ``padded``: jagged columns are right-padded; ``jagged``: they stay nested tensors.
+        layout: ``padded``: token columns are right-padded; ``jagged``: they stay nested tensors.
         pad_value_dict: Field -> pad value. Default: 0.
         pad_to_seqlen: The least padded length in tokens. Default: ``extra_info[GLOBAL_FORWARD_PAD_SEQLEN]``, else none.
             The longest row and ``extra_info[PAD_TO_MULTIPLE]`` are honoured either way: the result is padded to the
             larger of this and the longest row, rounded up to the multiple.
-        token_aligned_fields: Pad only these to the common length (jagged columns are padded to their own longest row in
-            any case). Default: every column of two dims or more, since a dense column does not tell a sequence from a
-            feature dim; name them where a column of features must keep its width.
+        token_aligned_fields: Names of the token columns. Default: those of `schema.PER_TOKEN_FIELDS`, and every column
+            whose rows have exactly as many elements as the sample has tokens. The tokens are known from
+            ``meta.sequence_lengths``, else from the columns ``input_lengths`` or ``input_ids``; where neither is known
+            every column of two dims or more counts as one.
+        ragged_fields: Names of columns that the default never takes for token columns, however long their rows are.
 
     Returns:
         A BatchedDataDict, owned by the caller; object columns as ``np.ndarray(dtype=object)``.
@@ -85,11 +92,46 @@ def read_columns(
             "the columns to read."
         )
     td = client.get_samples(meta.sample_ids, meta.partition_id, list(names))
-    width = _target_length(meta, td, pad_to_seqlen) if layout == "padded" else 0
-    return materialize(td, layout, pad_value_dict, width, token_aligned_fields=token_aligned_fields)
+    if layout != "padded":
+        return materialize(td, layout)
+    tokens = _token_columns(meta, td, ragged_fields) if token_aligned_fields is None else token_aligned_fields
+    width = _target_length(meta, td, tokens, pad_to_seqlen)
+    # a TensorDict iterates over rows, not names
+    columns = {name: td.get(name) for name in td.keys()}  # noqa: SIM118
+    padded = materialize({name: columns[name] for name in columns if name in tokens}, "padded", pad_value_dict, width)
+    others = materialize({name: columns[name] for name in columns if name not in tokens}, "jagged")
+    return BatchedDataDict({name: (padded if name in tokens else others)[name] for name in columns})
 
 
-def _target_length(meta: KVBatchMeta, td: TensorDictBase, pad_to_seqlen: int | None) -> int:
+def _token_columns(meta: KVBatchMeta, td: TensorDictBase, ragged_fields: Collection[str]) -> set[str]:
+    """The columns that `read_columns` pads where it is not told which."""
+    rows = {name: _row_lengths(td.get(name)) for name in td.keys()}  # noqa: SIM118
+    lengths = None
+    if meta.sequence_lengths is not None:
+        lengths = torch.tensor(meta.sequence_lengths, dtype=torch.int64)
+    elif INPUT_LENGTHS_FIELD in rows:
+        lengths = as_lengths(f"read_columns: field '{INPUT_LENGTHS_FIELD}'", td.get(INPUT_LENGTHS_FIELD))
+    elif INPUT_IDS_FIELD in rows:
+        lengths = rows[INPUT_IDS_FIELD]
+    return {
+        name
+        for name, found in rows.items()
+        if found is not None
+        and name not in ragged_fields
+        and (name in PER_TOKEN_FIELDS or lengths is None or torch.equal(found, lengths))
+    }
+
+
+def _row_lengths(column: Any) -> torch.Tensor | None:
+    """(N,) int64 elements of each row; None for objects and for rows without dims."""
+    if not isinstance(column, torch.Tensor) or column.dim() < 2:
+        return None
+    if is_jagged(column):
+        return jagged_parts(column)[1].diff()
+    return torch.full((column.shape[0],), column.shape[1])
+
+
+def _target_length(meta: KVBatchMeta, td: TensorDictBase, tokens: Collection[str], pad_to_seqlen: int | None) -> int:
     if pad_to_seqlen is None:
         pad_to_seqlen = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0)
     multiple = int(meta.extra_info.get(PAD_TO_MULTIPLE) or 1)
@@ -103,17 +145,16 @@ def _target_length(meta: KVBatchMeta, td: TensorDictBase, pad_to_seqlen: int | N
     if meta.sequence_lengths is not None:
         longest = max(meta.sequence_lengths, default=0)
     else:
-        longest = max((_longest(name, td.get(name)) for name in td.keys()), default=0)  # noqa: SIM118
+        longest = max((_longest(name, td.get(name)) for name in tokens if name in td.keys()), default=0)  # noqa: SIM118
     return -(-max(pad_to_seqlen, longest) // multiple) * multiple
 
 
 def _longest(name: str, column: Any) -> int:
     """The longest row of a column that is surely per token; other dense ones may have feature dims."""
-    if not isinstance(column, torch.Tensor):
+    found = _row_lengths(column)
+    if found is None or not (is_jagged(column) or name in PER_TOKEN_FIELDS):
         return 0
-    if is_jagged(column):
-        return int(column.offsets().diff().max())  # type: ignore[attr-defined]
-    return column.shape[1] if name in PER_TOKEN_FIELDS and column.dim() >= 2 else 0
+    return int(found.max()) if len(found) else 0
 
 
 def write_columns(

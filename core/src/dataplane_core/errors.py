@@ -202,6 +202,32 @@ class MissingDataError(DataPlaneError, KeyError):
         self.missing_samples = tuple(missing_samples)
         self.missing_cells = {k: tuple(v) for k, v in (missing_cells or {}).items()}
 
+    @classmethod
+    def of_cells(
+        cls, what: str, partition_id: str, lacking: Mapping[str, Sequence[str]], num_samples: int
+    ) -> MissingDataError:
+        """The error of a read that asks for cells not yet produced.
+
+        Args:
+            what: The operation, to open the message with.
+            partition_id: The partition that was read.
+            lacking: For the first few samples, the fields that they lack. Columns of middleware, whose names begin
+                with ``~``, are left out where fields of the user are missing too.
+            num_samples: How many samples lack something.
+        """
+        cells = {
+            sample_id: [name for name in names if not name.startswith("~")] or list(names)
+            for sample_id, names in lacking.items()
+        }
+        shown = "; ".join(f"'{sample_id}' lacks {preview(names)}" for sample_id, names in cells.items())
+        more = f"; and {num_samples - len(cells)} more samples" if num_samples > len(cells) else ""
+        return cls(
+            f"{what}: cells not yet produced: {shown}{more}.",
+            partition_id=partition_id,
+            missing_cells=cells,
+            hint="Claim samples by their required fields, or wait for the producer of those fields.",
+        )
+
 
 class StalePartitionError(DataPlaneError, RuntimeError):
     """The partition was cleared or registered anew while the operation ran; nothing was committed."""
@@ -272,7 +298,15 @@ class BackendError(DataPlaneError, RuntimeError):
 
 
 class CorruptDataError(DataPlaneError, ValueError):
-    """Bytes read back are not the bytes written."""
+    """Bytes read back are not the bytes written.
+
+    Attributes:
+        cells: Sample -> the fields that are damaged, where they are known.
+    """
+
+    def __init__(self, message: str, *, cells: Mapping[str, Sequence[str]] | None = None, **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.cells = {sample_id: tuple(fields) for sample_id, fields in (cells or {}).items()}
 
 
 class FrameError(CorruptDataError):

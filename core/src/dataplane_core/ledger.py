@@ -384,14 +384,8 @@ class Ledger:
                 count += 1
                 if len(cells) < 3:
                     cells[sample_id] = lacking
-        shown = "; ".join(f"'{sample_id}' lacks {preview(lacking)}" for sample_id, lacking in cells.items())
-        more = f"; and {count - len(cells)} more samples" if count > len(cells) else ""
-        raise MissingDataError(
-            f"get_samples('{partition_id}', {len(sample_ids)} samples): cells not yet produced: {shown}{more}.",
-            partition_id=partition_id,
-            missing_cells=cells,
-            hint="Claim samples by their required fields, or wait for the producer of those fields.",
-        )
+        what = f"get_samples('{partition_id}', {len(sample_ids)} samples)"
+        raise MissingDataError.of_cells(what, partition_id, cells, count)
 
     def list_samples(self, partition_id: str, tag_filter: Mapping[str, tuple[str, Any]] | None) -> SampleList:
         """Ids in order of first write, with copies of their tags.

@@ -19,6 +19,7 @@ __all__ = [
     "LP_SEED_FIELDS",
     "MICRO_BATCH_INDICES",
     "MICRO_BATCH_LENGTHS",
+    "MULTIMODAL_FIELDS",
     "PAD_TO_MULTIPLE",
     "PER_TOKEN_FIELDS",
     "PLAN_KEYS",
@@ -80,6 +81,20 @@ PER_TOKEN_FIELDS: Final[frozenset[str]] = frozenset(
         "advantages",
         "token_mask",
         "routed_experts",
+    }
+)
+
+#: What vision-language models read beside the tokens: per sample the patches of its images or frames of its videos, the
+#: (time, height, width) of each, and their sizes. Rows have as many elements as the sample has patches or images, so no
+#: reader pads them to a token length, and no microbatch cuts them.
+MULTIMODAL_FIELDS: Final[frozenset[str]] = frozenset(
+    {
+        "pixel_values",
+        "pixel_values_videos",
+        "image_grid_thw",
+        "video_grid_thw",
+        "image_sizes",
+        "second_per_grid_ts",
     }
 )
 

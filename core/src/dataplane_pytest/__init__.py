@@ -66,13 +66,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     from dataplane_core.testing import report
 
     plugins = config.pluginmanager
-    timeout = plugins.hasplugin("timeout") and not (config.getoption("timeout") or config.getini("timeout"))
+    timeout = plugins.hasplugin("timeout")
+    others_limit = timeout and (config.getoption("timeout") or config.getini("timeout"))
     for item in mine:
         record = report.record_of(item)
         item.user_properties.append((_PROPERTY, record))
         item.add_marker(pytest.mark.dataplane(proves=record["proves"], chapter=record["chapter"]))
-        if timeout and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
+        limit_s = _kit().limit_of(item.obj) or (None if others_limit else _TIMEOUT_S)  # type: ignore[attr-defined]
+        if timeout and limit_s is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(limit_s))
     unused = report.unused_deviations(mine)
     if unused:
         raise pytest.UsageError(f"conformance kit: deviations that name no case of their test: {', '.join(unused)}")

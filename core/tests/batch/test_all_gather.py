@@ -105,6 +105,8 @@ def a_rank_that_cannot_send(rank):
     expect_refusal({"x": [1], "y": [1, 2] if odd else [1]}, "rank 2: columns differ in length")
     expect_refusal({"x": [lambda: None] if odd else [1]}, "rank 2: ")
     expect_refusal({"x": 5 if odd else [1]}, "rank 2: UnsupportedColumnError")
+    nested = torch.nested.nested_tensor_from_jagged(torch.zeros(1, 2), torch.tensor([0, 1]))
+    expect_refusal({"x": nested if odd else torch.zeros(1, 1, 2)}, "rank 2: columns 'x' are nested tensors")
 
 
 CHECKS = {

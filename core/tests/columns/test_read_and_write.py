@@ -74,11 +74,13 @@ def test_pad_values_go_by_field(client, meta):
     assert read["input_ids"][2].tolist() == [11, 12, -1, -1, -1]
 
 
-def test_a_column_of_features_keeps_its_width_where_token_columns_are_named(client, meta):
-    everything = read_columns(client, meta, pad_to_seqlen=8)
-    assert everything["features"].shape == (3, 8)
-    named = read_columns(client, meta, pad_to_seqlen=8, token_aligned_fields=["input_ids"])
-    assert shapes(named) == {"input_ids": (3, 8), "input_lengths": (3,), "features": (3, 2), "reward": (3,)}
+def test_only_token_columns_are_padded(client, meta):
+    expected = {"input_ids": (3, 8), "input_lengths": (3,), "features": (3, 2), "reward": (3,)}
+    assert shapes(read_columns(client, meta, pad_to_seqlen=8)) == expected
+    assert shapes(read_columns(client, meta, pad_to_seqlen=8, token_aligned_fields=["input_ids"])) == expected
+    named = read_columns(client, meta, pad_to_seqlen=8, token_aligned_fields=["features"])
+    assert named["features"].shape == (3, 8)
+    assert named["input_ids"].offsets().diff().tolist() == LENGTHS
 
 
 def test_the_jagged_layout_keeps_rows_at_their_length(client, meta):

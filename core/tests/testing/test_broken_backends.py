@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -15,14 +15,17 @@ _TOYS = Path(__file__).parent / "toys"
 _TIMEOUT_S = 300
 
 
-def _load(name):
-    spec = importlib.util.spec_from_file_location(f"toys_{name}", _TOYS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _broken():
+    """Name of a broken backend -> the test that it must fail."""
+    sys.path.insert(0, str(_TOYS))
+    try:
+        importlib.import_module("broken_under_faults")
+        return {cls.__name__: test for cls, test in importlib.import_module("broken").BROKEN.items()}
+    finally:
+        sys.path.remove(str(_TOYS))
 
 
-_BROKEN = {cls.__name__: test for cls, test in _load("broken").BROKEN.items()}
+_BROKEN = _broken()
 #: The kit with a capability taken away has a case that the whole kit has not.
 _CONTROLS = [test for test in dict.fromkeys(_BROKEN.values()) if "undeclared" not in test]
 
@@ -46,7 +49,8 @@ _RUNS = {
     "processes": [
         "kit_of_host.py",
         "-k",
-        "(TestHostStore and (process or attach or bootstrap or elsewhere or holder)) or goes_to_one or visible_in",
+        "(TestHostStore and (process or attach or bootstrap or elsewhere or holder or kill)) or goes_to_one or "
+        "visible_in or TestDiesBadly or (TestLocksTheStore and serves_others)",
     ],
 }
 
@@ -56,6 +60,7 @@ def reports(tmp_path_factory):
     """Run -> backend -> its report. Runs in processes of their own, which may hang or break for all we know."""
     folder = tmp_path_factory.mktemp("reports")
     environment = {**os.environ, "PYTHONPATH": str(_TOYS), "DATAPLANE_CONFORMANCE_PROMPT_S": "4"}
+    environment["DATAPLANE_CONFORMANCE_KILLS"] = "6"
     environment.pop("DATAPLANE_HYPOTHESIS_PROFILE", None)
     environment.pop("PYTEST_ADDOPTS", None)
     started = {}
@@ -108,7 +113,7 @@ def test_the_unbroken_backend_passes(reports, test):
         ("declares", "DeclaresClaims", 20),
         ("carries", "CarriesRows", 400),
         ("carries", "CarriesBytes", 400),
-        ("processes", "HostStore", 12),
+        ("processes", "HostStore", 18),
     ],
 )
 def test_right_backends_pass(reports, run, backend, least):
@@ -137,5 +142,23 @@ def test_a_store_that_is_wrong_across_processes_is_caught(reports):
     assert outcomes["test_a_put_is_visible_in_other_processes"]["outcome"] == "pass"
 
 
+@pytest.mark.timeout(_TIMEOUT_S + 60)
+@pytest.mark.parametrize(
+    ("backend", "test", "reason"),
+    [
+        ("LocksTheStore", "test_the_store_serves_others_after_every_kill", "the store is locked"),
+        ("DiesBadly", "test_killed_producers_leave_no_half_rows", "are there in part"),
+        ("DiesBadly", "test_killed_producers_lose_no_committed_sample", "are gone with their process"),
+        ("DiesBadly", "test_what_a_killed_producer_was_putting_can_be_put_again", "another client writes"),
+        ("DiesBadly", "test_killed_consumers_get_no_sample_twice", "given to two consumers"),
+        ("DiesBadly", "test_killed_consumers_lose_no_leased_sample", "never came back from killed holders"),
+    ],
+)
+def test_a_store_whose_clients_die_badly_is_caught(reports, backend, test, reason):
+    outcome = _outcomes(reports["processes"][backend])[test]
+    assert outcome["outcome"] == "fail"
+    assert reason in outcome["reason"]
+
+
 def test_there_is_a_broken_backend_for_many_rules():
-    assert len(set(_BROKEN.values())) >= 40
+    assert len(set(_BROKEN.values())) >= 60

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from dataplane_core.testing import BackendConformance, ConformanceError
+from dataplane_noop import NoopBackend
 
 pytest_plugins = ["pytester"]
 
@@ -135,6 +136,27 @@ def test_a_deviation_is_an_expected_failure(run):
     result.stdout.fnmatch_lines(["deviations:", "*test_get_keeps_the_order_asked_for (get): the engine sorts"])
 
 
+def test_a_backend_may_bring_its_deviations(run):
+    body = _DROPS.format(deviations="{}").replace(
+        "    def get", "    deviations = {'test_get_keeps_the_order_asked_for': 'the engine sorts'}\n\n    def get", 1
+    )
+    result, (report,) = run(body, "-k", "order_asked_for")
+    result.assert_outcomes(xfailed=1, deselected=len(report["tests"]) - 1)
+    assert _selected(report)["test_get_keeps_the_order_asked_for"]["reason"] == "the engine sorts"
+
+
+def test_the_facts_of_an_engine_and_what_it_costs_more_are_reported(run):
+    body = """
+class TestMine(BackendConformance):
+    backend_class = NoopBackend
+    most_copies = {"put_samples": (6, "the engine copies twice")}
+"""
+    result, (report,) = run(body, "-k", "order_asked_for")
+    assert report["facts"]["6 copies in put_samples"] == "the engine copies twice"
+    assert report["facts"]["durable"] == NoopBackend.facts["durable"]
+    result.stdout.fnmatch_lines(["facts of its engine:", "*durable: *", "*6 copies in put_samples: the engine copies*"])
+
+
 def test_a_deviation_that_passes_fails(run):
     body = _DROPS.format(deviations="{'test_put_returns_a_receipt': 'it was broken once'}")
     result, (report,) = run(body, "-k", "put_returns_a_receipt")
@@ -164,6 +186,8 @@ def test_a_deviation_whose_case_does_not_exist_is_refused(run):
         ({"store": None}, "overrides store"),
         ({"_conformance_gate": None}, "overrides _conformance_gate"),
         ({"deviations": {"test_no_such": "why"}}, "is no test of the kit"),
+        ({"most_copies": {"claim": (9, "why")}}, "names 'claim'. Expected put_samples or get_samples"),
+        ({"most_copies": {"put_samples": (9, "")}}, "gives no reason"),
         ({"deviations": {"test_get_keeps_the_order_asked_for": " "}}, "gives no reason"),
         ({"pytestmark": pytest.mark.xfail}, "marks the whole kit xfail"),
         ({"pytestmark": [pytest.mark.xfail(reason="x")]}, "marks the whole kit xfail"),

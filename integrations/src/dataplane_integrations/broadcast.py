@@ -106,15 +106,18 @@ def broadcast_batch(batch: BatchedDataDict | None, *, group: dist.ProcessGroup) 
     return broadcast_from_leader(given, group=group)
 
 
-def broadcast_from_leader(produce: Callable[[], BatchedDataDict], *, group: dist.ProcessGroup) -> BatchedDataDict:
+def broadcast_from_leader(
+    produce: Callable[[], BatchedDataDict], *, group: dist.ProcessGroup, leader: int = _LEADER
+) -> BatchedDataDict:
     """Has the leader make a batch and gives it to every rank of the group. Collective over ``group``.
 
     Blocks siblings until the leader is done, or until the group's own timeout: give the group one that is longer than
     the data plane's ``op_timeout_s``.
 
     Args:
-        produce: Called on the leader (group rank 0) alone.
+        produce: Called on the leader alone.
         group: The replica group. NCCL broadcasts on this process's CUDA device, gloo on the CPU.
+        leader: Group rank of the leader; it is another one where a result is made at the end of a pipeline.
 
     Returns:
         On the leader what ``produce`` returned. On siblings an equal batch that they own: same class, column order,
@@ -125,9 +128,9 @@ def broadcast_from_leader(produce: Callable[[], BatchedDataDict], *, group: dist
         ReplicaLeaderError: On siblings, when ``produce`` raised; the cause is that error, which the leader raises
             itself. Also when the leader's process is gone.
     """
-    if dist.get_rank(group) == _LEADER:
+    if dist.get_rank(group) == leader:
         return _send(produce, group)
-    return _receive(group)
+    return _receive(group, leader)
 
 
 def group_device(group: dist.ProcessGroup, preferred: str = "cpu") -> torch.device:
@@ -170,15 +173,16 @@ def _send(produce: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> B
     except BaseException as error:
         _send_failure(error, group)
         raise
-    _broadcast_object(descriptor, group)
+    own_rank = dist.get_rank(group)
+    _broadcast_object(descriptor, group, own_rank)
     for message, kind in messages:
-        _broadcast_bytes(message, kind, staging, group, receive=False)
+        _broadcast_bytes(message, kind, staging, group, own_rank, receive=False)
     return batch
 
 
 def _send_failure(error: BaseException, group: dist.ProcessGroup) -> None:
     try:
-        _broadcast_object(_Failure(dist.get_rank(), _portable(error)), group)
+        _broadcast_object(_Failure(dist.get_rank(), _portable(error)), group, dist.get_rank(group))
     except Exception as broken:  # the group is gone as well: the first error is the one to report
         error.add_note(f"The replica group could not be told: {type(broken).__name__}: {broken}")
 
@@ -247,15 +251,15 @@ def _pack_messages(tensors: Sequence[Tensor], infos: Sequence[_TensorInfo]) -> l
 # --- the siblings ----------------------------------------------------------------------------------------------------
 
 
-def _receive(group: dist.ProcessGroup) -> BatchedDataDict:
+def _receive(group: dist.ProcessGroup, leader: int) -> BatchedDataDict:
     try:
-        descriptor = _broadcast_object(None, group)
+        descriptor = _broadcast_object(None, group, leader)
         if isinstance(descriptor, _Failure):
             raise ReplicaLeaderError(
                 f"no batch for rank {dist.get_rank()}: the leader of its replica group, rank "
                 f"{descriptor.leader_rank}, failed: {type(descriptor.error).__name__}: {descriptor.error}"
             ) from descriptor.error
-        tensors = _receive_tensors(descriptor.tensors, group)
+        tensors = _receive_tensors(descriptor.tensors, group, leader)
     except ReplicaLeaderError:
         raise
     except RuntimeError as error:
@@ -271,14 +275,14 @@ def _receive(group: dist.ProcessGroup) -> BatchedDataDict:
     return batch
 
 
-def _receive_tensors(infos: Sequence[_TensorInfo], group: dist.ProcessGroup) -> list[Tensor]:
+def _receive_tensors(infos: Sequence[_TensorInfo], group: dist.ProcessGroup, leader: int) -> list[Tensor]:
     plan = _message_plan(infos)
     staging = _staging([size for _, _, size in plan], [kind for _, kind, _ in plan], group)
     tensors: dict[int, Tensor] = {}
     for indices, kind, size_bytes in plan:
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         message = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        _broadcast_bytes(message, kind, staging, group, receive=True)
+        _broadcast_bytes(message, kind, staging, group, leader, receive=True)
         alone = len(indices) == 1 and not infos[indices[0]].together
         for index, start in zip(indices, _starts(infos[index].nbytes for index in indices), strict=True):
             part = message[start : start + infos[index].nbytes]
@@ -356,22 +360,22 @@ def _staging(sizes: Sequence[int], kinds: Sequence[str], group: dist.ProcessGrou
 
 
 def _broadcast_bytes(
-    message: Tensor, kind: str, staging: dict[str, Tensor], group: dist.ProcessGroup, *, receive: bool
+    message: Tensor, kind: str, staging: dict[str, Tensor], group: dist.ProcessGroup, leader: int, *, receive: bool
 ) -> None:
     if not message.numel():
         return
     if kind not in staging:
-        dist.broadcast(message, group=group, group_src=_LEADER)
+        dist.broadcast(message, group=group, group_src=leader)
         return
     room = staging[kind][: message.numel()]
     if not receive:
         room.copy_(message)
-    dist.broadcast(room, group=group, group_src=_LEADER)
+    dist.broadcast(room, group=group, group_src=leader)
     if receive:
         message.copy_(room)
 
 
-def _broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
+def _broadcast_object(value: Any, group: dist.ProcessGroup, leader: int) -> Any:
     box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=_LEADER, device=group_device(group))
+    dist.broadcast_object_list(box, group=group, group_src=leader, device=group_device(group))
     return box[0]

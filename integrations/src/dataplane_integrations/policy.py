@@ -249,8 +249,10 @@ class DataPlanePolicy:
             with a FLOPs tracker ``total_flops``, ``num_ranks`` and ``theoretical_tflops`` (None where unknown).
 
         Raises:
+            InvalidRequestError: A split step is open; the rows stay.
             WorkerFailedError: A worker raised, died or did not answer; the rows have been cleared.
         """
+        self._refuse_open_step("train_from_meta")
         with self._clearing_on_failure([meta]):
             shards = self._shard(meta, "train", self._train_fields, gbs)
             if self._flops_tracker is not None:
@@ -270,14 +272,13 @@ class DataPlanePolicy:
 
         Raises:
             InvalidRequestError: One is open.
+            WorkerFailedError: A worker raised, died or did not answer; no step is open.
         """
-        if self._split_step is not None:
-            raise InvalidRequestError(
-                "begin_train_step refused: a step is open. Expected finish_train_step() or abort_train_step() first."
-            )
-        args = [(loss_fn,) for _ in self._workers.dp_ranks]
-        self._call("begin_train_step_presharded", args, {"gbs": gbs, "mbs": mbs}, doing="beginning a training step")
+        self._refuse_open_step("begin_train_step")
         self._split_step = []
+        with self._aborting_on_failure(self._split_step):
+            args = [(loss_fn,) for _ in self._workers.dp_ranks]
+            self._call("begin_train_step_presharded", args, {"gbs": gbs, "mbs": mbs}, doing="beginning a training step")
         if self._flops_tracker is not None:
             self._flops_tracker.reset()
 
@@ -394,6 +395,12 @@ class DataPlanePolicy:
         except BaseException:
             self._failed = True
             raise
+
+    def _refuse_open_step(self, what: str) -> None:
+        if self._split_step is not None:
+            raise InvalidRequestError(
+                f"{what} refused: a step is open. Expected finish_train_step() or abort_train_step() first."
+            )
 
     def _require_split_step(self, what: str) -> list[KVBatchMeta]:
         if self._split_step is None:

@@ -20,7 +20,7 @@ from dataplane_core.batch import BatchedDataDict, SlicedDataDict
 from dataplane_core.columns import read_columns, write_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, UnsupportedOperationError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PER_TOKEN_FIELDS, PLAN_KEYS
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MULTIMODAL_FIELDS, PER_TOKEN_FIELDS, PLAN_KEYS
 from dataplane_core.sharding.axes import REPLICATED_AXES, NamedSharding
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.batching import Batching, Stage
@@ -56,33 +56,41 @@ class PolicyWorker(Protocol):
 
 
 class SplitStepWorker(Protocol):
-    """What the split step needs of the worker: one optimizer step over rows that arrive in portions."""
+    """What the split step needs of the worker: one optimizer step over rows that arrive in portions.
+
+    `DataPlaneWorkerMixin` calls them in order: portions and an end only after a begin, no second begin in between.
+    """
 
     def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
         """Clears the gradients."""
 
     def train_microbatch(self, data: BatchedDataDict) -> Any:
-        """Accumulates the gradients of some rows."""
+        """Accumulates the gradients of some rows. A mean over the step's tokens has to wait for all portions."""
 
     def finish_train_step(self) -> Mapping[str, Any]:
         """Makes the optimizer step; returns what ``train`` returns."""
 
     def abort_train_step(self) -> None:
-        """Drops the gradients."""
+        """Drops the gradients; weights and optimizer stay as they were. Also after any of the others has raised."""
 
 
 class DataPlaneWorkerMixin(DataPlaneClientMixin):
     """Data-plane entry points for a worker that offers `PolicyWorker`'s methods.
 
     A subclass supplies `_local_coords`, and `_get_replica_group` where rows are replicated; `FSDP2DataPlaneMixin` does
-    both from a `DeviceMesh`.
+    both from a `DeviceMesh`, `MegatronDataPlaneMixin` from `megatron.core.parallel_state`.
 
     Attributes:
         token_aligned_fields: Fields whose dim 1 runs along the row's tokens; written back cut to the row's length. Any
             other field is written as it is, whatever its shape.
+        ragged_fields: Fields that reach the worker as they went, jagged where their rows differ: never padded, though
+            their rows should happen to have as many elements as the sample has tokens (see `read_columns`).
     """
 
     token_aligned_fields: ClassVar[frozenset[str]] = PER_TOKEN_FIELDS
+    ragged_fields: ClassVar[frozenset[str]] = MULTIMODAL_FIELDS
+
+    _split_step_open: bool = False
 
     # --- where this rank stands ---------------------------------------------------------------------------------------
 
@@ -97,7 +105,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         raise UnsupportedOperationError(
             f"{type(self).__name__} does not say where it stands on the mesh. Expected an override of _local_coords(), "
             "with the rank's coordinate on each axis.",
-            hint="Use FSDP2DataPlaneMixin where there is a DeviceMesh.",
+            hint="Use FSDP2DataPlaneMixin where there is a DeviceMesh, MegatronDataPlaneMixin with Megatron.",
         )
 
     def _get_replica_group(self) -> dist.ProcessGroup | None:
@@ -144,7 +152,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 
         Args:
             meta: Which rows and fields.
-            layout: Token columns right-padded, or as ``torch.jagged`` nested tensors.
+            layout: Token columns right-padded, or as ``torch.jagged`` nested tensors. Other columns come as they went.
             fetch_policy: Who reads.
             preprocess: Applied where the rows are read, before they are broadcast: once per replica group if the
                 leader reads.
@@ -186,6 +194,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             layout=layout,
             pad_value_dict=self._pad_value_dict(),
             pad_to_seqlen=self._forward_pad_seqlen(meta) if dp_aligned else 0,
+            ragged_fields=self.ragged_fields,
         )
 
     # --- the microbatch plan ------------------------------------------------------------------------------------------
@@ -333,41 +342,88 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 
         Returns:
             What ``train`` returned, with ``is_replica_leader``.
+
+        Raises:
+            InvalidRequestError: A split step is open, whose gradients this would mix with.
         """
+        if self._split_step_open:
+            raise InvalidRequestError(
+                "train_presharded refused: a split step is open. Expected finish_train_step_presharded() or "
+                "abort_train_step_presharded() first."
+            )
         data, _ = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "train")
         worker = cast(PolicyWorker, self)
-        return self._tag_result(worker.train(data, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs))
+        return self._tag_result(self._run(lambda: worker.train(data, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)))
 
     def get_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
         """Computes the shard's logprobs and commits them as ``prev_logprobs``. Every rank must be called."""
         data, meta = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "logprob")
-        result = cast(PolicyWorker, self).get_logprobs(data, micro_batch_size=micro_batch_size)
+        worker = cast(PolicyWorker, self)
+        result = self._run(lambda: worker.get_logprobs(data, micro_batch_size=micro_batch_size))
         self._write_back_result_field(meta, result, result_key="logprobs", tq_field="prev_logprobs")
 
     def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
         """The same under the reference policy, as ``reference_policy_logprobs``."""
         data, meta = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "logprob")
-        result = cast(PolicyWorker, self).get_reference_policy_logprobs(data, micro_batch_size=micro_batch_size)
+        worker = cast(PolicyWorker, self)
+        result = self._run(lambda: worker.get_reference_policy_logprobs(data, micro_batch_size=micro_batch_size))
         self._write_back_result_field(
             meta, result, result_key="reference_logprobs", tq_field="reference_policy_logprobs"
         )
 
     def begin_train_step_presharded(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
-        """Opens a step whose rows arrive in portions. Every rank must be called, as for the calls that follow."""
-        self._split_step_worker().begin_train_step(loss_fn, gbs=gbs, mbs=mbs)
+        """Opens a step whose rows arrive in portions. Every rank must be called, as for the calls that follow.
+
+        Raises:
+            InvalidRequestError: A step is open.
+            UnsupportedOperationError: The worker lacks the methods of `SplitStepWorker`.
+        """
+        worker = self._split_step_worker()
+        if self._split_step_open:
+            raise InvalidRequestError(
+                "begin_train_step_presharded refused: a step is open. Expected finish_train_step_presharded() or "
+                "abort_train_step_presharded() first."
+            )
+        self._split_step_open = True  # also if the next line raises: an abort then cleans up
+        worker.begin_train_step(loss_fn, gbs=gbs, mbs=mbs)
 
     def train_microbatch_presharded(self, meta: KVBatchMeta) -> None:
-        """Accumulates the gradients of this rank's shard of one portion."""
+        """Accumulates the gradients of this rank's shard of one portion.
+
+        Raises:
+            InvalidRequestError: No step is open.
+        """
+        worker = self._open_split_step("train_microbatch_presharded")
         data, _ = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "train")
-        self._split_step_worker().train_microbatch(data)
+        worker.train_microbatch(data)
 
     def finish_train_step_presharded(self) -> dict[str, Any]:
-        """Makes the optimizer step; returns the worker's result with ``is_replica_leader``."""
-        return self._tag_result(self._split_step_worker().finish_train_step())
+        """Makes the optimizer step; returns the worker's result with ``is_replica_leader``.
+
+        Raises:
+            InvalidRequestError: No step is open.
+        """
+        worker = self._open_split_step("finish_train_step_presharded")
+        result = self._tag_result(self._run(worker.finish_train_step))
+        self._split_step_open = False
+        return result
 
     def abort_train_step_presharded(self) -> None:
-        """Drops what the step has accumulated."""
-        self._split_step_worker().abort_train_step()
+        """Drops what the step has accumulated. Without an open step does nothing."""
+        if self._split_step_open:
+            self._split_step_worker().abort_train_step()
+            self._split_step_open = False
+
+    def _open_split_step(self, what: str) -> SplitStepWorker:
+        if not self._split_step_open:
+            raise InvalidRequestError(
+                f"{what} refused: no step is open. Expected begin_train_step_presharded(loss_fn) first."
+            )
+        return self._split_step_worker()
+
+    def _run(self, compute: Callable[[], Any]) -> Any:
+        """What the worker's method returned, as every rank of the replica group is to see it."""
+        return compute()
 
     def _split_step_worker(self) -> SplitStepWorker:
         missing = [

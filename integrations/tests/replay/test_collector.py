@@ -137,6 +137,15 @@ def test_what_a_rollout_may_not_return_is_said(make_buffer: Make, returned: Any,
     assert isinstance(info.value.__cause__, InvalidTypeError)
 
 
+def test_more_groups_per_call_than_are_ever_admitted_are_refused(make_buffer: Make, answers: Any) -> None:
+    collector = Collector(make_buffer(), answers, groups_per_call=5)
+    collector.start()
+    with pytest.raises(
+        CollectorFailedError, match=r"cannot go on: InvalidRequestError: .* admits 4 to an empty buffer"
+    ):
+        collector.wait(WAIT_S)
+
+
 def test_numbers_that_make_no_sense_and_a_second_start_are_refused(
     make_buffer: Make, client: DataPlaneClient, answers: Any
 ) -> None:
@@ -194,7 +203,12 @@ def test_a_full_store_holds_rollouts_back_and_loses_nothing(
         group_size=2,
         num_prompts=10,
     )
-    rollout = answers if written_by == "collector" else lambda reservations: write(small_store, reservations)
+    generated: list[str] = []
+
+    def rollout(reservations: Any) -> Any:
+        generated.extend(each.group for each in reservations)
+        return answers(reservations) if written_by == "collector" else write(small_store, reservations)
+
     client = small_store if written_by == "collector" else None
     with Collector(buffer, rollout, client=client, max_failures=1) as collector:
         give_up = time.monotonic() + WAIT_S
@@ -205,6 +219,8 @@ def test_a_full_store_holds_rollouts_back_and_loses_nothing(
         assert sorted(train_on_all(buffer, 1)) == list(range(10))
     counts = collector.counts
     assert (counts.groups, counts.failures) == (10, 0)
+    if written_by == "collector":  # what found no room has waited, and was not generated again
+        assert len(generated) == 10
     assert small_store.list_samples("replay").sample_ids == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from dataplane_core.testing import BackendConformance
 from dataplane_noop import NoopBackend
 from dataplane_noop._segments import Ragged
@@ -9,6 +11,10 @@ from dataplane_noop._segments import Ragged
 
 class TestNoop(BackendConformance):
     backend = "noop"
+    most_copies: ClassVar = {
+        "put_samples": (1.1, "the store keeps one copy of its own, and makes no other"),
+        "get_samples": (1.1, "the caller gets one copy of its own, and no other is made"),
+    }
 
     def raw_get(self, backend, partition_id, sample_id, field):
         assert isinstance(backend, NoopBackend)

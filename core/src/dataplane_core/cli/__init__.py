@@ -20,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 for a failure that was reported, 2 for wrong usage.
     """
-    parser = argparse.ArgumentParser(prog="dataplane", description="Backends of the data plane: list and prove them.")
+    parser = argparse.ArgumentParser(
+        prog="dataplane", description="Backends of the data plane: list, check and prove them."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     backends = commands.add_parser("backends", help="list the installed backends")
@@ -28,6 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--load", action="store_true", help="import each, in a process of its own, and show what it declares"
     )
     backends.add_argument("--json", action="store_true", help="print JSON")
+
+    doctor = commands.add_parser("doctor", help="check this machine for a backend, or for all that are installed")
+    doctor.add_argument("name", nargs="?", help="entry-point name of the backend; default: that of the config, or all")
+    doctor.add_argument("--config", metavar="FILE", help="check for the options of this config file")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
 
     conformance = commands.add_parser("conformance", help="run the conformance kit against a backend")
     conformance.add_argument("name", help="entry-point name of the backend")
@@ -46,6 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from dataplane_core.cli._backends import run as list_backends
 
             return list_backends(load=chosen.load, as_json=chosen.json)
+        if chosen.command == "doctor":
+            from dataplane_core.cli._doctor import run as examine
+
+            return examine(chosen.name, config_path=chosen.config, as_json=chosen.json)
         from dataplane_core.cli._conformance import run as run_kit
 
         return run_kit(

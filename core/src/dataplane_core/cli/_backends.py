@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
+from dataplane_core.cli._isolated import ask
+from dataplane_core.errors import DataPlaneError
 from dataplane_core.registry import find_plugins, load_backend
 
 __all__ = ["describe", "run"]
-
-_LOAD_TIMEOUT_S = 120
 
 
 def run(*, load: bool, as_json: bool) -> int:
@@ -58,29 +56,11 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def _load(name: str) -> dict[str, Any]:
-    """`describe` in a process of its own, so that one backend's libraries cannot disturb another's."""
-    code = (
-        "import json, sys\n"
-        "from dataplane_core.cli._backends import describe\n"
-        "from dataplane_core.errors import DataPlaneError\n"
-        "try:\n"
-        "    reply = describe(sys.argv[1])\n"
-        "except DataPlaneError as error:\n"
-        "    reply = {'error': str(error)}\n"
-        "print('\\n' + json.dumps(reply))\n"
-    )
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, name], capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"its import did not end within {_LOAD_TIMEOUT_S} s"}
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        reason = done.stderr.strip().splitlines()
-        return {"error": f"its import ended the process with status {done.returncode}: {reason[-1] if reason else ''}"}
-    reply: dict[str, Any] = json.loads(lines[-1])
-    return reply
+        declared: dict[str, Any] = ask(f"{__name__}:describe", name=name)
+    except DataPlaneError as error:
+        return {"error": str(error)}
+    return declared
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

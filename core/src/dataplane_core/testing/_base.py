@@ -15,7 +15,7 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_core.registry import load_backend
 from dataplane_core.testing._store import NOT_DECLARED, Deployment, Store
 
-__all__ = ["ConformanceError", "Proof", "Suite", "needs_of", "proves"]
+__all__ = ["MOST_COPIES", "ConformanceError", "Proof", "Suite", "lasts", "limit_of", "needs_of", "proves"]
 
 #: What a test proves: the core of the contract, a capability, or a scope wider than one process.
 Proof: TypeAlias = Capability | Scope | Literal["core"]
@@ -24,6 +24,11 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 _CHAPTER: Final = "__dataplane_chapter__"
 _PROVES: Final = "__dataplane_proves__"
+_LIMIT_S: Final = "__dataplane_limit_s__"
+
+#: How often a client may hold the payload at once, where the author says nothing else. One copy is due; the others are
+#: for the engine's format and its messages.
+MOST_COPIES: Final[Mapping[str, float]] = {"put_samples": 4.0, "get_samples": 2.5}
 
 #: What an author's class may define; every other name of the kit is the kit's.
 _AUTHORS_NAMES: Final = frozenset(
@@ -35,6 +40,7 @@ _AUTHORS_NAMES: Final = frozenset(
         "conflicting_options",
         "deviations",
         "isolated_options",
+        "most_copies",
         "op_timeout_s",
         "options",
         "raw_get",
@@ -62,6 +68,22 @@ def proves(*what: Proof) -> Callable[[_Test], _Test]:
     return mark
 
 
+def lasts(limit_s: float) -> Callable[[_Test], _Test]:
+    """Marks a test of the kit that may take longer than others, with its limit in seconds."""
+
+    def mark(test: _Test) -> _Test:
+        setattr(test, _LIMIT_S, limit_s)
+        return test
+
+    return mark
+
+
+def limit_of(test: Any) -> float | None:
+    """Seconds that a test of the kit may take, where that is more than others may."""
+    limit_s: float | None = getattr(test, _LIMIT_S, None)
+    return limit_s
+
+
 def needs_of(test: Any) -> tuple[Proof, ...]:
     """What a test of the kit proves and needs; empty for a test that is not the kit's."""
     found: tuple[Proof, ...] = getattr(test, _PROVES, ())
@@ -80,9 +102,12 @@ class Suite:
     Attributes:
         backend: Entry-point name of the backend; or the name that reports give to ``backend_class``.
         backend_class: The backend's class.
-        deviations: Test -> why this backend departs from what it says. The test becomes a strict expected failure: it
-            must fail. A key may name some cases of a parametrized test, as in ``test_x[float8*]``.
+        deviations: Test -> why this backend departs from what it says, beside the backend's own ``deviations``. The
+            test becomes a strict expected failure: it must fail. A key may name some cases of a parametrized test, as
+            in ``test_x[float8*]``.
         op_timeout_s: Deadline of one operation in seconds, for the kit's clients.
+        most_copies: Operation (``put_samples``, ``get_samples``) -> how often its client may hold the payload at once,
+            the copy that is due included, and why. Default: `MOST_COPIES`.
         store_per_test: Connect afresh for every test. By default one store serves all tests of the class that have
             equal ``options``.
     """
@@ -91,6 +116,7 @@ class Suite:
     backend_class: ClassVar[type[Backend] | None] = None
     deviations: ClassVar[Mapping[str, str]] = {}
     op_timeout_s: ClassVar[float] = 30.0
+    most_copies: ClassVar[Mapping[str, tuple[float, str]]] = {}
     store_per_test: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, chapter: str | None = None, proof: Proof = "core", **kwargs: Any) -> None:
@@ -172,7 +198,7 @@ class Suite:
         for need in needs_of(request.function):
             if not declares(cls, need):
                 pytest.skip(f"{NOT_DECLARED}{label_of(need)}")
-        reason = deviation_of(type(self).deviations, request.node.name)
+        reason = deviation_of(self.all_deviations(), request.node.name)
         if reason is not None:
             request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
 
@@ -189,6 +215,16 @@ class Suite:
             store.end_test()
 
     # --- how it is done -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def all_deviations(cls) -> dict[str, str]:
+        """The backend's deviations and this class's."""
+        return {**cls.under_test().deviations, **cls.deviations}
+
+    @classmethod
+    def copies_allowed(cls, operation: str) -> tuple[float, str]:
+        """How often an operation's client may hold the payload at once, and why where that is the author's number."""
+        return cls.most_copies.get(operation, (MOST_COPIES[operation], ""))
 
     @classmethod
     def under_test(cls) -> type[Backend]:
@@ -269,3 +305,10 @@ def _check_authors_class(cls: type[Suite]) -> None:
             raise ConformanceError(f"{cls.__name__}.deviations names {key!r}, which is no test of the kit.")
         if not isinstance(reason, str) or not reason.strip():
             raise ConformanceError(f"{cls.__name__}.deviations[{key!r}] gives no reason.")
+    for operation, (_, reason) in cls.most_copies.items():
+        if operation not in MOST_COPIES:
+            raise ConformanceError(
+                f"{cls.__name__}.most_copies names {operation!r}. Expected {' or '.join(MOST_COPIES)}."
+            )
+        if not reason.strip():
+            raise ConformanceError(f"{cls.__name__}.most_copies[{operation!r}] gives no reason.")

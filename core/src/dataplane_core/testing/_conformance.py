@@ -9,7 +9,10 @@ from dataplane_core.testing.suites.capacity import CapacitySuite
 from dataplane_core.testing.suites.claims import ClaimSuite
 from dataplane_core.testing.suites.clear import ClearSuite
 from dataplane_core.testing.suites.consumption import ConsumptionSuite
+from dataplane_core.testing.suites.costs import CostSuite
+from dataplane_core.testing.suites.crashes import CrashSuite
 from dataplane_core.testing.suites.errors import ErrorSuite
+from dataplane_core.testing.suites.faults import FaultSuite
 from dataplane_core.testing.suites.get import GetSuite
 from dataplane_core.testing.suites.groups import GroupSuite
 from dataplane_core.testing.suites.guarantees import GuaranteeSuite
@@ -18,6 +21,7 @@ from dataplane_core.testing.suites.lifecycle import LifecycleSuite
 from dataplane_core.testing.suites.listing import ListingSuite
 from dataplane_core.testing.suites.machine import MachineSuite
 from dataplane_core.testing.suites.matrix import MatrixSuite
+from dataplane_core.testing.suites.multimodal import MultimodalSuite
 from dataplane_core.testing.suites.overwrite import OverwriteSuite
 from dataplane_core.testing.suites.processes import ProcessSuite
 from dataplane_core.testing.suites.put import PutSuite
@@ -36,6 +40,7 @@ SUITES: tuple[type[Suite], ...] = (
     PutRefusalSuite,
     GetSuite,
     MatrixSuite,
+    MultimodalSuite,
     ClaimSuite,
     GroupSuite,
     LeaseSuite,
@@ -46,11 +51,14 @@ SUITES: tuple[type[Suite], ...] = (
     ConsumptionSuite,
     CapacitySuite,
     ErrorSuite,
+    FaultSuite,
     BoundSuite,
+    CostSuite,
     LifecycleSuite,
     GuaranteeSuite,
     RaceSuite,
     ProcessSuite,
+    CrashSuite,
     MachineSuite,
 )
 
@@ -62,6 +70,7 @@ class BackendConformance(
     PutRefusalSuite,
     GetSuite,
     MatrixSuite,
+    MultimodalSuite,
     ClaimSuite,
     GroupSuite,
     LeaseSuite,
@@ -72,17 +81,21 @@ class BackendConformance(
     ConsumptionSuite,
     CapacitySuite,
     ErrorSuite,
+    FaultSuite,
     BoundSuite,
+    CostSuite,
     LifecycleSuite,
     GuaranteeSuite,
     RaceSuite,
     ProcessSuite,
+    CrashSuite,
     MachineSuite,
     chapter="",
 ):
     """Every test of the contract. Subclass it, name the backend, and override the fixture ``options``.
 
-    What a subclass may define: ``backend`` or ``backend_class``, ``options``, ``deviations``, ``op_timeout_s``,
-    ``store_per_test``, ``isolated_options``, ``attach_options``, ``absent_options``, ``conflicting_options``,
-    ``raw_get`` and ``restart``, all documented on this class; and tests of its own. It may not override the kit's.
+    What a subclass may define: ``backend`` or ``backend_class``, ``options``, ``deviations``, ``most_copies``,
+    ``op_timeout_s``, ``store_per_test``, ``isolated_options``, ``attach_options``, ``absent_options``,
+    ``conflicting_options``, ``raw_get`` and ``restart``, all documented on this class; and tests of its own. It may not
+    override the kit's.
     """

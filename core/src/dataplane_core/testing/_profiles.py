@@ -1,17 +1,26 @@
-"""How many examples Hypothesis tries: few and always the same, or, under the profile ``long``, many and random."""
+"""How many examples Hypothesis tries: few and always the same, or, under the profile ``long``, many and random; and the
+seed of what is random in both."""
 
 from __future__ import annotations
 
 import os
+import random
 
 from hypothesis import HealthCheck, Phase, settings
 
-__all__ = ["is_long", "kit_settings"]
+__all__ = ["is_long", "kit_settings", "new_seed"]
 
 
 def is_long() -> bool:
     """Whether ``DATAPLANE_HYPOTHESIS_PROFILE=long`` is set."""
     return os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE") == "long"
+
+
+def new_seed() -> int:
+    """A seed, printed so that a failing test shows it; ``DATAPLANE_CONFORMANCE_SEED`` sets it."""
+    seed = int(os.environ.get("DATAPLANE_CONFORMANCE_SEED") or random.SystemRandom().randrange(1_000_000))
+    print(f"DATAPLANE_CONFORMANCE_SEED={seed}")
+    return seed
 
 
 def kit_settings(max_examples: int, *, stateful_step_count: int = 50, shrink: bool = True) -> settings:

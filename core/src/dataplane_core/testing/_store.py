@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
@@ -23,6 +23,7 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.registry import connect_backend
 from dataplane_core.testing._columns import batch, bits
 from dataplane_core.testing._hooks import Hooks
+from dataplane_core.testing._nursery import Nursery
 from dataplane_core.testing._workers import BackendReference, Worker
 from dataplane_core.testing.faults import Faults
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["NOT_DECLARED", "NOT_RUN", "Deployment", "Store", "not_run"]
 
 _E = TypeVar("_E", bound=BaseException)
+_R = TypeVar("_R")
 
 #: Opens the reason of a test that is skipped because the backend does not declare what it proves.
 NOT_DECLARED: Final = "not declared: "
@@ -58,6 +60,8 @@ class Deployment:
         self.faults = Faults()
         self._clients: dict[str, DataPlaneClient] = {}
         self._workers: list[Worker] = []
+        self._nursery: Nursery | None = None
+        self._made: dict[Callable[..., Any], Any] = {}
         self.client = self.connect(self.options, middleware=[self.faults])
 
     @classmethod
@@ -126,28 +130,43 @@ class Deployment:
         return self._clients["closed"]
 
     def workers(self, count: int) -> list[Worker]:
-        """Clients in spawned processes, attached to the store; kept for the next test that asks."""
+        """Clients in processes of their own, attached to the store; kept for the next test that asks."""
         for worker in [each for each in self._workers if not each.alive]:
             worker.close()
             self._workers.remove(worker)
-        missing = count - len(self._workers)
-        if missing > 0:
-            config = DataPlaneConfig(
-                backend=self.name,
-                options=self.attach_options(),
-                op_timeout_s=self.case.op_timeout_s,
-            )
-            reference = BackendReference.of(self.backend_class, self.name, by_name=self.case.backend_class is None)
-            started = [Worker(reference, config) for _ in range(missing)]
-            self._workers.extend(started)
-            for worker in started:
-                worker.wait_ready()
+        started = [self.new_worker() for _ in range(count - len(self._workers))]
+        self._workers.extend(started)
+        for worker in started:
+            worker.wait_ready()
         return self._workers[:count]
+
+    def new_worker(self) -> Worker:
+        """A client in a process of its own, which attaches; whoever asks waits for it and ends it."""
+        reference = BackendReference.of(self.backend_class, self.name, by_name=self.case.backend_class is None)
+        if self._nursery is None:
+            self._nursery = Nursery(reference.load)
+        config = DataPlaneConfig(backend=self.name, options=self.attach_options(), op_timeout_s=self.case.op_timeout_s)
+        return Worker(self._nursery, reference, config)
+
+    def once(self, make: Callable[[Deployment], _R]) -> _R:
+        """What ``make(self)`` returned, or raised, when it was first asked for: evidence that several tests judge."""
+        if make not in self._made:
+            try:
+                self._made[make] = make(self)
+            except Exception as error:
+                self._made[make] = error
+        made: Any = self._made[make]
+        if isinstance(made, Exception):
+            raise made
+        found: _R = made
+        return found
 
     def close(self) -> None:
         """Ends the processes, then closes the clients, the bootstrapping one last."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.client.close)
+            if self._nursery is not None:
+                stack.callback(self._nursery.close)
             for client in self._clients.values():
                 stack.callback(client.close)
             for worker in self._workers:

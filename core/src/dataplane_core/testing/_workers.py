@@ -1,10 +1,10 @@
-"""Clients in spawned processes, attached to the store under test, that do as they are told."""
+"""Clients in processes of their own, attached to the store under test, that do as they are told."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-import multiprocessing
 import os
 import pickle
 import time
@@ -17,6 +17,7 @@ from dataplane_core.backend import Backend
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.registry import connect_backend, load_backend
+from dataplane_core.testing._nursery import Nursery
 
 __all__ = ["BackendReference", "Worker"]
 
@@ -57,23 +58,26 @@ class BackendReference:
 
 
 class Worker:
-    """One spawned process with an attached client.
+    """One process with an attached client, forked from a process that never had one.
 
     Everything sent is pickled: functions must be importable by name. The process ends with `close`, or with this
     process.
+
+    Args:
+        nursery: What to fork from.
+        reference: The backend's class.
+        config: What the client attaches with.
     """
 
-    def __init__(self, reference: BackendReference, config: DataPlaneConfig) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, reference, config.model_dump()), daemon=True)
-        self._process.start()
-        theirs.close()
+    def __init__(self, nursery: Nursery, reference: BackendReference, config: DataPlaneConfig) -> None:
+        self._nursery = nursery
+        serve = functools.partial(_serve, reference=reference, config=config.model_dump())
+        self._pid, self._connection = nursery.fork(serve)
 
     @property
     def alive(self) -> bool:
         """Whether the process runs."""
-        return self._process.is_alive()
+        return self._nursery.exit_status(self._pid) is None
 
     def wait_ready(self) -> None:
         """Waits until the client is attached; raises what attaching raised."""
@@ -93,7 +97,7 @@ class Worker:
         try:
             succeeded, reply = pickle.loads(self._connection.recv_bytes())  # from our own child
         except (EOFError, ConnectionResetError) as error:
-            raise AssertionError(f"the worker process died, exit code {self._process.exitcode}") from error
+            raise AssertionError("the worker process died") from error
         if not succeeded:
             raise reply
         return reply
@@ -105,16 +109,16 @@ class Worker:
 
     def kill(self) -> None:
         """Ends the process at once, as kill -9 does."""
-        self._process.kill()
-        self._process.join(_END_S)
+        self._nursery.kill(self._pid)
 
     def close(self) -> None:
         """Ends the process: first asks, then kills it."""
         with contextlib.suppress(OSError):  # it may be gone already
             self._connection.send_bytes(pickle.dumps(None))
-        self._process.join(_END_S)
-        if self._process.is_alive():
-            self.kill()
+        give_up = time.monotonic() + _END_S
+        while self.alive and time.monotonic() < give_up:
+            time.sleep(0.005)
+        self.kill()
         self._connection.close()
 
 

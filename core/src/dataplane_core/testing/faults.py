@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from dataplane_core.hookspecs import WireBatch, hookimpl
+from dataplane_core.hookspecs import Claim, SampleList, WireBatch, hookimpl
 from dataplane_core.manager import OPERATION_NAMES
 from dataplane_core.middleware import Middleware
 
@@ -86,17 +86,41 @@ class Faults(Middleware):
             yield
 
     @contextmanager
-    def truncation(self, num_rows: int = 1, field: str | None = None) -> Iterator[None]:
-        """Reads come back with ``num_rows`` fewer rows in every column, or without the column ``field``."""
+    def late(self, operation: str, allowed_s: float = 0.01) -> Iterator[None]:
+        """Requests reach the backend when their deadline, ``allowed_s`` seconds after the call, has passed."""
 
-        def act(request: Any, reply: WireBatch) -> WireBatch:
-            if field is not None:
-                return replace(reply, columns={name: each for name, each in reply.columns.items() if name != field})
-            return replace(
-                reply, columns={name: _without_last(column, num_rows) for name, column in reply.columns.items()}
-            )
+        def act(request: Any) -> None:
+            request.deadline = min(request.deadline, time.monotonic() + allowed_s)
+            time.sleep(max(0.0, request.deadline - time.monotonic()) + allowed_s)
 
-        with self.after("get_samples", act):
+        with self.before(operation, act):
+            yield
+
+    @contextmanager
+    def truncation(self, num_rows: int = 1, field: str | None = None, operation: str = "get_samples") -> Iterator[None]:
+        """Replies come back short.
+
+        Args:
+            num_rows: How many rows are missing: in every column of a read, in the tags and tokens of a claim or a
+                listing, in the number that a put, an ack, a nack or a renewal confirms.
+            field: A read comes back without this column instead.
+            operation: The hook whose replies are cut.
+        """
+
+        def act(request: Any, reply: Any) -> Any:
+            if isinstance(reply, WireBatch):
+                kept = {name: column for name, column in reply.columns.items() if name != field}
+                if field is None:
+                    kept = {name: _without_last(column, num_rows) for name, column in kept.items()}
+                return replace(reply, columns=kept)
+            if isinstance(reply, Claim):
+                tokens = reply.lease_tokens
+                return replace(reply, tags=reply.tags[:-num_rows], lease_tokens=tokens and tokens[:-num_rows])
+            if isinstance(reply, SampleList):
+                return replace(reply, tags=reply.tags[:-num_rows])
+            return replace(reply, num_samples=reply.num_samples - num_rows)
+
+        with self.after(operation, act):
             yield
 
     def _around(self, operation: str, request: Any) -> Generator[None, Any, Any]:

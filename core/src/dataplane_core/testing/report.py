@@ -15,7 +15,7 @@ from dataplane_core.backend import Backend
 from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.hookspecs import CONTRACT_VERSION
 from dataplane_core.registry import find_plugins
-from dataplane_core.testing._base import chapter_of, deviation_of, kit_members, label_of, needs_of
+from dataplane_core.testing._base import MOST_COPIES, chapter_of, deviation_of, kit_members, label_of, needs_of
 
 __all__ = ["NOT_SELECTED", "OUTCOMES", "SCHEMA", "Report", "Result", "Row", "record_of", "to_json", "unused_deviations"]
 
@@ -78,6 +78,7 @@ class Report:
         scope: As declared.
         wire: As declared, in words.
         capabilities: As declared.
+        facts: What the engine stands against, and why: undeclared capabilities, the scope, copies beyond the default.
         results: Every test, in the order in which they ran.
     """
 
@@ -88,6 +89,7 @@ class Report:
     scope: str
     wire: str
     capabilities: tuple[str, ...]
+    facts: Mapping[str, str]
     results: tuple[Result, ...]
 
     @classmethod
@@ -167,6 +169,7 @@ class Report:
             "scope": self.scope,
             "wire": self.wire,
             "declared": list(self.capabilities),
+            "facts": dict(self.facts),
             "passed": self.passed,
             "badge": self.badge(),
             "counts": {outcome: self.counts[outcome] for outcome in OUTCOMES},
@@ -225,12 +228,14 @@ class Report:
         ]
 
     def _lists(self) -> list[tuple[str, list[str]]]:
-        """Failures and deviations one by one; what was not run by its reason."""
+        """Failures and deviations one by one; the engine's facts; what was not run by its reason."""
         lists = []
         for outcome, title in (("fail", "failures"), ("deviation", "deviations")):
             found = [f"{r.name} ({r.chapter}): {r.reason}" for r in self.results if r.outcome == outcome]
             if found:
                 lists.append((title, found))
+        if self.facts:
+            lists.append(("facts of its engine", [f"{name}: {why}" for name, why in self.facts.items()]))
         reasons = Counter(result.reason for result in self.results if result.outcome == "not run")
         if reasons:
             lists.append(
@@ -285,6 +290,17 @@ def _header(case: Any) -> dict[str, Any]:
         "scope": str(cls.scope),
         "wire": cls.wire.describe(),
         "capabilities": sorted(map(str, cls.capabilities)),
+        "facts": {**{str(name): why for name, why in cls.facts.items()}, **_more_copies(case)},
+    }
+
+
+def _more_copies(case: Any) -> dict[str, str]:
+    """Where the author allows more copies of the payload than the kit does: how many, and why."""
+    allowed = {operation: case.copies_allowed(operation) for operation in MOST_COPIES}
+    return {
+        f"{most:g} copies in {operation}": why
+        for operation, (most, why) in allowed.items()
+        if most > MOST_COPIES[operation]
     }
 
 
@@ -318,7 +334,7 @@ def unused_deviations(items: Sequence[Any]) -> list[str]:
         tests = {name for name in kit_members(cls) if name.startswith("test_")}
         if {name.partition("[")[0] for name in names} < tests:
             continue
-        for key in cls.deviations:
+        for key in cls.all_deviations():
             if not any(deviation_of({key: "x"}, name) for name in names):
                 unused.append(f"{cls.__name__}: {key}")
     return unused

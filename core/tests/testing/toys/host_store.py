@@ -10,12 +10,18 @@ import multiprocessing
 import os
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Client, Listener
 
 from dataplane_core.capabilities import Capability, Scope
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError
-from dataplane_core.hookspecs import Claim
+from dataplane_core.errors import (
+    AlreadyRunningError,
+    BackendUnavailableError,
+    OperationTimeoutError,
+    StalePartitionError,
+)
+from dataplane_core.hookspecs import Claim, PutReply, SettleReply
 from dataplane_core.ledger_backend import CapacityOptions, LedgerService, RefsGoneError
 from dataplane_core.row_store import RowStoreBackend
 
@@ -30,6 +36,8 @@ class Server:
         self._options = options
         self._ledger = LedgerService(options["capacity_bytes"])
         self._rows = {}
+        self._reserved = set()
+        self._mutex = threading.Lock()
 
     def run(self):
         with Listener(self._options["address"], _FAMILY, backlog=64, authkey=_KEY) as listener:
@@ -62,6 +70,23 @@ class Server:
     def do_delete_rows(self, handles):
         for handle in handles:
             self._rows.pop(handle, None)
+
+    # for the broken ones only
+
+    def do_reserve(self, names):
+        self._reserved.update(names)
+
+    def do_release(self, names):
+        self._reserved.difference_update(names)
+
+    def do_reserved(self):
+        return self._reserved
+
+    def do_lock(self, wait_s):
+        return self._mutex.acquire(timeout=wait_s)
+
+    def do_unlock(self):
+        self._mutex.release()
 
 
 def serve(options):
@@ -159,3 +184,62 @@ class KeepsCursorsInTheClient(HostStore):
             return Claim()
         given.update(ready)
         return Claim(sample_ids=ready, tags=[{} for _ in ready], exhausted=whole and not ready)
+
+
+class DiesBadly(HostStore):
+    """What an attached client does is right unless it is killed meanwhile.
+
+    It writes a put column by column; its every second put is written a moment after it has returned; ids that it is
+    writing are reserved; a claim without a lease is confirmed a moment later; and what it holds on a lease stays its.
+    """
+
+    def put_samples(self, request):
+        attached = self._process is None
+        if not attached:
+            busy = self._ask(request.deadline, "reserved") & set(request.sample_ids)
+            if busy:
+                raise StalePartitionError(f"another client writes {sorted(busy)}.")
+            return super().put_samples(request)
+        self._ask(request.deadline, "reserve", request.sample_ids)
+        self.turn = self.__dict__.get("turn", 0) + 1
+        if self.turn % 2:
+            self._write(request)
+        else:
+            late = replace(request, columns={name: list(column) for name, column in request.columns.items()})
+            threading.Timer(0.05, self._write, [late]).start()
+        return PutReply(num_samples=len(request.sample_ids))
+
+    def _write(self, request):
+        for name, column in request.columns.items():
+            one = replace(request, columns={name: column}, specs={name: request.specs[name]})
+            super().put_samples(one)
+            time.sleep(0.002)
+        self._ask(request.deadline, "release", request.sample_ids)
+
+    def claim(self, request):
+        if self._process is not None:
+            return super().claim(request)
+        lease_s, request.lease_s = request.lease_s, 0.05 if request.lease_s is None else None
+        claim = super().claim(request)
+        if lease_s is None:
+            return replace(claim, lease_tokens=None)
+        return replace(claim, lease_tokens=["mine"] * len(claim.sample_ids))
+
+    def ack(self, request):
+        if request.lease_tokens[0] == "mine":
+            return SettleReply(num_samples=len(request.sample_ids))
+        return super().ack(request)
+
+
+class LocksTheStore(HostStore):
+    """One lock for all, which a client takes before a put and gives back after it."""
+
+    def put_samples(self, request):
+        left_s = max(0.0, request.deadline - time.monotonic())
+        if not self._ask(request.deadline + 1, "lock", left_s):
+            raise OperationTimeoutError("the store is locked.")
+        try:
+            time.sleep(0.005)
+            return super().put_samples(request)
+        finally:
+            self._ask(request.deadline + 1, "unlock")

@@ -3,6 +3,7 @@ they all derive from."""
 
 from __future__ import annotations
 
+import broken_under_faults  # noqa: F401 - registers its backends
 from broken import BROKEN
 
 from dataplane_core.testing import BackendConformance

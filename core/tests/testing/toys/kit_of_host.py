@@ -6,9 +6,10 @@ import struct
 import time
 
 import pytest
-from host_store import HostStore, KeepsCursorsInTheClient
+from host_store import DiesBadly, HostStore, KeepsCursorsInTheClient, LocksTheStore
 
 from dataplane_core.testing import BackendConformance
+from dataplane_core.testing.suites.crashes import CrashSuite
 
 
 class TestHostStore(BackendConformance):
@@ -38,3 +39,20 @@ class TestKeepsCursorsInTheClient(BackendConformance):
     @pytest.fixture
     def options(self, tmp_path_factory):
         return {"address": str(tmp_path_factory.getbasetemp() / "cursors")}
+
+
+class TestDiesBadly(CrashSuite):
+    backend_class = DiesBadly
+
+    @pytest.fixture
+    def options(self, tmp_path_factory):
+        return {"address": str(tmp_path_factory.getbasetemp() / "dies")}
+
+
+class TestLocksTheStore(CrashSuite):
+    backend_class = LocksTheStore
+    op_timeout_s = 3.0
+
+    @pytest.fixture
+    def options(self, tmp_path_factory):
+        return {"address": str(tmp_path_factory.getbasetemp() / "locks")}

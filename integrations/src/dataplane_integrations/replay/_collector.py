@@ -311,10 +311,10 @@ class Collector:
             raise error
 
     def _reason(self, error: BaseException) -> str:
-        return (
-            f"collector '{self._name}' gave up after {self._in_a_row} failures one after another, the last: "
-            f"{type(error).__name__}: {error}"
-        )
+        what = f"{type(error).__name__}: {error}"
+        if not self._in_a_row:
+            return f"collector '{self._name}' cannot go on: {what}"
+        return f"collector '{self._name}' gave up after {self._in_a_row} failures one after another, the last: {what}"
 
 
 def _found_no_room(error: BaseException | None) -> bool:

@@ -91,7 +91,8 @@ class StreamingConsumer:
 
     Each row is trained on once: it is acked when its step is done, and an acked row is given to nobody again. The rows
     of a consumer that is killed are given to another, or to itself after a restart, when its lease ends. Killed between
-    its ack and its clear, it leaves the rows of one batch behind: they take up room, but nobody is given them.
+    its ack and its clear, it leaves the rows of one batch behind: nobody is given them, but they take up room until the
+    end of the partition, when they are cleared.
 
     Example::
 
@@ -227,6 +228,10 @@ class StreamingConsumer:
         )
 
     def _is_over(self) -> bool:
-        """Whether no row is left that this task has not acked."""
-        held = self._client.list_samples(self._partition_id).size
-        return held == 0 or self._client.check_consumption_status(self._partition_id, [self._task_name])
+        """Whether no row is left that this task has not acked; clears those that a killed consumer acked only."""
+        held = self._client.list_samples(self._partition_id).sample_ids
+        if held and not self._client.check_consumption_status(self._partition_id, [self._task_name]):
+            return False
+        if held and self._clear:
+            self._client.clear_samples(held, self._partition_id)
+        return True

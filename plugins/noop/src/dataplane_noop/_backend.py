@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from dataplane_core.capabilities import Capability, Scope, WireFormat
 from dataplane_core.hookspecs import WireColumn
@@ -27,6 +27,10 @@ class NoopBackend(LedgerBackend):
     wire = WireFormat(ragged="jagged", objects="native")
     capabilities = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
     scope = Scope.PROCESS
+    facts: ClassVar[Mapping[str, str]] = {
+        "scope": "a store is memory of one process, which no other can reach",
+        Capability.DURABLE: "a store ends with its process",
+    }
     Config = CapacityOptions
 
     def __init__(self, config: CapacityOptions) -> None:

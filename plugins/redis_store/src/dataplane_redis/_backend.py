@@ -11,13 +11,14 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from dataplane_core.backend import Backend
 from dataplane_core.capabilities import Capability, Scope, WireFormat
 from dataplane_core.codec.frames import join_rows, split_rows
 from dataplane_core.codec.sizes import row_nbytes
+from dataplane_core.diagnosis import Finding
 from dataplane_core.errors import (
     BackendUnavailableError,
     CorruptDataError,
@@ -48,6 +49,7 @@ from dataplane_core.hookspecs import (
     WireColumn,
 )
 from dataplane_redis import _refusals
+from dataplane_redis._diagnosis import diagnose
 from dataplane_redis._instance import Durability, Instance, check_server, durability_of
 from dataplane_redis._link import Link, Read, pack
 from dataplane_redis._rows import ReadPlans, pack_rows, row_overhead
@@ -116,6 +118,11 @@ class RedisBackend(Backend):
         """Options of an instance that shares nothing but the server with that of ``options``."""
         name = options.get("namespace", RedisConfig.model_fields["namespace"].default)
         return {**options, "namespace": f"{name}-{tag}"[:64]}
+
+    @classmethod
+    def diagnose(cls, config: RedisConfig, *, deadline: float) -> Iterable[Finding]:
+        """The server that would be started, or the one that runs: version, eviction, persistence, who is let in."""
+        return diagnose(config, deadline)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

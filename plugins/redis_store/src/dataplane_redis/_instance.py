@@ -18,7 +18,15 @@ from dataplane_redis._link import Link
 from dataplane_redis._scripts import STORE_VERSION
 from dataplane_redis.config import RedisConfig
 
-__all__ = ["Durability", "Instance", "check_server", "durability_of"]
+__all__ = [
+    "Durability",
+    "Instance",
+    "check_server",
+    "durability_of",
+    "refuse_policy",
+    "refuse_version",
+    "version_of",
+]
 
 #: The oldest server that the scripts run on.
 _LEAST_VERSION = (7, 0)
@@ -95,19 +103,38 @@ def check_server(link: Link, config: RedisConfig, deadline: float) -> Durability
         BackendUnavailableError: It cannot be reached, or lets nobody in.
         ConfigError: Older than 7.0, or it may evict.
     """
-    version = _info(link, deadline, b"server").get("redis_version", "0")
-    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < _LEAST_VERSION:
-        raise ConfigError(
-            f"connect refused: {link.label} runs Redis {version}. Expected 7.0 or newer.", hint="Upgrade the server."
-        )
+    _refuse(refuse_version(link.label, version_of(link, deadline)))
     durability = durability_of(link, deadline)
-    if durability.maxmemory_policy != "noeviction" and not config.allow_eviction:
-        raise ConfigError(
-            f"connect refused: {link.label} has maxmemory-policy '{durability.maxmemory_policy}', so it may drop "
-            "samples that nobody has consumed. Expected 'noeviction'.",
-            hint="Run: redis-cli CONFIG SET maxmemory-policy noeviction. Or set the option allow_eviction: true.",
-        )
+    _refuse(refuse_policy(link.label, config, durability))
     return durability
+
+
+def _refuse(reason: ConfigError | None) -> None:
+    if reason is not None:
+        raise ConfigError(f"connect refused: {reason.message}", hint=reason.hint)
+
+
+def version_of(link: Link, deadline: float) -> str:
+    """The server's version, such as ``7.0.15``."""
+    return _info(link, deadline, b"server").get("redis_version", "0")
+
+
+def refuse_version(who: str, version: str) -> ConfigError | None:
+    """What is wrong with a server's version, if anything."""
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= _LEAST_VERSION:
+        return None
+    return ConfigError(f"{who} is Redis {version}. Expected 7.0 or newer.", hint="Upgrade it.")
+
+
+def refuse_policy(who: str, config: RedisConfig, durability: Durability) -> ConfigError | None:
+    """What is wrong with a server's eviction policy, if anything."""
+    if durability.maxmemory_policy == "noeviction" or config.allow_eviction:
+        return None
+    return ConfigError(
+        f"{who} has maxmemory-policy '{durability.maxmemory_policy}', so it may drop samples that nobody has consumed. "
+        "Expected 'noeviction'.",
+        hint="Run: redis-cli CONFIG SET maxmemory-policy noeviction. Or set the option allow_eviction: true.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

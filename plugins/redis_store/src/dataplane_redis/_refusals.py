@@ -111,14 +111,7 @@ def raise_missing(
             count += 1
             if len(cells) < 3:
                 cells[sample_id] = lacking
-    shown = "; ".join(f"'{sample_id}' lacks {preview(lacking)}" for sample_id, lacking in cells.items())
-    more = f"; and {count - len(cells)} more samples" if count > len(cells) else ""
-    raise MissingDataError(
-        f"{what}: cells not yet produced: {shown}{more}.",
-        partition_id=request.partition_id,
-        missing_cells=cells,
-        hint="Claim samples by their required fields, or wait for the producer of those fields.",
-    )
+    raise MissingDataError.of_cells(what, request.partition_id, cells, count)
 
 
 def raise_claim(what: str, request: ClaimRequest, reply: Sequence[Any]) -> NoReturn:

@@ -27,7 +27,13 @@ from dataplane_core.errors import (
 from dataplane_redis._link import Link
 from dataplane_redis.config import RedisConfig
 
-__all__ = ["PrivateServer", "private_url"]
+__all__ = ["INSTALL_HINT", "PrivateServer", "private_url"]
+
+#: What to do where there is no server to start.
+INSTALL_HINT: Final = (
+    "Install it: apt-get install redis-server (Debian, Ubuntu), dnf install redis, brew install redis. Or set the "
+    "option url to a server that runs."
+)
 
 _POLL_S: Final = 0.01
 #: Seconds that the server may take to end when asked; then it is killed.
@@ -80,8 +86,7 @@ class PrivateServer:
             raise BackendUnavailableError(
                 "connect failed: server is 'private', but there is no redis-server on the PATH.",
                 retryable=False,
-                hint="Install it: apt-get install redis-server (Debian, Ubuntu), dnf install redis, brew install "
-                "redis. Or set the option url to a server that runs.",
+                hint=INSTALL_HINT,
             )
         self._claim_folder()
         shutil.rmtree(self._folder, ignore_errors=True)  # of an owner that died

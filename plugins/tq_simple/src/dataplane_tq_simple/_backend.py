@@ -1,58 +1,75 @@
-"""`TQSimpleBackend`: the ledger inside TransferQueue's controller, the rows in its storage units."""
+"""`QueueBackend`: the ledger inside TransferQueue's controller; `TQSimpleBackend`: the rows in its storage units."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from dataplane_core.capabilities import Scope
+from dataplane_core.capabilities import Capability, Scope
+from dataplane_core.diagnosis import Finding
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger_backend import LedgerService, RefsGoneError
 from dataplane_core.row_store import RowStoreBackend
+from dataplane_tq_simple._diagnosis import diagnose
 from dataplane_tq_simple._errors import RowsGoneError
-from dataplane_tq_simple.config import TQSimpleConfig
+from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
 
 if TYPE_CHECKING:
     from dataplane_tq_simple._engine import Engine
+    from dataplane_tq_simple._queue import QueueEngine
 
-__all__ = ["TQSimpleBackend"]
+__all__ = ["QueueBackend", "TQSimpleBackend", "left_s"]
+
+_Engine = TypeVar("_Engine", bound="QueueEngine")
 
 #: The TransferQueue field that holds the joined cells of a sample.
 _COLUMN = "dataplane"
 
 
-class TQSimpleBackend(RowStoreBackend):
-    """Every client of an instance speaks to one controller and its storage units, from any node of the Ray cluster."""
+class QueueBackend(RowStoreBackend, Generic[_Engine]):
+    """A backend whose ledger lives in a TransferQueue controller. ``Config`` derives from `QueueConfig`."""
 
     scope = Scope.CLUSTER
-    Config = TQSimpleConfig
+    facts: ClassVar[Mapping[str, str]] = {
+        Capability.DURABLE: "TransferQueue's controller and storage units keep everything in memory",
+        Capability.NO_PICKLE: "TransferQueue's messages and Ray's carry pickles over sockets without authentication",
+    }
 
-    def __init__(self, config: TQSimpleConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._engine: Engine | None = None
+        self._engine: _Engine | None = None
+
+    @classmethod
+    @abstractmethod
+    def _engine_class(cls) -> type[_Engine]:
+        """The engine; imported here, so that the backend's class can be read without Ray."""
 
     @classmethod
     def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
         """Options of an instance that shares nothing but the Ray cluster with that of ``options``."""
-        name = options.get("instance", TQSimpleConfig.model_fields["instance"].default)
+        name = options.get("instance", QueueConfig.model_fields["instance"].default)
         return {**options, "instance": f"{name}-{tag}"[:64]}
 
     def attach_options(self) -> dict[str, Any]:
         """Options with which any process of the cluster attaches to this client's instance."""
         return {"instance": self.config.instance, "ray_address": self._connected().ray_address}
 
+    @classmethod
+    def diagnose(cls, config: QueueConfig, *, deadline: float) -> Iterable[Finding]:
+        """The engine's packages, the Ray cluster that would be used, its CPUs and this node's address in it."""
+        return diagnose(config, deadline)
+
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Starts the instance on Ray, or attaches to it."""
-        from dataplane_tq_simple._engine import Engine
-
-        timeout_s = max(0.0, deadline - time.monotonic())
+        engine_class = self._engine_class()
         if bootstrap:
             service = functools.partial(LedgerService, self.config.capacity_bytes)
-            self._engine = Engine.bootstrap(self.config, service, timeout_s=timeout_s)
+            self._engine = engine_class.bootstrap(self.config, service, timeout_s=left_s(deadline))
         else:
-            self._engine = Engine.attach(self.config, timeout_s=timeout_s)
+            self._engine = engine_class.attach(self.config, timeout_s=left_s(deadline))
 
     def stop(self) -> None:
         """Ends the connection and, where this client started the instance, the instance."""
@@ -61,25 +78,38 @@ class TQSimpleBackend(RowStoreBackend):
             self._engine = None
 
     def _ledger(self, deadline: float, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._connected().call("call", method, *args, timeout_s=_left_s(deadline), **kwargs)
+        return self._connected().call("call", method, *args, timeout_s=left_s(deadline), **kwargs)
 
-    def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
-        self._connected().put_rows(handles, buffer, offsets, column=_COLUMN, timeout_s=_left_s(deadline))
-
-    def _get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:
-        try:
-            return self._connected().get_rows(handles, column=_COLUMN, timeout_s=_left_s(deadline))
-        except RowsGoneError as error:
-            raise RefsGoneError(error.message) from error
-
-    def _delete_rows(self, handles: Sequence[int], deadline: float) -> None:
-        self._connected().delete_rows(handles, timeout_s=_left_s(deadline))
-
-    def _connected(self) -> Engine:
+    def _connected(self) -> _Engine:
         if self._engine is None:
             raise BackendUnavailableError("the backend is not started.", retryable=False)
         return self._engine
 
 
-def _left_s(deadline: float) -> float:
+class TQSimpleBackend(QueueBackend["Engine"]):
+    """Every client of an instance speaks to one controller and its storage units, from any node of the Ray cluster."""
+
+    Config = TQSimpleConfig
+
+    @classmethod
+    def _engine_class(cls) -> type[Engine]:
+        from dataplane_tq_simple._engine import Engine
+
+        return Engine
+
+    def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
+        self._connected().put_rows(handles, buffer, offsets, column=_COLUMN, timeout_s=left_s(deadline))
+
+    def _get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:
+        try:
+            return self._connected().get_rows(handles, column=_COLUMN, timeout_s=left_s(deadline))
+        except RowsGoneError as error:
+            raise RefsGoneError(error.message) from error
+
+    def _delete_rows(self, handles: Sequence[int], deadline: float) -> None:
+        self._connected().delete_rows(handles, timeout_s=left_s(deadline))
+
+
+def left_s(deadline: float) -> float:
+    """Seconds until a deadline on `time.monotonic`'s clock; 0 where it has passed."""
     return max(0.0, deadline - time.monotonic())

@@ -2,7 +2,8 @@
 
 An instance is one TransferQueue controller and its storage units: named Ray actors of the process that bootstrapped
 them, in the namespace ``dataplane``. They are not detached. Ray ends them when that process closes its client, exits or
-crashes, so nothing outlives its owner; other jobs reach them by name all the same.
+crashes, so nothing outlives its owner; other jobs reach them by name all the same. What a unit is, a subclass of
+`Instance` says, so that packages with a storage of their own build on this one.
 
 Importing this module imports Ray and TransferQueue.
 """
@@ -15,13 +16,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import ray
 import ray.exceptions
 from transfer_queue.controller import TransferQueueController
-from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
 from dataplane_core.errors import (
     AlreadyRunningError,
@@ -32,12 +33,11 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     preview,
 )
-from dataplane_tq_simple._errors import BACKEND_NAME
 from dataplane_tq_simple._exchange import Peer
 from dataplane_tq_simple._sampler import LedgerSampler
-from dataplane_tq_simple.config import TQSimpleConfig
+from dataplane_tq_simple.config import QueueConfig
 
-__all__ = ["ActorWatch", "Instance", "RaySession"]
+__all__ = ["ActorWatch", "Instance", "RaySession", "check_cpus", "get_within", "refuse_cpus"]
 
 NAMESPACE = "dataplane"
 
@@ -46,19 +46,8 @@ NAMESPACE = "dataplane"
 # warning per request. The performance log would come to every driver's output each five minutes.
 _ACTOR_ENV = {"TQ_NUM_THREADS": "1", "TQ_PERF_LOG_FLUSH_INTERVAL": "1000000000"}
 
-# Changes when clients of different versions of this package could no longer share an instance.
-_PROTOCOL = 1
-
 # How long after a process ended Ray may still count its CPUs as taken, or its name as used.
 _SETTLE_S = 5.0
-
-
-class StorageUnit(SimpleStorageUnit.__ray_metadata__.modified_class):  # type: ignore[misc]
-    """TransferQueue's storage unit as an importable class.
-
-    TransferQueue exports it only wrapped as a Ray actor class, which Ray ships to the worker by value, along with the
-    module's settings as the driver read them. By reference, the settings are those of the unit's own environment.
-    """
 
 
 class RaySession:
@@ -77,7 +66,7 @@ class RaySession:
         self._counted = ours
 
     @classmethod
-    def acquire(cls, config: TQSimpleConfig, *, bootstrap: bool, timeout_s: float) -> RaySession:
+    def acquire(cls, config: QueueConfig, *, bootstrap: bool, timeout_s: float) -> RaySession:
         """Connects to Ray, or starts it, unless this process is connected already.
 
         Raises:
@@ -92,7 +81,6 @@ class RaySession:
                     raise BackendUnavailableError(
                         f"cannot attach to instance {config.instance!r}: Ray is not initialised in this process and no "
                         "address of a cluster is configured.",
-                        backend=BACKEND_NAME,
                         hint="Set ray_address (host:port, as the bootstrapping side logs it; or 'auto' for a cluster "
                         "on this machine) or RAY_ADDRESS, or call ray.init first.",
                     )
@@ -106,7 +94,7 @@ class RaySession:
             return cls(started=started, ours=ours)
 
     @staticmethod
-    def _connect(address: str, config: TQSimpleConfig, timeout_s: float) -> None:
+    def _connect(address: str, config: QueueConfig, timeout_s: float) -> None:
         options: dict[str, Any] = {"address": address, "configure_logging": False}
         if address == "local":
             options.update(num_cpus=config.ray_num_cpus, include_dashboard=False)
@@ -119,7 +107,6 @@ class RaySession:
         except Exception as error:
             raise BackendUnavailableError(
                 f"cannot connect to Ray at {address!r}: {type(error).__name__}: {error}",
-                backend=BACKEND_NAME,
                 hint="Expected the host:port of a running cluster's GCS, 'auto', or 'local'.",
             ) from error
 
@@ -141,7 +128,7 @@ def _connection() -> tuple[str, str]:
     return str(context.gcs_address), str(context.get_job_id())
 
 
-def _check_same_cluster(config: TQSimpleConfig) -> None:
+def _check_same_cluster(config: QueueConfig) -> None:
     _, _, wanted = (config.ray_address or "").rpartition(":")
     here = ray.get_runtime_context().gcs_address
     # Hosts have many names; a cluster on another port is another cluster for certain.
@@ -149,30 +136,63 @@ def _check_same_cluster(config: TQSimpleConfig) -> None:
         raise ConfigError(
             f"ray_address is {config.ray_address!r}, but this process is connected to the Ray cluster at {here!r}. "
             "Expected one cluster per process.",
-            backend=BACKEND_NAME,
             hint="Leave ray_address out to use the connection that is there.",
         )
 
 
-class Instance:
+class Instance(ABC):
     """The actors of one instance, as seen from this process.
 
     Attributes:
         config: The options that it was bootstrapped with.
         controller: The controller.
-        units: The storage units; handle h lives on number ``h % len(units)``.
+        units: The storage units; handle h lives on number ``h % len(units)``, where handles are spread so.
+        details: What else attaching clients must know; picklable.
     """
 
-    def __init__(self, config: TQSimpleConfig, controller: Peer, units: Sequence[Peer], handles: dict[str, Any]):
+    #: What the names of the actors start with; instances with different kinds of units may have equal names.
+    prefix: ClassVar[str]
+    #: The distribution that must be installed on every node.
+    distribution: ClassVar[str]
+    #: Changes when clients of different versions of the distribution could no longer share an instance.
+    protocol: ClassVar[int]
+
+    def __init__(self, config: Any, controller: Peer, units: Sequence[Peer], handles: dict[str, Any]):
         self.config = config
         self.controller = controller
         self.units = tuple(units)
+        self.details: dict[str, Any] = {}
         self._handles = handles
+
+    # --- what a kind of unit supplies --------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def _unit_class(cls) -> type:
+        """The class of the units' actors: importable, so that a worker reads its own environment."""
+
+    @classmethod
+    @abstractmethod
+    def _unit_arguments(cls, config: Any) -> Mapping[str, Any]:
+        """Keyword arguments of its constructor."""
+
+    @staticmethod
+    @abstractmethod
+    def _ask_unit(handle: Any) -> Any:
+        """Asks a unit for its address: a reference to what `_unit_address` takes."""
+
+    @staticmethod
+    @abstractmethod
+    def _unit_address(answer: Any) -> tuple[str, int]:
+        """Its address and port in that answer."""
+
+    def _prepare(self, answers: Sequence[Any], deadline: float) -> None:  # noqa: B027  (most units need nothing)
+        """Called once the actors run, by the process that started them, with the units' answers."""
 
     # --- bootstrapping -----------------------------------------------------------------------------------------------
 
     @classmethod
-    def start(cls, config: TQSimpleConfig, service_factory: Callable[[], object], *, deadline: float) -> Instance:
+    def start(cls, config: Any, service_factory: Callable[[], object], *, deadline: float) -> Self:
         """Starts the actors and waits until they run. Not yet visible to attaching clients: see `publish`.
 
         Args:
@@ -184,49 +204,79 @@ class Instance:
             AlreadyRunningError: The name is taken.
             BackendUnavailableError: The cluster lacks the configured CPUs, or an actor failed to start.
             OperationTimeoutError: They did not start in time.
+            DataPlaneError: What `_prepare` raises.
         """
-        _check_cpus(config, deadline)
+        check_cpus(config, deadline)
         env = {"env_vars": {name: os.environ.get(name, value) for name, value in _ACTOR_ENV.items()}}
         common = {"namespace": NAMESPACE, "max_restarts": 0, "runtime_env": env}
         handles: dict[str, Any] = {}
         try:
             sampler = LedgerSampler(service_factory)
-            name = _controller_name(config)
+            name = cls._controller_name(config)
             controller = TransferQueueController.options(name=name, num_cpus=config.controller_num_cpus, **common)
             create = functools.partial(controller.remote, sampler=sampler, polling_mode=True)
             handles[name] = _create(config, name, create, deadline)
-            size = {"total_storage_size": config.storage_unit_size, "num_data_storage_units": 1}
-            unit_class = ray.remote(StorageUnit)
+            unit_class = ray.remote(cls._unit_class())
             for index in range(config.num_storage_units):
-                name = _unit_name(config, index)
+                name = f"{cls._controller_name(config)}/unit-{index}"
                 unit = unit_class.options(
                     name=name, num_cpus=config.unit_num_cpus, scheduling_strategy="SPREAD", **common
                 )
-                handles[name] = _create(config, name, functools.partial(unit.remote, config=size), deadline)
-            infos = _wait_for_start(config, handles, deadline)
+                create = functools.partial(unit.remote, **cls._unit_arguments(config))
+                handles[name] = _create(config, name, create, deadline)
+            info, *answers = cls._wait_for_start(config, handles, deadline)
+            controller_name, *unit_names = handles
+            peer = Peer("controller", controller_name, info.ip, info.ports["request_handle_socket"])
+            units = [
+                Peer(f"storage unit {index}", actor, *cls._unit_address(answer))
+                for index, (actor, answer) in enumerate(zip(unit_names, answers, strict=True))
+            ]
+            instance = cls(config, peer, units, handles)
+            instance._prepare(answers, deadline)
         except BaseException as error:
             _kill(handles)
             if isinstance(error, DataPlaneError) or not isinstance(error, Exception):
                 raise
             message = f"starting instance {config.instance!r} failed: {type(error).__name__}: {error}"
-            raise BackendError(message, backend=BACKEND_NAME) from error
-        names = ["controller", *(f"storage unit {index}" for index in range(config.num_storage_units))]
-        ports = ["request_handle_socket", *["put_get_socket"] * config.num_storage_units]
-        peers = [
-            Peer(name, actor, info.ip, info.ports[port])
-            for name, port, actor, info in zip(names, ports, handles, infos, strict=True)
-        ]
-        return cls(config, peers[0], peers[1:], handles)
+            raise BackendError(message) from error
+        return instance
+
+    @classmethod
+    def _wait_for_start(cls, config: QueueConfig, handles: dict[str, Any], deadline: float) -> list[Any]:
+        """What the controller and the units say of themselves, once they run."""
+        controller, *units = handles.items()
+        refs = {controller[0]: controller[1].get_zmq_server_info.remote()}
+        refs |= {name: cls._ask_unit(handle) for name, handle in units}
+        started, waiting = ray.wait(
+            list(refs.values()), num_returns=len(refs), timeout=max(0.0, deadline - time.monotonic())
+        )
+        try:
+            infos = {ref: ray.get(ref, timeout=0) for ref in started}
+        except ray.exceptions.RayError as error:
+            raise _own_error(error) or BackendUnavailableError(
+                f"a process of instance {config.instance!r} failed to start: {str(error).strip()}",
+                hint=f"{cls.distribution} must be installed, in this version, on every node of the Ray cluster.",
+            ) from error
+        if waiting:
+            names = [name for name, ref in refs.items() if ref in waiting]
+            raise OperationTimeoutError(
+                f"instance {config.instance!r}: {preview(names)} of {len(refs)} processes did not start in time.",
+                hint=f"Free on the cluster: {ray.available_resources()}. A first start imports torch, which takes "
+                "seconds.",
+            )
+        return [infos[ref] for ref in refs.values()]
 
     def publish(self, *, deadline: float) -> None:
         """Makes the instance known to attaching clients."""
         description = {
-            "protocol": _PROTOCOL,
+            "protocol": self.protocol,
             "config": self.config.model_dump(),
             "controller": tuple(self.controller),
             "units": [tuple(unit) for unit in self.units],
+            "details": self.details,
         }
-        _get(self._handles[self.controller.actor].store_config.remote(description), "publish the instance", deadline)
+        controller = self._handles[self.controller.actor]
+        get_within(controller.store_config.remote(description), "publish the instance", deadline)
 
     def stop(self) -> None:
         """Ends the actors, and waits a little until Ray has noticed. For the process that started them."""
@@ -236,14 +286,14 @@ class Instance:
     # --- attaching ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def find(cls, config: TQSimpleConfig, *, deadline: float) -> Instance:
+    def find(cls, config: Any, *, deadline: float) -> Self:
         """Finds a running instance by name.
 
         Raises:
             BackendUnavailableError: There is none, or its storage units are gone.
             OperationTimeoutError: Its controller does not answer, or never became ready.
         """
-        name = _controller_name(config)
+        name = cls._controller_name(config)
         wait_until = min(deadline, time.monotonic() + config.attach_wait_s)
         while True:
             controller = _lookup(name)
@@ -251,22 +301,21 @@ class Instance:
             if controller is not None:
                 what = f"attach to instance {config.instance!r}: ask its controller for the configuration"
                 try:
-                    description = _get(controller.get_config.remote(), what, deadline)
+                    description = get_within(controller.get_config.remote(), what, deadline)
                     wait_until = deadline  # it is there; now only the bootstrapping client can be slow
                 except BackendUnavailableError:
                     controller = None  # its last moments: Ray forgets a dead actor's name a little later
             if description is not None:
                 break
             if time.monotonic() >= wait_until:
-                raise _not_found(config, starting=controller is not None)
+                raise cls._not_found(config, starting=controller is not None)
             time.sleep(0.1)
-        if description["protocol"] != _PROTOCOL:
+        if description["protocol"] != cls.protocol:
             raise BackendUnavailableError(
                 f"instance {config.instance!r} speaks version {description['protocol']} of the engine's protocol. "
-                f"Expected {_PROTOCOL}.",
-                backend=BACKEND_NAME,
+                f"Expected {cls.protocol}.",
                 retryable=False,
-                hint="Install the same version of dataplane-tq-simple everywhere.",
+                hint=f"Install the same version of {cls.distribution} everywhere.",
             )
         units = [Peer(*unit) for unit in description["units"]]
         handles = {name: controller, **{unit.actor: _lookup(unit.actor) for unit in units}}
@@ -274,11 +323,33 @@ class Instance:
         if gone:
             raise BackendUnavailableError(
                 f"instance {config.instance!r} is broken: {preview(gone)} of {len(units)} died.",
-                backend=BACKEND_NAME,
                 retryable=False,
                 hint="Close the client that bootstrapped it and bootstrap it again.",
             )
-        return cls(TQSimpleConfig(**description["config"]), Peer(*description["controller"]), units, handles)
+        found = cls(type(config)(**description["config"]), Peer(*description["controller"]), units, handles)
+        found.details = description["details"]
+        return found
+
+    @classmethod
+    def _not_found(cls, config: QueueConfig, *, starting: bool) -> DataPlaneError:
+        where = f"the Ray cluster at {ray.get_runtime_context().gcs_address!r}"
+        if starting:
+            return OperationTimeoutError(
+                f"instance {config.instance!r} on {where} was still starting when time was up."
+            )
+        running = sorted(
+            actor["name"].removeprefix(cls.prefix)
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["namespace"] == NAMESPACE and actor["name"].startswith(cls.prefix) and "/" not in actor["name"]
+        )
+        return BackendUnavailableError(
+            f"no instance {config.instance!r} runs on {where}; there: {preview(running) or 'none'}.",
+            hint="Bootstrap it first (bootstrap=True, in a process that stays), with the same `instance` and cluster.",
+        )
+
+    @classmethod
+    def _controller_name(cls, config: QueueConfig) -> str:
+        return f"{cls.prefix}{config.instance}"
 
     def watch(self, peers: Sequence[Peer]) -> ActorWatch:
         """Looks after some of the actors while an exchange waits for them."""
@@ -295,7 +366,7 @@ class ActorWatch:
         self._connected = ray.is_initialized()
         if self._connected:
             with contextlib.suppress(ray.exceptions.RayError):  # then the deadline decides alone
-                self._asked = {peer: handle.get_zmq_server_info.remote() for peer, handle in actors}
+                self._asked = {peer: handle.__ray_ready__.remote() for peer, handle in actors}
 
     def check(self) -> None:
         """Raises `BackendUnavailableError` if one of them is dead. Does not block."""
@@ -311,12 +382,16 @@ class ActorWatch:
             except ray.exceptions.RayActorError as error:
                 raise BackendUnavailableError(
                     f"the {peer.name} of instance {self._instance!r} is dead: {_cause(error)}",
-                    backend=BACKEND_NAME,
                     retryable=False,
                     hint="What it held is lost. Close this client and bootstrap the instance again.",
                 ) from error
             except ray.exceptions.RayError:
                 continue  # says nothing about the actor
+
+    @property
+    def all_alive(self) -> bool:
+        """Whether all of them have answered."""
+        return self._connected and not self._asked
 
     def describe(self) -> str:
         """What is known, as a sentence."""
@@ -334,19 +409,19 @@ class ActorWatch:
 # --- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _controller_name(config: TQSimpleConfig) -> str:
-    return f"tq-{config.instance}"
-
-
-def _unit_name(config: TQSimpleConfig, index: int) -> str:
-    return f"tq-{config.instance}/unit-{index}"
-
-
 def _cause(error: BaseException) -> str:
     """The one line of a Ray error that says why; the rest repeats names and advice."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = [line for line in lines if line.startswith("The actor is dead because")]
     return (why or lines or [type(error).__name__])[0]
+
+
+def _own_error(error: BaseException) -> DataPlaneError | None:
+    """The error of ours that an actor's method raised, if it is one."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, DataPlaneError) else None
 
 
 def _lookup(name: str) -> Any | None:
@@ -356,36 +431,17 @@ def _lookup(name: str) -> Any | None:
         return None
 
 
-def _get(ref: Any, what: str, deadline: float) -> Any:
-    """``ray.get`` within the deadline, its failures as errors of ours."""
+def get_within(ref: Any, what: str, deadline: float) -> Any:
+    """``ray.get`` of one or several references within the deadline, its failures as errors of ours."""
     try:
         return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
     except ray.exceptions.GetTimeoutError as error:
-        raise OperationTimeoutError(f"{what}: no answer in time.", backend=BACKEND_NAME) from error
+        raise OperationTimeoutError(f"{what}: no answer in time.") from error
     except ray.exceptions.RayError as error:
-        raise BackendUnavailableError(f"{what}: {_cause(error)}", backend=BACKEND_NAME) from error
+        raise _own_error(error) or BackendUnavailableError(f"{what}: {_cause(error)}") from error
 
 
-def _not_found(config: TQSimpleConfig, *, starting: bool) -> DataPlaneError:
-    where = f"the Ray cluster at {ray.get_runtime_context().gcs_address!r}"
-    if starting:
-        return OperationTimeoutError(
-            f"instance {config.instance!r} on {where} was still starting when time was up.", backend=BACKEND_NAME
-        )
-    prefix = "tq-"
-    running = sorted(
-        actor["name"].removeprefix(prefix)
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix) and "/" not in actor["name"]
-    )
-    return BackendUnavailableError(
-        f"no instance {config.instance!r} runs on {where}; there: {preview(running) or 'none'}.",
-        backend=BACKEND_NAME,
-        hint="Bootstrap it first (bootstrap=True, in a process that stays), with the same `instance` and cluster.",
-    )
-
-
-def _create(config: TQSimpleConfig, name: str, create: Callable[[], Any], deadline: float) -> Any:
+def _create(config: QueueConfig, name: str, create: Callable[[], Any], deadline: float) -> Any:
     """Creates a named actor. Waits while the name is still held by one that has just died."""
     while True:
         try:
@@ -398,7 +454,6 @@ def _create(config: TQSimpleConfig, name: str, create: Callable[[], Any], deadli
                 raise AlreadyRunningError(
                     f"instance {config.instance!r} is already running on the Ray cluster at "
                     f"{ray.get_runtime_context().gcs_address!r}.",
-                    backend=BACKEND_NAME,
                     hint="Attach to it (bootstrap=False), close the client that bootstrapped it, or choose another "
                     "name for `instance`.",
                 ) from error
@@ -408,7 +463,7 @@ def _create(config: TQSimpleConfig, name: str, create: Callable[[], Any], deadli
 def _is_dead(actor: Any, deadline: float) -> bool:
     timeout_s = max(0.0, min(_SETTLE_S, deadline - time.monotonic()))
     try:
-        ray.get(actor.get_zmq_server_info.remote(), timeout=timeout_s)
+        ray.get(actor.__ray_ready__.remote(), timeout=timeout_s)
     except ray.exceptions.RayActorError:
         return True
     except ray.exceptions.RayError:
@@ -416,51 +471,35 @@ def _is_dead(actor: Any, deadline: float) -> bool:
     return False
 
 
-def _check_cpus(config: TQSimpleConfig, deadline: float) -> None:
-    """Says at once, with numbers, that the CPUs are not there: Ray itself would wait for them without a word."""
-    needed = config.controller_num_cpus + config.num_storage_units * config.unit_num_cpus
-    if needed == 0:
-        return
+def check_cpus(config: QueueConfig, deadline: float) -> None:
+    """Says at once, with numbers, that the CPUs are not there: Ray itself would wait for them without a word.
+
+    Raises:
+        BackendUnavailableError: The cluster that this process is connected to lacks them.
+    """
     wait_until = min(deadline, time.monotonic() + _SETTLE_S)
     while True:
         total = ray.cluster_resources().get("CPU", 0.0)
-        free = ray.available_resources().get("CPU", 0.0)
-        if free >= needed:
+        refused = refuse_cpus(config, ray.available_resources().get("CPU", 0.0), total, "the Ray cluster has")
+        if refused is None:
             return
-        if total < needed or time.monotonic() >= wait_until:
-            break
+        if not refused.retryable or time.monotonic() >= wait_until:
+            raise refused
         time.sleep(0.2)
-    raise BackendUnavailableError(
+
+
+def refuse_cpus(config: QueueConfig, free: float, total: float, whose: str) -> BackendUnavailableError | None:
+    """What is wrong where an instance needs more logical CPUs than there are, if anything."""
+    needed = config.controller_num_cpus + config.num_storage_units * config.unit_num_cpus
+    if free >= needed:
+        return None
+    return BackendUnavailableError(
         f"instance {config.instance!r} needs {needed:g} CPUs (controller {config.controller_num_cpus:g}, "
-        f"{config.num_storage_units} storage units of {config.unit_num_cpus:g}), but the Ray cluster has {free:g} free "
+        f"{config.num_storage_units} storage units of {config.unit_num_cpus:g}), but {whose} {free:g} free "
         f"of {total:g}. Its processes would never be scheduled.",
-        backend=BACKEND_NAME,
         retryable=total >= needed,
         hint="Set controller_num_cpus and unit_num_cpus to 0, or give Ray more logical CPUs (ray_num_cpus).",
     )
-
-
-def _wait_for_start(config: TQSimpleConfig, handles: dict[str, Any], deadline: float) -> list[Any]:
-    refs = {name: handle.get_zmq_server_info.remote() for name, handle in handles.items()}
-    started, waiting = ray.wait(
-        list(refs.values()), num_returns=len(refs), timeout=max(0.0, deadline - time.monotonic())
-    )
-    try:
-        infos = {ref: ray.get(ref, timeout=0) for ref in started}
-    except ray.exceptions.RayError as error:
-        raise BackendUnavailableError(
-            f"a process of instance {config.instance!r} failed to start: {str(error).strip()}",
-            backend=BACKEND_NAME,
-            hint="dataplane-tq-simple must be installed, in this version, on every node of the Ray cluster.",
-        ) from error
-    if waiting:
-        names = [name for name, ref in refs.items() if ref in waiting]
-        raise OperationTimeoutError(
-            f"instance {config.instance!r}: {preview(names)} of {len(refs)} processes did not start in time.",
-            backend=BACKEND_NAME,
-            hint=f"Free on the cluster: {ray.available_resources()}. A first start imports torch, which takes seconds.",
-        )
-    return [infos[ref] for ref in refs.values()]
 
 
 def _kill(handles: dict[str, Any]) -> None:

@@ -7,10 +7,7 @@ from typing import Any
 
 from dataplane_core.errors import DataPlaneError
 
-__all__ = ["BACKEND_NAME", "RowsGoneError"]
-
-#: Entry-point name, carried by every error of this package.
-BACKEND_NAME = "tq_simple"
+__all__ = ["RowsGoneError"]
 
 
 class RowsGoneError(DataPlaneError, KeyError):
@@ -26,6 +23,5 @@ class RowsGoneError(DataPlaneError, KeyError):
     default_retryable = True
 
     def __init__(self, message: str, *, handles: Sequence[int] = (), **kwargs: Any) -> None:
-        kwargs.setdefault("backend", BACKEND_NAME)
         super().__init__(message, **kwargs)
         self.handles = tuple(handles)

@@ -22,7 +22,6 @@ import zmq as _zmq
 from transfer_queue.utils.zmq_utils import STORAGE_MANAGER_IDENTITY_PREFIX, create_zmq_socket
 
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
-from dataplane_tq_simple._errors import BACKEND_NAME
 
 __all__ = ["Exchange", "Peer", "Request", "Watch"]
 
@@ -112,14 +111,14 @@ class Exchange:
             DataPlaneError: Raised by an ``on_reply``.
         """
         if timeout_s <= 0:
-            raise OperationTimeoutError(f"{what}: time was up before it began. Nothing was sent.", backend=BACKEND_NAME)
+            raise OperationTimeoutError(f"{what}: time was up before it began. Nothing was sent.")
         deadline = time.monotonic() + timeout_s
         with ExitStack() as leases:
             lanes = [_Lane(peer, leases.enter_context(self._lease(peer)), work) for peer, work in requests if work]
             try:
                 self._pump(what, lanes, deadline, timeout_s)
             except zmq.ZMQError as error:
-                raise BackendUnavailableError(f"{what} failed: {error}", backend=BACKEND_NAME) from error
+                raise BackendUnavailableError(f"{what} failed: {error}") from error
 
     def _pump(self, what: str, lanes: list[_Lane], deadline: float, timeout_s: float) -> None:
         poller = zmq.Poller()
@@ -152,7 +151,6 @@ class Exchange:
         names = ", ".join(lane.peer.name for lane in waiting)
         return OperationTimeoutError(
             f"{what}: no answer within {timeout_s:.3g} s from the {names}. It may have been carried out or not.",
-            backend=BACKEND_NAME,
             hint=watch.describe() if watch else None,
         )
 
@@ -166,7 +164,6 @@ class Exchange:
                 raise ClientClosedError(
                     f"this client was opened by process {self._pid} and is used by its fork {os.getpid()}. Expected "
                     "the process that opened it.",
-                    backend=BACKEND_NAME,
                     hint="Attach a client of its own in each process, after the fork.",
                 )
             idle = self._idle.get(peer)
@@ -262,4 +259,4 @@ class _Lane:
 
 
 def _closed_error(what: str) -> ClientClosedError:
-    return ClientClosedError(f"{what}: this client is closed.", backend=BACKEND_NAME)
+    return ClientClosedError(f"{what}: this client is closed.")

@@ -20,7 +20,6 @@ from typing import Any
 from transfer_queue.sampler import BaseSampler
 
 from dataplane_core.errors import BackendError, DataPlaneError
-from dataplane_tq_simple._errors import BACKEND_NAME
 
 __all__ = [
     "CALL_FIELD",
@@ -116,9 +115,7 @@ def _pickle_error(name: object, error: BaseException) -> bytes:
             pass  # described below
     lines = "".join(traceback.format_exception(error)).rstrip()
     return pickle.dumps(
-        BackendError(
-            f"call of {name!r} in the controller failed: {type(error).__name__}: {error}\n{lines}", backend=BACKEND_NAME
-        )
+        BackendError(f"call of {name!r} in the controller failed: {type(error).__name__}: {error}\n{lines}")
     )
 
 
@@ -149,6 +146,6 @@ def decode_reply(reply: bytes) -> tuple[bool, Any, float]:
     if status == _ERROR:
         error = pickle.loads(value)
         if not isinstance(error, DataPlaneError):  # a class that this process knows under another base
-            error = BackendError(f"{type(error).__name__}: {error}", backend=BACKEND_NAME)
+            error = BackendError(f"{type(error).__name__}: {error}")
         raise error
     return status == _OK, value, controller_time_s

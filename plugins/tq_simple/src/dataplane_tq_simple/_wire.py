@@ -22,7 +22,7 @@ from transfer_queue.storage.simple_storage import KEY_NOT_FOUND_MARKER
 from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
 from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError
-from dataplane_tq_simple._errors import BACKEND_NAME, RowsGoneError
+from dataplane_tq_simple._errors import RowsGoneError
 from dataplane_tq_simple._sampler import CALL_FIELD, CALL_KEY, CALL_PARTITION
 
 __all__ = [
@@ -90,7 +90,7 @@ def _request(kind: Any, receiver: str, body: dict[str, Any]) -> Frames:
 
 def _refused(receiver: str, what: str, reply: Any) -> BackendError:
     message = reply.body.get("message", reply.request_type) if isinstance(reply.body, dict) else reply.request_type
-    return BackendError(f"{receiver} refused {what}: {message}", backend=BACKEND_NAME)
+    return BackendError(f"{receiver} refused {what}: {message}")
 
 
 # --- the controller --------------------------------------------------------------------------------------------------
@@ -137,7 +137,6 @@ def read_call_reply(receiver: str, frames: Frames) -> bytes:
         raise BackendError(
             f"{receiver} answered a call without the sampler of this package: another client of TransferQueue removed "
             f"its partition {CALL_PARTITION!r} or replaced its sampler.",
-            backend=BACKEND_NAME,
         )
     answer: bytes = meta.custom_meta[0][CALL_KEY]
     return answer
@@ -191,9 +190,7 @@ def put_request(receiver: str, column: str, chunk: Chunk, rows: Sequence[memoryv
     """
     for position, row in zip(chunk.positions, rows, strict=True):
         if row.nbytes > MAX_ROW_BYTES:
-            raise InvalidRequestError(
-                f"row {position} has {row.nbytes} bytes. Expected at most {MAX_ROW_BYTES}.", backend=BACKEND_NAME
-            )
+            raise InvalidRequestError(f"row {position} has {row.nbytes} bytes. Expected at most {MAX_ROW_BYTES}.")
     cells = [row if row.nbytes < LARGE_ROW_BYTES else np.frombuffer(row, dtype=np.uint8) for row in rows]
     body = {"global_indexes": chunk.handles, "data": {column: cells}, "data_parser": None}
     return _request(ZMQRequestType.PUT_DATA, receiver, body)
@@ -211,9 +208,7 @@ def check_put_reply(receiver: str, frames: Frames, chunk: Chunk) -> None:
         return
     error = _refused(receiver, f"to store {len(chunk.handles)} rows", reply)
     if "capacity exceeded" in error.message:
-        raise CapacityExceededError(
-            error.message, backend=BACKEND_NAME, hint="Raise storage_unit_size or num_storage_units."
-        )
+        raise CapacityExceededError(error.message, hint="Raise storage_unit_size or num_storage_units.")
     raise error
 
 
@@ -232,13 +227,11 @@ def read_get_reply(receiver: str, frames: Frames, column: str, chunk: Chunk) -> 
     try:
         reply = _get_reply_decoder.decode(memoryview(frames[0]))
     except msgspec.MsgspecError as error:
-        raise BackendError(f"{receiver} sent a reply that cannot be read: {error}", backend=BACKEND_NAME) from error
+        raise BackendError(f"{receiver} sent a reply that cannot be read: {error}") from error
     if reply.body.data is not None:
         rows = reply.body.data.get(column, [])
         if len(rows) != len(chunk.handles):
-            raise BackendError(
-                f"{receiver} returned {len(rows)} rows of {len(chunk.handles)} asked for.", backend=BACKEND_NAME
-            )
+            raise BackendError(f"{receiver} returned {len(rows)} rows of {len(chunk.handles)} asked for.")
         return [row if isinstance(row, memoryview) else _large_row(row, frames) for row in rows]
     message = reply.body.message or reply.request_type
     # A unit that never stored a row of this column does not know the column; for the reader it is the same thing.
@@ -246,7 +239,7 @@ def read_get_reply(receiver: str, frames: Frames, column: str, chunk: Chunk) -> 
         raise RowsGoneError(
             f"{receiver} lacks rows of {len(chunk.handles)} asked for: {message}", handles=chunk.handles
         )
-    raise BackendError(f"{receiver} refused to return {len(chunk.handles)} rows: {message}", backend=BACKEND_NAME)
+    raise BackendError(f"{receiver} refused to return {len(chunk.handles)} rows: {message}")
 
 
 def _large_row(header: msgspec.msgpack.Ext, frames: Frames) -> memoryview:

@@ -6,11 +6,11 @@ from pydantic import Field, field_validator
 
 from dataplane_core.ledger_backend import CapacityOptions
 
-__all__ = ["TQSimpleConfig"]
+__all__ = ["QueueConfig", "TQSimpleConfig"]
 
 
-class TQSimpleConfig(CapacityOptions):
-    """Where an instance lives on Ray, and how large it is.
+class QueueConfig(CapacityOptions):
+    """Where an instance lives on Ray, and how many processes hold its rows.
 
     Only the bootstrapping client's options shape the instance; an attaching client needs ``instance`` and, where Ray is
     not yet initialised in its process, ``ray_address``. It reads the rest from the running instance.
@@ -21,10 +21,6 @@ class TQSimpleConfig(CapacityOptions):
 
     num_storage_units: int = Field(default=1, ge=1, le=1024)
     """Storage processes that hold the rows. Rows are spread evenly; one unit serves one request at a time."""
-
-    storage_unit_size: int = Field(default=100_000_000, ge=1)
-    """Rows that one unit takes before it refuses puts. A row is what one put wrote for one sample. Nothing is
-    allocated ahead, so this is a backstop; bytes are bounded by ``capacity_bytes``."""
 
     ray_address: str | None = None
     """``host:port`` of the Ray cluster, or ``auto``. Default: the Ray that this process already uses; else the
@@ -42,10 +38,6 @@ class TQSimpleConfig(CapacityOptions):
     attach_wait_s: float = Field(default=5.0, ge=0)
     """How long an attaching client waits for an instance that is not there yet, within its own deadline."""
 
-    chunk_size_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024)
-    """Rows travel in messages of about this size, several in flight: larger batches then need no memory of their own
-    size in between, and the stages of their transport overlap."""
-
     @field_validator("ray_address")
     @classmethod
     def _is_a_cluster_address(cls, value: str | None) -> str | None:
@@ -56,3 +48,15 @@ class TQSimpleConfig(CapacityOptions):
                 "a node of the cluster."
             )
         return value
+
+
+class TQSimpleConfig(QueueConfig):
+    """The options of ``tq_simple``."""
+
+    storage_unit_size: int = Field(default=100_000_000, ge=1)
+    """Rows that one unit takes before it refuses puts. A row is what one put wrote for one sample. Nothing is
+    allocated ahead, so this is a backstop; bytes are bounded by ``capacity_bytes``."""
+
+    chunk_size_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024)
+    """Rows travel in messages of about this size, several in flight: larger batches then need no memory of their own
+    size in between, and the stages of their transport overlap."""

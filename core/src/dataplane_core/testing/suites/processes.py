@@ -1,4 +1,4 @@
-"""Several processes on one store: spawned, attached with ``bootstrap=False``. For scopes wider than one process."""
+"""Several processes on one store, attached with ``bootstrap=False``. For scopes wider than one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.errors import LeaseExpiredError
 from dataplane_core.testing import _workers
-from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._base import Suite, lasts, proves
 from dataplane_core.testing._columns import as_objects, batch, ids, items_of
 from dataplane_core.testing._profiles import is_long
 from dataplane_core.testing._store import Store
@@ -63,22 +63,26 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
         with store.refusal(KeyError, partition):
             store.get(partition, ["s0"])
 
+    @lasts(900.0)
     @proves(Scope.HOST, Capability.CLAIMS)
     def test_each_sample_goes_to_one_process(self, store: Store) -> None:
         """Contract: "Across all clients and processes no sample is given to a task twice."
 
         Check first: choosing samples and marking them as given is one atomic step of the store, not of a client.
         """
-        count = 3000 if is_long() else 300
-        workers = store.deployment.workers(2)
+        count, others, batch_size, within_s = (100_000, 7, 64, 600.0) if is_long() else (300, 2, 7, 60.0)
+        workers = store.deployment.workers(others)
         partition = store.register("x", num_samples=count)
         names = ids(count)
         for worker in workers:
-            worker.start(_workers.claim_all, partition, "train", 7, 60.0)
-        mine = Background(lambda: _workers.claim_all(store.client, partition, "train", 7, 60.0))
-        for start in range(0, count, 50):
-            store.put(partition, names[start : start + 50], x=torch.arange(50))
-        given = [worker.result(90) for worker in workers] + [mine.result(90, "the claims of this process")]
+            worker.start(_workers.claim_all, partition, "train", batch_size, within_s)
+        mine = Background(lambda: _workers.claim_all(store.client, partition, "train", batch_size, within_s))
+        step = 5000 if is_long() else 50
+        for start in range(0, count, step):
+            part = names[start : start + step]
+            store.put(partition, part, x=torch.arange(len(part)))
+        given = [worker.result(within_s + 30) for worker in workers]
+        given.append(mine.result(within_s + 30, "the claims of this process"))
         flat = [name for part in given for name in part]
         assert len(flat) == len(set(flat)), "a sample was given to two processes"
         assert sorted(flat) == sorted(names), "samples were lost"

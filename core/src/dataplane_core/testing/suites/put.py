@@ -134,17 +134,6 @@ class PutSuite(Suite, chapter="put"):
         assert (meta.partition_id, meta.sample_ids, meta.size) == (partition, [], 0)
         assert calls == []
 
-    def test_put_costs_one_hook_call(self, store: Store) -> None:
-        """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read".
-
-        Check first: nothing in the backend; hooks are called once per batch, never per tensor or per row.
-        """
-        partition = store.register("x")
-        with store.faults.counting() as calls:
-            store.put(partition, ids(50), columns={f"f{i}": torch.zeros(50) for i in range(8)})
-            store.get(partition, [*ids(50), *ids(50)], "f0", "f7")
-        assert calls == ["put_samples", "get_samples"]
-
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def test_tensors_may_be_reused_after_put(self, store: Store) -> None:

@@ -1,0 +1,57 @@
+"""Calls that import a backend, each in a process of its own: no backend's libraries can disturb another's."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+from dataplane_core.errors import DataPlaneError
+
+__all__ = ["ask"]
+
+_TIMEOUT_S = 120
+_CODE = "from dataplane_core.cli._isolated import answer; answer()"
+
+
+def ask(target: str, **arguments: Any) -> Any:
+    """Calls a function in a fresh process.
+
+    Args:
+        target: ``module:function``.
+        arguments: Plain values. They travel through a pipe, so a secret among them shows in no list of processes.
+
+    Returns:
+        What it returned: plain values.
+
+    Raises:
+        DataPlaneError: It raised one, did not end within two minutes, or ended its process.
+    """
+    asked = json.dumps({"target": target, "arguments": arguments})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CODE], input=asked, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DataPlaneError(f"its process did not end within {_TIMEOUT_S} s") from None
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        reason = done.stderr.strip().splitlines()
+        raise DataPlaneError(f"its process ended with status {done.returncode}: {reason[-1] if reason else ''}")
+    reply = json.loads(lines[-1])
+    if "error" in reply:
+        raise DataPlaneError(reply["error"])
+    return reply["value"]
+
+
+def answer() -> None:
+    """The other process: reads the question from standard input and prints the reply as the last line."""
+    asked = json.load(sys.stdin)
+    module, _, name = asked["target"].partition(":")
+    try:
+        reply = {"value": getattr(importlib.import_module(module), name)(**asked["arguments"])}
+    except DataPlaneError as error:
+        reply = {"error": str(error)}
+    print(f"\n{json.dumps(reply)}")

@@ -1,0 +1,109 @@
+"""What `dataplane doctor` reports: findings about a machine, and the checks that backends share.
+
+A backend says what it finds in `Backend.diagnose`. Nothing here starts, writes or changes anything.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["Finding", "Level", "check_announced_address", "missing_library"]
+
+
+class Level(StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    """As it should be."""
+    WARNING = "warning"
+    """It works, and an operator should know this."""
+    ERROR = "error"
+    """`connect` or an operation will fail; `dataplane doctor` exits with 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        level: How bad it is.
+        what: What was found and, where it is not as it should be, what was expected: one sentence or more. Never a
+            secret.
+        hint: What mends it: a command, or the option to set. None where nothing needs to be done.
+    """
+
+    level: Level
+    what: str
+    hint: str | None = None
+
+    @classmethod
+    def ok(cls, what: str) -> Finding:
+        """As it should be."""
+        return cls(Level.OK, what)
+
+    @classmethod
+    def warning(cls, what: str, hint: str | None = None) -> Finding:
+        """It works, and an operator should know this."""
+        return cls(Level.WARNING, what, hint)
+
+    @classmethod
+    def error(cls, what: str, hint: str | None = None) -> Finding:
+        """`connect` or an operation will fail."""
+        return cls(Level.ERROR, what, hint)
+
+
+_NO_LIBRARY = re.compile(r"([\w.+-]+\.so[\w.]*): cannot open shared object file")
+
+
+def missing_library(error: BaseException) -> str | None:
+    """The shared library whose absence an import failed of, such as ``libibverbs.so.1``; None for another failure.
+
+    Args:
+        error: What the import raised; its causes and contexts are looked at too.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        found = _NO_LIBRARY.search(str(seen))
+        if found is not None:
+            return found.group(1)
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def check_announced_address(address: str, who: str, hint: str) -> Finding:
+    """Whether other hosts can reach this one under an address that it announces to them.
+
+    Args:
+        address: An IP address of this host, or a name that resolves to one.
+        who: What announces it, to open the message with, such as ``Ray``.
+        hint: How to announce another one.
+
+    Returns:
+        An error for an address that is link-local, no host's own, or on no interface of this machine; a warning for a
+        loopback address, which serves one host; else ok.
+    """
+    said = f"{who} announces this host as {address}"
+    try:
+        numbers = {item[4][0] for item in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        return Finding.error(f"{said}, a name that does not resolve: {error.strerror or error}.", hint)
+    for number in sorted(str(each) for each in numbers):
+        ip = ipaddress.ip_address(number.partition("%")[0])
+        where = said if number == address else f"{said}, which is {number}"
+        if ip.is_link_local:
+            return Finding.error(f"{where}: a link-local address, which other hosts cannot route to.", hint)
+        if ip.is_unspecified or ip.is_multicast:
+            return Finding.error(f"{where}: not the address of a host.", hint)
+        if ip.is_loopback:
+            return Finding.warning(f"{where}: a loopback address, which only this host reaches.", hint)
+        family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.bind((str(ip), 0))
+            except OSError as error:
+                return Finding.error(f"{where}: no interface of this machine has it ({error.strerror}).", hint)
+    return Finding.ok(f"{said}.")

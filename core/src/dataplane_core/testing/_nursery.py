@@ -1,0 +1,135 @@
+"""Processes that cost next to nothing: forks of one that has imported what clients need and connected to nothing.
+
+Starting Python and importing torch takes seconds; a fork of a process that has done so takes milliseconds, and holds no
+connection, lock or thread of a client. The process that is forked is spawned afresh for every store under test, so it
+and its forks have the environment of that moment.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+__all__ = ["Nursery"]
+
+#: Seconds that the process may take to start and import torch, or to answer a question, on a loaded machine.
+_START_S: Final = 120.0
+#: Seconds that it may take to be gone when killed.
+_END_S: Final = 10.0
+
+#: What a fork runs: it gets its end of a pipe.
+Body = Callable[[Connection], None]
+
+
+class Nursery:
+    """A process to fork others from. Its forks end with it, if they end when their pipe is closed.
+
+    Used by one thread at a time.
+
+    Args:
+        prepare: Called in the process before the first fork; imports what all forks need. Importable by name.
+    """
+
+    def __init__(self, prepare: Callable[[], Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_tend, args=(theirs, prepare), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._ready = False
+
+    def fork(self, body: Body) -> tuple[int, Connection]:
+        """Starts a process that runs ``body`` and ends.
+
+        Args:
+            body: Pickled: importable by name, or a `functools.partial` of what is.
+
+        Returns:
+            Its process id, and this side's end of the pipe to it.
+        """
+        if not self._ready:
+            self._answer()
+            self._ready = True
+        mine, theirs = multiprocessing.Pipe()
+        self._connection.send(("fork", body))
+        reduction.send_handle(self._connection, theirs.fileno(), self._process.pid)
+        theirs.close()
+        pid: int = self._answer()
+        return pid, mine
+
+    def exit_status(self, pid: int) -> int | None:
+        """A fork's exit status as `os.waitstatus_to_exitcode` has it (-9: killed); None while it runs."""
+        status: int | None = self._ask("status", pid)
+        return status
+
+    def kill(self, pid: int) -> None:
+        """Ends a fork at once, as kill -9 does; returns when it is gone. Nothing to do for one that has ended."""
+        self._ask("kill", pid)
+
+    def close(self) -> None:
+        """Ends the process, at once: it holds nothing."""
+        self._connection.close()
+        self._process.kill()
+        self._process.join(_END_S)
+
+    def _ask(self, what: str, pid: int) -> Any:
+        self._connection.send((what, pid))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._connection.poll(_START_S), f"the process to fork from did not answer within {_START_S:g} s"
+        try:
+            succeeded, reply = self._connection.recv()  # from our own child
+        except (EOFError, ConnectionResetError) as error:
+            raise AssertionError("the process to fork from died") from error
+        if not succeeded:
+            raise reply
+        return reply
+
+
+def _tend(connection: Connection, prepare: Callable[[], Any]) -> None:
+    try:
+        prepare()
+    except Exception as error:
+        connection.send((False, error))
+        return
+    connection.send((True, os.getpid()))
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            what, argument = connection.recv()  # from our own parent
+        except (EOFError, ConnectionResetError):
+            return
+        if what == "fork":
+            connection.send((True, _fork(connection, argument)))
+            continue
+        if what == "kill" and argument not in ended:
+            os.kill(argument, signal.SIGKILL)
+        if argument not in ended:
+            pid, status = os.waitpid(argument, 0 if what == "kill" else os.WNOHANG)
+            if pid:
+                ended[argument] = os.waitstatus_to_exitcode(status)
+        connection.send((True, ended.get(argument)))
+
+
+def _fork(connection: Connection, body: Body) -> int:
+    theirs = Connection(reduction.recv_handle(connection))
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid
+    status = 1
+    try:
+        connection.close()  # else the forks would keep each other's parent waiting for an end
+        body(theirs)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)

@@ -1,0 +1,112 @@
+"""What an operation costs, in numbers that do not depend on the machine: hook calls, and copies of the payload.
+
+Times are in the report; no test asserts one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.testing._base import Suite
+from dataplane_core.testing._columns import batch, ids, jagged, rows_of
+from dataplane_core.testing._copies import allocated
+from dataplane_core.testing._store import Store
+
+__all__ = ["CostSuite"]
+
+_ROWS = 32
+
+#: Operation -> the client's call on a partition of `_ROWS` samples with a claim on a lease, the hook, what it needs.
+_CALLS: dict[str, tuple[Callable[[DataPlaneClient, str, KVBatchMeta | None], Any], str, Capability | None]] = {
+    "register_partition": (
+        lambda c, p, held: c.register_partition(p, ["x", "y"], None, ["train"]),
+        "register_partition",
+        None,
+    ),
+    "put_samples_of_tags": (lambda c, p, held: c.put_samples(ids(2), p, None, [{"n": 1}] * 2), "put_samples", None),
+    "claim_meta": (
+        lambda c, p, held: c.claim_meta(p, "train", ["x"], 8, blocking=False),
+        "claim",
+        Capability.CLAIMS,
+    ),
+    "claim_meta_that_need_not_wait": (
+        lambda c, p, held: c.claim_meta(p, "train", ["x"], 8),
+        "claim",
+        Capability.CLAIMS,
+    ),
+    "ack": (lambda c, p, held: c.ack(held or _no_lease()), "ack", Capability.LEASES),
+    "nack": (lambda c, p, held: c.nack(held or _no_lease()), "nack", Capability.LEASES),
+    "renew": (lambda c, p, held: c.renew(held or _no_lease(), 60.0), "renew", Capability.LEASES),
+    "check_consumption_status": (
+        lambda c, p, held: c.check_consumption_status(p, ["train"]),
+        "check_consumption",
+        Capability.CLAIMS,
+    ),
+    "clear_samples": (lambda c, p, held: c.clear_samples([*ids(4), *ids(4)], p), "clear_samples", None),
+    "clear_samples_of_all": (lambda c, p, held: c.clear_samples(None, p), "clear_samples", None),
+    "list_samples": (lambda c, p, held: c.list_samples(p), "list_samples", Capability.LISTING),
+}
+
+
+def _no_lease() -> KVBatchMeta:
+    raise AssertionError("nothing is held on a lease")
+
+
+class CostSuite(Suite, chapter="costs"):
+    """Counts."""
+
+    def test_put_costs_one_hook_call(self, store: Store) -> None:
+        """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read".
+
+        Check first: nothing in the backend; hooks are called once per batch, never per tensor or per row.
+        """
+        partition = store.register("x")
+        with store.faults.counting() as calls:
+            store.put(partition, ids(50), columns={f"f{i}": torch.zeros(50) for i in range(8)})
+            store.get(partition, [*ids(50), *ids(50)], "f0", "f7")
+        assert calls == ["put_samples", "get_samples"]
+
+    @pytest.mark.parametrize("operation", list(_CALLS))
+    def test_an_operation_costs_one_hook_call(self, store: Store, operation: str) -> None:
+        """Contract: "A backend's hooks get unique, non-empty ids and columns lowered to its wire format."
+
+        Check first: nothing in the backend; one call of the client is one call of the hook, whatever the batch.
+        """
+        call, hook, capability = _CALLS[operation]
+        store.require(capability)
+        partition = store.register("x", "y")
+        store.put(partition, ids(_ROWS), x=torch.arange(_ROWS), y=torch.zeros(_ROWS, 3))
+        held = store.claim(partition, 4, lease_s=600) if capability is Capability.LEASES else None
+        with store.faults.counting() as calls:
+            call(store.client, partition, held)
+        assert calls == [hook]
+
+    @pytest.mark.parametrize("operation", ["put_samples", "get_samples"])
+    def test_the_payload_is_copied_no_more_than_it_may_be(self, store: Store, operation: str) -> None:
+        """Contract: "The caller may reuse its tensors as soon as put returns." and "what comes back is contiguous,
+        detached and owned by the caller."
+
+        Check first: one copy each is due; conversions on the way to the engine and back (tensor to bytes, bytes to
+        message) hold the payload once more. Where the engine cannot do with less, raise most_copies, with the reason.
+        """
+        partition = store.register("x", "y")
+        rows = [torch.randn(64 + index, 128) for index in range(_ROWS)]
+        fields = batch(_ROWS, x=torch.randn(_ROWS, 16384), y=jagged(rows))
+        payload_bytes = 4 * (_ROWS * 16384 + sum(row.numel() for row in rows))
+        store.client.put_samples(ids(_ROWS, "first"), partition, fields)  # what is allocated once is not counted
+        store.get(partition, ids(_ROWS, "first"), "x", "y")
+        _, put = allocated(lambda: store.client.put_samples(ids(_ROWS), partition, fields))
+        order = ids(_ROWS)[::-1]
+        found, get = allocated(lambda: store.get(partition, order, "x", "y"))
+        assert rows_of(found["y"], _ROWS)[0].equal(rows[-1])
+        copies = {"put_samples": put, "get_samples": get}[operation].copies_of(payload_bytes)
+        most, _ = store.case.copies_allowed(operation)
+        print(f"{operation}: {copies:.2f} copies of the payload, {most:g} allowed")
+        assert copies <= most, f"{operation} holds {copies:.1f} copies of its payload. At most {most:g} are allowed."

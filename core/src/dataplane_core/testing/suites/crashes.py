@@ -1,0 +1,121 @@
+"""Processes killed while they put and claim, at random moments, over and over: what must hold afterwards.
+
+The kills happen once; every test judges what was found. For scopes wider than one process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from dataplane_core.capabilities import Capability, Scope
+from dataplane_core.errors import preview
+from dataplane_core.testing._base import Suite, lasts, proves
+from dataplane_core.testing._crashes import LEASED, MOST_LOST, PLAIN, Aftermath, aftermath
+from dataplane_core.testing._store import Store
+
+__all__ = ["CrashSuite"]
+
+#: Seconds: the first test of a class that asks has the kills done.
+_LIMIT_S = 900.0
+
+
+def _after(store: Store) -> Aftermath:
+    return store.deployment.once(aftermath)
+
+
+def _usable(store: Store) -> Aftermath:
+    """The aftermath, for tests that can only judge it where the store served others to the end."""
+    found = _after(store)
+    assert found.unusable is None, f"{found.unusable} (seed {found.seed})"
+    return found
+
+
+def _repeated(claims: list[str]) -> list[str]:
+    return [name for name, count in Counter(claims).items() if count > 1]
+
+
+class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
+    """kill -9 in the middle of puts and claims: 20 times, 200 times under the profile ``long``."""
+
+    @lasts(_LIMIT_S)
+    def test_the_store_serves_others_after_every_kill(self, store: Store) -> None:
+        """Contract: "Bounded: the deadline is op_timeout_s of the config" ... "No call hangs."
+
+        Check first: locks and reservations that a client takes in the store; a killed client gives none back.
+        """
+        found = _after(store)
+        assert found.unusable is None, f"{found.unusable} (seed {found.seed})"
+
+    @lasts(_LIMIT_S)
+    def test_killed_producers_leave_no_half_rows(self, store: Store) -> None:
+        """Contract: "The first write of a set of fields is atomic per sample: no reader or claim sees half of it, or
+        its data without its tags".
+
+        Check first: production is flipped in one step, after all cells and tags are there.
+        """
+        found = _usable(store)
+        half = {name: fields for name, fields in found.found.items() if 0 < len(fields) < 3}
+        assert not half, (
+            f"{len(half)} samples of killed producers are there in part: "
+            f"{preview(f'{name} has {sorted(fields)}' for name, fields in half.items())} (seed {found.seed})"
+        )
+        assert not found.wrong, f"these samples are not what was put: {preview(found.wrong)} (seed {found.seed})"
+        if found.listed is not None:
+            bare = [name for name in found.listed if not found.found.get(name)]
+            assert not bare, f"listed, but without cells: {preview(bare)} (seed {found.seed})"
+
+    @lasts(_LIMIT_S)
+    def test_killed_producers_lose_no_committed_sample(self, store: Store) -> None:
+        """Contract: "Returns only when the write is committed and visible to every other client".
+
+        Check first: nothing that put_samples confirmed is still on its way in the process of the client.
+        """
+        found = _usable(store)
+        lost = [name for name in found.confirmed if not found.found[name]]
+        assert not lost, f"puts returned, and {preview(lost)} are gone with their process (seed {found.seed})"
+
+    @lasts(_LIMIT_S)
+    def test_what_a_killed_producer_was_putting_can_be_put_again(self, store: Store) -> None:
+        """Contract: "a timeout or lost connection raises and never reports success (the write may then have happened or
+        not)."
+
+        Check first: what a put reserved before it was killed holds up nobody who puts the same samples.
+        """
+        found = _usable(store)
+        assert found.retried is None, f"a put of what a killed process was putting: {found.retried} ({found.seed})"
+
+    @lasts(_LIMIT_S)
+    @proves(Scope.HOST, Capability.CLAIMS)
+    def test_killed_consumers_get_no_sample_twice(self, store: Store) -> None:
+        """Contract: "Across all clients and processes no sample is given to a task twice." and "Without a lease,
+        delivery is at most once: a claim whose reply is lost has lost its rows."
+
+        Check first: what was given is marked in the store, in the step that chooses it.
+        """
+        found = _usable(store)
+        given = found.given + found.taken[PLAIN]
+        twice = _repeated(given)
+        assert not twice, f"given to two consumers: {preview(twice)} (seed {found.seed})"
+        lost = {name for name, fields in found.found.items() if fields} - set(given)
+        assert len(lost) <= MOST_LOST, (
+            f"{len(lost)} samples were given to nobody. Expected at most the {MOST_LOST} of one claim per kill, whose "
+            f"reply a killed consumer never saw (seed {found.seed})"
+        )
+
+    @lasts(_LIMIT_S)
+    @proves(Scope.HOST, Capability.LEASES)
+    def test_killed_consumers_lose_no_leased_sample(self, store: Store) -> None:
+        """Contract: "with lease_s, a claim that is neither acked nor renewed in time goes back to the pool." and "two
+        holders never both succeed."
+
+        Check first: leases run out by the store's clock, whatever became of their holder; an ack settles for good.
+        """
+        found = _usable(store)
+        acked = found.acked + found.taken[LEASED]
+        twice = _repeated(acked)
+        assert not twice, f"two holders acked {preview(twice)} (seed {found.seed})"
+        # a victim may have been killed between its ack and the note of it
+        there = {name for name, fields in found.found.items() if fields}
+        lost = sorted(there - set(acked) - set(found.acking))
+        assert not lost, f"{len(lost)} samples never came back from killed holders: {preview(lost)} ({found.seed})"
+        assert found.consumed[LEASED], f"the partition never counts as consumed (seed {found.seed})"

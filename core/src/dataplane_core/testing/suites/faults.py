@@ -1,0 +1,343 @@
+"""Faults around every operation: an error before the backend was reached, a reply that is lost, a deadline that has
+passed, a reply that is cut. What the client makes of them, and that calling again loses and doubles nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.errors import (
+    BackendError,
+    BackendUnavailableError,
+    CorruptDataError,
+    LeaseExpiredError,
+    UnsupportedOperationError,
+)
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.testing._base import Suite
+from dataplane_core.testing._columns import as_objects, ids, items_of
+from dataplane_core.testing._store import NOT_DECLARED, Store
+from dataplane_core.testing._timing import Background, bounded, eventually
+
+__all__ = ["FaultSuite"]
+
+_LONG_S = 600.0
+_SHORT_S = 0.1
+
+
+@dataclass
+class _Scene:
+    """A partition with samples s0, s1 and s2 (x and tag n: 0, 1, 2); s0 and s1 are held on a lease where asked for."""
+
+    store: Store
+    partition: str
+    held: KVBatchMeta | None = None
+
+    def settle(self, operation: Callable[..., Any], *arguments: Any) -> None:
+        """ack, nack or renew of what is held; for one that was settled before: the refusal that says so."""
+        assert self.held is not None
+        operation(self.held, *arguments)
+
+    def settle_again(self, operation: Callable[..., Any], *arguments: Any) -> None:
+        with suppress(LeaseExpiredError):  # the first call went through
+            self.settle(operation, *arguments)
+
+    def given(self, count: int = 9) -> list[str]:
+        """What the task is given now."""
+        return self.store.claim(self.partition, count).sample_ids
+
+    def holds(self, **cells: int) -> None:
+        """Asserts that exactly these samples are there, each once, with its cell and its tag."""
+        found = self.store.get(self.partition, list(cells))["x"].tolist()
+        assert dict(zip(cells, found, strict=True)) == cells
+        for name in ("s0", "s1", "s2", "new"):
+            assert name in cells or not self.store.has(self.partition, name), f"'{name}' is there"
+        if self.store.declares(Capability.LISTING):
+            meta = self.store.client.list_samples(self.partition)
+            assert meta.sample_ids == list(cells), "samples are listed more or less than once"
+            assert meta.tags == [{"n": number} for number in cells.values()]
+
+
+def _register(scene: _Scene) -> None:
+    scene.store.client.register_partition(scene.partition, ["x"], None, ["train"])
+
+
+def _registered(scene: _Scene) -> None:
+    _register(scene)
+    scene.store.put(scene.partition, ["new"], [{"n": 9}], x=torch.tensor([9]))
+    scene.holds(new=9)
+
+
+def _put(scene: _Scene) -> None:
+    scene.store.put(scene.partition, ["new"], [{"n": 3}], x=torch.tensor([3]))
+
+
+def _was_put(scene: _Scene) -> None:
+    try:
+        _put(scene)
+    except UnsupportedOperationError:  # it was written, and this store overwrites nothing
+        assert not scene.store.declares(Capability.OVERWRITE)
+    scene.holds(s0=0, s1=1, s2=2, new=3)
+    if scene.store.declares(Capability.CLAIMS):
+        assert scene.given() == [*ids(3), "new"], "a sample was lost or doubled for consumers"
+
+
+def _put_tags(scene: _Scene) -> None:
+    scene.store.put(scene.partition, ids(3), [{"n": number} for number in range(3)])
+
+
+def _tags_were_put(scene: _Scene) -> None:
+    _put_tags(scene)
+    scene.holds(s0=0, s1=1, s2=2)
+
+
+def _get(scene: _Scene) -> None:
+    assert scene.store.get(scene.partition, ["s2", "s0", "s2"])["x"].tolist() == [2, 0, 2]
+
+
+def _claimed(scene: _Scene) -> None:
+    # without a lease, a claim whose reply is lost has lost its rows: all of it was given, or none
+    assert scene.given() in (ids(3), []), "part of a claim was given"
+    assert scene.given() == []
+    assert scene.store.client.check_consumption_status(scene.partition, ["train"])
+
+
+def _lease(scene: _Scene) -> None:
+    scene.store.claim(scene.partition, 9, lease_s=_SHORT_S)
+
+
+def _was_leased(scene: _Scene) -> None:
+    mine: list[str] = []
+
+    def back() -> bool:
+        mine.extend(scene.store.claim(scene.partition, 9, lease_s=_LONG_S).sample_ids)
+        return len(mine) >= 3
+
+    eventually(back, what="the return of a claim whose reply was lost")
+    assert sorted(mine) == ids(3)
+
+
+def _acked(scene: _Scene) -> None:
+    scene.settle_again(scene.store.client.ack)
+    assert scene.given() == ["s2"], "an acked sample was given again"
+    assert scene.store.client.check_consumption_status(scene.partition, ["train"])
+
+
+def _nacked(scene: _Scene) -> None:
+    scene.settle_again(scene.store.client.nack)
+    assert scene.given() == ids(3), "a sample that was given back was lost or doubled"
+
+
+def _renewed(scene: _Scene) -> None:
+    scene.settle(scene.store.client.renew, _LONG_S)
+    scene.settle(scene.store.client.ack)
+    assert scene.given() == ["s2"]
+
+
+def _check(scene: _Scene) -> None:
+    assert not scene.store.client.check_consumption_status(scene.partition, ["train"])
+
+
+def _clear(scene: _Scene) -> None:
+    scene.store.client.clear_samples(["s1"], scene.partition)
+
+
+def _was_cleared(scene: _Scene) -> None:
+    _clear(scene)
+    scene.holds(s0=0, s2=2)
+    if scene.store.declares(Capability.CLAIMS):
+        assert scene.given() == ["s0", "s2"]
+
+
+def _drop(scene: _Scene) -> None:
+    scene.store.client.clear_samples(None, scene.partition)
+
+
+def _was_dropped(scene: _Scene) -> None:
+    _drop(scene)
+    with scene.store.refusal(KeyError, scene.partition):
+        scene.store.get(scene.partition, ["s0"])
+
+
+def _list(scene: _Scene) -> None:
+    assert scene.store.client.list_samples(scene.partition).sample_ids == ids(3)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """An operation under fault.
+
+    Attributes:
+        hook: The hook that fails.
+        call: The client's call.
+        again: Calls again, and asserts that it is as if it had been called once.
+        needs: What must be declared.
+        holds: Whether it settles leases.
+    """
+
+    hook: str
+    call: Callable[[_Scene], Any]
+    again: Callable[[_Scene], Any]
+    needs: Capability | None = None
+    holds: bool = False
+
+
+_CASES: dict[str, _Case] = {
+    "register_partition": _Case("register_partition", _register, _registered),
+    "put_samples": _Case("put_samples", _put, _was_put),
+    "put_samples_of_tags": _Case("put_samples", _put_tags, _tags_were_put),
+    "get_samples": _Case("get_samples", _get, _get),
+    "claim_meta": _Case("claim", _Scene.given, _claimed, Capability.CLAIMS),
+    "claim_meta_on_a_lease": _Case("claim", _lease, _was_leased, Capability.LEASES),
+    "ack": _Case("ack", lambda s: s.settle(s.store.client.ack), _acked, Capability.LEASES, holds=True),
+    "nack": _Case("nack", lambda s: s.settle(s.store.client.nack), _nacked, Capability.LEASES, holds=True),
+    "renew": _Case("renew", lambda s: s.settle(s.store.client.renew, _LONG_S), _renewed, Capability.LEASES, holds=True),
+    "check_consumption_status": _Case("check_consumption", _check, _check, Capability.CLAIMS),
+    "clear_samples": _Case("clear_samples", _clear, _was_cleared),
+    "clear_samples_of_all": _Case("clear_samples", _drop, _was_dropped),
+    "list_samples": _Case("list_samples", _list, _list, Capability.LISTING),
+}
+
+#: Operations whose replies count or align rows.
+_COUNTED = ["put_samples", "put_samples_of_tags", "claim_meta", "claim_meta_on_a_lease", "ack", "nack", "renew"]
+_COUNTED += ["list_samples"]
+
+
+def _scene(store: Store, case: _Case) -> _Scene:
+    store.require(case.needs)
+    scene = _Scene(store, store.register("x"))
+    store.put(scene.partition, ids(3), [{"n": number} for number in range(3)], x=torch.arange(3))
+    if case.holds:
+        scene.held = store.claim(scene.partition, 2, lease_s=_LONG_S)
+    return scene
+
+
+class FaultSuite(Suite, chapter="faults"):
+    """Errors before and after the commit, lateness, truncation."""
+
+    @pytest.mark.parametrize("name", list(_CASES))
+    def test_an_error_before_surfaces_and_changes_nothing(self, store: Store, name: str) -> None:
+        """Contract: "Errors derive from DataPlaneError, which carries backend, retryable, hint, survives pickling, and
+        keeps its cause."
+
+        Check first: nothing in the backend: the fault is in front of its hook. The second call is the first it sees.
+        """
+        case = _CASES[name]
+        scene = _scene(store, case)
+        cause = OSError(104, "Connection reset by peer")
+        with (
+            store.faults.error_before(case.hook, cause),
+            store.refusal(BackendError, case.hook, "Connection reset") as caught,
+        ):
+            case.call(scene)
+        assert caught.value.__cause__ is cause, "the cause was lost"
+        case.again(scene)
+
+    @pytest.mark.parametrize("name", list(_CASES))
+    def test_an_operation_whose_reply_was_lost_may_be_called_again(self, store: Store, name: str) -> None:
+        """Contract: "a timeout or lost connection raises and never reports success (the write may then have happened or
+        not)." and "Without a lease, delivery is at most once".
+
+        Check first: the operation, called twice: the second must leave what one call leaves, or be refused as done.
+        """
+        case = _CASES[name]
+        scene = _scene(store, case)
+        lost = BackendUnavailableError("the reply was lost.")
+        with (
+            store.faults.error_after(case.hook, lost),
+            store.refusal(ConnectionError, "the reply was lost") as caught,
+        ):
+            case.call(scene)
+        assert caught.value is lost, "an error of the data plane was replaced"
+        assert caught.value.retryable
+        case.again(scene)
+
+    @pytest.mark.parametrize("name", list(_CASES))
+    def test_an_operation_that_is_late_may_be_called_again(self, store: Store, name: str) -> None:
+        """Contract: "Bounded: the deadline is op_timeout_s of the config" ... "No call hangs." and "(the write may then
+        have happened or not)".
+
+        Check first: the hook's way when request.deadline has passed: it raises OperationTimeoutError, or is done in no
+        time; and what it sent before it gave up does not act on what comes later.
+        """
+        case = _CASES[name]
+        scene = _scene(store, case)
+        with store.faults.late(case.hook), suppress(TimeoutError):
+            bounded(partial(case.call, scene), what=f"{case.hook}, after its deadline,")
+        case.again(scene)
+
+    @pytest.mark.parametrize("name", _COUNTED)
+    def test_a_reply_that_is_short_is_refused(self, store: Store, name: str) -> None:
+        """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read, row and
+        field counts of every reply".
+
+        Check first: nothing in the backend; the fault is put around its hook.
+        """
+        case = _CASES[name]
+        scene = _scene(store, case)
+        with (
+            store.faults.truncation(operation=case.hook),
+            store.refusal(BackendError, name.partition("_of_")[0].partition("_on_")[0], "for"),
+        ):
+            case.call(scene)
+        case.again(scene)
+
+    @pytest.mark.parametrize("num_rows", [1, 2])
+    def test_a_read_that_is_short_is_refused(self, store: Store, num_rows: int) -> None:
+        """Contract: "row and field counts of every reply" ... "never fewer rows."
+
+        Check first: nothing in the backend; the fault is put around its hook.
+        """
+        scene = _scene(store, _CASES["get_samples"])
+        with (
+            store.faults.truncation(num_rows),
+            store.refusal(BackendError, "'x'", f"{3 - num_rows} rows"),
+        ):
+            store.get(scene.partition, ids(3))
+        _get(scene)
+
+    def test_a_cell_that_is_cut_is_refused(self, store: Store) -> None:
+        """Contract: "What comes back: dtype and values bit for bit".
+
+        Check first: nothing in the backend; core compares each cell with what its field's first write fixed.
+        """
+        if not store.deployment.backend_class.wire.bytes:
+            pytest.skip(f"{NOT_DECLARED}cells as framed bytes")  # tensors come whole; their rows are counted above
+        partition = store.register("x", "o")
+        store.put(partition, ids(2), x=torch.arange(6).view(2, 3), o=as_objects({"a": [1, 2]}, "text"))
+
+        def cut(request: Any, reply: Any) -> Any:
+            for column in reply.columns.values():
+                if isinstance(column, list):
+                    column[1] = column[1][:-1]
+            return reply
+
+        with store.faults.after("get_samples", cut), store.refusal(CorruptDataError, "'x'"):
+            store.get(partition, ids(2), "x")
+        with store.faults.after("get_samples", cut), store.refusal(CorruptDataError, "'o'"):
+            store.get(partition, ids(2), "o")
+        assert items_of(store.get(partition, ids(2), "o")["o"]) == [{"a": [1, 2]}, "text"]
+
+    def test_a_put_that_is_delayed_holds_up_nobody(self, store: Store) -> None:
+        """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."
+
+        Check first: nothing in the backend; no lock is held around a hook.
+        """
+        scene = _scene(store, _CASES["get_samples"])
+        go_on = threading.Event()
+        with store.faults.before("put_samples", lambda request: bounded(go_on.wait)):
+            delayed = Background(partial(_put, scene))
+            for _ in range(3):
+                bounded(partial(_get, scene), what="a read beside a put that is delayed")
+            assert delayed.running
+            go_on.set()
+            delayed.result()
+        scene.holds(s0=0, s1=1, s2=2, new=3)

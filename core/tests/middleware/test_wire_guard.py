@@ -1,0 +1,238 @@
+"""The wire guard: what was put comes back, and what was not is caught and named, on every form of the wire."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from dataplane_core import DataPlaneConfig, WireFormat, connect
+from dataplane_core.codec.tensors import byte_array
+from dataplane_core.errors import ConfigError, CorruptDataError, MissingDataError
+from dataplane_core.registry import connect_backend
+from dataplane_noop import NoopBackend
+from dataplane_noop._segments import Ragged
+
+
+class CarriesRows(NoopBackend):
+    wire = WireFormat(
+        ragged="rows", promote_1d=True, dtypes=frozenset({torch.uint8, torch.float32}), zero_length_rows=False
+    )
+
+
+class CarriesBytes(NoopBackend):
+    wire = WireFormat(bytes=True)
+
+    def _store(self, write_id, columns, num_samples, deadline):
+        frames = {name: [bytearray(frame) for frame in column] for name, column in columns.items()}
+        super()._store(write_id, frames, num_samples, deadline)
+
+
+WIRES = {"native": NoopBackend, "rows": CarriesRows, "bytes": CarriesBytes}
+IDS = ["a", "b", "c"]
+ITEMS = [{"turns": ["hi", "there"], "image": torch.arange(6).view(2, 3)}, None, b"raw"]
+
+
+@pytest.fixture(params=WIRES)
+def guarded(request):
+    """A guarded client of one form of the wire, with a partition."""
+    config = DataPlaneConfig(backend="noop", middleware=["wire_guard"])
+    with connect_backend(WIRES[request.param], config) as client:
+        client.register_partition("p", [], None, ["t"])
+        yield client
+
+
+@pytest.fixture
+def unguarded(guarded):
+    """Another client of the same store, without the guard."""
+    with connect_backend(type(guarded._backend), DataPlaneConfig(backend="noop")) as client:
+        client._backend._service = guarded._backend._service
+        client._backend._segments = guarded._backend._segments
+        yield client
+        client._backend._segments = {}
+
+
+def columns(seed=0):
+    """Every kind of column, three rows each."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(0, 100, (length,), generator=generator) for length in (3, 0, 5)]
+    return TensorDict(
+        {
+            "tokens": torch.nested.nested_tensor(rows, layout=torch.jagged),
+            "dense": torch.randn(3, 4, 2, generator=generator).to(torch.bfloat16),
+            "other": torch.randn(3, 4, 2, generator=generator).to(torch.bfloat16),
+            "reward": torch.randn(3, generator=generator),
+            "mask": torch.tensor([True, False, True]),
+            "items": NonTensorStack(*ITEMS),
+        },
+        [3],
+    )
+
+
+def stored(client, name):
+    """The columns of that field in the store, past the client: of each put one."""
+    return [segment._columns[name] for segment in client._backend._segments.values() if name in segment._columns]
+
+
+def flip_a_bit(client, name, row):
+    """In the store's own memory."""
+    (column,) = stored(client, name)
+    if isinstance(column, Ragged):
+        first, end = (column.offsets[row : row + 2] * column.values[0].nbytes).tolist()
+        byte_array(column.values)[first:end][-1] ^= 1
+    elif isinstance(column, torch.Tensor) or isinstance(column[row], torch.Tensor):
+        byte_array(column[row])[-1] ^= 1
+    elif isinstance(column[row], bytearray):
+        column[row][-1] ^= 1
+    else:
+        byte_array(column[row]["image"])[3] ^= 1
+
+
+def rows_of(column):
+    return [row.tolist() for row in column.unbind()]
+
+
+def test_every_kind_of_column_comes_back_as_it_was_put_and_no_other(guarded):
+    meta = guarded.put_samples(IDS, "p", columns())
+    assert meta.fields == list(columns().keys())
+    back = guarded.get_samples(["c", "a", "c", "b"], "p", meta.fields)
+    assert set(back.keys()) == set(meta.fields)
+    was = columns()
+    assert rows_of(back["tokens"]) == [rows_of(was["tokens"])[row] for row in (2, 0, 2, 1)]
+    for name in ("dense", "reward", "mask"):
+        assert torch.equal(back[name], was[name][[2, 0, 2, 1]])
+    items = back["items"].tolist()
+    assert items[0] == items[2] == b"raw"
+    assert items[3] is None
+    assert torch.equal(items[1]["image"], ITEMS[0]["image"])
+    assert set(guarded.get_samples(["b"], "p", ["mask"]).keys()) == {"mask"}
+
+
+@pytest.mark.parametrize("name", ["tokens", "dense", "reward", "mask", "items"])
+def test_a_flipped_bit_is_caught_and_the_sample_and_field_are_named(guarded, name):
+    guarded.put_samples(IDS, "p", columns())
+    flip_a_bit(guarded, name, 0)
+    with pytest.raises(CorruptDataError, match=rf"not what was put, by its checksums: 'a' in '{name}'\.") as caught:
+        guarded.get_samples(IDS, "p", list(columns().keys()))
+    assert caught.value.cells == {"a": (name,)}
+    assert caught.value.backend == "noop"
+    assert pickle.loads(pickle.dumps(caught.value)).cells == {"a": (name,)}
+    assert guarded.get_samples(["b", "c"], "p", list(columns().keys())).batch_size == (2,)
+
+
+def test_a_flipped_bit_of_a_checksum_is_caught_too(guarded):
+    guarded.put_samples(IDS, "p", columns())
+    flip_a_bit(guarded, "~crc32.reward", 1)
+    with pytest.raises(CorruptDataError, match="'b' in 'reward'"):
+        guarded.get_samples(IDS, "p", ["reward", "mask"])
+
+
+def swap(column, one, other):
+    if isinstance(column, torch.Tensor):
+        column[[one, other]] = column[[other, one]]
+    else:
+        column[one], column[other] = column[other], column[one]
+
+
+@pytest.mark.parametrize("with_checksums", [True, False])
+def test_swapped_rows_are_caught_on_both_sides(guarded, with_checksums):
+    guarded.put_samples(IDS, "p", columns())
+    for name in ("dense", "~crc32.dense") if with_checksums else ("dense",):
+        swap(stored(guarded, name)[0], 0, 2)
+    with pytest.raises(CorruptDataError) as caught:
+        guarded.get_samples(IDS, "p", ["dense", "reward"])
+    assert caught.value.cells == {"a": ("dense",), "c": ("dense",)}
+
+
+def test_swapped_fields_are_caught_although_their_checksums_went_along(guarded):
+    guarded.put_samples(IDS, "p", columns())
+    (segment,) = guarded._backend._segments.values()
+    for prefix in ("", "~crc32."):
+        swap(segment._columns, f"{prefix}dense", f"{prefix}other")
+    with pytest.raises(CorruptDataError) as caught:
+        guarded.get_samples(["a"], "p", ["dense", "other"])
+    assert caught.value.cells == {"a": ("dense", "other")}
+
+
+def test_a_row_of_another_partition_is_caught(guarded):
+    guarded.register_partition("q", [], None, [])
+    guarded.put_samples(IDS, "p", columns(1))
+    guarded.put_samples(IDS, "q", columns(2))
+    segments = guarded._backend._segments
+    first, second = segments
+    segments[first], segments[second] = segments[second], segments[first]
+    with pytest.raises(CorruptDataError):
+        guarded.get_samples(IDS, "p", ["reward"])
+
+
+def test_an_overwrite_brings_its_own_checksums(guarded):
+    guarded.put_samples(IDS, "p", columns())
+    guarded.put_samples(["b"], "p", {"reward": torch.tensor([7.0])})
+    assert guarded.get_samples(IDS, "p", ["reward"])["reward"][1] == 7.0
+
+
+def test_fields_put_at_different_times_are_all_checked(guarded):
+    guarded.put_samples(IDS, "p", {"reward": torch.zeros(3)})
+    guarded.put_samples(IDS, "p", {"advantage": torch.ones(3)})
+    flip_a_bit(guarded, "advantage", 2)
+    with pytest.raises(CorruptDataError, match="'c' in 'advantage'"):
+        guarded.get_samples(IDS, "p", ["reward", "advantage"])
+
+
+def test_a_guarded_read_of_unguarded_cells_is_refused_and_says_who_must_change(guarded, unguarded):
+    guarded.put_samples(["a"], "p", {"reward": torch.zeros(1)})
+    unguarded.put_samples(["b"], "p", {"reward": torch.zeros(1)})
+    with pytest.raises(ConfigError, match="put without wire_guard and have no checksum: 'b' in 'reward'"):
+        guarded.get_samples(["a", "b"], "p", ["reward"])
+    assert unguarded.get_samples(["a", "b"], "p", ["reward"])["reward"].tolist() == [0.0, 0.0]
+
+
+def test_an_unguarded_overwrite_is_reported_not_passed_on(guarded, unguarded):
+    guarded.put_samples(IDS, "p", {"reward": torch.zeros(3)})
+    unguarded.put_samples(["b"], "p", {"reward": torch.ones(1)})
+    with pytest.raises(CorruptDataError, match=r"'b' in 'reward'.*overwritten by a client without wire_guard"):
+        guarded.get_samples(IDS, "p", ["reward"])
+
+
+def test_cells_not_yet_produced_are_still_told_by_the_users_names_alone(guarded):
+    guarded.put_samples(IDS, "p", {"reward": torch.zeros(3)})
+    with pytest.raises(MissingDataError, match=r"'a' lacks 'dense'; 'b' lacks 'dense'; 'c' lacks 'dense'\.") as caught:
+        guarded.get_samples(IDS, "p", ["reward", "dense"])
+    assert caught.value.missing_cells == dict.fromkeys(IDS, ("dense",))
+    with pytest.raises(MissingDataError, match="'zz' is not in the partition"):
+        guarded.get_samples(["zz"], "p", ["reward"])
+
+
+def test_claims_and_tags_are_as_without_it(guarded):
+    guarded.put_samples(IDS, "p", {"reward": torch.zeros(3)}, tags=[{"n": row} for row in range(3)])
+    guarded.put_samples(["a"], "p", tags=[{"n": 9}])
+    meta = guarded.claim_meta("p", "t", ["reward"], 3)
+    assert meta.sample_ids == IDS
+    assert meta.fields == ["reward"]
+    assert [row["n"] for row in meta.tags] == [9, 1, 2]
+
+
+def test_items_that_are_only_allowed_by_allow_pickle_pass():
+    with connect({"backend": "noop", "middleware": ["wire_guard"], "allow_pickle": True}) as client:
+        client.register_partition("p", [], None, [])
+        client.put_samples(["a"], "p", {"o": np.array([{1, 2}], dtype=object)})
+        assert client.get_samples(["a"], "p", ["o"])["o"].tolist() == [{1, 2}]
+
+
+def test_it_stands_anywhere_among_other_middleware():
+    for middleware in (["metrics", "wire_guard"], ["wire_guard", "metrics"], [{"wire_guard": {}}]):
+        with connect({"backend": "noop", "middleware": middleware}) as client:
+            client.register_partition("p", [], None, [])
+            client.put_samples(IDS, "p", columns())
+            assert client.get_samples(IDS, "p", ["mask"])["mask"].tolist() == [True, False, True]
+
+
+def test_a_put_of_enums_that_is_asked_twice_is_guarded_once():
+    with connect({"backend": "noop", "middleware": ["wire_guard"]}) as client:
+        client.register_partition("p", [], None, [], enums={"role": ["user", "tool"]})
+        client._infos["p"] = client._infos["p"].__class__(
+            epoch=0, fields=(), num_samples=None, consumer_tasks=(), grpo_group_size=None, enums={}
+        )  # as if another client had registered the partition anew
+        client.put_samples(["a"], "p", {"role": NonTensorStack("tool")})
+        assert client.get_samples(["a"], "p", ["role"])["role"].tolist() == ["tool"]

@@ -1,0 +1,237 @@
+"""Megatron: a rank's coordinates and its replica group, from `megatron.core.parallel_state`.
+
+The ranks of one data-parallel rank, over its tensor, context and pipeline axes, work on the same rows. Megatron's
+groups cover each axis, and some pairs of axes; where all three are larger than 1 their group is made here, once.
+
+Importing this module does not import Megatron: a driver without it can ask `megatron_pad_multiple`.
+
+Shape legend: ``N`` rows of this data-parallel rank, ``S`` padded sequence length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_integrations.attach import DataPlaneSource
+from dataplane_integrations.batching import Stage
+from dataplane_integrations.broadcast import broadcast_from_leader, group_device
+from dataplane_integrations.worker import DataPlaneWorkerMixin
+
+__all__ = [
+    "MegatronDataPlaneMixin",
+    "megatron_coords",
+    "megatron_data_parallel_group",
+    "megatron_pad_multiple",
+    "megatron_replica_group",
+]
+
+#: The group made here, with Megatron's group that it was made beside: another one means that Megatron began anew.
+_made: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+
+
+def megatron_pad_multiple(
+    *, tensor_parallel: int = 1, context_parallel: int = 1, sequence_parallel: bool = False
+) -> int:
+    """Tokens that a forward's sequence length must be a multiple of; plain arithmetic, for the driver as well.
+
+    Sequence parallelism gives each tensor-parallel rank an equal part of the sequence. Context parallelism gives each
+    of its ranks two parts, one from the front and one from the back, so that causal attention costs all the same. With
+    both, what a context-parallel rank holds is what sequence parallelism divides.
+
+    Args:
+        tensor_parallel: Tensor-parallel ranks.
+        context_parallel: Context-parallel ranks.
+        sequence_parallel: Whether sequence parallelism is on; it is over the tensor-parallel ranks.
+
+    Returns:
+        What to give `Batching` as ``pad_multiple``, and `DynamicBatching` and `SequencePacking` as the multiple that
+        they round lengths to.
+    """
+    parts = 2 * context_parallel if context_parallel > 1 else 1
+    return math.lcm(parts, context_parallel * tensor_parallel if sequence_parallel else 1)
+
+
+def megatron_coords() -> dict[str, int]:
+    """This rank's coordinate on each axis: ``data_parallel`` and the three replicated ones.
+
+    Raises:
+        UnsupportedOperationError: Megatron is not installed, or its model parallelism is not initialized.
+    """
+    state = _parallel_state()
+    return {
+        "data_parallel": state.get_data_parallel_rank(),
+        "tensor_parallel": state.get_tensor_model_parallel_rank(),
+        "context_parallel": state.get_context_parallel_rank(),
+        "pipeline_parallel": state.get_pipeline_model_parallel_rank(),
+    }
+
+
+def megatron_replica_group() -> dist.ProcessGroup | None:
+    """The ranks that work on this rank's rows, the leader first; None where there is no other.
+
+    Collective over all ranks when it is first called after ``initialize_model_parallel`` with context and pipeline
+    parallelism together: their group is made then.
+
+    Raises:
+        UnsupportedOperationError: As `megatron_coords`.
+    """
+    state = _parallel_state()
+    if state.get_context_parallel_world_size() == 1:
+        group = state.get_model_parallel_group()  # tensor x pipeline
+    elif state.get_pipeline_model_parallel_world_size() == 1:
+        group = state.get_tensor_and_context_parallel_group()
+    else:
+        group = _tensor_context_pipeline_group(state)
+    return _unless_alone(group)
+
+
+def megatron_data_parallel_group() -> dist.ProcessGroup | None:
+    """The ranks that work on other rows beside this one; None where there is no other.
+
+    Raises:
+        UnsupportedOperationError: As `megatron_coords`.
+    """
+    return _unless_alone(_parallel_state().get_data_parallel_group())
+
+
+class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
+    """`DataPlaneWorkerMixin` for a worker whose model is spread by `megatron.core.parallel_state`.
+
+    With pipeline parallelism only the last stage has results. Here it gives them to the other stages, so that the
+    leader, which is on the first stage, can write them: what ``train``, ``get_logprobs`` and their like return on the
+    other stages is not looked at, and may be None.
+    """
+
+    def setup_data_plane(self, cfg: DataPlaneSource) -> None:
+        """Attaches, and makes the replica group if Megatron is initialized already. Collective over all ranks then."""
+        super().setup_data_plane(cfg)
+        if _initialized_parallel_state() is not None:
+            megatron_replica_group()
+
+    def _local_coords(self) -> dict[str, int]:
+        return megatron_coords()
+
+    def _get_replica_group(self) -> dist.ProcessGroup | None:
+        return megatron_replica_group()
+
+    def _get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return megatron_data_parallel_group()
+
+    # --- lengths ------------------------------------------------------------------------------------------------------
+
+    def _sequence_parallel(self) -> bool:
+        """Whether sequence parallelism is on, from the config of the attribute ``model``.
+
+        ``model`` is a Megatron module, or the list of its chunks. Without one: True, as padding more than needed breaks
+        nothing.
+        """
+        model = getattr(self, "model", None)
+        first = model[0] if isinstance(model, Sequence) and model else model
+        while first is not None and not hasattr(first, "config"):
+            first = getattr(first, "module", None)  # wrappers such as Float16Module
+        return bool(getattr(getattr(first, "config", None), "sequence_parallel", True))
+
+    def _pad_multiple(self) -> int:
+        """Tokens that this worker's forward wants its sequence length to be a multiple of."""
+        state = _parallel_state()
+        return megatron_pad_multiple(
+            tensor_parallel=state.get_tensor_model_parallel_world_size(),
+            context_parallel=state.get_context_parallel_world_size(),
+            sequence_parallel=self._sequence_parallel(),
+        )
+
+    def _forward_pad_seqlen(self, meta: KVBatchMeta) -> int:
+        """The driver's length, or the longest row's where it set none, rounded up to what the forward wants."""
+        multiple = self._pad_multiple()
+        longest = max(super()._forward_pad_seqlen(meta), *(meta.sequence_lengths or [0]))
+        return -(-longest // multiple) * multiple
+
+    def _attach_or_repack_pack_metadata(
+        self, data: BatchedDataDict, meta: KVBatchMeta, stage: Stage = "train"
+    ) -> tuple[BatchedDataDict, KVBatchMeta]:
+        data, meta = super()._attach_or_repack_pack_metadata(data, meta, stage)
+        multiple = self._pad_multiple()
+        lengths = [length for chunk in data.micro_batch_lengths or [] for length in chunk]
+        uneven = [length for length in lengths if length % multiple]
+        if uneven:
+            raise InvalidRequestError(
+                f"microbatch plan refused: it has a microbatch of {uneven[0]} tokens. Expected multiples of "
+                f"{multiple}, which this worker's sequence and context parallelism divide the sequence by.",
+                hint=f"Plan with Batching(pad_multiple={multiple}, ...), and with {multiple} as dynamic batching's "
+                "sequence_length_round or packing's sequence_length_pad_multiple; see megatron_pad_multiple.",
+            )
+        return data, meta
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def _run(self, compute: Callable[[], Any]) -> Any:
+        """What ``compute`` returned on the last pipeline stage. Collective over the pipeline."""
+        group = _parallel_state().get_pipeline_model_parallel_group()
+        last = dist.get_world_size(group) - 1
+        if last == 0:
+            return compute()
+        if dist.get_rank(group) != last:
+            compute()
+
+        def packed() -> BatchedDataDict:
+            result = compute()
+            # a plain dict: its tensors travel as tensors
+            return BatchedDataDict({"result": [dict(result) if isinstance(result, Mapping) else result]})
+
+        return broadcast_from_leader(packed, group=group, leader=last)["result"][0]
+
+
+# --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _initialized_parallel_state() -> Any:
+    """Megatron's module, or None where its model parallelism is not initialized."""
+    try:
+        from megatron.core import parallel_state
+    except ImportError as error:
+        raise UnsupportedOperationError(
+            f"megatron.core cannot be imported: {error}. Expected Megatron-core in this process's environment.",
+            hint="Install dataplane-integrations[megatron].",
+        ) from error
+    return parallel_state if parallel_state.model_parallel_is_initialized() else None
+
+
+def _parallel_state() -> Any:
+    state = _initialized_parallel_state()
+    if state is None:
+        raise UnsupportedOperationError(
+            "megatron.core.parallel_state is not initialized. Expected initialize_model_parallel(...) on every rank "
+            "before the first fetch."
+        )
+    return state
+
+
+def _tensor_context_pipeline_group(state: Any) -> dist.ProcessGroup:
+    global _made
+    beside = state.get_model_parallel_group()
+    if _made is None or _made[0] is not beside:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        own = torch.tensor([state.get_data_parallel_rank()], device=group_device(everyone))
+        everyones = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyones, own)
+        numbers = [int(number) for number in everyones]
+        made = None
+        for number in range(state.get_data_parallel_world_size()):  # every rank takes part in making every group
+            group = dist.new_group([rank for rank, of in enumerate(numbers) if of == number])
+            made = group if number == int(own) else made
+        assert made is not None
+        _made = (beside, made)
+    return _made[1]
+
+
+def _unless_alone(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    return None if dist.get_world_size(group) == 1 else group

@@ -1,0 +1,304 @@
+"""Module-local data parallelism for heterogeneous multimodal models (MIMO).
+
+Each module of such a model, the language model and every encoder, has a `HyperCommGrid` of its own, and so its own
+number of data-parallel ranks. All ranks that load data therefore read the *same* global micro-batch (`read_columns` by
+one meta), and each cuts out the part that its module's data-parallel rank works on. The parts are contiguous, in the
+order of the ranks, which is how Megatron joins the encoders' outputs on their way to the language model.
+
+All of it runs in the worker's process; nothing here communicates. The groups ``pp`` and ``dp`` of every grid must have
+been created before.
+
+Shape legend: ``N`` rows of the global micro-batch, ``S`` padded sequence length, ``n`` images, ``T`` patches of all
+images together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dataplane_core.batch import BatchedDataDict, SlicedDataDict
+from dataplane_core.errors import ConfigError, InvalidRequestError, InvalidTypeError
+
+__all__ = [
+    "LANGUAGE_MODULE",
+    "MODALITY_INPUTS",
+    "ModuleGrid",
+    "get_megatron_mimo_dp_info",
+    "get_megatron_mimo_sampling_info",
+    "get_megatron_mimo_shared_dp_info",
+    "slice_batch_for_megatron_mimo",
+]
+
+#: The name of the language model among the modules.
+LANGUAGE_MODULE: Final = "language"
+#: The key of a batch under which the encoders' inputs lie, by module.
+MODALITY_INPUTS: Final = "modality_inputs"
+
+_POSITION_IDS: Final = "position_ids"
+_PATCHES: Final = "hidden_states"
+_GRIDS: Final = "grid_thw"
+
+_Batch = TypeVar("_Batch", bound=Mapping[str, Any])
+
+
+class ModuleGrid(Protocol):
+    """What is needed of a `megatron.core.hyper_comm_grid.HyperCommGrid`."""
+
+    rank_offset: int
+    size: Any  # an integer of numpy's
+
+    def get_pg(self, dims: Any) -> dist.ProcessGroup | None:
+        """The group along ``dims`` that this rank is in."""
+
+
+#: The grids of a model by module name.
+ModuleGrids: TypeAlias = Mapping[str, ModuleGrid]
+
+
+# --- where this rank stands -------------------------------------------------------------------------------------------
+
+
+def get_megatron_mimo_dp_info(cfg: Any, grids: ModuleGrids) -> tuple[int, int, bool, str]:
+    """What this rank works on: for `slice_batch_for_megatron_mimo`.
+
+    Args:
+        cfg: The trainer's parallelism config. Not read: the grids say it all.
+        grids: Module name -> grid.
+
+    Returns:
+        Data-parallel rank and size within this rank's module, whether the rank needs data, and the module's name;
+        outside every grid ``(0, 1, False, "language")``. Where modules share the rank, those of the first that needs
+        data here, in the order of ``grids``; see `get_megatron_mimo_shared_dp_info` then.
+
+    Raises:
+        ConfigError: A grid's groups ``dp`` and ``pp`` were not created.
+    """
+    held = _modules_of_rank(grids)
+    loaders = [name for name in held if _needs_data_for_module(held[name], name)]
+    name = next(iter([*loaders, *held]), None)
+    if name is None:
+        return 0, 1, False, LANGUAGE_MODULE
+    return *_coordinate(held[name], name, "dp"), bool(loaders), name
+
+
+def get_megatron_mimo_sampling_info(cfg: Any, grids: ModuleGrids) -> tuple[int, int, bool]:
+    """What the sampler is to be told: ``(0, 1, needs_data)``, since all loading ranks see the same global micro-batch.
+
+    Arguments and errors are those of `get_megatron_mimo_dp_info`.
+    """
+    return 0, 1, get_megatron_mimo_dp_info(cfg, grids)[2]
+
+
+def get_megatron_mimo_shared_dp_info(grids: ModuleGrids) -> dict[str, tuple[int, int]]:
+    """Data-parallel rank and size within each module whose grid holds this rank, where modules share ranks.
+
+    Args:
+        grids: Module name -> grid.
+
+    Returns:
+        Module name -> ``(dp_rank, dp_size)``, as `slice_batch_for_megatron_mimo` takes it; empty outside every grid.
+
+    Raises:
+        ConfigError: A grid's group ``dp`` was not created.
+    """
+    return {name: _coordinate(grid, name, "dp") for name, grid in _modules_of_rank(grids).items()}
+
+
+def _find_rank_module(grids: ModuleGrids) -> tuple[ModuleGrid, str] | tuple[None, None]:
+    """The grid that holds this rank and its module, the first where several do; None twice outside every grid."""
+    return next(((grid, name) for name, grid in _modules_of_rank(grids).items()), (None, None))
+
+
+def _needs_data_for_module(grid: ModuleGrid, module_name: str) -> bool:
+    """Whether this rank loads data for a module; False where it is not in the grid.
+
+    The language model needs it on its first pipeline stage (token ids) and on its last (labels); an encoder on its
+    first.
+
+    Raises:
+        ConfigError: The grid's group ``pp`` was not created.
+    """
+    if not _holds_rank(grid):
+        return False
+    stage, stages = _coordinate(grid, module_name, "pp")
+    return stage == 0 or (module_name == LANGUAGE_MODULE and stage == stages - 1)
+
+
+def _modules_of_rank(grids: ModuleGrids) -> dict[str, ModuleGrid]:
+    return {name: grid for name, grid in grids.items() if _holds_rank(grid)}
+
+
+def _holds_rank(grid: ModuleGrid) -> bool:
+    return grid.rank_offset <= dist.get_rank() < grid.rank_offset + int(grid.size)
+
+
+def _coordinate(grid: ModuleGrid, module_name: str, dim: str) -> tuple[int, int]:
+    """This rank's place along a dim, and the dim's size; 0 of 1 where the grid has no such dim."""
+    try:
+        group = grid.get_pg([dim])
+    except ValueError:  # how the grid says that it has no such dim
+        return 0, 1
+    except KeyError as error:
+        raise ConfigError(
+            f"the grid of module '{module_name}' has no process group '{dim}'. Expected it to be there.",
+            hint=f"Call grid.create_pg(['{dim}']) for every grid, on all ranks and in one order.",
+        ) from error
+    assert group is not None, "a rank of the grid is in one group along each dim"
+    return group.rank(), group.size()
+
+
+# --- cutting the global micro-batch -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One of ``size`` equal parts."""
+
+    rank: int
+    size: int
+
+    def bounds(self, key: str, count: int, what: str) -> tuple[int, int]:
+        """Where the part begins and ends among ``count`` things."""
+        if count % self.size:
+            raise InvalidRequestError(
+                f"slice_batch_for_megatron_mimo refused: '{key}' has {count} {what}, which are not a multiple of the "
+                f"module's {self.size} data-parallel ranks. Choose a micro-batch that all modules can divide."
+            )
+        part = count // self.size
+        return self.rank * part, (self.rank + 1) * part
+
+
+def slice_batch_for_megatron_mimo(
+    batch: _Batch, dp_rank: int | Mapping[str, tuple[int, int]], dp_size: int | None = None
+) -> _Batch | dict[str, Any]:
+    """Cuts a global micro-batch to the part that this rank's module works on: contiguous, along the batch.
+
+    - Tensors, dense or jagged, and object arrays are cut along dim 0; ``position_ids`` of shape (3, N, S), as M-RoPE
+      has them, along dim 1.
+    - Nested dicts likewise. One with ``hidden_states`` (T, ...) and ``grid_thw`` (n, 3), patches of all images end to
+      end, is cut by whole images; its further tensors must have a row per image or per patch.
+    - Other values (scalars, strings, lists, None, tensors without dims) pass as they are.
+
+    Args:
+        batch: The global micro-batch. Not changed.
+        dp_rank: This rank's place among the module's data-parallel ranks; or, where modules share ranks, module name ->
+            ``(dp_rank, dp_size)``. Then what lies under a module's name, in the batch or in its ``modality_inputs``, is
+            cut by that module's parallelism, and all else by that of the module ``"language"``.
+        dp_size: Number of the module's data-parallel ranks; left out with a mapping.
+
+    Returns:
+        The part: a `SlicedDataDict` for a `BatchedDataDict`, else a dict; its tensors are views where they are dense.
+        Where every size is 1, the very ``batch``.
+
+    Raises:
+        InvalidRequestError: Rows or images that are not a multiple of the ranks (names the key), a rank out of range,
+            inputs of a module whose parallelism was not given.
+    """
+    if isinstance(dp_rank, Mapping):
+        if dp_size is not None:
+            raise InvalidRequestError(
+                f"slice_batch_for_megatron_mimo refused: got parallelism by module and dp_size {dp_size}. Expected one "
+                "or the other."
+            )
+        shares = {name: _share(*pair) for name, pair in dp_rank.items()}
+        whole = all(share.size == 1 for share in shares.values())
+        return batch if whole else _like(batch, _slice_by_module(batch, shares))
+    share = _share(dp_rank, dp_size)
+    return batch if share.size == 1 else _like(batch, _slice_dict(batch, share, ""))
+
+
+def _share(rank: int, size: int | None) -> _Share:
+    if size is None or size < 1 or not 0 <= rank < size:
+        raise InvalidRequestError(
+            f"slice_batch_for_megatron_mimo refused: dp_rank {rank} of dp_size {size}. Expected a rank of 0 or more, "
+            "below the size."
+        )
+    return _Share(rank, size)
+
+
+def _like(batch: Mapping[str, Any], columns: dict[str, Any]) -> Any:
+    return SlicedDataDict(columns) if isinstance(batch, BatchedDataDict) else columns
+
+
+def _slice_by_module(batch: Mapping[str, Any], shares: Mapping[str, _Share]) -> dict[str, Any]:
+    cut: dict[str, Any] = {}
+    for key, value in batch.items():
+        if key == MODALITY_INPUTS and isinstance(value, Mapping):
+            cut[key] = {
+                name: _slice_value(f"{key}.{name}", name, inputs, _share_of(f"{key}.{name}", name, shares))
+                for name, inputs in value.items()
+            }
+        else:
+            name = key if key in shares else LANGUAGE_MODULE
+            cut[key] = _slice_value(key, key, value, _share_of(key, name, shares))
+    return cut
+
+
+def _share_of(key: str, module_name: str, shares: Mapping[str, _Share]) -> _Share:
+    if module_name not in shares:
+        raise InvalidRequestError(
+            f"slice_batch_for_megatron_mimo refused: '{key}' is of module '{module_name}', but the parallelism given "
+            f"is that of {', '.join(map(repr, shares)) or 'no module'}. Expected the modules of this rank, and inputs "
+            "of these only.",
+            hint="get_megatron_mimo_shared_dp_info(grids) gives the parallelism of all modules that share this rank.",
+        )
+    return shares[module_name]
+
+
+def _slice_dict(batch: Mapping[str, Any], share: _Share, path: str) -> dict[str, Any]:
+    if share.size == 1:
+        return dict(batch)
+    if isinstance(batch.get(_PATCHES), Tensor) and isinstance(batch.get(_GRIDS), Tensor):
+        return _slice_images(batch, share, path)
+    return {key: _slice_value(path + key, key, value, share) for key, value in batch.items()}
+
+
+def _slice_value(path: str, key: str, value: Any, share: _Share) -> Any:
+    """The part of one value; ``path`` names it in errors."""
+    if share.size == 1:
+        return value
+    if isinstance(value, Mapping):
+        return _like(value, _slice_dict(value, share, f"{path}."))
+    if isinstance(value, Tensor) and value.dim():
+        if key == _POSITION_IDS and value.dim() == 3 and value.shape[0] == 3:
+            start, end = share.bounds(path, value.shape[1], "rows on dim 1")
+            return value[:, start:end]
+    elif not (isinstance(value, np.ndarray) and value.ndim):
+        return value
+    column = BatchedDataDict({key: value})  # knows how to cut each kind of column
+    return column.slice(*share.bounds(path, column.size, "rows"))[key]
+
+
+def _slice_images(inputs: Mapping[str, Any], share: _Share, path: str) -> dict[str, Any]:
+    grids = inputs[_GRIDS]
+    if grids.dim() != 2 or grids.shape[1] != 3:
+        raise InvalidTypeError(
+            f"slice_batch_for_megatron_mimo refused: '{path}{_GRIDS}' has shape {tuple(grids.shape)}. Expected (n, 3): "
+            "time, height and width in patches of each image."
+        )
+    images = len(grids)
+    patches = grids.to(torch.int64).prod(dim=1).cumsum(0).tolist()
+    total = patches[-1] if patches else 0
+    start, end = share.bounds(f"{path}{_GRIDS}", images, "images")
+    first, last = ([0, *patches])[start], ([0, *patches])[end]
+    cut: dict[str, Any] = {}
+    for key, value in inputs.items():
+        if not isinstance(value, Tensor) or not value.dim():
+            cut[key] = value
+        elif key == _GRIDS or (key != _PATCHES and len(value) == images):
+            cut[key] = value[start:end]
+        elif len(value) == total:
+            cut[key] = value[first:last]
+        else:
+            raise InvalidRequestError(
+                f"slice_batch_for_megatron_mimo refused: '{path}{key}' has {len(value)} rows. Expected "
+                f"{'' if key == _PATCHES else f'{images}, one per image, or '}{total}, one per patch of '{_GRIDS}'."
+            )
+    return cut

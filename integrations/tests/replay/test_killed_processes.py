@@ -1,0 +1,158 @@
+"""Processes killed with -9, over stores that outlive them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core import connect
+from dataplane_core.client import DataPlaneClient
+
+GROUPS = 32
+BATCH = 8
+PROMPTS = 12
+REGISTRATION: dict[str, Any] = {
+    "fields": ["input_ids"],
+    "num_samples": None,
+    "consumer_tasks": ["train"],
+    "grpo_group_size": 2,
+}
+LIMIT_S = 150.0
+
+
+@pytest.fixture(scope="module", params=["redis_store", pytest.param("tq_simple", marks=pytest.mark.long)])
+def store(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
+    """A store that other processes attach to."""
+    config: dict[str, Any] = {"backend": request.param, "op_timeout_s": 60}
+    if request.param == "redis_store":
+        config["options"] = {"namespace": f"killed-{os.getpid()}"}
+    else:
+        ray = request.getfixturevalue("local_ray")
+        config["options"] = {"instance": "killed", "ray_address": ray.get_runtime_context().gcs_address}
+    with connect(config) as client:
+        yield client
+
+
+def run(role: str, store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]]) -> subprocess.Popen[str]:
+    job = {
+        "role": role,
+        "config": store.config.model_dump(),
+        "registration": REGISTRATION,
+        "num_prompts": PROMPTS,
+        "folder": str(folder),
+        "kills": kills,
+    }
+    path = folder / "job.json"
+    path.write_text(json.dumps(job))
+    program = Path(__file__).with_name("killed.py")
+    return subprocess.Popen([sys.executable, str(program), str(path)], stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    try:
+        _, said = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+
+
+def put_groups(store: DataPlaneClient, groups: range, weight_version: int) -> None:
+    ids = [f"v{weight_version}_p{group}_g{index}" for group in groups for index in range(2)]
+    prompts = torch.tensor([[group] for group in groups for _ in range(2)])
+    store.put_samples(ids, "replay", {"input_ids": prompts}, tags=[{"weight_version": weight_version}] * len(ids))
+
+
+def check_streaming(store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]]) -> None:
+    """Rollouts write while a trainer is killed and restarted; all is trained on, nothing after its ack."""
+    store.register_partition("replay", **{**REGISTRATION, "num_samples": 2 * GROUPS + BATCH})
+    put_groups(store, range(BATCH // 2), weight_version=0)  # too stale to be trained on
+    log = folder / "log"
+    log.touch()
+    process = run("train", store, folder, kills)
+
+    def roll() -> None:
+        for first in range(0, GROUPS, 8):
+            give_up = time.monotonic() + LIMIT_S
+            while log.read_text().count("trained") < first and process.poll() is None:  # training has come so far
+                assert time.monotonic() < give_up
+                time.sleep(0.01)
+            put_groups(store, range(first, first + 8), weight_version=1)
+
+    rollouts = threading.Thread(target=roll)
+    rollouts.start()
+    finish(process)
+    rollouts.join(LIMIT_S)
+    acked: set[str] = set()
+    trained: list[str] = []
+    for line in log.read_text().splitlines():
+        what, sample_id = line.split()
+        if what == "acked":
+            acked.add(sample_id)
+        else:
+            assert sample_id not in acked, f"{sample_id} was trained on after its ack"
+            trained.append(sample_id)
+    assert set(trained) == {f"v1_p{group}_g{index}" for group in range(GROUPS) for index in range(2)}
+    again = len(trained) - len(set(trained))
+    assert again == BATCH * sum(point == "trained" for point, _ in kills)
+    assert store.list_samples("replay").size == 0, "rows that were acked and not cleared are left"
+    store.clear_samples(None, "replay")
+
+
+def test_a_trainer_killed_in_mid_step_and_restarted_trains_on_every_sample_and_none_after_its_ack(
+    store: DataPlaneClient, tmp_path: Path
+) -> None:
+    check_streaming(store, tmp_path, [("trained", 2), ("acked", 2)])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_trainer_may_be_killed_anywhere_again_and_again(store: DataPlaneClient, tmp_path: Path, seed: int) -> None:
+    points = ["claimed", "read", "trained", "acked", "cleared"]
+    chosen = random.Random(seed).choices(list(itertools.product(points, [1, 2])), k=6)
+    # each start but the last trains on one batch at most before it is killed
+    check_streaming(store, tmp_path, [(point, min(nth, 1)) for point, nth in chosen])
+
+
+def drive(store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]]) -> list[tuple[int, ...]]:
+    """Drives a run to its end through kills; per start, rows found, rows kept, and prompts trained on before."""
+    store.register_partition("replay", **REGISTRATION)
+    finish(run("drive", store, folder, kills))
+    lines = (folder / "log").read_text().splitlines()
+    trained = [int(line.split()[1]) for line in lines if line.startswith("trained")]
+    assert trained == list(range(PROMPTS)), "a prompt was lost, or trained on twice"
+    assert store.list_samples("replay").size == 0
+    return [tuple(map(int, line.split()[1:])) for line in lines if line.startswith("start")]
+
+
+def test_a_driver_killed_at_any_point_leaks_no_rows_and_goes_on_from_its_save(
+    store: DataPlaneClient, tmp_path: Path
+) -> None:
+    kills = [("half", 1), ("written", 1), ("read", 1), ("saved", 1), ("half", 3), ("consumed", 2), ("written", 1)]
+    starts = drive(store, tmp_path, kills)
+    assert len(starts) == len(kills) + 1
+    # before the first save, the rows that killed rollouts left are found and cleared
+    assert starts[:3] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+    assert all(trained >= 2 for _, _, trained in starts[4:])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_driver_may_be_killed_anywhere_again_and_again(store: DataPlaneClient, tmp_path: Path, seed: int) -> None:
+    chosen = random.Random(seed)
+    # a driver that dies before its second save never gets further, so kills near the start and far ones alternate
+    near = [(chosen.choice(["half", "written", "read", "consumed"]), 1) for _ in range(8)]
+    drive(store, tmp_path, [*near, ("saved", 2), *near[::-1], ("saved", 1)])

@@ -1,0 +1,154 @@
+"""Coordinates, groups and pad multiples from `megatron.core.parallel_state`, on real ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+import tiny_megatron
+import tiny_policy
+import torch
+import torch.distributed as dist
+from tiny_megatron import megatron_on_cpu
+
+from dataplane_core import KVBatchMeta
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.errors import DataPlaneError
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
+from dataplane_integrations.megatron import MegatronDataPlaneMixin, megatron_pad_multiple
+
+#: The groups that share rows, by the order of axes that Megatron gives ranks: tensor, context, data, pipeline.
+LAYOUTS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
+    "data": ({}, [[0], [1], [2], [3]]),
+    "tensor, data": ({"tensor": 2}, [[0, 1], [2, 3]]),
+    "data, pipeline": ({"pipeline": 2}, [[0, 2], [1, 3]]),
+    "tensor, pipeline": ({"tensor": 2, "pipeline": 2}, [[0, 1, 2, 3]]),
+    "context, data": ({"context": 2}, [[0, 1], [2, 3]]),
+    "context, pipeline": ({"context": 2, "pipeline": 2}, [[0, 1, 2, 3]]),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _by_value() -> Iterator[None]:
+    modules = (tiny_policy, tiny_megatron)
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    yield
+    for module in modules:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _describe(rank: int, layouts: dict[str, Any]) -> dict[str, Any]:
+    described: dict[str, Any] = {}
+    for name, (layout, _) in layouts.items():
+        with megatron_on_cpu(layout):
+            worker = MegatronDataPlaneMixin()
+            group = worker._get_replica_group()
+            assert MegatronDataPlaneMixin()._get_replica_group() is group, "made once"
+
+            def members(of: Any) -> list[int]:
+                return [dist.get_rank()] if of is None else dist.get_process_group_ranks(of)
+
+            described[name] = (
+                worker._local_coords(),
+                worker._is_replica_leader(),
+                members(group),
+                members(worker._get_data_parallel_group()),
+                worker._pad_multiple(),
+            )
+    return described
+
+
+def test_ranks_that_share_rows_form_one_group_with_the_leader_first(ranks: Any) -> None:
+    described = ranks(4, _describe, LAYOUTS, timeout_s=120)
+    for name, (layout, groups) in LAYOUTS.items():
+        for rank, (coords, leads, group, across, multiple) in enumerate(seen[name] for seen in described):
+            assert group in groups, name
+            assert rank in group
+            assert coords["data_parallel"] == groups.index(group)
+            assert leads == (rank == group[0])
+            place = group.index(rank)
+            assert across == [of[place] for of in groups]
+            assert multiple == megatron_pad_multiple(
+                tensor_parallel=layout.get("tensor", 1),
+                context_parallel=layout.get("context", 1),
+                sequence_parallel=True,  # what is taken where there is no model to ask
+            )
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "sequence_parallel", "expected"),
+    [
+        (1, 1, True, 1),
+        (4, 1, False, 1),
+        (4, 1, True, 4),
+        (1, 2, True, 4),
+        (8, 2, False, 4),
+        (2, 2, True, 4),
+        (3, 2, True, 12),
+        (8, 2, True, 16),
+    ],
+)
+def test_a_multiple_divides_into_whole_parts_for_every_rank(
+    tensor: int, context: int, sequence_parallel: bool, expected: int
+) -> None:
+    multiple = megatron_pad_multiple(
+        tensor_parallel=tensor, context_parallel=context, sequence_parallel=sequence_parallel
+    )
+    assert multiple == expected
+    of_one_rank = multiple // context
+    assert multiple % context == 0
+    assert context == 1 or of_one_rank % 2 == 0
+    assert not sequence_parallel or of_one_rank % tensor == 0
+
+
+def _lengths(rank: int) -> dict[str, Any]:
+    with megatron_on_cpu({"context": 2}):
+        worker = MegatronDataPlaneMixin()
+        meta = KVBatchMeta("train", "train", ["a_g0", "a_g1"], sequence_lengths=[3, 5])
+        seen: dict[str, Any] = {"alone": worker._forward_pad_seqlen(meta)}
+        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 10
+        seen["stamped"] = worker._forward_pad_seqlen(meta)
+        data = BatchedDataDict({"input_ids": torch.zeros(2, 12, dtype=torch.long)})
+        for length in (6, 8):
+            meta.extra_info |= {"micro_batch_indices": [[[0, 2]]], "micro_batch_lengths": [[length]]}
+            try:
+                worker._attach_or_repack_pack_metadata(data, meta)
+                seen[f"plan of {length}"] = "taken"
+            except DataPlaneError as error:
+                seen[f"plan of {length}"] = str(error)
+    return seen
+
+
+def test_a_forward_gets_a_length_that_its_layout_can_divide(ranks: Any) -> None:
+    for seen in ranks(2, _lengths, timeout_s=120):
+        assert seen["alone"] == 8
+        assert seen["stamped"] == 12
+        assert "a microbatch of 6 tokens. Expected multiples of 4" in seen["plan of 6"]
+        assert "Batching(pad_multiple=4" in seen["plan of 6"]
+        assert seen["plan of 8"] == "taken"
+
+
+def _before_megatron_starts(rank: int) -> str:
+    try:
+        MegatronDataPlaneMixin()._local_coords()
+    except DataPlaneError as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_worker_before_megatron_is_initialized_says_so(ranks: Any) -> None:
+    [said] = ranks(1, _before_megatron_starts, timeout_s=120)
+    assert "initialize_model_parallel" in said
+
+
+def test_importing_the_module_imports_no_megatron() -> None:
+    program = (
+        "import sys, dataplane_integrations.megatron\n"
+        "sys.exit(any(name.split('.')[0] == 'megatron' for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

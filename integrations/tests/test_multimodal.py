@@ -1,0 +1,126 @@
+"""Pixel values and image grids: from the rollout's first write through shards to workers, and back as they went."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from dataplane_core import KVBatchMeta, connect, kv_first_write, shard_meta_for_dp
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.codec.jagged import stack_or_nest
+from dataplane_core.middleware.metrics import Metrics
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
+from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
+
+IDS = [f"q{row // 2}_g{row % 2}" for row in range(8)]
+LENGTHS = [6, 3, 8, 5, 7, 2, 4, 4]
+#: Per sample the (height, width) in patches of its images; two samples have text only.
+IMAGES = [[(2, 3)], [], [(1, 4), (2, 2)], [(3, 1)], [(2, 3)], [], [(1, 1), (1, 2), (2, 2)], [(2, 4)]]
+CHANNELS, SIDE = 3, 2
+
+
+def rollout() -> BatchedDataDict:
+    generator = torch.Generator().manual_seed(5)
+    inside = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    grids = [torch.tensor([(1, *image) for image in images], dtype=torch.int64).reshape(-1, 3) for images in IMAGES]
+    pixels = [torch.randn(int(grid.prod(-1).sum()), CHANNELS, SIDE, SIDE, generator=generator) for grid in grids]
+    return BatchedDataDict(
+        input_ids=torch.randint(1, 99, inside.shape, generator=generator) * inside,
+        input_lengths=torch.tensor(LENGTHS),
+        token_mask=inside.float(),
+        pixel_values=stack_or_nest([each.to(torch.bfloat16) for each in pixels]),
+        image_grid_thw=stack_or_nest(grids),
+        captions=[[f"caption {row}"] * len(images) for row, images in enumerate(IMAGES)],
+    )
+
+
+@pytest.fixture
+def stored() -> Iterator[tuple[dict[str, Any], KVBatchMeta]]:
+    """The rollout in a private Redis: the config to attach with, and the rows' meta."""
+    config = {"backend": "redis_store", "options": {"namespace": f"multimodal-{os.getpid()}"}, "op_timeout_s": 60}
+    with connect(config) as client:
+        # the extras are not declared: they ride along
+        client.register_partition("train", ["input_ids", "input_lengths", "token_mask"], len(IDS), ["train"])
+        meta = kv_first_write(rollout(), sample_ids=IDS, dp_client=client, partition_id="train")
+        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 8
+        yield config, meta
+
+
+def _train(rank: int, shape: tuple[int, int, int], config: dict[str, Any], shards: list[KVBatchMeta]) -> Any:
+    """Trains on this rank's shard; per microbatch what its rows had, and how often this rank read from the store."""
+
+    class Worker(FSDP2DataPlaneMixin):
+        def train(self, data: BatchedDataDict, loss_fn: Any, **options: Any) -> dict[str, Any]:
+            seen = []
+            for microbatch in data.get_batch(0).make_microbatch_iterator_with_dynamic_shapes():
+                columns = microbatch.get_dict()
+                unbound = {name: list(columns[name].unbind()) for name in ("pixel_values", "image_grid_thw")}
+                seen.append({**columns, **unbound})
+            return {"seen": seen}
+
+    metrics = Metrics()
+    with connect({**config, "middleware": [metrics]}, bootstrap=False) as client:
+        worker = Worker()
+        worker.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))  # type: ignore[attr-defined]
+        worker.setup_data_plane(client)
+        result = worker.train_presharded(shards[worker._local_coords()["data_parallel"]], None)
+        reads = metrics.snapshot()["operations"].get("get_samples", {"calls": 0})["calls"]
+    return result["is_replica_leader"], reads, result["seen"]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 2)], ids=["1x1x2", "2x1x2"])
+def test_extras_reach_every_rank_as_they_went_with_one_fetch_per_group(
+    ranks: Any, stored: Any, shape: tuple[int, int, int]
+) -> None:
+    config, meta = stored
+    keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
+    limits = {"max_tokens_per_microbatch": 16, "sequence_length_round": 2}
+    shards, order = shard_meta_for_dp(meta, dp_world=shape[0], dynamic_batching_args={**limits, **keys})
+    assert order is not None, "the shards take the rows in another order"
+
+    outcomes = ranks(shape[0] * shape[2], _train, shape, config, shards, timeout_s=120.0)
+
+    went = rollout()
+    pixels, grids = went["pixel_values"].unbind(), went["image_grid_thw"].unbind()
+    for rank, (leads, reads, seen) in enumerate(outcomes):
+        assert (leads, reads) == ((rank % shape[2] == 0), int(rank % shape[2] == 0))
+        rows = [IDS.index(sample_id) for sample_id in shards[rank // shape[2]].sample_ids]
+        assert sum(len(microbatch["input_lengths"]) for microbatch in seen) == len(rows)
+        assert len(seen) > 1, "there are microbatches to cut"
+        for microbatch in seen:
+            # tokens are cut to the microbatch's own length; the extras are whole
+            width = -(-int(microbatch["input_lengths"].max()) // 2) * 2
+            assert microbatch["input_ids"].shape[1] == microbatch["token_mask"].shape[1] == width
+            mine, rows = rows[: len(microbatch["input_ids"])], rows[len(microbatch["input_ids"]) :]
+            assert torch.equal(microbatch["input_ids"], went["input_ids"][mine][:, :width])
+            assert list(microbatch["captions"]) == [went["captions"][row] for row in mine]
+            for row, pixel, grid in zip(mine, microbatch["pixel_values"], microbatch["image_grid_thw"], strict=True):
+                assert pixel.dtype is torch.bfloat16
+                assert torch.equal(pixel, pixels[row])
+                assert torch.equal(grid, grids[row])
+
+
+def test_a_worker_can_name_further_ragged_fields(toy_worker: Any, client: Any) -> None:
+    class Worker(toy_worker):  # type: ignore[misc]
+        ragged_fields = frozenset({"audio_frames"})
+
+    frames = [torch.full((length, 4), 1.0) for length in (3, 1)]  # as many frames as tokens, by chance
+    client.register_partition("train", ["input_ids"], None, ["train"])
+    batch = {
+        "input_ids": torch.tensor([[1, 2, 3], [4, 0, 0]]),
+        "input_lengths": torch.tensor([3, 1]),
+        "audio_frames": torch.nested.as_nested_tensor(frames, layout=torch.jagged),
+    }
+    meta = kv_first_write(batch, sample_ids=["a", "b"], dp_client=client, partition_id="train")
+    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 8
+    for kind, is_ragged in ((Worker, True), (toy_worker, False)):
+        worker = kind()
+        worker.setup_data_plane(client)
+        fetched = worker._fetch(meta)
+        assert fetched["input_ids"].shape == (2, 8)
+        assert fetched["audio_frames"].is_nested == is_ragged

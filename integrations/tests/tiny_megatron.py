@@ -1,0 +1,380 @@
+"""A policy worker on a real `megatron.core` GPT model, on the CPU over gloo, in any layout that two cores bear.
+
+Tests send it to other processes by value, and Megatron is imported there alone. What Megatron takes for granted and a
+CPU lacks is replaced here and nowhere else: attention (its own for context parallelism and packing is Transformer
+Engine's), and the places that ask for the CUDA device.
+
+Shape legend: ``N`` rows, ``B`` rows of the model's input (1 when packed), ``S`` its tokens, ``s`` those of one
+context-parallel rank, ``T`` tokens of all rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from tiny_policy import microbatches
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from dataplane_core.batch import BatchedDataDict
+from dataplane_integrations.megatron import MegatronDataPlaneMixin
+
+VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 16, 16, 4, 2, 16
+LEARNING_RATE = 0.1
+
+#: How the model is spread, in `initialize_model_parallel`'s and `TransformerConfig`'s words.
+Layout = dict[str, Any]
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Tensors that are asked for on "cuda" are made on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and kwargs.get("device") == "cuda":
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def megatron_on_cpu(layout: Layout) -> Iterator[None]:
+    """Megatron's model parallelism over the ranks that there are, ended on exit."""
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()  # it would compile small functions with a C++ compiler
+    from megatron.core import parallel_state, tensor_parallel
+
+    sizes = {f"{axis}_model_parallel_size": layout.get(axis, 1) for axis in ("tensor", "pipeline")}
+    cuda = {"current_device": lambda: "cpu", "synchronize": lambda: None}
+    with mock.patch.multiple(torch.cuda, **cuda), _CpuForCuda():
+        parallel_state.initialize_model_parallel(**sizes, context_parallel_size=layout.get("context", 1))
+        tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def tokens_of_rank(cu_seqlens: list[int], rank: int, size: int) -> Tensor:
+    """The places in the whole sequence of what one context-parallel rank holds: of each row, two of 2 x size parts."""
+    if size == 1:
+        return torch.arange(cu_seqlens[-1])
+    places = []
+    for start, end in itertools.pairwise(cu_seqlens):
+        parts = torch.arange(start, end).chunk(2 * size)
+        places += [parts[rank], parts[2 * size - 1 - rank]]
+    return torch.cat(places)
+
+
+class SdpaAttention(torch.nn.Module):
+    """Causal attention inside each row, over the tokens of all context-parallel ranks."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **given: Any) -> Tensor:
+        from megatron.core import parallel_state, tensor_parallel
+
+        packed = given.get("packed_seq_params")
+        rank = parallel_state.get_context_parallel_rank()
+        size = parallel_state.get_context_parallel_world_size()
+        if size > 1:
+            over = {"tensor_parallel_output_grad": True, "group": parallel_state.get_context_parallel_group()}
+            key = tensor_parallel.gather_from_sequence_parallel_region(key, **over)
+            value = tensor_parallel.gather_from_sequence_parallel_region(value, **over)
+        bounds = [0, key.shape[0]] if packed is None else packed.cu_seqlens_q.tolist()
+        asking = tokens_of_rank(bounds, rank, size)
+        asked = torch.cat([tokens_of_rank(bounds, other, size) for other in range(size)])
+        row_of = torch.bucketize(torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True)
+        sees = (row_of[asking].unsqueeze(1) == row_of[asked]) & (asking.unsqueeze(1) >= asked)
+        # (s, [B,] heads, D) to ([B,] heads, s, D)
+        heads = [part.movedim(0, -2) for part in (query, key, value)]
+        mixed = functional.scaled_dot_product_attention(*heads, attn_mask=sees)
+        return mixed.movedim(-2, 0).flatten(-2).contiguous()
+
+
+class Norm(torch.nn.LayerNorm):
+    """Layer norm whose weights say that tensor-parallel ranks see different tokens; torch's own do not."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def make_model(layout: Layout) -> Any:
+    """This rank's part of a GPT model whose weights depend on their names alone: the same in every layout."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    experts = layout.get("experts")
+    options = {"num_moe_experts": experts, "moe_router_topk": 2, "add_bias_linear": False} if experts else {}
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        num_attention_heads=HEADS,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.get("tensor", 1),
+        context_parallel_size=layout.get("context", 1),
+        pipeline_model_parallel_size=layout.get("pipeline", 1),
+        pipeline_dtype=torch.float32,
+        sequence_parallel=layout.get("sequence_parallel", False),
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_sync=False,
+        calculate_per_token_loss=True,
+        **options,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=experts)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    spec.submodules.self_attention.submodules.core_attention = SdpaAttention
+    model = GPTModel(
+        config,
+        TransformerBlockSubmodules([spec] * get_num_layers_to_build(config), layer_norm=Norm),
+        vocab_size=VOCAB,
+        max_sequence_length=CONTEXT,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    first = get_transformer_layer_offset(config)
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), layout.get("tensor", 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            dim = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+            whole = [n * size if axis == dim else n for axis, n in enumerate(parameter.shape)]
+            for number in range(LAYERS):
+                if name.startswith(f"decoder.layers.{number}."):
+                    name = name.replace(f"layers.{number}.", f"layers.{number + first}.", 1)
+                    break
+            values = torch.randn(whole, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            values = 1 + 0.1 * values if name.endswith("norm.weight") else 0.3 * values
+            parameter.copy_(values if dim is None else values.chunk(size, dim)[rank])
+    return model
+
+
+@dataclass
+class _Step:
+    """A split step that is open."""
+
+    loss_fn: Any
+    mbs: int | None
+    parts: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class TinyMegatronWorker(MegatronDataPlaneMixin):
+    """One rank. It trains by Megatron's own schedules and data parallelism, inside `megatron_on_cpu`."""
+
+    def __init__(self, layout: Layout, packed: bool = False, cfg: dict[str, Any] | None = None) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        self.packed = packed
+        self.cfg = cfg or {}
+        plain = make_model(layout)
+        self.model = DistributedDataParallel(plain.config, DistributedDataParallelConfig(), plain)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.5)
+        self.counts: list[int] = []
+        self._step: _Step | None = None
+
+    # --- what the trainer calls ---------------------------------------------------------------------------------------
+
+    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Tensor] | None:
+        width = data["input_ids"].shape[1]
+
+        def keep(logprobs_ns: Tensor, **_: Any) -> Tensor:
+            return functional.pad(logprobs_ns, (0, width - logprobs_ns.shape[1]))
+
+        parts = self._run_schedule(data, micro_batch_size, lambda part: keep, forward_only=True)
+        return {"logprobs": torch.cat(parts)} if parts else None  # only the last stage has any
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any] | None:
+        self.begin_train_step(loss_fn, gbs, mbs)
+        self.train_microbatch(data)
+        return self.finish_train_step()
+
+    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
+        self._step = _Step(loss_fn, mbs)
+        self.model.zero_grad_buffer()
+
+    def train_microbatch(self, data: BatchedDataDict) -> None:
+        step = self._step
+        assert step is not None
+
+        def loss_of_part(part: BatchedDataDict, logprobs_ns: Tensor) -> tuple[Tensor, Tensor, float]:
+            total = step.loss_fn(logprobs_ns, part, 1.0)
+            return total, part["token_mask"].sum().int(), total.item()
+
+        step.parts += self._run_schedule(data, step.mbs, lambda part: partial(loss_of_part, part))
+        step.num_tokens += int(data["token_mask"].sum())
+
+    def finish_train_step(self) -> dict[str, Any] | None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import finalize_model_grads
+
+        step, self._step = self._step, None
+        assert step is not None
+        sums = torch.tensor([sum(step.parts), float(step.num_tokens)], dtype=torch.float64)
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        # Context-parallel ranks bring the gradients of their own tokens; those add up, so that one alone counts them.
+        counted = step.num_tokens * (parallel_state.get_context_parallel_rank() == 0)
+        # sums gradients over data and context parallelism, divides by the tokens, adds up sequence parallelism's parts
+        finalize_model_grads([self.model], torch.tensor(counted, dtype=torch.int))
+        for parameter in self.model.parameters():
+            parameter.grad = parameter.main_grad
+        norm = self._grad_norm()
+        self.optimizer.step()
+        self.optimizer.zero_grad()  # or Megatron would add what is in `grad` to `main_grad` in the next step
+        if not parallel_state.is_pipeline_last_stage():
+            return None
+        return {
+            "global_loss": (sums[0] / sums[1]).reshape(1),
+            "grad_norm": norm.reshape(1),
+            "all_mb_metrics": {"loss": step.parts},
+        }
+
+    def abort_train_step(self) -> None:
+        self._step = None
+        self.model.zero_grad_buffer()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Those of the last step, of this rank's part of the weights."""
+        return {name: parameter.main_grad.clone() for name, parameter in self.model.named_parameters()}
+
+    def state(self) -> list[Tensor]:
+        """The weights of this rank, and what the optimizer keeps for them."""
+        kept = [value for state in self.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        return [value.detach().clone() for value in (*self.model.parameters(), *kept)]
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _run_schedule(
+        self,
+        data: BatchedDataDict,
+        size: int | None,
+        reducer_of: Callable[[BatchedDataDict], Callable[..., Any]],
+        *,
+        forward_only: bool = False,
+    ) -> list[Any]:
+        """Megatron's schedule over the microbatches; on the last stage what the reducers returned."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        parts = list(microbatches(data, size))
+        self.counts.append(len(parts))
+
+        def forward_step(of: Iterator[BatchedDataDict], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            part = next(of)
+            inputs = _Inputs(part, self.packed, self._pad_multiple())
+            output = self._forward(model, part, inputs)
+            reduce = reducer_of(part)
+            return output, lambda logits, **given: reduce(inputs.logprobs(logits), **given)
+
+        with torch.set_grad_enabled(not forward_only):
+            results: list[Any] = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(parts),
+                model=self.model,
+                num_microbatches=len(parts),
+                seq_length=CONTEXT,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+        return results
+
+    def _forward(self, model: Any, part: BatchedDataDict, inputs: _Inputs) -> Tensor:
+        logits: Tensor = model(
+            inputs.take(inputs.ids), inputs.take(inputs.positions), None, packed_seq_params=inputs.packed_seq_params
+        )
+        return logits
+
+    def _grad_norm(self) -> Tensor:
+        from megatron.core import parallel_state
+
+        counts_whole = parallel_state.get_tensor_model_parallel_rank() == 0
+        squares = torch.zeros([])
+        for parameter in self.model.parameters():
+            if counts_whole or getattr(parameter, "tensor_model_parallel", False):
+                squares += parameter.grad.square().sum()
+        dist.all_reduce(squares, group=parallel_state.get_model_parallel_group())
+        return squares.sqrt()
+
+
+class _Inputs:
+    """A microbatch as the model takes it: rows side by side, or one after another when packed."""
+
+    def __init__(self, data: BatchedDataDict, packed: bool, multiple: int) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        ids_ns, lengths = data["input_ids"], data["input_lengths"].tolist()
+        self._size = parallel_state.get_context_parallel_world_size()
+        self._group = parallel_state.get_context_parallel_group()
+        self._shape = ids_ns.shape
+        self.packed_seq_params = None
+        if packed:
+            rooms = [math.ceil(length / multiple) * multiple for length in lengths]
+            self._bounds = [0, *torch.tensor(rooms).cumsum(0).tolist()]
+            cu_seqlens = torch.tensor(self._bounds, dtype=torch.int32)
+            self.packed_seq_params = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=max(rooms))
+        else:
+            rooms = [ids_ns.shape[1]] * len(lengths)
+            self._bounds = [0, ids_ns.shape[1]]
+        self._rooms, self._lengths = rooms, lengths
+        self.ids = self.lay_out(ids_ns)
+        self.positions = self.lay_out(torch.arange(CONTEXT).expand(len(lengths), -1))
+        self._places = [tokens_of_rank(self._bounds, rank, self._size) for rank in range(self._size)]
+
+    def lay_out(self, column: Tensor, fill: int = 0) -> Tensor:
+        """A column (N, S, ...) as (B, S, ...): each row cut or filled to its room."""
+        rows = []
+        for row, room in zip(column, self._rooms, strict=True):
+            filler = row.new_full((max(0, room - row.shape[0]), *row.shape[1:]), fill)
+            rows.append(torch.cat([row[:room], filler]))
+        return torch.stack(rows) if self.packed_seq_params is None else torch.cat(rows).unsqueeze(0)
+
+    def take(self, laid_out: Tensor) -> Tensor:
+        """What this context-parallel rank holds of it."""
+        return laid_out[:, self._places[dist.get_rank(self._group)]]
+
+    def logprobs(self, logits_bsv: Tensor) -> Tensor:
+        """(N, S) of all rows, on every tensor- and context-parallel rank, from this rank's logits."""
+        from megatron.core import tensor_parallel
+
+        following = self.take(functional.pad(self.ids[:, 1:], (0, 1)))
+        logits_sbv = logits_bsv.transpose(0, 1).float().contiguous()
+        chosen = -tensor_parallel.vocab_parallel_cross_entropy(logits_sbv, following.transpose(0, 1).contiguous())
+        if self._size > 1:
+            chosen = tensor_parallel.gather_from_sequence_parallel_region(
+                chosen, tensor_parallel_output_grad=False, group=self._group
+            )
+        chosen_bs = chosen[torch.cat(self._places).argsort()].transpose(0, 1)
+        rows = chosen_bs if self.packed_seq_params is None else chosen_bs[0].split(self._rooms)
+        width = self._shape[1]
+        aligned = [
+            functional.pad(row[: length - 1], (1, width - length))
+            for row, length in zip(rows, self._lengths, strict=True)
+        ]
+        return torch.stack(aligned)

@@ -1,0 +1,118 @@
+"""What `dataplane doctor redis_store` looks at: the server that would be started, or the one that a URL names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from dataplane_core.diagnosis import Finding
+from dataplane_core.errors import DataPlaneError
+from dataplane_redis._instance import durability_of, refuse_policy, refuse_version, version_of
+from dataplane_redis._link import Link
+from dataplane_redis._refusals import label_of
+from dataplane_redis._server import INSTALL_HINT
+from dataplane_redis.config import RedisConfig
+
+__all__ = ["diagnose"]
+
+_BINARY: Final = "redis-server"
+
+
+def diagnose(config: RedisConfig, deadline: float) -> Iterator[Finding]:
+    """Findings for these options; see `Backend.diagnose`."""
+    if config.url is None:
+        yield from _private(config, deadline)
+    else:
+        yield from _running(config, config.url.get_secret_value(), deadline)
+
+
+def _private(config: RedisConfig, deadline: float) -> Iterator[Finding]:
+    path = shutil.which(_BINARY)
+    if path is None:
+        folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+        found = [str(file) for folder in folders if (file := Path(folder, _BINARY)).is_file()]
+        if found:
+            yield Finding.error(f"{found[0]} is not executable.", f"Run: chmod +x {found[0]}")
+        else:
+            yield Finding.error("There is no redis-server on the PATH.", INSTALL_HINT)
+        return
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=max(0.1, deadline - time.monotonic()),
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        yield Finding.error(f"{path} does not run: {error}", "Install redis-server again.")
+        return
+    # Redis server v=7.0.15 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64 build=...
+    version = next((word.removeprefix("v=") for word in done.stdout.split() if word.startswith("v=")), "unknown")
+    refused = refuse_version(path, version)
+    yield Finding.ok(f"{path} is Redis {version}.") if refused is None else _error(refused)
+    if not config.appendonly:
+        yield Finding.warning(
+            "The private server keeps no append-only file: everything is lost with it.",
+            "To keep committed samples, set the options appendonly: true and appendfsync: always.",
+        )
+    elif config.appendfsync != "always":
+        yield Finding.warning(
+            f"The private server syncs its append-only file with appendfsync '{config.appendfsync}': a crash may lose "
+            "the last writes.",
+            "To keep every committed sample, set the option appendfsync: always.",
+        )
+
+
+def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding]:
+    link = Link(url, label_of(url))
+    try:
+        link.follow("doctor", deadline, f"dp:{{{config.namespace}}}".encode())
+        version = version_of(link, deadline)
+        durability = durability_of(link, deadline)
+    except DataPlaneError as error:
+        yield _error(error)
+        return
+    finally:
+        link.close()
+    who = link.label[0].upper() + link.label[1:]
+    refused = refuse_version(who, version)
+    yield Finding.ok(f"{who} answers and is Redis {version}.") if refused is None else _error(refused)
+    refused = refuse_policy(who, config, durability)
+    if refused is not None:
+        yield _error(refused)
+    elif durability.maxmemory_policy != "noeviction":
+        yield Finding.warning(
+            f"{who} has maxmemory-policy '{durability.maxmemory_policy}', which allow_eviction accepts: it may drop "
+            "samples that nobody has consumed.",
+            "Run: redis-cli CONFIG SET maxmemory-policy noeviction",
+        )
+    said = f"{who}: {durability.describe()}."
+    if durability.survives_kill:
+        yield Finding.ok(said)
+    else:
+        yield Finding.warning(
+            said,
+            "To keep every committed sample, run: redis-cli CONFIG SET appendonly yes; redis-cli CONFIG SET "
+            "appendfsync always; redis-cli CONFIG REWRITE",
+        )
+    parts = urlsplit(url)
+    if parts.scheme == "redis" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
+        if not parts.password:
+            yield Finding.warning(
+                f"{who} lets in whoever reaches it: the url has no password.",
+                "Set requirepass or an ACL user on the server, and name it in the url.",
+            )
+        yield Finding.warning(
+            f"{who} is spoken to without encryption.", "Where the network is not yours alone, use rediss:// (TLS)."
+        )
+
+
+def _error(error: DataPlaneError) -> Finding:
+    return Finding.error(error.message, error.hint)

@@ -1,0 +1,113 @@
+"""`dataplane doctor redis_store`: every fault here is a real one."""
+
+import json
+import shutil
+import time
+
+import pytest
+
+from dataplane_core.cli import main
+from dataplane_core.diagnosis import Level
+from dataplane_redis import RedisBackend
+from dataplane_redis.config import RedisConfig
+
+_SECRET = "hunter2-of-the-doctor"
+
+
+def findings(level, **options):
+    """The findings of a level: what and hint of each."""
+    found = RedisBackend.diagnose(RedisConfig(**options), deadline=time.monotonic() + 20)
+    return [(each.what, each.hint) for each in found if each.level is level]
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """The one folder on the PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def test_no_binary_is_an_error_with_the_command_that_installs_it(path):
+    ((what, hint),) = findings(Level.ERROR)
+    assert what == "There is no redis-server on the PATH."
+    assert "apt-get install redis-server" in hint
+
+
+def test_a_binary_that_is_not_executable_is_told_from_none(path):
+    binary = path / "redis-server"
+    binary.write_bytes(b"\x7fELF")
+    assert findings(Level.ERROR) == [(f"{binary} is not executable.", f"Run: chmod +x {binary}")]
+
+
+def test_a_broken_binary_is_an_error(path):
+    binary = path / "redis-server"
+    binary.write_bytes(b"\x7fELF cut off")
+    binary.chmod(0o755)
+    ((what, hint),) = findings(Level.ERROR)
+    assert what.startswith(f"{binary} does not run: ")
+    assert hint == "Install redis-server again."
+
+
+def test_an_old_binary_is_an_error_with_both_versions(path):
+    binary = path / "redis-server"
+    binary.write_text("#!/bin/sh\necho 'Redis server v=6.2.14 sha=00000000:0 malloc=jemalloc-5.1.0 bits=64'\n")
+    binary.chmod(0o755)
+    assert findings(Level.ERROR) == [(f"{binary} is Redis 6.2.14. Expected 7.0 or newer.", "Upgrade it.")]
+
+
+def test_a_private_server_says_what_it_keeps_and_is_not_started():
+    ((what, hint),) = findings(Level.WARNING, namespace="doctor-keeps")
+    assert "keeps no append-only file" in what
+    assert "appendonly: true" in hint
+    ((what, _),) = findings(Level.WARNING, namespace="doctor-keeps", appendonly=True, appendfsync="everysec")
+    assert "a crash may lose the last writes" in what
+    assert findings(Level.WARNING, namespace="doctor-keeps", appendonly=True) == []
+    ((what, _),) = findings(Level.OK, namespace="doctor-keeps")
+    assert what.startswith(f"{shutil.which('redis-server')} is Redis ")
+
+
+def test_a_server_that_may_evict_is_an_error_with_the_command_that_mends_it(start_server):
+    server = start_server("--maxmemory-policy", "allkeys-lru", "--appendonly", "yes", "--appendfsync", "always")
+    ((what, hint),) = findings(Level.ERROR, url=server.url)
+    assert f"The Redis server at 127.0.0.1:{server.port} has maxmemory-policy 'allkeys-lru'" in what
+    assert "redis-cli CONFIG SET maxmemory-policy noeviction" in hint
+    ((what, _),) = findings(Level.WARNING, url=server.url, allow_eviction=True)
+    assert "which allow_eviction accepts" in what
+    server.admin("CONFIG", "SET", "maxmemory-policy", "noeviction")
+    assert findings(Level.ERROR, url=server.url) == findings(Level.WARNING, url=server.url) == []
+    answers, durable = findings(Level.OK, url=server.url)
+    assert "answers and is Redis " in answers[0]
+    assert "durable: every put is synced" in durable[0]
+
+
+def test_a_server_without_persistence_is_a_warning_with_the_commands(plain):
+    ((what, hint),) = findings(Level.WARNING, url=plain.url)
+    assert "no persistence: everything is lost with the server" in what
+    assert "CONFIG SET appendonly yes" in hint
+
+
+def test_a_server_that_is_not_there_is_an_error(tmp_path):
+    ((what, _),) = findings(Level.ERROR, url=f"unix://{tmp_path}/none.sock")
+    assert f"the Redis server at {tmp_path}/none.sock cannot be reached" in what
+
+
+def test_the_command_tells_a_wrong_password_without_printing_it(start_server, tmp_path, capsys):
+    server = start_server("--requirepass", "the-right-one")
+    config = tmp_path / "config.json"
+    options = {"url": f"redis://:{_SECRET}@127.0.0.1:{server.port}"}
+    config.write_text(json.dumps({"backend": "redis_store", "options": options}))
+    assert main(["doctor", "--config", str(config), "--json"]) == 1
+    printed = capsys.readouterr()
+    (report,) = json.loads(printed.out)
+    (finding,) = report["findings"]
+    assert finding["level"] == "error"
+    assert f"refused by the Redis server at 127.0.0.1:{server.port}" in finding["what"]
+    assert "Check user and password of the url" in finding["hint"]
+    assert _SECRET not in printed.out + printed.err
+
+
+def test_the_command_shows_a_machine_without_redis(path, capsys):
+    assert main(["doctor", "redis_store"]) == 1
+    out = capsys.readouterr().out
+    assert "  error    There is no redis-server on the PATH.\n           -> Install it: apt-get install" in out
+    assert out.endswith("1 error, 0 warnings\n")

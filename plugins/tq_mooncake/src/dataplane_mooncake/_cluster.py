@@ -1,0 +1,183 @@
+"""The processes of an instance: TransferQueue's controller, the hosts of Mooncake's segments, and the master.
+
+Rows lie in segments of processes of their own, not in those of clients, as Mooncake's default has it: a client that
+ends, or is killed, takes nothing with it.
+
+Importing this module imports Ray and TransferQueue.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from uuid import uuid4
+
+import numpy as np
+import ray
+
+from dataplane_core.errors import BackendUnavailableError
+from dataplane_mooncake._master import Master
+from dataplane_mooncake._store import StoreSettings, open_engine
+from dataplane_mooncake.config import TQMooncakeConfig
+from dataplane_mooncake.machine import (
+    NodeMemory,
+    available_memory_bytes,
+    check_distributions,
+    check_library,
+    check_memory,
+    check_rdma,
+)
+from dataplane_tq_simple._cluster import Instance, get_within
+from dataplane_tq_simple.addresses import announced_address
+
+__all__ = ["MooncakeInstance", "SegmentHost", "check_machine", "this_nodes_address"]
+
+_PROBE_BYTES: Final = 64
+
+
+def check_machine(config: TQMooncakeConfig) -> None:
+    """What every process that loads Mooncake needs of its machine.
+
+    Raises:
+        ConfigError: It is not there; the message names the command that mends it.
+    """
+    check_distributions()
+    check_library()
+    if config.protocol == "rdma":
+        check_rdma(config.rdma_devices)
+
+
+def this_nodes_address(config: TQMooncakeConfig) -> str:
+    """The address that this process announces; it must be connected to Ray."""
+    num_nodes = sum(node["Alive"] for node in ray.nodes())
+    return announced_address(
+        config.announce_address, ray_ip=ray.util.get_node_ip_address().strip("[]"), num_nodes=num_nodes
+    )
+
+
+class SegmentHost:
+    """A storage unit: a process that lends Mooncake a segment of memory. A Ray actor.
+
+    Args:
+        config: The options, as a dict.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = TQMooncakeConfig(**config)
+        self._engine: Any = None
+
+    def describe(self) -> dict[str, Any]:
+        """Checks its machine, and says where it is and what memory is available there, in bytes.
+
+        Raises:
+            ConfigError: As `check_machine`, and for an address that others could not reach.
+        """
+        check_machine(self._config)
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "ip": this_nodes_address(self._config),
+            "available_bytes": available_memory_bytes(),
+        }
+
+    def open(self, master: str) -> tuple[str, str]:
+        """Mounts the segment.
+
+        Returns:
+            Its name, which a put may prefer, and its endpoint, which tells where a row lies.
+        """
+        config = self._config
+        settings = StoreSettings(master, this_nodes_address(config), config.protocol, config.rdma_devices, 0)
+        self._engine = engine = open_engine(settings, segment_size_bytes=config.segment_size_bytes)
+        name = engine.get_hostname()
+        replicas = check_library().ReplicateConfig()
+        replicas.preferred_segments = [name]
+        key, probe = f"~probe/{uuid4().hex}", np.zeros(_PROBE_BYTES, dtype=np.uint8)
+        engine.register_buffer(probe.ctypes.data, probe.nbytes)
+        (code,) = engine.batch_put_from([key], [probe.ctypes.data], [probe.nbytes], replicas)
+        engine.unregister_buffer(probe.ctypes.data)
+        if code != 0:
+            raise BackendUnavailableError(f"the segment {name} takes no rows (Mooncake's code {code}).")
+        (replica,) = engine.get_replica_desc(key)
+        engine.remove(key, True)
+        return name, replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+
+
+class MooncakeInstance(Instance):
+    """An instance of ``tq_mooncake``.
+
+    ``details`` holds ``master`` (host:port), ``prefix`` (of this instance's keys), and ``segments`` (the units'
+    segments by name, with their endpoints; None where the master is the instance's own).
+    """
+
+    prefix = "tqm-"
+    distribution = "dataplane-mooncake"
+    protocol = 1
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._master: Master | None = None
+
+    @property
+    def master_pid(self) -> int | None:
+        """Process id of the master, where this process started it."""
+        return None if self._master is None else self._master.pid
+
+    @classmethod
+    def _unit_class(cls) -> type:
+        return SegmentHost
+
+    @classmethod
+    def _unit_arguments(cls, config: TQMooncakeConfig) -> Mapping[str, Any]:
+        return {"config": config.model_dump()}
+
+    @staticmethod
+    def _ask_unit(handle: Any) -> Any:
+        return handle.describe.remote()
+
+    @staticmethod
+    def _unit_address(answer: Any) -> tuple[str, int]:
+        return answer["ip"], 0
+
+    def _prepare(self, answers: Sequence[Any], deadline: float) -> None:
+        """Does the arithmetic of memory, starts the master, and has the units mount their segments."""
+        config = self.config
+        num_units = collections.Counter(answer["node"] for answer in answers)
+        nodes = {
+            answer["node"]: NodeMemory(answer["ip"], answer["available_bytes"], num_units[answer["node"]])
+            for answer in answers
+        }
+        check_memory(
+            list(nodes.values()),
+            segment_size_bytes=config.segment_size_bytes,
+            local_buffer_size_bytes=config.local_buffer_size_bytes,
+            clients_per_node=config.clients_per_node,
+        )
+        address = config.master_address
+        try:
+            if address is None:
+                self._master = Master(this_nodes_address(config))
+                self._master.start(min(deadline, time.monotonic() + config.master_start_s))
+                address = self._master.address
+            handles = [self._handles[unit.actor] for unit in self.units]
+            mounted = get_within([handle.open.remote(address) for handle in handles], "mount the segments", deadline)
+        except BaseException:
+            self._stop_master()
+            raise
+        self.details = {
+            "master": address,
+            "prefix": f"{config.instance}/{uuid4().hex}/",
+            "segments": None if self._master is not None else dict(mounted),
+        }
+
+    def stop(self) -> None:
+        """Ends the units, then the master."""
+        try:
+            super().stop()
+        finally:
+            self._stop_master()
+
+    def _stop_master(self) -> None:
+        if self._master is not None:
+            self._master.stop()

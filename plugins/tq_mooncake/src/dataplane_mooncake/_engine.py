@@ -1,0 +1,175 @@
+"""The engine of ``tq_mooncake``: rows of bytes in the segments of an instance, by Mooncake.
+
+Importing this module imports Ray and TransferQueue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane_core.errors import (
+    BackendError,
+    BackendUnavailableError,
+    CapacityExceededError,
+    ClientClosedError,
+    ConfigError,
+)
+from dataplane_core.ledger_backend import RefsGoneError
+from dataplane_mooncake._cluster import MooncakeInstance, check_machine, this_nodes_address
+from dataplane_mooncake._store import FULL, UNREACHABLE, Call, EngineError, RowsMissing, Store, StoreSettings, bounded
+from dataplane_mooncake.machine import available_memory_bytes
+from dataplane_tq_simple._queue import QueueEngine
+
+__all__ = ["Engine", "StoreFullError"]
+
+_MIB: Final = 1024 * 1024
+#: How long a failed call looks for a dead storage unit to blame, in seconds.
+_BLAME_S: Final = 3.0
+
+
+class StoreFullError(CapacityExceededError):
+    """No segment has room for the rows; some of them may be stored, and are to be deleted."""
+
+
+class Engine(QueueEngine):
+    """A `QueueEngine` that moves rows by Mooncake."""
+
+    instance_class = MooncakeInstance
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._store: Store | None = None
+
+    def _join(self, deadline: float) -> None:
+        config = self.config.model_copy(update=self.own.own_options())
+        check_machine(config)
+        available = available_memory_bytes()
+        if config.local_buffer_size_bytes > available:
+            raise ConfigError(
+                f"local_buffer_size_bytes is {config.local_buffer_size_bytes // _MIB} MiB, but this node has "
+                f"{available // _MIB} MiB available.",
+                hint="Lower local_buffer_size_bytes, or run fewer processes here.",
+            )
+        master = self._instance.details["master"]
+        settings = StoreSettings(
+            master, this_nodes_address(config), config.protocol, config.rdma_devices, config.local_buffer_size_bytes
+        )
+        self._store = Store.acquire(settings, deadline=deadline)
+
+    def _leave(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.release()
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def put_rows(self, handles: Sequence[int], buffer: Any, offsets: npt.NDArray[np.int64], *, deadline: float) -> None:
+        """Stores rows; returns when Mooncake has confirmed every one.
+
+        If it raises, some of the rows may be stored: delete them. Of a put that ran out of time, its own thread
+        deletes what it stores later.
+
+        Args:
+            handles: N integers, each used once in the life of the instance.
+            buffer: The bytes; the caller must not change them, even after an error.
+            offsets: (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``; no row is empty.
+            deadline: On `time.monotonic`'s clock, in seconds.
+
+        Raises:
+            StoreFullError: There is no room.
+            BackendError: Mooncake failed.
+            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
+        """
+        keys = self._keys(handles)
+        store = self._joined()
+        segments = self._instance.details["segments"]
+        self._run(
+            f"put_rows({len(keys)} rows, {int(offsets[-1])} bytes)",
+            lambda call: store.put(call, keys, buffer, offsets, segments=segments),
+            deadline,
+            undo=lambda _: store.delete(Call(), keys),
+        )
+
+    def get_rows(self, handles: Sequence[int], *, deadline: float) -> list[memoryview]:
+        """Reads rows, in the order of the handles, none of which repeats.
+
+        Returns:
+            Views of one new buffer, aligned for no type but bytes.
+
+        Raises:
+            RefsGoneError: A row is not there (any more).
+            BackendError: Mooncake failed.
+            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
+        """
+        keys = self._keys(handles)
+        store = self._joined()
+        what = f"get_rows({len(keys)} rows)"
+        try:
+            rows: list[memoryview] = self._run(what, lambda call: store.get(call, keys), deadline)
+            return rows
+        except RowsMissing:
+            raise RefsGoneError(f"{what}: some are not there.") from None
+
+    def delete_rows(self, handles: Sequence[int], *, deadline: float) -> None:
+        """Deletes rows; handles that are not there are ignored.
+
+        Raises:
+            BackendError: Mooncake failed.
+            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
+        """
+        keys = self._keys(handles)
+        store = self._joined()
+        self._run(f"delete_rows({len(keys)} rows)", lambda call: store.delete(call, keys), deadline)
+
+    def _keys(self, handles: Sequence[int]) -> list[str]:
+        prefix = self._instance.details["prefix"]
+        return [f"{prefix}{handle}" for handle in handles]
+
+    def _joined(self) -> Store:
+        store = self._store
+        if store is None:
+            raise ClientClosedError("this client is closed.")
+        return store
+
+    def _run(
+        self, what: str, work: Callable[[Call], Any], deadline: float, *, undo: Callable[[Any], None] | None = None
+    ) -> Any:
+        try:
+            return bounded(
+                what,
+                work,
+                deadline,
+                undo=undo,
+                watch=lambda: self._instance.watch(self._instance.units),
+                closed=lambda: self._closed,
+            )
+        except EngineError as error:
+            self._explain(what, error, deadline)
+
+    def _explain(self, what: str, error: EngineError, deadline: float) -> NoReturn:
+        """Raises the error that says why Mooncake failed."""
+        if error.code == FULL:
+            raise StoreFullError(
+                f"{what} refused: the {len(self._instance.units)} segments of "
+                f"{self.config.segment_size_bytes // _MIB} MiB of instance {self.config.instance!r} have no room "
+                f"({error}).",
+                hint="Clear samples, or raise segment_size_bytes or num_storage_units.",
+            ) from error
+        if error.code == UNREACHABLE:
+            raise BackendUnavailableError(
+                f"{what} failed: the mooncake_master at {self._instance.details['master']} does not answer ({error}).",
+                hint="If it is dead, what the instance held is lost: bootstrap it again.",
+            ) from error
+        watch = self._instance.watch(self._instance.units)
+        give_up = min(deadline, time.monotonic() + _BLAME_S)
+        while True:
+            watch.check()
+            if watch.all_alive or time.monotonic() >= give_up:
+                break
+            time.sleep(0.02)
+        raise BackendError(f"{what} failed: Mooncake's {error}.", hint=watch.describe()) from error

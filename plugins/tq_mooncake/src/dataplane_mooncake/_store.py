@@ -1,0 +1,480 @@
+"""Mooncake's engine in this process: rows of bytes under keys, every call bounded in time.
+
+A process has one engine per master and settings, shared by its clients and held until the last of them lets go. Rows
+travel through one buffer, which is registered with the engine once. Engine calls block without a limit of their own
+(they release the interpreter's lock), so each runs in a thread that is given up when time is up; what a put that was
+given up still stores, its thread deletes.
+
+Importing this module imports TransferQueue, which loads Mooncake's library where it can.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
+from dataplane_mooncake.machine import check_library
+from dataplane_tq_simple._exchange import Watch
+
+__all__ = [
+    "FULL",
+    "UNREACHABLE",
+    "Call",
+    "EngineError",
+    "RowsMissing",
+    "Store",
+    "StoreSettings",
+    "bounded",
+    "open_engine",
+]
+
+_Result = TypeVar("_Result")
+_Bytes = npt.NDArray[np.uint8]
+
+#: Codes of the engine: no room in any segment; the master does not answer.
+FULL: Final = -200
+UNREACHABLE: Final = -900
+_NOT_READY: Final = -703
+_NOT_FOUND: Final = -704
+
+#: Operations that may use the buffer at a time; each has an equal part of it.
+_NUM_SLOTS: Final = 4
+#: How often a waiting caller looks whether its client was closed, in seconds.
+_POLL_S: Final = 0.1
+#: How long a caller waits before it starts to ask after the storage units, in seconds.
+_PATIENCE_S: Final = 1.0
+#: Keys in one request to the master.
+_KEYS_PER_REQUEST: Final = 4096
+
+
+class StoreSettings(NamedTuple):
+    """How this process takes part in a store.
+
+    Attributes:
+        master: ``host:port`` of the master.
+        address: The address that this process announces.
+        protocol: ``tcp`` or ``rdma``.
+        devices: RDMA devices, or none for all.
+        local_buffer_size_bytes: Size of the registered buffer.
+    """
+
+    master: str
+    address: str
+    protocol: str
+    devices: tuple[str, ...]
+    local_buffer_size_bytes: int
+
+
+class EngineError(Exception):
+    """Mooncake refused or failed some keys of a call.
+
+    Attributes:
+        code: The most frequent code.
+    """
+
+    def __init__(self, call: str, codes: Sequence[int]) -> None:
+        counts = collections.Counter(codes).most_common()
+        super().__init__(f"{call} returned " + ", ".join(f"{code} for {count} keys" for code, count in counts))
+        self.code = counts[0][0]
+
+
+class RowsMissing(Exception):
+    """Keys that the store does not hold, or no longer."""
+
+
+def open_engine(settings: StoreSettings, *, segment_size_bytes: int) -> Any:
+    """Sets up an engine.
+
+    The engine takes its settings from the environment when it is set up. They are this node's, whatever this process
+    has inherited: a Ray actor has its driver's environment, which may be another node's.
+
+    Args:
+        settings: How to take part.
+        segment_size_bytes: Memory to hold rows in; 0: none.
+
+    Raises:
+        ConfigError: Mooncake's library does not load.
+        BackendUnavailableError: It refused, or there is no master.
+    """
+    os.environ["MC_TCP_BIND_ADDRESS"] = settings.address
+    os.environ["MC_STORE_MEMCPY"] = "0"  # the fast path within a process is unsafe over TCP in some wheels
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    if settings.protocol == "rdma":
+        os.environ.pop("MC_FORCE_TCP", None)
+    engine = check_library().MooncakeDistributedStore()
+    host = f"[{settings.address}]" if ":" in settings.address else settings.address
+    code = engine.setup(
+        host,
+        "P2PHANDSHAKE",
+        segment_size_bytes,
+        0,  # nothing uses the engine's own buffer
+        settings.protocol,
+        ",".join(settings.devices),
+        settings.master,
+    )
+    if code != 0:
+        raise BackendUnavailableError(
+            f"Mooncake's engine could not be set up (code {code}) at {settings.address} over {settings.protocol} with "
+            f"the master at {settings.master}, segment of {segment_size_bytes} bytes.",
+            hint="Its own log on standard error says more; is the master reachable from this node?",
+        )
+    return engine
+
+
+class Store:
+    """This process's engine for one master, without a segment of its own. Thread-safe.
+
+    Made by `acquire`; each call of that is paired with one of `release`.
+    """
+
+    _shared: ClassVar[dict[tuple[int, StoreSettings], Store]] = {}
+    _shared_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, settings: StoreSettings) -> None:
+        self.settings = settings
+        self._engine = open_engine(settings, segment_size_bytes=0)
+        self._buffer: _Bytes = np.empty(settings.local_buffer_size_bytes, dtype=np.uint8)
+        self._slot_size = len(self._buffer) // _NUM_SLOTS
+        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(_NUM_SLOTS):
+            self._slots.put(slot)
+        self._register(self._buffer)
+        self._num_users = 0
+        self._num_calls = 0
+        self._idle = threading.Condition()
+
+    # --- sharing -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def acquire(cls, settings: StoreSettings, *, deadline: float) -> Store:
+        """This process's engine for these settings, set up by the first caller.
+
+        Raises:
+            ConfigError: Mooncake's library does not load.
+            BackendUnavailableError: It cannot be set up.
+            OperationTimeoutError: That did not end in time.
+        """
+        key = (os.getpid(), settings)
+        with cls._shared_lock:
+            store = cls._shared.get(key)
+            if store is None:
+                what = f"connecting to the mooncake_master at {settings.master}"
+                store = bounded(what, lambda call: cls(settings), deadline, undo=_close_late)
+                cls._shared[key] = store
+            store._num_users += 1
+            return store
+
+    def release(self) -> None:
+        """Lets go; the last user's release closes the engine, in the background, since that takes about a second."""
+        with self._shared_lock:
+            self._num_users -= 1
+            if self._num_users:
+                return
+            del self._shared[os.getpid(), self.settings]
+        threading.Thread(target=self._close, name="dataplane-mooncake-close").start()
+
+    def _close(self) -> None:
+        with self._idle:
+            if not self._idle.wait_for(lambda: self._num_calls == 0, timeout=_PATIENCE_S):
+                return  # a call that was given up still writes into the buffer
+        self._engine.close()
+
+    @contextlib.contextmanager
+    def _in_call(self) -> Iterator[Any]:
+        with self._idle:
+            self._num_calls += 1
+        try:
+            yield self._engine
+        finally:
+            with self._idle:
+                self._num_calls -= 1
+                self._idle.notify_all()
+
+    # --- rows: called in threads that `bounded` gives up -------------------------------------------------------------
+
+    def put(
+        self,
+        call: Call,
+        keys: Sequence[str],
+        buffer: Any,
+        offsets: npt.NDArray[np.int64],
+        *,
+        segments: Mapping[str, str] | None = None,
+    ) -> None:
+        """Stores rows.
+
+        Args:
+            call: The call that this is a part of.
+            keys: N keys, never used before.
+            buffer: The bytes.
+            offsets: (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``; no row is empty, which the engine
+                refuses.
+            segments: Names of the segments that rows may lie in and their endpoints; None: any, all being ours.
+
+        Raises:
+            EngineError: Some rows were not stored; others may be.
+        """
+        source = np.frombuffer(buffer, dtype=np.uint8)
+        names = list(segments or ())
+        with self._in_call() as engine:
+            for number, (first, stop) in enumerate(self._parts(np.diff(offsets))):
+                rows = source[offsets[first] : offsets[stop]]
+                with self._registered(len(rows), call) as region:
+                    region[:] = rows
+                    starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
+                    sizes = np.diff(offsets[first : stop + 1]).tolist()
+                    part = list(keys[first:stop])
+                    config = self._replicas(names[number % len(names)] if names else None)
+                    codes = engine.batch_put_from(part, starts, sizes, config)
+                if any(codes):
+                    raise EngineError("batch_put_from", [code for code in codes if code])
+                if segments is not None:
+                    self._check_placed(part, set(segments.values()))
+
+    def get(self, call: Call, keys: Sequence[str]) -> list[memoryview]:
+        """Reads rows, in the order of the keys.
+
+        Returns:
+            Views of one new buffer.
+
+        Raises:
+            RowsMissing: A row is not there, or was deleted while it was read.
+            EngineError: Some rows could not be read.
+        """
+        with self._in_call() as engine:
+            sizes = self._sizes(keys)
+            offsets = np.zeros(len(keys) + 1, dtype=np.int64)
+            np.cumsum(sizes, out=offsets[1:])
+            target: _Bytes = np.empty(int(offsets[-1]), dtype=np.uint8)
+            for first, stop in self._parts(sizes):
+                with self._registered(int(offsets[stop] - offsets[first]), call) as region:
+                    starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
+                    expected = sizes[first:stop].tolist()
+                    codes = engine.batch_get_into(list(keys[first:stop]), starts, expected)
+                    if codes != expected:
+                        failed = [code for code, size in zip(codes, expected, strict=True) if code != size]
+                        if set(failed) == {_NOT_FOUND}:
+                            raise RowsMissing
+                        raise EngineError("batch_get_into", failed)
+                    target[offsets[first] : offsets[stop]] = region
+            # A deleted row's memory is used again at once, so what was read of it may be another's. Keys are used once:
+            # a row that is still there was there all the time.
+            self._check_there(keys)
+        view = memoryview(target)  # type: ignore[arg-type]  # numpy's arrays have the buffer protocol
+        cuts = offsets.tolist()
+        return [view[start:stop] for start, stop in itertools.pairwise(cuts)]
+
+    def delete(self, call: Call, keys: Sequence[str]) -> None:
+        """Deletes rows; keys that are not there are ignored.
+
+        So are rows that a put which was given up is still writing: its thread deletes them, or the master drops them
+        some minutes after that process ended.
+
+        Raises:
+            EngineError: Some rows could not be deleted.
+        """
+        with self._in_call() as engine:
+            for part in _requests(keys):
+                call.check()
+                codes = engine.batch_remove(part, True)  # a reader's lease does not hold it up: see `get`
+                failed = [code for code in codes if code not in (0, _NOT_FOUND, _NOT_READY)]
+                if failed:
+                    raise EngineError("batch_remove", failed)
+
+    # --- parts of these ----------------------------------------------------------------------------------------------
+
+    def _parts(self, sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+        """Cuts rows of these sizes into runs that fit a slot each, or hold a single row that does not."""
+        ends = np.cumsum(sizes)
+        first = 0
+        while first < len(sizes):
+            begin = int(ends[first - 1]) if first else 0
+            stop = int(np.searchsorted(ends, begin + self._slot_size, side="right"))
+            yield first, max(stop, first + 1)
+            first = max(stop, first + 1)
+
+    @contextlib.contextmanager
+    def _registered(self, size: int, call: Call) -> Iterator[_Bytes]:
+        """Registered memory for one part: a slot of the buffer, or memory of its own for a row larger than one."""
+        call.check()
+        if size > self._slot_size:
+            own: _Bytes = np.empty(size, dtype=np.uint8)
+            self._register(own)
+            try:
+                yield own
+            finally:
+                self._engine.unregister_buffer(own.ctypes.data)
+            return
+        while True:
+            with contextlib.suppress(queue.Empty):
+                slot = self._slots.get(timeout=_POLL_S)
+                break
+            call.check()
+        try:
+            yield self._buffer[slot * self._slot_size :][:size]
+        finally:
+            self._slots.put(slot)
+
+    def _register(self, memory: _Bytes) -> None:
+        code = self._engine.register_buffer(memory.ctypes.data, memory.nbytes)
+        if code != 0:
+            raise EngineError(f"register_buffer of {memory.nbytes} bytes", [code])
+
+    def _replicas(self, segment: str | None) -> Any:
+        config = check_library().ReplicateConfig()
+        config.with_hard_pin = True  # never evicted
+        if segment is not None:
+            config.preferred_segments = [segment]
+        return config
+
+    def _sizes(self, keys: Sequence[str]) -> npt.NDArray[np.int64]:
+        found: dict[str, Any] = {}
+        for part in _requests(keys):
+            found.update(self._engine.batch_get_replica_desc(part))
+        if len(found) != len(keys):
+            self._check_there([key for key in keys if key not in found])
+            raise RowsMissing  # there by now, but not when it was asked for
+        descriptors = (found[key][0].get_memory_descriptor().buffer_descriptor for key in keys)
+        return np.fromiter((each.size for each in descriptors), dtype=np.int64, count=len(keys))
+
+    def _check_there(self, keys: Sequence[str]) -> None:
+        for part in _requests(keys):
+            codes = self._engine.batch_is_exist(part)
+            failed = [code for code in codes if code not in (0, 1)]
+            if failed:
+                raise EngineError("batch_is_exist", failed)
+            if not all(codes):
+                raise RowsMissing
+
+    def _check_placed(self, keys: Sequence[str], endpoints: set[str]) -> None:
+        """Refuses rows that the master put into segments of other instances, since ours had no room."""
+        placed = self._engine.batch_get_replica_desc(list(keys))
+        for replicas in placed.values():
+            if replicas[0].get_memory_descriptor().buffer_descriptor.transport_endpoint not in endpoints:
+                raise EngineError("batch_put_from, with rows in another instance's segments,", [FULL])
+
+
+def _close_late(store: Store | None) -> None:
+    if store is not None:
+        store._close()
+
+
+def _requests(keys: Sequence[str]) -> Iterator[list[str]]:
+    for start in range(0, len(keys), _KEYS_PER_REQUEST):
+        yield list(keys[start : start + _KEYS_PER_REQUEST])
+
+
+# --- bounded calls ---------------------------------------------------------------------------------------------------
+
+
+class GivenUp(Exception):
+    """Raised in the thread of a call that was given up."""
+
+
+class Call:
+    """A call that runs in a thread of its own, until it ends or is given up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._given_up = False
+        self._ended = threading.Event()
+        self._outcome: tuple[Any, BaseException | None] = (None, None)
+
+    def check(self) -> None:
+        """Called between the steps of a call: ends it where it was given up."""
+        if self._given_up:
+            raise GivenUp
+
+    def run(self, work: Callable[[Call], Any], undo: Callable[[Any], None] | None) -> None:
+        """The thread."""
+        result, error = None, None
+        try:
+            result = work(self)
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self._outcome = result, error
+            self._ended.set()
+            late = self._given_up
+        if late and undo is not None:
+            with contextlib.suppress(Exception):  # nobody is left to tell
+                undo(result)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended."""
+        return self._ended.wait(timeout_s)
+
+    def give_up(self) -> bool:
+        """Gives it up, unless it has ended meanwhile; says whether."""
+        with self._lock:
+            self._given_up = not self._ended.is_set()
+            return self._given_up
+
+    def result(self) -> Any:
+        """Its result, once it has ended; raises what it raised."""
+        result, error = self._outcome
+        if error is not None:
+            raise error
+        return result
+
+
+def bounded(
+    what: str,
+    work: Callable[[Call], _Result],
+    deadline: float,
+    *,
+    undo: Callable[[Any], None] | None = None,
+    watch: Callable[[], Watch] | None = None,
+    closed: Callable[[], bool] = lambda: False,
+) -> _Result:
+    """Runs engine calls in a thread and waits for them no longer than until the deadline.
+
+    Args:
+        what: The operation, for messages.
+        work: The calls; it must not touch what the caller may change meanwhile.
+        deadline: On `time.monotonic`'s clock, in seconds.
+        undo: Called with the result, or None if there is none, when it comes after the call was given up.
+        watch: Makes a watch over the storage units, for calls that take long.
+        closed: Whether the client was closed.
+
+    Raises:
+        OperationTimeoutError: Time was up.
+        ClientClosedError: The client was closed meanwhile.
+        BackendUnavailableError: The watch found a storage unit dead.
+        Exception: What ``work`` raised.
+    """
+    if deadline <= time.monotonic():
+        raise OperationTimeoutError(f"{what}: time was up before it began. Nothing was sent.")
+    call = Call()
+    started = time.monotonic()
+    threading.Thread(target=call.run, args=(work, undo), name="dataplane-mooncake", daemon=True).start()
+    watching: Watch | None = None
+    try:
+        while not call.wait(max(0.0, min(_POLL_S, deadline - time.monotonic()))):
+            now = time.monotonic()
+            if closed():
+                raise ClientClosedError(f"{what}: this client is closed.")
+            if now >= deadline:
+                raise OperationTimeoutError(
+                    f"{what}: no answer within {now - started:.3g} s. It may have been carried out or not.",
+                    hint=watching.describe() if watching else None,
+                )
+            if watch is not None and now - started >= _PATIENCE_S:
+                watching = watching or watch()
+                watching.check()
+    except BaseException:
+        if call.give_up():
+            raise
+    result: _Result = call.result()
+    return result

@@ -1,0 +1,192 @@
+"""What this machine must have for Mooncake to run: checks that raise with the command that mends it.
+
+Each ``check_*`` function returns None where all is well and raises `ConfigError` where it is not. Connecting makes them
+all; they need neither Ray nor a running instance, and importing this module does not load Mooncake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from dataplane_core.errors import ConfigError, preview
+
+__all__ = [
+    "DISTRIBUTIONS",
+    "NodeMemory",
+    "available_memory_bytes",
+    "check_distributions",
+    "check_library",
+    "check_master",
+    "check_memory",
+    "check_rdma",
+    "master_path",
+]
+
+#: The wheels that install the module ``mooncake``, and what each is built for. The first is what we depend on.
+DISTRIBUTIONS: Final[Mapping[str, str]] = {
+    "mooncake-transfer-engine-non-cuda": "no CUDA",
+    "mooncake-transfer-engine": "CUDA 12",
+    "mooncake-transfer-engine-cuda13": "CUDA 13",
+}
+_OURS: Final = next(iter(DISTRIBUTIONS))
+_VERSION: Final = "0.3.13.post1"
+_INSTALL: Final = f"pip install {_OURS}=={_VERSION}"
+
+_DEVICES: Final = Path("/sys/class/infiniband")
+_MIB: Final = 1024 * 1024
+
+
+def check_distributions() -> None:
+    """One of the three wheels is installed, not none and not several, which overwrite each other's files."""
+    found = []
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    if len(found) == 1:
+        return
+    if not found:
+        raise ConfigError("no Mooncake is installed.", hint=f"Install it: {_INSTALL}")
+    names = " ".join(each.split()[0] for each in found)
+    raise ConfigError(
+        f"{len(found)} distributions install the module mooncake over each other: {preview(found)}. Expected one.",
+        hint=f"Remove them all and install one: pip uninstall -y {names} && {_INSTALL}",
+    )
+
+
+def check_library() -> Any:
+    """Mooncake's library loads.
+
+    Returns:
+        The module ``mooncake.store``.
+    """
+    try:
+        return importlib.import_module("mooncake.store")
+    except ImportError as error:
+        reason = str(error)
+        if "libibverbs" in reason:
+            hint = "Install it, for TCP too: apt-get install libibverbs1 (Debian, Ubuntu), dnf install libibverbs."
+        elif "libcuda" in reason or "libcudart" in reason:
+            hint = (
+                "The installed Mooncake is built for a CUDA that is not here. Install the one without: "
+                f"pip uninstall -y {' '.join(DISTRIBUTIONS)} && {_INSTALL}"
+            )
+        else:
+            hint = f"Reinstall it: pip uninstall -y {' '.join(DISTRIBUTIONS)} && {_INSTALL}"
+        raise ConfigError(f"Mooncake's library does not load: {reason}.", hint=hint) from error
+
+
+def master_path() -> Path:
+    """Where the installed ``mooncake_master`` is; it comes with the wheel, and need not be on the PATH.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    spec = util.find_spec("mooncake")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        path = Path(folder) / "mooncake_master"
+        if path.is_file():
+            return path
+    raise ConfigError("the installed Mooncake has no mooncake_master.", hint=f"Install one that has: {_INSTALL}")
+
+
+def check_master() -> None:
+    """``mooncake_master`` is there and may be executed."""
+    path = master_path()
+    if not os.access(path, os.X_OK):
+        raise ConfigError(
+            f"{path} is not executable (mode {path.stat().st_mode & 0o777:o}).", hint=f"Mend it: chmod +x {path}"
+        )
+
+
+def check_rdma(devices: Sequence[str] = ()) -> None:
+    """This machine has RDMA devices, the named ones among them.
+
+    Mooncake itself, asked for ``rdma`` where there is none, reports success and uses TCP.
+
+    Args:
+        devices: Names; none: any device will do.
+    """
+    there = sorted(each.name for each in _DEVICES.iterdir()) if _DEVICES.is_dir() else []
+    missing = [name for name in devices if name not in there]
+    if missing or not there:
+        wanted = f"the devices {preview(missing)} are not" if missing else "no device is"
+        raise ConfigError(
+            f"protocol is 'rdma', but {wanted} in {_DEVICES}; there: {preview(there) or 'none'}.",
+            hint="Load the device's driver and pass it to the container, correct rdma_devices, or set protocol: tcp.",
+        )
+
+
+class NodeMemory(NamedTuple):
+    """A node's memory, and what is about to be taken of it.
+
+    Attributes:
+        node: Its address.
+        available_bytes: What is available.
+        num_units: Storage units that run there.
+    """
+
+    node: str
+    available_bytes: int
+    num_units: int
+
+
+def check_memory(
+    nodes: Sequence[NodeMemory], *, segment_size_bytes: int, local_buffer_size_bytes: int, clients_per_node: int
+) -> None:
+    """Every node has the memory for its units' segments and its clients' buffers.
+
+    Args:
+        nodes: The nodes with units.
+        segment_size_bytes: Per unit.
+        local_buffer_size_bytes: Per client.
+        clients_per_node: Clients to expect on a node.
+    """
+    for node in nodes:
+        segments = node.num_units * segment_size_bytes
+        buffers = clients_per_node * local_buffer_size_bytes
+        if segments + buffers > node.available_bytes:
+            raise ConfigError(
+                f"node {node.node} would need {(segments + buffers) // _MIB} MiB, but has "
+                f"{node.available_bytes // _MIB} MiB available: {node.num_units} storage units of "
+                f"{segment_size_bytes // _MIB} MiB (segment_size_bytes) and {clients_per_node} clients "
+                f"(clients_per_node) of {local_buffer_size_bytes // _MIB} MiB (local_buffer_size_bytes).",
+                hint="Lower segment_size_bytes or num_storage_units, or add nodes.",
+            )
+
+
+def available_memory_bytes() -> int:
+    """Memory that this process may still take: what the kernel has available, within the limits of its cgroups."""
+    meminfo = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
+    available = int(meminfo.split()[0]) * 1024
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for folder in _cgroups():
+            with contextlib.suppress(OSError, ValueError):  # no limit: "max", or no such file
+                room = int((folder / limit).read_text()) - int((folder / used).read_text())
+                available = min(available, room + _reclaimable(folder))
+    return max(0, available)
+
+
+def _cgroups() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    own = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                own.append(root / controllers / path.strip("/"))
+    return [root, root / "memory", *own]
+
+
+def _reclaimable(folder: Path) -> int:
+    """File pages that count as used although the kernel drops them on demand."""
+    for line in (folder / "memory.stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0

@@ -1,0 +1,42 @@
+"""tq_mooncake against the contract, on a Ray of its own and a real master."""
+
+import time
+
+import pytest
+import ray
+
+from dataplane_core.codec.frames import split_rows
+from dataplane_core.testing import BackendConformance
+from dataplane_mooncake import TQMooncakeBackend
+
+
+@pytest.fixture(scope="module")
+def ray_address():
+    context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield context.address_info["gcs_address"]
+    ray.shutdown()
+
+
+class TestTQMooncake(BackendConformance):
+    backend = "tq_mooncake"
+    backend_class = TQMooncakeBackend
+
+    @pytest.fixture
+    def options(self, ray_address):
+        return {
+            "instance": "conformance",
+            "ray_address": ray_address,
+            "segment_size_bytes": 256 << 20,
+            "local_buffer_size_bytes": 16 << 20,
+        }
+
+    def raw_get(self, backend, partition_id, sample_id, field):
+        """The frame, straight from Mooncake."""
+        deadline = time.monotonic() + 10
+        (part,) = backend._ledger(deadline, "locate", partition_id, [sample_id], [field]).parts
+        handle = part.write_id + part.positions[0]
+        ((*frames,),) = split_rows(backend._engine.get_rows([handle], deadline=deadline))
+        return bytes(frames[part.slots[0]])
+
+    def conflicting_options(self, options):
+        return {**options, "num_storage_units": 2}

@@ -1,0 +1,96 @@
+"""What `dataplane doctor tq_simple` looks at: the engine's packages, and the Ray that an instance would live on."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Final
+
+from dataplane_core.diagnosis import Finding, Level, check_announced_address, missing_library
+from dataplane_core.errors import DataPlaneError
+from dataplane_tq_simple.config import QueueConfig
+
+__all__ = ["diagnose"]
+
+_DISTRIBUTION: Final = "dataplane-tq-simple"
+_ENGINE: Final = "TransferQueue"
+
+
+def diagnose(config: QueueConfig, deadline: float) -> Iterator[Finding]:
+    """Findings for these options; see `Backend.diagnose`."""
+    packages = list(_packages())
+    yield from packages
+    if any(finding.level is Level.ERROR for finding in packages):
+        return
+    address = config.ray_address or os.environ.get("RAY_ADDRESS")
+    if address is None:
+        yield _local(config)
+    else:
+        yield from _running(config, deadline)
+
+
+def _packages() -> Iterator[Finding]:
+    for module in ("ray", "transfer_queue"):
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            library = missing_library(error)
+            hint = f"Run: pip install --force-reinstall {_DISTRIBUTION}"
+            if library is not None:
+                hint = f"Install the system package that brings {library}."
+            yield Finding.error(f"{module} cannot be imported: {type(error).__name__}: {error}", hint)
+            return
+    # the engine's internals are used, so it is pinned
+    pins = [line for line in metadata.requires(_DISTRIBUTION) or () if line.lower().startswith(f"{_ENGINE}==".lower())]
+    expected, found = pins[0].partition("==")[2], metadata.version(_ENGINE)
+    if found != expected:
+        yield Finding.error(
+            f"{_ENGINE} {found} is installed. Expected {expected}.", f"Run: pip install '{_ENGINE}=={expected}'"
+        )
+    else:
+        yield Finding.ok(f"{_ENGINE} {found} on Ray {metadata.version('ray')}.")
+
+
+def _local(config: QueueConfig) -> Finding:
+    from dataplane_tq_simple._cluster import refuse_cpus
+
+    cpus = len(os.sched_getaffinity(0)) if config.ray_num_cpus is None else config.ray_num_cpus
+    refused = refuse_cpus(config, cpus, cpus, "a local Ray has")
+    if refused is not None:
+        return Finding.error(refused.message, refused.hint)
+    return Finding.ok(f"No cluster is configured: connect starts a local Ray of {cpus} logical CPUs, or uses its own.")
+
+
+def _running(config: QueueConfig, deadline: float) -> Iterator[Finding]:
+    import ray
+
+    from dataplane_tq_simple._cluster import RaySession, check_cpus
+
+    try:
+        session = RaySession.acquire(config, bootstrap=False, timeout_s=max(0.0, deadline - time.monotonic()))
+    except DataPlaneError as error:
+        yield Finding.error(error.message, error.hint)
+        return
+    try:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        own = ray.get_runtime_context().get_node_id()
+        try:
+            check_cpus(config, deadline)
+        except DataPlaneError as error:
+            yield Finding.error(error.message, error.hint)
+        else:
+            cpus = ray.cluster_resources().get("CPU", 0.0)
+            where = ray.get_runtime_context().gcs_address
+            count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
+            yield Finding.ok(f"The Ray cluster at {where} has {cpus:g} logical CPUs on {count}.")
+        address = next(node["NodeManagerAddress"] for node in nodes if node["NodeID"] == own)
+        announced = check_announced_address(
+            address, "Ray", "Start Ray on this node with an address of its own: ray start --node-ip-address=ADDRESS"
+        )
+        if announced.level is not Level.WARNING or len(nodes) > 1:  # on one node, loopback does
+            yield announced
+    finally:
+        session.release()

@@ -1,0 +1,112 @@
+"""The address under which a node's processes are reached: Ray's for the node, or one that an option names.
+
+Hosts have many addresses. One that other nodes cannot reach is refused here by name, since the engines that would
+announce it fail later, elsewhere, and without a word about addresses.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+
+import psutil
+
+from dataplane_core.errors import ConfigError
+
+__all__ = ["announced_address", "check_address", "parse_announced", "this_nodes_addresses"]
+
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def parse_announced(option: str) -> _Network:
+    """Reads the option ``announce_address``: an IP address, or a network in CIDR notation.
+
+    Returns:
+        The network; of one address where the option is an address.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    try:
+        return ipaddress.ip_network(option, strict=False)
+    except ValueError as error:
+        raise ValueError(
+            f"announce_address {option!r} is neither an IP address nor a network. Expected '10.1.2.3', or "
+            "'10.1.0.0/16', in which every node has one address."
+        ) from error
+
+
+def this_nodes_addresses() -> list[str]:
+    """The IP addresses of this node's interfaces that are up, in the system's order."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            text = each.address.partition("%")[0]
+            if name in up and _parsed(text) is not None:
+                found.append(text)
+    return found
+
+
+def announced_address(option: str | None, *, ray_ip: str, num_nodes: int, mine: Iterable[str] | None = None) -> str:
+    """The address that a process of this node announces.
+
+    Args:
+        option: The option ``announce_address``; None: Ray's address of the node.
+        ray_ip: Ray's address of this node.
+        num_nodes: Nodes of the Ray cluster.
+        mine: This node's addresses. Default: `this_nodes_addresses`.
+
+    Raises:
+        ConfigError: The option fits none of this node's addresses, or several; or what `check_address` refuses.
+    """
+    if option is None:
+        check_address(ray_ip, num_nodes=num_nodes, of="Ray's address of this node")
+        return ray_ip
+    network = parse_announced(option)
+    addresses = list(dict.fromkeys(this_nodes_addresses() if mine is None else mine))
+    fitting = [each for each in addresses if ipaddress.ip_address(each) in network]
+    if len(fitting) != 1:
+        raise ConfigError(
+            f"announce_address '{option}' fits {len(fitting)} of this node's addresses ({', '.join(addresses)}). "
+            "Expected one.",
+            hint="Name an address of this node, or a network in CIDR notation in which every node has one address.",
+        )
+    check_address(fitting[0], num_nodes=num_nodes, of=f"announce_address '{option}' here")
+    return fitting[0]
+
+
+def check_address(address: str, *, num_nodes: int, of: str) -> None:
+    """Refuses an address under which other nodes cannot reach this one.
+
+    Args:
+        address: The address.
+        num_nodes: Nodes of the Ray cluster; a loopback address will do for one.
+        of: Whose address it is, for the message.
+
+    Raises:
+        ConfigError: A link-local, multicast or unspecified address; a loopback address where there are several nodes.
+    """
+    parsed = _parsed(address)
+    if parsed is None:
+        kind = "not an IP address"
+    elif parsed.is_link_local:
+        kind = "a link-local address, which no other host can route to"
+    elif parsed.is_unspecified or parsed.is_multicast:
+        kind = "not the address of a host"
+    elif parsed.is_loopback and num_nodes > 1:
+        kind = f"a loopback address, which the other {num_nodes - 1} nodes cannot reach"
+    else:
+        return
+    raise ConfigError(
+        f"{of} is {address}: {kind}. Expected an address that every node of the cluster can reach.",
+        hint="Start Ray with --node-ip-address (or ray.init(_node_ip_address=...)), or set the option announce_address "
+        "to this node's address or to the network, such as 10.0.0.0/8, in which each node has one.",
+    )
+
+
+def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(address)
+    except ValueError:
+        return None

@@ -1,0 +1,79 @@
+"""`dataplane doctor tq_simple`: every fault here is a real one."""
+
+import json
+import socket
+import time
+
+import pytest
+
+from dataplane_core.diagnosis import Level
+from dataplane_tq_simple import TQSimpleBackend
+from dataplane_tq_simple.config import TQSimpleConfig
+
+
+def findings(level, **options):
+    """The findings of a level: what and hint of each."""
+    found = TQSimpleBackend.diagnose(TQSimpleConfig(**options), deadline=time.monotonic() + 60)
+    return [(each.what, each.hint) for each in found if each.level is level]
+
+
+@pytest.fixture(autouse=True)
+def no_address(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def test_a_local_ray_of_too_few_cpus_is_an_error_with_the_numbers():
+    ((what, hint),) = findings(Level.ERROR, ray_num_cpus=2, num_storage_units=2, controller_num_cpus=1, unit_num_cpus=1)
+    assert "needs 3 CPUs (controller 1, 2 storage units of 1), but a local Ray has 2 free of 2" in what
+    assert "Set controller_num_cpus and unit_num_cpus to 0" in hint
+    assert findings(Level.ERROR, ray_num_cpus=0) == []
+
+
+def test_a_running_cluster_of_too_few_cpus_is_an_error_with_the_numbers(ray_cluster):
+    options = {"ray_address": ray_cluster, "num_storage_units": 3}
+    ((what, _),) = findings(Level.ERROR, **options, unit_num_cpus=2)
+    assert "needs 6 CPUs (controller 0, 3 storage units of 2), but the Ray cluster has 4 free of 4" in what
+    assert findings(Level.ERROR, **options) == []
+    assert f"The Ray cluster at {ray_cluster} has 4 logical CPUs on 1 node." in dict(findings(Level.OK, **options))
+
+
+def test_a_cluster_that_is_not_there_is_an_error(python):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        source = (
+            "import time\nfrom dataplane_tq_simple import TQSimpleBackend\n"
+            "from dataplane_tq_simple.config import TQSimpleConfig\n"
+            f"config = TQSimpleConfig(ray_address={address!r})\n"
+            "print([each for each in TQSimpleBackend.diagnose(config, deadline=time.monotonic() + 60)][-1])\n"
+        )
+        done = python(source)
+    assert "Level.ERROR" in done.stdout, done.stderr
+    assert f"cannot connect to Ray at '{address}'" in done.stdout
+
+
+def test_another_version_of_the_engine_is_an_error_with_the_command(tmp_path, monkeypatch):
+    info = tmp_path / "transferqueue-0.0.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: TransferQueue\nVersion: 0.0.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ((what, hint),) = findings(Level.ERROR)
+    assert what.startswith("TransferQueue 0.0.9 is installed. Expected ")
+    assert hint.startswith("Run: pip install 'TransferQueue==")
+
+
+def test_the_command_names_the_shared_library_that_the_engine_lacks(tmp_path, python):
+    (tmp_path / "transfer_queue.py").write_text("import ctypes\nctypes.CDLL('libacme_fabric.so.7')\n")
+    done = python(
+        "import os, sys\n"
+        "os.environ['PYTHONPATH'] = sys.argv[1]\n"
+        "from dataplane_core.cli import main\n"
+        "sys.exit(main(['doctor', 'tq_simple', '--json']))\n",
+        str(tmp_path),
+    )
+    assert done.returncode == 1, done.stderr
+    pickles, library = json.loads(done.stdout)[0]["findings"]
+    assert (pickles["level"], library["level"]) == ("warning", "error")
+    assert "unpickles what reaches its sockets" in pickles["what"]
+    assert "libacme_fabric.so.7: cannot open shared object file" in library["what"]
+    assert library["hint"] == "Install the system package that brings libacme_fabric.so.7."

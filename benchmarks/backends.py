@@ -1,6 +1,6 @@
 """Puts and gets of whole batches by the client, on every backend, beside TransferQueue's own interface and a copy.
 
-Run:  python benchmarks/backends.py [--rounds 7] [--batches A B] [--backends noop redis_store tq_simple]
+Run:  python benchmarks/backends.py [--rounds 7] [--batches A B] [--backends noop redis_store tq_simple tq_mooncake]
 
 Batch A: 512 samples, 6 jagged fields (1 int64, 5 float32) of 256 to 2,048 tokens and 2 per-sample fields, 16 MB. Batch
 B: the same up to 8,192 tokens, 65 MB. Everything that a user gets is in the client's figures: checks, codec, ledger,
@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", nargs="+", choices=sorted(MAX_TOKENS), default=sorted(MAX_TOKENS))
-    parser.add_argument("--backends", nargs="+", default=["noop", "redis_store", "tq_simple"])
+    parser.add_argument("--backends", nargs="+", default=["noop", "redis_store", "tq_simple", "tq_mooncake"])
     options = parser.parse_args()
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))

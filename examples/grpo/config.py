@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -132,6 +133,8 @@ class RunConfig(_Section):
     #: Policy workers in all: data-parallel ranks times ``tensor_parallel``.
     num_workers: _Count = 2
     tensor_parallel: _Count = 1
+    #: Engine of the policy workers; ``megatron`` needs ``megatron-core``.
+    workers: Literal["fsdp2", "megatron"] = "fsdp2"
     data: DataSection
     model: ModelSection = ModelSection()
     warm_start: WarmStartSection = WarmStartSection()
@@ -156,6 +159,10 @@ class RunConfig(_Section):
             raise ValueError(
                 f"tensor_parallel {self.tensor_parallel} must divide num_workers {self.num_workers} and model.heads "
                 f"{self.model.heads}"
+            )
+        if self.workers == "megatron" and importlib.util.find_spec("megatron") is None:
+            raise ValueError(
+                "workers megatron needs megatron-core, which is not installed: install dataplane-integrations[megatron]"
             )
         if (self.grpo.prompts_per_step * self.grpo.answers_per_prompt) % self.data_parallel:
             raise ValueError(

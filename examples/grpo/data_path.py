@@ -28,6 +28,7 @@ from dataplane_integrations.batching import Batching, DynamicBatching, SequenceP
 
 from .cluster import Actors, wait_for
 from .config import RunConfig
+from .megatron_workers import MegatronPolicyWorker
 from .rollout import RolloutCarry, RolloutWorker
 from .task import PAD_ID, Answer, Problem, reward
 from .workers import LossFunction, PolicyWorker
@@ -84,7 +85,8 @@ class DataPath(ABC):
     _draw: Draw
     #: The classes to run as actors; a path that needs more of them than plain methods names its own subclasses.
     rollout_class: type[RolloutWorker] = RolloutWorker
-    worker_class: type[PolicyWorker] = PolicyWorker
+    #: Policy workers by `RunConfig.workers`.
+    worker_classes: Mapping[str, type[PolicyWorker]] = {"fsdp2": PolicyWorker, "megatron": MegatronPolicyWorker}
     #: Logical CPUs that the path's own actors ask Ray for.
     extra_cpus: float = 0.0
     #: What `collect` does, in the metrics and the picture.

@@ -6,15 +6,13 @@ Shape legend: ``N`` rows, ``S`` padded length, ``T`` tokens of all rows together
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
-
-from .model import Transformer
 
 __all__ = ["packed_token_logprobs"]
 
 
-def packed_token_logprobs(model: Transformer, input_ids_ns: Tensor, input_lengths_n: Tensor) -> Tensor:
+def packed_token_logprobs(model: nn.Module, input_ids_ns: Tensor, input_lengths_n: Tensor) -> Tensor:
     """What `model.token_logprobs` gives for the padded rows, from one forward over their tokens.
 
     The attention mask is block-diagonal: a token sees those of its own row that precede it. Positions start anew in

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from .model import Block, Transformer
-from .weights import PackedWeights
+from .weights import PackedWeights, pack_tensors
 
 __all__ = ["Layout", "clip_gradients", "make_mesh", "pack_parallel_weights", "shard_policy"]
 
@@ -96,8 +96,7 @@ def pack_parallel_weights(model: nn.Module) -> PackedWeights:
             full = full.full_tensor()
         whole, mark, part = name.partition(f".{_PARTS}.")
         joined.setdefault(f"{whole}.{part.partition('.')[2]}" if mark else name, []).append(full)
-    packed: PackedWeights = torch.cat([torch.cat(parts).reshape(-1) for parts in joined.values()]).numpy()
-    return packed
+    return pack_tensors(torch.cat(parts) for parts in joined.values())
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:

@@ -19,12 +19,14 @@ from dataplane_core.middleware.metrics import Metrics
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.megatron import MegatronDataPlaneMixin
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
 from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
 
 from .cluster import Actors, reporting
 from .config import RunConfig
 from .data_path import DataPath, Draw, Traffic, batching_of, summarize_training
+from .megatron_workers import MegatronPolicyWorker
 from .rollout import RolloutCarry, RolloutWorker
 from .task import PAD_ID
 from .workers import LossFunction, PolicyWorker
@@ -77,18 +79,27 @@ class PlaneRolloutWorker(_CountsTraffic, DataPlaneRolloutMixin, RolloutWorker):
         return self._first_write(batch, sample_ids=ids, partition_id=_PARTITION, carry_fields=(), tags=tags), carry
 
 
-class PlanePolicyWorker(_CountsTraffic, FSDP2DataPlaneMixin, PolicyWorker):
-    """The policy worker with the data plane's entry points: ``train_presharded`` and its siblings."""
-
+class _PadsAnswers(_CountsTraffic):
     def _pad_value_dict(self) -> dict[str, int | float]:
         return {"input_ids": PAD_ID}
+
+
+class PlanePolicyWorker(_PadsAnswers, FSDP2DataPlaneMixin, PolicyWorker):
+    """The policy worker with the data plane's entry points: ``train_presharded`` and its siblings."""
+
+
+class MegatronPlanePolicyWorker(_PadsAnswers, MegatronDataPlaneMixin, MegatronPolicyWorker):
+    """The same on Megatron."""
 
 
 class DataPlanePath(DataPath):
     """The rows live in the store that the configuration names; the driver holds their meta."""
 
     rollout_class: ClassVar[type[RolloutWorker]] = PlaneRolloutWorker
-    worker_class: ClassVar[type[PolicyWorker]] = PlanePolicyWorker
+    worker_classes: ClassVar[Mapping[str, type[PolicyWorker]]] = {
+        "fsdp2": PlanePolicyWorker,
+        "megatron": MegatronPlanePolicyWorker,
+    }
 
     def __init__(self, config: RunConfig) -> None:
         plane = config.data_plane

@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
                 "grpo.steps": args.steps,
                 "data.file": None if args.data is None else str(args.data.resolve()),
                 "data_plane.backend": args.backend,
+                "workers": args.workers,
                 "tensor_parallel": args.tp,
                 "sequence_packing.enabled": args.packing or None,
                 "dynamic_sampling.enabled": args.dynamic_sampling or None,
@@ -111,7 +112,7 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
 
     with ray_session(config.ray, required_cpus(config, path.extra_cpus)):
         torch.set_num_threads(1)  # as in the actors: more threads would change the last bits
-        actors = start_actors(config, path.rollout_class, path.worker_class)
+        actors = start_actors(config, path.rollout_class, path.worker_classes[config.workers])
         print(f"{len(train_problems)} prompts to train on, {len(eval_problems)} to evaluate, from {config.data.file}")
         # The actors start while this process, which would only wait for them, warms the model up.
         reference = _warm_weights(config) if save is None else save.reference_weights()
@@ -204,6 +205,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out"), help="where results go (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="overrides the configuration")
     parser.add_argument("--steps", type=int, help="GRPO steps; overrides the configuration")
+    parser.add_argument("--workers", choices=["fsdp2", "megatron"], help="engine of the policy workers")
     parser.add_argument("--tp", type=int, metavar="N", help="tensor parallelism: N policy workers share each forward")
     parser.add_argument("--packing", action="store_true", help="sequence packing: microbatches without padding")
     parser.add_argument(

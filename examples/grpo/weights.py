@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["PackedWeights", "load_packed_weights", "pack_weights"]
+__all__ = ["PackedWeights", "load_packed_weights", "pack_tensors", "pack_weights"]
 
 #: All parameters, flattened and joined in the order of ``model.parameters()``: (P,) float32.
 PackedWeights = npt.NDArray[np.float32]
@@ -20,7 +22,12 @@ def pack_weights(model: nn.Module) -> PackedWeights:
     With sharded parameters (FSDP) this is collective: every rank must call it, or the others wait for ever.
     """
     full = [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
-    packed: PackedWeights = torch.cat([p.reshape(-1) for p in full]).numpy()
+    return pack_tensors(full)
+
+
+def pack_tensors(weights: Iterable[Tensor]) -> PackedWeights:
+    """Copies whole parameters, in the order of ``model.parameters()``, into one flat array."""
+    packed: PackedWeights = torch.cat([weight.reshape(-1) for weight in weights]).numpy()
     return packed
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import ray
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
@@ -62,8 +62,8 @@ class PolicyWorker(KeepsTrainingState):
     """One data-parallel rank: a shard of the policy and its optimizer, and a frozen copy of the reference policy."""
 
     mesh: DeviceMesh
-    model: Transformer
-    reference: Transformer
+    model: nn.Module
+    reference: nn.Module
     optimizer: torch.optim.Optimizer
 
     def __init__(
@@ -110,13 +110,7 @@ class PolicyWorker(KeepsTrainingState):
         store = self._store or dist.TCPStore(*rendezvous, is_master=False)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
-        self.mesh = make_mesh(self.world_size, self.layout)
-
-        self.model = Transformer(self.model_config)
-        load_packed_weights(self.model, packed)
-        self.reference = copy.deepcopy(self.model).requires_grad_(False)
-        shard_policy(self.model, self.mesh)
-
+        self._build(packed)
         config = self.optimizer_config
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=0.0
@@ -124,6 +118,14 @@ class PolicyWorker(KeepsTrainingState):
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / max(1, config.warmup_steps))
         )
+
+    def _build(self, packed: PackedWeights) -> None:
+        """Makes the policy, spread over the ranks, and its reference."""
+        self.mesh = make_mesh(self.world_size, self.layout)
+        self.model = Transformer(self.model_config)
+        load_packed_weights(self.model, packed)
+        self.reference = copy.deepcopy(self.model).requires_grad_(False)
+        shard_policy(self.model, self.mesh)
 
     def packed_weights(self) -> PackedWeights | None:
         """The whole policy on rank 0, None elsewhere. Collective: start the call on every rank, then wait."""
@@ -187,12 +189,12 @@ class PolicyWorker(KeepsTrainingState):
             loss = torch.zeros(())
             microbatches = list(_microbatches(batch, mbs))
             for number, microbatch in enumerate(microbatches, start=1):
-                _sync_gradients(self.model, number == len(microbatches))
+                self._before_backward(number == len(microbatches))
                 with torch.set_grad_enabled(not eval_mode):
                     logprobs_ns = self._forward(self.model, microbatch)
                     part, part_metrics = loss_fn(logprobs_ns, microbatch, global_tokens.clamp(min=1.0))
                 if not eval_mode:
-                    # FSDP averages gradients over ranks; the parts must add up, hence the factor.
+                    # Gradients are averaged over ranks; the parts must add up, hence the factor.
                     (part * self.dp_size).backward()
                 loss += part.detach()
                 for name, value in part_metrics.items():
@@ -231,7 +233,7 @@ class PolicyWorker(KeepsTrainingState):
 
     @torch.no_grad()
     def _logprobs(
-        self, model: Transformer, data: BatchedDataDict, micro_batch_size: int | None, key: str
+        self, model: nn.Module, data: BatchedDataDict, micro_batch_size: int | None, key: str
     ) -> BatchedDataDict:
         width = data["input_ids"].shape[1]
         parts = []
@@ -240,15 +242,24 @@ class PolicyWorker(KeepsTrainingState):
             parts.append(functional.pad(logprobs_ns, (0, width - logprobs_ns.shape[1])))
         return BatchedDataDict({key: torch.cat(parts)})
 
-    def _forward(self, model: Transformer, data: BatchedDataDict) -> Tensor:
+    def _forward(self, model: nn.Module, data: BatchedDataDict) -> Tensor:
         if self.layout.pack_sequences:
             return packed_token_logprobs(model, data["input_ids"], data["input_lengths"])
         return token_logprobs(model(data["input_ids"]), data["input_ids"], data["input_lengths"])
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         total = value.clone()
-        dist.all_reduce(total, group=self.mesh.get_group("dp"))
+        dist.all_reduce(total, group=self._rows_group())
         return total
+
+    def _rows_group(self) -> dist.ProcessGroup:
+        """The ranks that have other rows."""
+        return self.mesh.get_group("dp")
+
+    def _before_backward(self, last: bool) -> None:
+        """Lets gradients be exchanged once per batch, with its last microbatch."""
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(last)
 
 
 def _microbatches(data: BatchedDataDict, size: int | None) -> Iterator[BatchedDataDict]:
@@ -259,9 +270,3 @@ def _microbatches(data: BatchedDataDict, size: int | None) -> Iterator[BatchedDa
     num_batches = len(data.micro_batch_indices)
     for index in range(num_batches):
         yield from data.get_batch(index, data.size // num_batches).make_microbatch_iterator_with_dynamic_shapes()
-
-
-def _sync_gradients(model: Transformer, enabled: bool) -> None:
-    """Gradients are exchanged once per batch, with its last microbatch."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(enabled)

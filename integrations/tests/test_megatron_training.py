@@ -13,7 +13,7 @@ import tiny_megatron
 import tiny_policy
 import torch
 from split_steps import check_split_step, try_split_step
-from tiny_megatron import TinyMegatronWorker, megatron_on_cpu
+from tiny_megatron import PAD_MULTIPLE, TinyMegatronWorker, megatron_on_cpu
 from tiny_policy import loss_of
 
 from dataplane_core import KVBatchMeta, connect, kv_first_write, shard_meta_for_dp
@@ -28,8 +28,13 @@ LENGTHS = [5, 2, 7, 3, 6, 4, 7, 2]
 WIDTH = 8
 STEPS = 2
 WAYS = {
-    "padded": Batching(dynamic=DynamicBatching(train_mb_tokens=16, sequence_length_round=4), pad_multiple=4),
-    "packed": Batching(packing=SequencePacking(train_mb_tokens=16, sequence_length_pad_multiple=4), pad_multiple=4),
+    "padded": Batching(
+        dynamic=DynamicBatching(train_mb_tokens=16, sequence_length_round=PAD_MULTIPLE), pad_multiple=PAD_MULTIPLE
+    ),
+    "packed": Batching(
+        packing=SequencePacking(train_mb_tokens=16, sequence_length_pad_multiple=PAD_MULTIPLE),
+        pad_multiple=PAD_MULTIPLE,
+    ),
 }
 #: Per data-parallel rank: all its rows, and its rows of each portion of a split step.
 Shards = tuple[list[KVBatchMeta], list[list[KVBatchMeta]]]

@@ -29,9 +29,11 @@ from torch.overrides import TorchFunctionMode
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_integrations.megatron import MegatronDataPlaneMixin
+from dataplane_integrations.router_replay import RoutingReplay
 
 VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 16, 16, 4, 2, 16
 LEARNING_RATE = 0.1
+PAD_MULTIPLE = 4
 
 #: How the model is spread, in `initialize_model_parallel`'s and `TransformerConfig`'s words.
 Layout = dict[str, Any]
@@ -53,10 +55,13 @@ def megatron_on_cpu(layout: Layout) -> Iterator[None]:
 
     jit.disable_jit_fuser()  # it would compile small functions with a C++ compiler
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer.moe import moe_utils
 
     sizes = {f"{axis}_model_parallel_size": layout.get(axis, 1) for axis in ("tensor", "pipeline")}
     cuda = {"current_device": lambda: "cpu", "synchronize": lambda: None}
-    with mock.patch.multiple(torch.cuda, **cuda), _CpuForCuda():
+    # without Transformer Engine the routers look for a name that nobody has set
+    gemm = mock.patch.object(moe_utils, "te_general_gemm", None, create=True)
+    with mock.patch.multiple(torch.cuda, **cuda), gemm, _CpuForCuda():
         parallel_state.initialize_model_parallel(**sizes, context_parallel_size=layout.get("context", 1))
         tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         try:
@@ -135,8 +140,7 @@ def make_model(layout: Layout) -> Any:
         pipeline_model_parallel_size=layout.get("pipeline", 1),
         pipeline_dtype=torch.float32,
         sequence_parallel=layout.get("sequence_parallel", False),
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=not experts,  # asks for the dispatcher that wants CUDA streams
         batch_p2p_sync=False,
         calculate_per_token_loss=True,
         **options,
@@ -178,7 +182,7 @@ class _Step:
     num_tokens: int = 0
 
 
-class TinyMegatronWorker(MegatronDataPlaneMixin):
+class TinyMegatronTrainer:
     """One rank. It trains by Megatron's own schedules and data parallelism, inside `megatron_on_cpu`."""
 
     def __init__(self, layout: Layout, packed: bool = False, cfg: dict[str, Any] | None = None) -> None:
@@ -189,6 +193,9 @@ class TinyMegatronWorker(MegatronDataPlaneMixin):
         plain = make_model(layout)
         self.model = DistributedDataParallel(plain.config, DistributedDataParallelConfig(), plain)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.5)
+        self.replay = RoutingReplay(self.model) if layout.get("experts") else None
+        #: Per forward of a model with experts, what was installed, laid out as the model's input.
+        self.installed: list[Tensor] = []
         self.counts: list[int] = []
         self._step: _Step | None = None
 
@@ -286,7 +293,7 @@ class TinyMegatronWorker(MegatronDataPlaneMixin):
 
         def forward_step(of: Iterator[BatchedDataDict], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             part = next(of)
-            inputs = _Inputs(part, self.packed, self._pad_multiple())
+            inputs = _Inputs(part, self.packed)
             output = self._forward(model, part, inputs)
             reduce = reducer_of(part)
             return output, lambda logits, **given: reduce(inputs.logprobs(logits), **given)
@@ -305,6 +312,9 @@ class TinyMegatronWorker(MegatronDataPlaneMixin):
         return results
 
     def _forward(self, model: Any, part: BatchedDataDict, inputs: _Inputs) -> Tensor:
+        if self.replay is not None and "routed_experts" in part:
+            self.installed.append(inputs.take(inputs.lay_out(part["routed_experts"], fill=-1)))
+            self.replay.install(self.installed[-1])
         logits: Tensor = model(
             inputs.take(inputs.ids), inputs.take(inputs.positions), None, packed_seq_params=inputs.packed_seq_params
         )
@@ -322,10 +332,14 @@ class TinyMegatronWorker(MegatronDataPlaneMixin):
         return squares.sqrt()
 
 
+class TinyMegatronWorker(MegatronDataPlaneMixin, TinyMegatronTrainer):
+    """The same with the data plane's entry points."""
+
+
 class _Inputs:
     """A microbatch as the model takes it: rows side by side, or one after another when packed."""
 
-    def __init__(self, data: BatchedDataDict, packed: bool, multiple: int) -> None:
+    def __init__(self, data: BatchedDataDict, packed: bool) -> None:
         from megatron.core import parallel_state
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -335,7 +349,8 @@ class _Inputs:
         self._shape = ids_ns.shape
         self.packed_seq_params = None
         if packed:
-            rooms = [math.ceil(length / multiple) * multiple for length in lengths]
+            # room for what the largest of the tests' layouts divides a row by
+            rooms = [math.ceil(length / PAD_MULTIPLE) * PAD_MULTIPLE for length in lengths]
             self._bounds = [0, *torch.tensor(rooms).cumsum(0).tolist()]
             cu_seqlens = torch.tensor(self._bounds, dtype=torch.int32)
             self.packed_seq_params = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=max(rooms))

@@ -12,6 +12,21 @@ def blocks(path):
     return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), re.DOTALL)
 
 
+def test_the_author_guides_code_runs_or_is_the_examples_own():
+    source = (ROOT / "examples/third_party_sqlite/src/dataplane_sqlite_example/__init__.py").read_text(encoding="utf-8")
+    names = {"__name__": "guide"}
+    shown = blocks("docs/writing-a-backend.md")
+    run = [block for block in shown if block not in source]
+    for number, block in enumerate(run):
+        exec(compile(block, f"docs/writing-a-backend.md, block {number}", "exec"), names)
+    assert len(shown) - len(run) == 4
+    assert names["rewards"].tolist() == [0.5, 1.0]
+    assert names["TestDictStore"].under_test() is names["DictStore"]
+    said = re.search(r"narrow.describe\(\)  # '(.*)'", shown[-2])
+    assert said is not None
+    assert said.group(1) == names["narrow"].describe()
+
+
 def test_the_readmes_program_runs_and_prints_what_it_says(capsys):
     (program,) = blocks("README.md")
     exec(compile(program, "README.md", "exec"), {})
@@ -29,6 +44,53 @@ def test_the_guides_snippets_run_one_after_the_other():
         run += 1
     assert run >= 5
     assert names["client"].scope == "process"
+
+
+#: What the page on Megatron takes for granted: one process of a group, a trainer with a small model, a rollout.
+MEGATRON_AUTHOR = """
+import contextlib, sys, torch, torch.distributed as dist
+sys.path.insert(0, {tests!r})
+from tiny_megatron import TinyMegatronTrainer, megatron_on_cpu
+from tiny_policy import loss_of as my_loss
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ended = contextlib.ExitStack()
+ended.enter_context(megatron_on_cpu({{"experts": 4}}))
+
+
+class MyMegatronTrainer(TinyMegatronTrainer):
+    def __init__(self):
+        super().__init__({{"experts": 4}}, packed=True)
+
+
+def my_rollout():
+    lengths = torch.tensor([3, 5, 2, 4])
+    inside = torch.arange(5) < lengths.unsqueeze(1)
+    experts = torch.rand(4, 5, 2, 4).topk(2, -1).indices.short()
+    ids = torch.randint(1, 16, (4, 5)) * inside
+    mask = inside.float()
+    return dict(
+        input_ids=ids, input_lengths=lengths, token_mask=mask, sample_mask=torch.ones(4), routed_experts=experts
+    )
+
+
+my_advantages = torch.randn(4, 5)
+{program}
+assert multiple == 4
+assert result["grad_norm"].item() > 0
+part = dict(my_rollout(), position_ids=torch.arange(5).expand(4, -1))
+logits, _ = forward_step(iter([part]), worker.model)
+assert logits.shape == (4, 5, 16)
+ended.close()
+dist.destroy_process_group()
+"""
+
+
+def test_the_code_for_megatron_trainers_runs_in_a_process_of_a_group():
+    program = "\n".join(blocks("docs/megatron.md"))
+    text = MEGATRON_AUTHOR.format(tests=str(ROOT / "integrations" / "tests"), program=program)
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
 
 
 def test_the_snippets_on_asynchronous_training_run_one_after_the_other(tmp_path, monkeypatch):

@@ -1,7 +1,10 @@
-"""The GRPO example's options: tensor parallelism, sequence packing, dynamic sampling."""
+"""The GRPO example's options: tensor parallelism, sequence packing, dynamic sampling, Megatron workers."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +47,77 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_tensor_parallel_and_packed_runs_train_as_the_plain_run_does(
     plain: list[dict[str, Any]], tmp_path: Path, path: str, arguments: list[str]
 ) -> None:
-    for expected, record in zip(plain, results(_run(tmp_path, *arguments, path=path)), strict=True):
+    _assert_like(plain, results(_run(tmp_path, *arguments, path=path)))
+
+
+def _assert_like(plain: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
+    for expected, record in zip(plain, records, strict=True):
         for what in ("reward", "advantages_sha256", "tokens", "mean_length"):
             assert record[what] == expected[what]
         for what in ("loss", "grad_norm", "kl"):
             assert record[what] == pytest.approx(expected[what], abs=1e-5), what
         assert record["generation_logprob_error"] < 1e-5, "the rollout worker had the newest weights, whole"
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments"),
+    [
+        ("redis_store", ["--tp", "2", "--packing"]),
+        pytest.param("tq_simple", ["--tp", "2"], marks=pytest.mark.long),
+        pytest.param("tq_simple", [], marks=pytest.mark.long),
+        pytest.param("in-memory", [], marks=pytest.mark.long),
+    ],
+)
+def test_runs_on_megatron_train_as_the_run_on_fsdp2_does(
+    plain: list[dict[str, Any]], tmp_path: Path, path: str, arguments: list[str]
+) -> None:
+    records = _run(tmp_path, "--workers", "megatron", *arguments, path=path)
+    assert {record["path"] for record in records} == {path}
+    _assert_like(plain, results(records))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("arguments", [["--backend", "tq_simple"], ["--backend", "redis_store", "--tp", "2"]])
+def test_a_whole_run_on_megatron_raises_the_reward(tmp_path: Path, arguments: list[str]) -> None:
+    code = main(["--workers", "megatron", "--out", str(tmp_path / "out"), *arguments])
+    assert code == 0
+    rewards = [record["reward"] for record in read_metrics(tmp_path / "out")]
+    assert len(rewards) == 200
+    assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 0.2
+
+
+def test_weights_reach_a_megatron_model_and_come_back_as_they_were() -> None:
+    """In a process of a group of one; two ranks cut them in the runs above, where the rollout worker gets them back."""
+    program = """
+import torch, torch.distributed as dist
+from grpo.megatron_model import build_megatron_model, load_state, megatron_token_logprobs, whole_state
+from grpo.model import ModelConfig, build_model, token_logprobs
+from megatron.core import parallel_state
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+parallel_state.initialize_model_parallel(1)
+sizes = ModelConfig(width=32, layers=2, heads=4)
+whole = build_model(sizes, seed=3)
+state = dict(whole.named_parameters())
+model = build_megatron_model(sizes, 1)
+load_state(model, state, sizes.heads)
+back = whole_state(model, list(state), sizes.heads)
+assert list(back) == list(state)
+assert all(torch.equal(back[name], state[name]) for name in state)
+lengths = torch.tensor([7, 2, 5])
+ids = torch.randint(1, 14, (3, 8)) * (torch.arange(8) < lengths.unsqueeze(1))
+expected = token_logprobs(whole(ids), ids, lengths)
+for packed in (False, True):
+    torch.testing.assert_close(megatron_token_logprobs(model, ids, lengths, packed), expected, rtol=0, atol=1e-5)
+dist.destroy_process_group()
+"""
+    examples = str(Path(__file__).resolve().parents[2] / "examples")
+    environment = {**os.environ, "PYTHONPATH": examples}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
 
 
 def test_dynamic_sampling_trains_on_groups_with_right_and_wrong_answers(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from dataplane_core.codec.frames import split_rows
 from dataplane_core.errors import CorruptDataError
 from dataplane_redis._wire import to_bytes, unpack_rows
 
+pytestmark = pytest.mark.timeout(600)  # Ray, a queue and another process start within the first test
+
 IDS = [f"prompt{number // 4}_g{number % 4}" for number in range(16)]
 FIELDS = ["input_ids", "advantages", "reward", "messages"]
 
@@ -147,3 +149,26 @@ def test_rows_swapped_in_the_store_are_caught_on_both_sides(stored, changed):
     with pytest.raises(CorruptDataError) as caught:
         client.get_samples(IDS, "p", FIELDS)
     assert caught.value.cells == {each: tuple(FIELDS) for each in IDS[2:4]}
+
+
+def test_no_byte_of_a_stored_row_can_change_unnoticed(stored, changed):
+    client, _ = stored
+    size = 0
+
+    def measure(row):
+        nonlocal size
+        size = len(row)
+        return row
+
+    changed(IDS[0], measure)
+    for position in range(size):
+
+        def damage(row, position=position):
+            row[position] ^= 0x10
+            return row
+
+        changed(IDS[0], damage)
+        with pytest.raises(CorruptDataError):
+            client.get_samples([IDS[0]], "p", FIELDS)
+        changed(IDS[0], damage)
+    assert client.get_samples([IDS[0]], "p", FIELDS).batch_size == (1,)

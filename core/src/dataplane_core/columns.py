@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.codec.jagged import as_lengths, materialize, pack_jagged_fields, to_tensordict
 from dataplane_core.codec.tensors import byte_array, host_tensor, is_jagged, jagged_parts
-from dataplane_core.errors import InvalidRequestError, InvalidTypeError
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
     GLOBAL_FORWARD_PAD_SEQLEN,
@@ -212,6 +212,7 @@ def kv_first_write(
     pad_to_multiple: int = 1,
     tags: Sequence[Mapping[str, Any]] | None = None,
     token_aligned_fields: Collection[str] | None = None,
+    required_fields: Collection[str] = (),
 ) -> KVBatchMeta:
     """Writes a rollout's batch in one put: every tensor and object column. Blocks until it is committed.
 
@@ -235,18 +236,27 @@ def kv_first_write(
         tags: N dicts of primitives. The tag ``input_lengths`` is added where the batch has the column, so that claims
             know the lengths.
         token_aligned_fields: Names of the columns to cut, instead of the rule above.
+        required_fields: Names of columns without which nothing is written: what a later stage cannot do without and
+            only this writer knows, such as ``routed_experts`` for router replay.
 
     Returns:
         The meta of the rows, with fields, ``sequence_lengths`` and tags.
 
     Raises:
-        InvalidRequestError: The number of ids must match batch size; other sizes that do not fit.
+        InvalidRequestError: A required column is missing. The number of ids must match batch size; other sizes that do
+            not fit.
         InvalidTypeError: A column that is neither a tensor nor one object per row.
     """
     ids = list(sample_ids)
     where = f"kv_first_write('{partition_id}', {len(ids)} samples)"
     if pad_to_multiple < 1:
         raise InvalidRequestError(f"{where} refused: pad_to_multiple must be at least 1, got {pad_to_multiple}.")
+    lacking = [name for name in required_fields if name not in batch]
+    if lacking:
+        raise InvalidRequestError(
+            f"{where} refused: the batch has no {preview(lacking)}, which is required. Found: "
+            f"{', '.join(map(repr, batch)) or 'nothing'}. Have what generates the rows return it."
+        )
     for name, column in batch.items():
         found = _num_rows(column)
         if found is not None and found != len(ids):

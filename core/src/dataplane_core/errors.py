@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 __all__ = [
     "AlreadyRunningError",
@@ -40,7 +40,11 @@ __all__ = [
 ]
 
 
-def preview(names: Iterable[object], total: int | None = None, limit: int = 3) -> str:
+#: How many of many things an error names.
+_NUM_NAMED: Final = 3
+
+
+def preview(names: Iterable[object], total: int | None = None, limit: int = _NUM_NAMED) -> str:
     """Names the first few of many things and counts the rest: ``'a', 'b', 'c' and 9 more``.
 
     Args:
@@ -203,24 +207,39 @@ class MissingDataError(DataPlaneError, KeyError):
         self.missing_cells = {k: tuple(v) for k, v in (missing_cells or {}).items()}
 
     @classmethod
-    def of_cells(
-        cls, what: str, partition_id: str, lacking: Mapping[str, Sequence[str]], num_samples: int
-    ) -> MissingDataError:
-        """The error of a read that asks for cells not yet produced.
+    def for_samples(cls, what: str, partition_id: str, absent: Sequence[str]) -> MissingDataError:
+        """Samples that the partition does not hold.
 
         Args:
-            what: The operation, to open the message with.
-            partition_id: The partition that was read.
-            lacking: For the first few samples, the fields that they lack. Columns of middleware, whose names begin
-                with ``~``, are left out where fields of the user are missing too.
-            num_samples: How many samples lack something.
+            what: The read, as ``get_samples('train', 512 samples)``.
+            partition_id: The partition.
+            absent: All ids that are not there, in the order asked for; at least one.
         """
-        cells = {
-            sample_id: [name for name in names if not name.startswith("~")] or list(names)
-            for sample_id, names in lacking.items()
-        }
+        return cls(
+            f"{what}: {preview(absent)} {'is' if len(absent) == 1 else 'are'} not in the partition.",
+            partition_id=partition_id,
+            missing_samples=absent[:_NUM_NAMED],
+            hint="They were never written, or were cleared.",
+        )
+
+    @classmethod
+    def for_cells(cls, what: str, partition_id: str, lacking: Iterable[tuple[str, Sequence[str]]]) -> MissingDataError:
+        """Cells that are not yet produced.
+
+        Args:
+            what: The read, as ``get_samples('train', 512 samples)``.
+            partition_id: The partition.
+            lacking: Each sample that lacks fields, with these fields, in the order asked for; at least one. Columns of
+                middleware, whose names begin with ``~``, are named only where no field of the user is missing.
+        """
+        cells: dict[str, Sequence[str]] = {}
+        count = 0
+        for sample_id, names in lacking:
+            count += 1
+            if count <= _NUM_NAMED:
+                cells[sample_id] = [name for name in names if not name.startswith("~")] or names
         shown = "; ".join(f"'{sample_id}' lacks {preview(names)}" for sample_id, names in cells.items())
-        more = f"; and {num_samples - len(cells)} more samples" if num_samples > len(cells) else ""
+        more = f"; and {count - len(cells)} more samples" if count > len(cells) else ""
         return cls(
             f"{what}: cells not yet produced: {shown}{more}.",
             partition_id=partition_id,

@@ -367,25 +367,15 @@ class Ledger:
     def _refuse_missing(
         self, partition_id: str, partition: Partition, sample_ids: Sequence[str], fields: Sequence[str]
     ) -> NoReturn:
+        what = f"get_samples('{partition_id}', {len(sample_ids)} samples)"
         absent = [sample_id for sample_id in sample_ids if sample_id not in partition.rows]
         if absent:
-            raise MissingDataError(
-                f"get_samples('{partition_id}', {len(sample_ids)} samples): {preview(absent)} "
-                f"{'is' if len(absent) == 1 else 'are'} not in the partition.",
-                partition_id=partition_id,
-                missing_samples=absent[:3],
-                hint="They were never written, or were cleared.",
-            )
-        cells: dict[str, list[str]] = {}
-        count = 0
-        for sample_id in sample_ids:
-            lacking = [name for name in fields if name not in partition.rows[sample_id].cells]
-            if lacking:
-                count += 1
-                if len(cells) < 3:
-                    cells[sample_id] = lacking
-        what = f"get_samples('{partition_id}', {len(sample_ids)} samples)"
-        raise MissingDataError.of_cells(what, partition_id, cells, count)
+            raise MissingDataError.for_samples(what, partition_id, absent)
+        lacking = (
+            (sample_id, [name for name in fields if name not in partition.rows[sample_id].cells])
+            for sample_id in sample_ids
+        )
+        raise MissingDataError.for_cells(what, partition_id, (each for each in lacking if each[1]))
 
     def list_samples(self, partition_id: str, tag_filter: Mapping[str, tuple[str, Any]] | None) -> SampleList:
         """Ids in order of first write, with copies of their tags.

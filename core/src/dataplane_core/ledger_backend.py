@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -156,7 +156,8 @@ class LedgerBackend(Backend, ABC):
     """All operations, from a ledger and a payload store. ``Config`` derives from `CapacityOptions`."""
 
     capabilities = LEDGER_CAPABILITIES
-    Config = CapacityOptions
+    # annotated, so that an author's options may have fields without a default
+    Config: ClassVar[type[CapacityOptions]] = CapacityOptions
 
     # --- what a storage author supplies -------------------------------------------------------------------------------
 

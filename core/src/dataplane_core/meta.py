@@ -27,7 +27,8 @@ class KVBatchMeta:
         fields: Field names that the rows are known to have, or None where unknown.
         sequence_lengths: Tokens per row, aligned with ``sample_ids``, or None.
         extra_info: Batch-wide values for the readers, keyed as in `dataplane_core.schema`.
-        tags: Small primitives per row, aligned with ``sample_ids``, or None.
+        tags: Small primitives per row, aligned with ``sample_ids``, or None. Change them by `stamp_tags`: the shards of
+            a meta share its rows' dicts.
         lease_tokens: Proof of the lease on each row, aligned with ``sample_ids``, or None.
 
     Raises:
@@ -135,6 +136,8 @@ class KVBatchMeta:
     def stamp_tags(self, columns: Mapping[str, Sequence[Any]]) -> None:
         """Sets tags **in place**, one column of values per tag name; creates ``tags`` if None.
 
+        Metas that share this one's dicts of tags, as shards do, do not see it.
+
         Raises:
             InvalidRequestError: A column's length is not ``size``; nothing is set then.
         """
@@ -144,11 +147,11 @@ class KVBatchMeta:
                     f"KVBatchMeta.stamp_tags: tag '{name}' must align 1:1 with sample_ids, got {len(values)} values "
                     f"for {self.size} ids."
                 )
-        if self.tags is None:
-            self.tags = [{} for _ in self.sample_ids]
+        rows = [{} for _ in self.sample_ids] if self.tags is None else [dict(row) for row in self.tags]
         for name, values in columns.items():
-            for row, value in zip(self.tags, values, strict=True):
+            for row, value in zip(rows, values, strict=True):
                 row[name] = value
+        self.tags = rows
 
 
 def _pick(column: list[_T] | None, picks: list[int]) -> list[_T] | None:

@@ -29,6 +29,7 @@ from dataplane_core.middleware import Middleware, MiddlewareContext
 
 __all__ = [
     "BACKEND_GROUP",
+    "KNOWN_BACKENDS",
     "MIDDLEWARE_GROUP",
     "PluginRecord",
     "connect",
@@ -41,7 +42,7 @@ BACKEND_GROUP: Final = "dataplane.backends"
 MIDDLEWARE_GROUP: Final = "dataplane.middleware"
 
 #: Backends of this project, with the distribution that brings each.
-_KNOWN: Final[dict[str, str]] = {
+KNOWN_BACKENDS: Final[dict[str, str]] = {
     "noop": "dataplane-noop",
     "redis_store": "dataplane-redis",
     "tq_simple": "dataplane-tq-simple",
@@ -188,13 +189,13 @@ def _load(group: str, name: str, kind: str) -> Any:
 
 def _unknown(group: str, name: str, kind: str) -> UnknownBackendError:
     found = [record.name for record in find_plugins(group)]
-    near = difflib.get_close_matches(name, [*found, *(_KNOWN if kind == "backend" else ())], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, [*found, *(KNOWN_BACKENDS if kind == "backend" else ())], n=1, cutoff=0.5)
     parts = []
     if near and near[0] != name:
         parts.append(f"Did you mean '{near[0]}'?")
-    known = name if name in _KNOWN else near[0] if near and near[0] not in found else None
-    if kind == "backend" and known in _KNOWN:
-        parts.append(f"Install '{known}' with: pip install {_KNOWN[known]}")
+    known = name if name in KNOWN_BACKENDS else near[0] if near and near[0] not in found else None
+    if kind == "backend" and known in KNOWN_BACKENDS:
+        parts.append(f"Install '{known}' with: pip install {KNOWN_BACKENDS[known]}")
     return UnknownBackendError(
         f"{kind} '{name}' is not installed. Found: {', '.join(found) or 'none'}.", hint=" ".join(parts) or None
     )

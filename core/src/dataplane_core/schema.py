@@ -68,7 +68,8 @@ PLAN_KEYS: Final = (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB
 #: Tag from which a claim fills ``KVBatchMeta.sequence_lengths``.
 INPUT_LENGTHS_TAG: Final = "input_lengths"
 
-#: Mixture-of-experts router replay: ``routed_experts`` (N, S, layers, k), the experts that generation chose per token.
+#: Mixture-of-experts router replay: ``routed_experts`` (N, S, layers, k) signed integers, the experts that generation
+#: chose per token; -1 where it recorded none, such as for a last token, which generation never runs through the model.
 ROUTED_EXPERTS_FIELD: Final = "routed_experts"
 
 #: The fields above that have one element per token on dim 1, padding included.

@@ -168,6 +168,16 @@ def test_an_empty_batch_writes_nothing(client):
     assert meta.sequence_lengths == []
 
 
+def test_a_batch_without_a_required_column_is_refused_and_nothing_is_written(client):
+    required = ["input_ids", "routed_experts", "audio"]
+    with pytest.raises(InvalidRequestError, match="the batch has no 'routed_experts', 'audio', which is required"):
+        write(client, make_batch(), required_fields=required)
+    assert client.list_samples("train").size == 0
+    experts = torch.zeros(4, WIDTH, 2, 2, dtype=torch.int16)
+    meta = write(client, make_batch(routed_experts=experts), required_fields=required[:2])
+    assert [len(row) for row in stored(client, meta, "routed_experts").unbind()] == LENGTHS
+
+
 def test_ids_must_match_the_batch_size(client):
     with pytest.raises(InvalidRequestError, match="must match batch size, got 3 ids and 4 rows in field 'input_ids'"):
         kv_first_write(make_batch(), sample_ids=IDS[:3], dp_client=client, partition_id="train")

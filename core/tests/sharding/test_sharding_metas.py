@@ -173,7 +173,7 @@ def test_largest_first_orders_bins_before_they_are_dealt():
     assert [shard.sample_ids for shard in shards] == [["s1", "s5", "s4"], ["s2", "s3", "s0"]]
 
 
-def test_shards_inherit_extra_info_and_share_nothing():
+def test_shards_inherit_extra_info_and_what_they_change_stays_theirs():
     meta = meta_of([9, 30, 17, 2], note={"step": [1]})
     before = copy.deepcopy(meta)
     shards, _ = shard_meta_for_dp(meta, dp_world=2, dynamic_batching_args=DYNAMIC)
@@ -190,6 +190,18 @@ def test_shards_inherit_extra_info_and_share_nothing():
         "micro_batch_lengths": [[30]],
         "elem_counts_per_gb": None,
     }
+
+
+def test_a_stamp_stays_with_the_meta_that_got_it():
+    meta = meta_of([9, 30, 17, 2])
+    shards, _ = shard_meta_for_dp(meta, dp_world=2, dynamic_batching_args=DYNAMIC)
+    before = copy.deepcopy([shard.tags for shard in shards])
+    meta.stamp_tags({"row": [7] * 4, "late": [True] * 4})
+    assert [shard.tags for shard in shards] == before
+    shards[0].stamp_tags({"seen": [1, 2]})
+    assert shards[1].tags == before[1]
+    assert [row["row"] for row in meta.tags] == [7] * 4
+    assert all("seen" not in row for row in meta.tags)
 
 
 def test_a_plan_that_the_meta_carries_is_not_inherited():

@@ -68,6 +68,32 @@ def test_a_delay_holds_requests_back(client, faults):
     assert time.monotonic() - start >= 0.05
 
 
+def test_a_late_request_reaches_the_backend_after_its_deadline(client, faults):
+    late_by_s = []
+
+    def seen(request, reply):
+        late_by_s.append(time.monotonic() - request.deadline)
+        return reply
+
+    with faults.late("put_samples"), faults.after("put_samples", seen):
+        _put(client, "a")
+    assert late_by_s[0] > 0
+
+
+@pytest.mark.parametrize("operation", ["put_samples", "claim", "list_samples", "ack"])
+def test_replies_that_count_too_few_samples_are_refused(client, faults, operation):
+    _put(client, "a", "b")
+    held = client.claim_meta("p", "train", ["x"], 1, lease_s=600)
+    calls = {
+        "put_samples": lambda: _put(client, "c", "d"),
+        "claim": lambda: client.claim_meta("p", "train", ["x"], 1),
+        "list_samples": lambda: client.list_samples("p"),
+        "ack": lambda: client.ack(held),
+    }
+    with faults.truncation(operation=operation), pytest.raises(BackendError, match=r"reply holds \d .* for \d samples"):
+        calls[operation]()
+
+
 @pytest.mark.parametrize("truncation", [{}, {"num_rows": 2}, {"field": "y"}])
 def test_truncated_replies_are_refused_by_the_client(client, faults, truncation):
     _put(client, "a", "b", "c")

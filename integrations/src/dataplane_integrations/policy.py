@@ -19,7 +19,13 @@ from dataplane_core.columns import read_columns, write_columns
 from dataplane_core.errors import ConfigError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.registry import connect
-from dataplane_core.schema import DP_TRAIN_FIELDS, GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, PAD_TO_MULTIPLE
+from dataplane_core.schema import (
+    DP_TRAIN_FIELDS,
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    LP_SEED_FIELDS,
+    PAD_TO_MULTIPLE,
+    fields_with_optional_routed_experts,
+)
 from dataplane_core.sharding.preshard import shard_meta_for_dp
 from dataplane_integrations.attach import DataPlaneSource
 from dataplane_integrations.batching import Batching, Stage
@@ -40,6 +46,7 @@ class DataPlanePolicy:
         batching: How rows become microbatches; the plan is made here, so that all ranks have equally many.
         train_fields: What `train_from_meta` has the workers read.
         logprob_fields: What the logprob calls have the workers read.
+        router_replay: Workers read ``routed_experts`` besides, for both; rows without it are refused.
         timeout_s: Deadline of one call on all workers, in seconds.
         flops_tracker: Sees the lengths of every shard that is trained on.
 
@@ -56,14 +63,15 @@ class DataPlanePolicy:
         batching: Batching | None = None,
         train_fields: Sequence[str] = DP_TRAIN_FIELDS,
         logprob_fields: Sequence[str] = LP_SEED_FIELDS,
+        router_replay: bool = False,
         timeout_s: float = 600.0,
         flops_tracker: FlopsTracker | None = None,
     ) -> None:
         self._workers = workers
         self._dp_world = max(workers.dp_ranks) + 1
         self._batching = batching or Batching()
-        self._train_fields = list(train_fields)
-        self._logprob_fields = list(logprob_fields)
+        self._train_fields = fields_with_optional_routed_experts(train_fields, enabled=router_replay)
+        self._logprob_fields = fields_with_optional_routed_experts(logprob_fields, enabled=router_replay)
         self._timeout_s = timeout_s
         self._flops_tracker = flops_tracker
         self._step_partition: str | None = None

@@ -75,6 +75,7 @@ class DataPlaneRolloutMixin(DataPlaneClientMixin):
         task_name: str = "train",
         pad_to_multiple: int = 1,
         token_aligned_fields: Collection[str] | None = None,
+        required_fields: Collection[str] = (),
     ) -> RolloutReceipt:
         """Writes every column of the batch in one put.
 
@@ -88,9 +89,10 @@ class DataPlaneRolloutMixin(DataPlaneClientMixin):
             task_name: The task that will train on the rows.
             pad_to_multiple: Readers round their padded length up to a multiple of this many tokens.
             token_aligned_fields: Columns to cut to the rows' lengths; None: as `kv_first_write` finds them.
+            required_fields: Columns without which nothing is written, such as ``routed_experts`` for router replay.
 
         Raises:
-            InvalidRequestError: A count of ids other than N, or a carry field that the batch has not.
+            InvalidRequestError: A count of ids other than N, or a carry field or required column that the batch lacks.
             InvalidTypeError: A carry field that is wider than one value per row.
         """
         carry = {name: _small_column(batch, name) for name in carry_fields}
@@ -104,6 +106,7 @@ class DataPlaneRolloutMixin(DataPlaneClientMixin):
             pad_to_multiple=pad_to_multiple,
             tags=tags,
             token_aligned_fields=token_aligned_fields,
+            required_fields=required_fields,
         )
         return RolloutReceipt(meta=meta, carry=carry)
 

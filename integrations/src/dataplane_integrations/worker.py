@@ -18,9 +18,15 @@ from torch import Tensor
 
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict
 from dataplane_core.columns import read_columns, write_columns
-from dataplane_core.errors import InvalidRequestError, InvalidTypeError, UnsupportedOperationError
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError, UnsupportedOperationError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MULTIMODAL_FIELDS, PER_TOKEN_FIELDS, PLAN_KEYS
+from dataplane_core.schema import (
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    MULTIMODAL_FIELDS,
+    PER_TOKEN_FIELDS,
+    PLAN_KEYS,
+    ROUTED_EXPERTS_FIELD,
+)
 from dataplane_core.sharding.axes import REPLICATED_AXES, NamedSharding
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.batching import Batching, Stage
@@ -119,7 +125,10 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def _pad_value_dict(self) -> dict[str, int | float]:
-        """Pad values by field; fields not named pad with 0. Default: the tokenizer's pad id for ``input_ids``."""
+        """Pad values by field. Default: the tokenizer's pad id for ``input_ids``.
+
+        Fields not named pad with 0, ``routed_experts`` with -1: no expert.
+        """
         pad_id = getattr(getattr(self, "tokenizer", None), "pad_token_id", None)
         return {} if pad_id is None else {"input_ids": int(pad_id)}
 
@@ -188,14 +197,23 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         return broadcast_from_leader(read, group=group)
 
     def _read(self, meta: KVBatchMeta, layout: Literal["padded", "jagged"], dp_aligned: bool) -> BatchedDataDict:
-        return read_columns(
-            self._require_dp_client(),
-            meta,
-            layout=layout,
-            pad_value_dict=self._pad_value_dict(),
-            pad_to_seqlen=self._forward_pad_seqlen(meta) if dp_aligned else 0,
-            ragged_fields=self.ragged_fields,
-        )
+        try:
+            return read_columns(
+                self._require_dp_client(),
+                meta,
+                layout=layout,
+                # 0 is an expert, and no padding
+                pad_value_dict={ROUTED_EXPERTS_FIELD: -1, **self._pad_value_dict()},
+                pad_to_seqlen=self._forward_pad_seqlen(meta) if dp_aligned else 0,
+                ragged_fields=self.ragged_fields,
+            )
+        except MissingDataError as error:
+            if any(ROUTED_EXPERTS_FIELD in fields for fields in error.missing_cells.values()):
+                error.hint = (
+                    f"Router replay reads '{ROUTED_EXPERTS_FIELD}' with the tokens. Have the rollout write it; its "
+                    f"first write with required_fields=['{ROUTED_EXPERTS_FIELD}'] refuses a batch without it."
+                )
+            raise
 
     # --- the microbatch plan ------------------------------------------------------------------------------------------
 

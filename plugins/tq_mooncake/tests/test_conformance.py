@@ -3,18 +3,10 @@
 import time
 
 import pytest
-import ray
 
 from dataplane_core.codec.frames import split_rows
 from dataplane_core.testing import BackendConformance
 from dataplane_mooncake import TQMooncakeBackend
-
-
-@pytest.fixture(scope="module")
-def ray_address():
-    context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
 
 
 class TestTQMooncake(BackendConformance):

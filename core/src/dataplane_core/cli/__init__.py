@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 for a failure that was reported, 2 for wrong usage.
     """
     parser = argparse.ArgumentParser(
-        prog="dataplane", description="Backends of the data plane: list, check and prove them."
+        prog="dataplane", description="Backends of the data plane: list, check, prove and begin them."
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -47,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "-k", dest="select", metavar="EXPRESSION", help="only the tests that match, as pytest's -k"
     )
 
+    new_plugin = commands.add_parser("new-plugin", help="write a project with a backend that passes the kit")
+    new_plugin.add_argument("name", help="entry-point name of the new backend, such as acme_store")
+    new_plugin.add_argument("--dir", dest="folder", help="where to write it; default: dataplane-NAME, here")
+
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "backends":
@@ -57,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from dataplane_core.cli._doctor import run as examine
 
             return examine(chosen.name, config_path=chosen.config, as_json=chosen.json)
+        if chosen.command == "new-plugin":
+            from dataplane_core.cli._new_plugin import run as write_project
+
+            return write_project(chosen.name, folder=chosen.folder)
         from dataplane_core.cli._conformance import run as run_kit
 
         return run_kit(

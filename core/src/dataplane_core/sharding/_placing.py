@@ -6,9 +6,10 @@ bin of each; bins are numbered in the order in which they are opened.
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from heapq import heappop, heappush, heapreplace
 from typing import Final, TypeAlias
 
@@ -19,6 +20,9 @@ __all__ = ["PLACERS", "Ints", "stable_argsort"]
 
 Ints: TypeAlias = NDArray[np.int64]
 _Placed: TypeAlias = tuple[Ints, Ints]
+
+#: Sizes up to this many tokens are looked up in a table, larger ones by bisection.
+_LARGEST_TABLE: Final = 1 << 17
 
 
 # --- placing ---------------------------------------------------------------------------------------------------------
@@ -53,21 +57,24 @@ def _place_by_class(sizes: Ints, capacity: int, seed: int | None) -> _Placed:
     large, medium, small = (int(np.searchsorted(-falling, -(capacity // part))) for part in (2, 3, 6))
     if not large:
         return order, _first_fit_of_runs(*_runs(falling), capacity)
-    as_list = falling.tolist()
+    as_list = falling[:small].tolist()
     room = (capacity - falling[:large]).tolist()  # rises from bin to bin
-    ordinals, bins = _pair_with_medium(as_list, large, medium, room)
+    ends = np.cumsum(_runs(falling[:large])[1]).tolist()
+    ordinals, bins = _pair_with_medium(as_list, large, medium, room, itertools.pairwise([0, *ends]))
     more_ordinals, more_bins = _pair_with_two_small(as_list, medium, small, room, set(bins))
-    placed = np.asarray([*range(large), *ordinals, *more_ordinals], dtype=np.int64)
-    in_bins = np.asarray([*range(large), *bins, *more_bins], dtype=np.int64)
+    pairs = np.asarray([[*ordinals, *more_ordinals], [*bins, *more_bins]], dtype=np.int64)
+    placed, in_bins = np.concatenate([np.tile(np.arange(large), (2, 1)), pairs], axis=1)
     is_left = np.ones(len(falling), dtype=bool)
     is_left[placed] = False
     left = np.flatnonzero(is_left)
-    fitted, fitted_bins, left = _fill_up(falling, left, room)
+    fitted, fitted_bins, left = _fill_up(falling, left, np.asarray(room))
     rest_bins = _first_fit_of_runs(*_runs(falling[left]), capacity) + large  # phase 5
     return order[np.concatenate([placed, fitted, left])], np.concatenate([in_bins, fitted_bins, rest_bins])
 
 
-def _pair_with_medium(falling: list[int], first: int, end: int, room: list[int]) -> tuple[list[int], list[int]]:
+def _pair_with_medium(
+    falling: list[int], first: int, end: int, room: list[int], groups: Iterable[tuple[int, int]]
+) -> tuple[list[int], list[int]]:
     """Phase 2. Room rises from bin to bin, so what fits is a stack: the largest is the last to have become fit.
 
     Args:
@@ -75,21 +82,28 @@ def _pair_with_medium(falling: list[int], first: int, end: int, room: list[int])
         first: Where the medium ones begin.
         end: Where they end.
         room: Of each bin; is used up.
+        groups: Neighbouring bins with the same room: the first, and where they end.
 
     Returns:
         The ordinals that are placed, and the bin of each.
     """
-    placed, bins, fitting = [], [], []
+    placed: list[int] = []
+    bins: list[int] = []
+    fitting: list[int] = []
     smallest = end - 1
-    for number, free in enumerate(room):
+    for number, stop in groups:
+        free = room[number]
         while smallest >= first and falling[smallest] <= free:
             fitting.append(smallest)
             smallest -= 1
         if fitting:
-            ordinal = fitting.pop()
-            room[number] = free - falling[ordinal]
-            placed.append(ordinal)
-            bins.append(number)
+            taken = fitting[: -(stop - number) - 1 : -1]
+            del fitting[-len(taken) :]
+            placed += taken
+            bins += range(number, number + len(taken))
+            for ordinal in taken:
+                room[number] = free - falling[ordinal]
+                number += 1
     return placed, bins
 
 
@@ -119,8 +133,11 @@ def _pair_with_two_small(
     return placed, bins
 
 
-def _fill_up(falling: Ints, left: Ints, room: list[int]) -> tuple[Ints, Ints, Ints]:
+def _fill_up(falling: Ints, left: Ints, room: Ints) -> tuple[Ints, Ints, Ints]:
     """Phase 4. Equal sizes are one entry; an entry that is used up points to the next smaller one.
+
+    Neighbouring bins with the same room choose alike as long as there is enough of what they choose, so they are one
+    group until it runs out: then those that got some go on first, as if each bin had been filled on its own.
 
     Args:
         falling: All sizes.
@@ -131,39 +148,47 @@ def _fill_up(falling: Ints, left: Ints, room: list[int]) -> tuple[Ints, Ints, In
         The ordinals that are placed, the bin of each, and the ordinals that are left, in order.
     """
     sizes, counts = _runs(falling[left])
+    if not sizes:
+        return left, left, left
     sizes.reverse()
     counts.reverse()  # rising
     starts = len(left) - np.cumsum(counts)  # where the ordinals of each entry begin in `left`
     smaller = list(range(-1, len(sizes) - 1))
-    entries: list[int] = []
-    bins: list[int] = []
+    entries, firsts, bins, per_bin = array("q"), array("q"), array("q"), array("q")
     lowest = 0  # no entry below it has any left
-    for number, free in enumerate(room):
-        while lowest < len(sizes) and free >= sizes[lowest]:
+    begins = np.flatnonzero(np.diff(room, prepend=-1)).tolist()
+    for begin, end in itertools.pairwise([*begins, len(room)]):
+        pending = [(begin, end, int(room[begin]))]
+        while pending and lowest < len(sizes):
+            first, stop, free = pending.pop()
+            if free < sizes[lowest]:
+                continue
             entry = bisect_right(sizes, free) - 1
             if not counts[entry]:
                 entry = _used_up_to(entry, counts, smaller)
                 if entry < 0:
                     while lowest < len(sizes) and not counts[lowest]:
                         lowest += 1
-                    break
-            size = sizes[entry]
-            count = min(counts[entry], free // size) if size else counts[entry]
-            counts[entry] -= count
-            free -= count * size
-            if count == 1:
-                entries.append(entry)
-                bins.append(number)
-            else:
-                entries += [entry] * count
-                bins += [number] * count
+                    continue
+            size, count = sizes[entry], counts[entry]
+            each = min(count, free // size) if size else count
+            full = min(count // each, stop - first)
+            counts[entry] -= full * each
+            entries.append(entry)
+            firsts.append(first)
+            bins.append(full)
+            per_bin.append(each)
+            if first + full < stop:
+                pending.append((first + full, stop, free))
+            pending.append((first, first + full, free - each * size))
+    group = [np.frombuffer(words, dtype=np.int64) for words in (firsts, bins, per_bin)]
     # The k-th to be placed of an entry is its k-th ordinal
-    of_entry = np.asarray(entries, dtype=np.int64)
+    of_entry = np.repeat(np.frombuffer(entries, dtype=np.int64), group[1] * group[2])
     by_entry = stable_argsort(of_entry)
     many = np.bincount(of_entry, minlength=len(sizes))
     places = np.empty(len(of_entry), np.int64)
     places[by_entry] = np.arange(len(of_entry)) + np.repeat(starts - (np.cumsum(many) - many), many)
-    return left[places], np.asarray(bins, dtype=np.int64), np.delete(left, places)
+    return left[places], _expand(*group), np.delete(left, places)
 
 
 def _used_up_to(entry: int, counts: list[int], smaller: list[int]) -> int:
@@ -222,15 +247,20 @@ def _first_fit_of_runs(sizes: list[int], counts: list[int], capacity: int) -> In
     once. Since sizes fall, a group that has room for this size has room for all later ones until it is used: a heap
     holds the groups that have room, the others wait for the first size that they have room for.
     """
-    rising = sizes[::-1]
-    smallest = rising[0] if rising else 0
-    waiting: defaultdict[int, list[int]] = defaultdict(list)
+    if not sizes:
+        return np.empty(0, np.int64)
+    rising, least = sizes[::-1], sizes[-1]
+    fits_from: list[int] = []  # room -> the first size that fits in
+    if sizes[0] <= _LARGEST_TABLE:
+        fits_from = (len(sizes) - np.searchsorted(rising, np.arange(sizes[0]), side="right")).tolist()
+    waiting: list[list[int] | None] = [None] * len(sizes)
     fitting: list[int] = []
     room: list[int] = []  # of each bin of the group that begins here
     stop: list[int] = []  # where the group that begins here ends
-    filled: list[tuple[int, int, int]] = []  # first bin, bins, sequences for each
+    # What was filled: the first bin, how many bins, sequences for each. Machine words, which numpy takes as they are
+    firsts, bins, per_bin = array("q"), array("q"), array("q")
     for rank, (size, left) in enumerate(zip(sizes, counts, strict=True)):
-        for first in waiting.pop(rank, ()):
+        for first in waiting[rank] or ():
             heappush(fitting, first)
         while left:
             if not fitting:
@@ -242,38 +272,42 @@ def _first_fit_of_runs(sizes: list[int], counts: list[int], capacity: int) -> In
             free = room[first]
             end = stop[first]
             each = free // size if size else left
-            full = left // each
-            if full:
-                if full > end - first:
-                    full = end - first
-                left -= full * each
-                filled.append((first, full, each))
-                rest = free - each * size
-                if first + full == end:
-                    heappop(fitting)
-                else:
-                    room[first + full] = free
-                    stop[first + full] = end
-                    heapreplace(fitting, first + full)
-                    stop[first] = first + full
-                if rest >= smallest:
-                    room[first] = rest
-                    waiting[len(sizes) - bisect_right(rising, rest)].append(first)
-            else:  # less than one bin takes
-                filled.append((first, 1, left))
+            firsts.append(first)
+            if each > left:  # less than one bin takes
+                bins.append(1)
+                per_bin.append(left)
                 room[first] = free - left * size
-                left = 0
                 if first + 1 < end:
                     stop[first] = first + 1
                     room[first + 1] = free
                     stop[first + 1] = end
                     heappush(fitting, first + 1)
-    return _expand(filled)
+                break
+            full = 1 if first + 1 == end else min(left // each, end - first)
+            bins.append(full)
+            per_bin.append(each)
+            left -= full * each
+            if first + full == end:
+                heappop(fitting)
+            else:
+                room[first + full] = free
+                stop[first + full] = end
+                heapreplace(fitting, first + full)
+                stop[first] = first + full
+            rest = free - each * size
+            if least <= rest < size:  # never as large as what went in, but for a size of 0, after which nothing comes
+                room[first] = rest
+                wanted = fits_from[rest] if fits_from else len(sizes) - bisect_right(rising, rest)
+                others = waiting[wanted]
+                if others is None:
+                    waiting[wanted] = [first]
+                else:
+                    others.append(first)
+    return _expand(*(np.frombuffer(words, dtype=np.int64) for words in (firsts, bins, per_bin)))
 
 
-def _expand(filled: list[tuple[int, int, int]]) -> Ints:
+def _expand(first: Ints, bins: Ints, each: Ints) -> Ints:
     """The bin of each sequence, of groups that were filled one after the other."""
-    first, bins, each = np.asarray(filled, dtype=np.int64).reshape(-1, 3).T
     total = bins * each
     within = np.arange(int(total.sum())) - np.repeat(np.cumsum(total) - total, total)
     found: Ints = np.repeat(first, total) + within // np.repeat(each, total)

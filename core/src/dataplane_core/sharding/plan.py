@@ -286,19 +286,21 @@ def _deal(
     bins = np.arange(len(counts)) if order is None else order
     bins = bins.reshape(-1, shards).T.ravel()  # all of shard 0, all of shard 1, ...
     starts = (np.cumsum(counts) - counts)[bins]
-    counts, tokens = counts[bins], tokens[bins]
+    counts = counts[bins]
     ends = np.cumsum(counts)
-    items = items[np.repeat(starts - (ends - counts), counts) + np.arange(len(items))]
-    per_shard = len(bins) // shards
-    first = 0
-    for shard in range(shards):
-        part = slice(shard * per_shard, (shard + 1) * per_shard)
-        last = int(ends[part][-1])
-        plan.rows[shard].extend(items[first:last].tolist())
-        plan.micro_batch_indices[shard].append(_pairs((ends[part] - first).tolist()))
-        plan.micro_batch_lengths[shard].append(tokens[part].tolist())
+    rows = items[np.repeat(starts - (ends - counts), counts) + np.arange(len(items))].tolist()
+    # one line per shard, and all of them listed at once: numpy's cost of a call counts where chunks are small
+    counts, ends = counts.reshape(shards, -1), ends.reshape(shards, -1)
+    firsts = (ends[:, 0] - counts[:, 0]).tolist()
+    lasts = ends[:, -1].tolist()
+    held = np.cumsum(counts, axis=1)
+    pairs = np.stack([held - counts, held], axis=2).tolist()
+    padded = tokens[bins].reshape(shards, -1).tolist()
+    for shard, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
+        plan.rows[shard].extend(rows[first:last])
+        plan.micro_batch_indices[shard].append(pairs[shard])
+        plan.micro_batch_lengths[shard].append(padded[shard])
         plan.elem_counts_per_gb[shard].append(last - first)
-        first = last
 
 
 # --- shared ----------------------------------------------------------------------------------------------------------
@@ -372,4 +374,4 @@ def _round_up(sizes: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
 
 
 def _pairs(ends: list[int]) -> list[list[int]]:
-    return [list(pair) for pair in itertools.pairwise([0, *ends])]
+    return list(map(list, itertools.pairwise([0, *ends])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from dataplane_core.errors import InvalidRequestError
@@ -47,7 +48,9 @@ def shard_meta_for_dp(
         One meta per rank, and where each row of the concatenated ranks came from, None if that is the meta's own order.
         `BatchedDataDict.reorder_data` with it, on rank-concatenated outputs, restores the meta's order.
 
-        Tags, lengths and lease tokens follow their rows. ``extra_info`` has the meta's own entries (each rank its copy)
+        Tags, lengths and lease tokens follow their rows; the dicts of tags are the meta's own, since copying them costs
+        more than the plan (`KVBatchMeta.stamp_tags` replaces what it changes, so a stamp stays with its meta).
+        ``extra_info`` has the meta's own entries (each rank its copy)
         and, where microbatches are planned, ``micro_batch_indices``, ``micro_batch_lengths`` and ``elem_counts_per_gb``
         (None for dynamic batching) as `ShardPlan` describes them. A plan that the meta carried is not inherited: it was
         made for other rows.
@@ -86,8 +89,6 @@ def shard_meta_for_dp(
 
 
 def _carry_out(meta: KVBatchMeta, plan: ShardPlan) -> list[KVBatchMeta]:
-    # Tags are primitives by contract, so a shallow copy of each is a copy; copied in memory order, eight times as fast
-    tags = None if meta.tags is None else list(map(dict.copy, meta.tags))
     inherited = {key: value for key, value in meta.extra_info.items() if key not in PLAN_KEYS}
     shards = []
     for rank, rows in enumerate(plan.rows):
@@ -105,7 +106,7 @@ def _carry_out(meta: KVBatchMeta, plan: ShardPlan) -> list[KVBatchMeta]:
                 fields=None if meta.fields is None else list(meta.fields),
                 sequence_lengths=None if meta.sequence_lengths is None else _pick(meta.sequence_lengths, rows),
                 extra_info=extra_info,
-                tags=None if tags is None else _pick(tags, rows),
+                tags=None if meta.tags is None else _pick(meta.tags, rows),
                 lease_tokens=None if meta.lease_tokens is None else _pick(meta.lease_tokens, rows),
             )
         )
@@ -113,4 +114,5 @@ def _carry_out(meta: KVBatchMeta, plan: ShardPlan) -> list[KVBatchMeta]:
 
 
 def _pick(column: Sequence[_T], rows: list[int]) -> list[_T]:
-    return [column[row] for row in rows]
+    # half the time of a comprehension; but for one row it would give that row's value alone
+    return list(itemgetter(*rows)(column)) if len(rows) > 1 else [column[row] for row in rows]

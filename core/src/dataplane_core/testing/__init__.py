@@ -12,7 +12,12 @@ A storage author's test file:
         def options(self, my_server):
             return {"url": my_server.url}
 
-Needs the extra ``dataplane-core[testing]``.
+Needs the extra ``dataplane-core[testing]``. Environment variables:
+
+- ``DATAPLANE_HYPOTHESIS_PROFILE=long``: many and random examples, 200 kills for 20, 100,000 claims by 8 processes.
+- ``DATAPLANE_CONFORMANCE_KILLS``: how many clients are killed.
+- ``DATAPLANE_CONFORMANCE_SEED``: the moments at which they are killed, as a failing test prints it.
+- ``DATAPLANE_CONFORMANCE_PROMPT_S``: what "at once" may take, in seconds; default 10.
 """
 
 from dataplane_core.testing._base import ConformanceError

@@ -115,7 +115,7 @@ class Suite:
     backend: ClassVar[str] = ""
     backend_class: ClassVar[type[Backend] | None] = None
     deviations: ClassVar[Mapping[str, str]] = {}
-    op_timeout_s: ClassVar[float] = 30.0
+    op_timeout_s: ClassVar[float] = 90.0
     most_copies: ClassVar[Mapping[str, tuple[float, str]]] = {}
     store_per_test: ClassVar[bool] = False
 

@@ -55,11 +55,11 @@ def allocated(call: Callable[[], _R]) -> tuple[_R, Allocated]:
     return result, Allocated(storages.size_bytes, peak - before)
 
 
-class _Storages(TorchDispatchMode):
+class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that operators return and were not given."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.size_bytes = 0
 
     def __torch_dispatch__(

@@ -42,8 +42,9 @@ PLAIN: Final = "plain"
 
 #: How many are killed; the environment variable sets another number.
 _KILLS: Final = int(os.environ.get("DATAPLANE_CONFORMANCE_KILLS") or (200 if is_long() else 20))
-#: Victims that live at once: while one is killed, the next ones attach.
-_AT_ONCE: Final = 3
+#: Victims that live at once, and those of them that work already: the others attach meanwhile.
+_AT_ONCE: Final = 4
+_AT_WORK: Final = 2
 #: Samples of a put, and of a claim.
 _ROWS: Final = 4
 #: Samples without a lease that kills may lose: one claim each.
@@ -52,6 +53,8 @@ MOST_LOST: Final = _KILLS * _ROWS
 _FIRST: Final = 8 * _KILLS
 #: What a victim that is killed holds for so many seconds.
 _LEASE_S: Final = 1.0
+#: A victim is killed within two puts, and within so many seconds.
+_LATEST_S: Final = 0.2
 #: Seconds until a victim must have put and claimed, on a loaded machine.
 _PATIENCE_S: Final = 120.0
 
@@ -215,13 +218,17 @@ def _read(path: Path) -> list[list[Any]]:
 def _kill_all(deployment: Deployment, found: Aftermath, partition: str, tasks: Sequence[str], folder: Path) -> None:
     moments = random.Random(found.seed)
     waiting: list[tuple[int, Worker]] = []
+    started = 0
     try:
         for victim in range(_KILLS):
             while len(waiting) < min(_AT_ONCE, _KILLS - victim):
                 number = victim + len(waiting)
                 worker = deployment.new_worker()
                 waiting.append((number, worker))
-                worker.start(_live, str(folder / str(number)), partition, _first(number), tasks)
+            for number, worker in waiting[:_AT_WORK]:
+                if number == started:
+                    worker.start(_live, str(folder / str(number)), partition, _first(number), tasks)
+                    started += 1
             number, worker = waiting[0]
             worker.wait_ready()
             _kill(worker, folder / str(number), tasks, moments)
@@ -256,8 +263,8 @@ def _kill(worker: Worker, path: Path, tasks: Sequence[str], moments: random.Rand
 
     reports = eventually(busy, _PATIENCE_S, "the first put and claim of a process")
     assert reports is not None
-    put_s = max(report[2] for report in reports if report[0] == "put")
-    time.sleep(moments.uniform(0, 2 * put_s))
+    put_s = [report[2] for report in reports if report[0] == "put"][-1]
+    time.sleep(moments.uniform(0, min(2 * put_s, _LATEST_S)))
     worker.kill()
 
 
@@ -292,6 +299,12 @@ def _look(deployment: Deployment, found: Aftermath, partition: str) -> None:
             return False
         return True
 
+    # listed before it is read: what a victim sent last may be committed only now
+    tags: dict[str, Any] = {}
+    if Capability.LISTING in deployment.backend_class.capabilities:
+        meta = client.list_samples(partition)
+        tags = dict(zip(meta.sample_ids, meta.tags or [], strict=True))
+        found.listed = meta.sample_ids
     try:
         client.get_samples(found.confirmed, partition, list(_FIELDS))
         doubtful = found.unconfirmed
@@ -300,15 +313,11 @@ def _look(deployment: Deployment, found: Aftermath, partition: str) -> None:
     found.found = {name: set(_FIELDS) for name in found.names}
     for name in doubtful:
         found.found[name] = {each for each in _FIELDS if has(name, [each])}
+        if 0 < len(found.found[name]) < len(_FIELDS):
+            found.found[name] = {each for each in _FIELDS if has(name, [each])}
     whole = [name for name in found.names if len(found.found[name]) == len(_FIELDS)]
     found.wrong = [name for name, right in zip(whole, _right(client, partition, whole), strict=True) if not right]
-    if Capability.LISTING in deployment.backend_class.capabilities:
-        meta = client.list_samples(partition)
-        assert meta.tags is not None
-        found.listed = meta.sample_ids
-        found.wrong += [
-            name for name, tags in zip(meta.sample_ids, meta.tags, strict=True) if tags != {"n": int(name[1:])}
-        ]
+    found.wrong += [name for name, row in tags.items() if row != {"n": int(name[1:])}]
 
 
 def _take_the_rest(client: DataPlaneClient, found: Aftermath, partition: str, task: str) -> None:

@@ -46,7 +46,7 @@ class Hooks:
         deadline_s: Seconds until the deadline of each request; may be negative.
     """
 
-    def __init__(self, backend: Backend, deadline_s: float = 30.0) -> None:
+    def __init__(self, backend: Backend, deadline_s: float = 90.0) -> None:
         self._backend = backend
         self._wire = type(backend).wire
         self._deadline_s = deadline_s

@@ -51,7 +51,6 @@ class TestDiesBadly(CrashSuite):
 
 class TestLocksTheStore(CrashSuite):
     backend_class = LocksTheStore
-    op_timeout_s = 3.0
 
     @pytest.fixture
     def options(self, tmp_path_factory):

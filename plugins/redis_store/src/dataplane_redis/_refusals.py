@@ -96,22 +96,14 @@ def raise_missing(
     """Samples that are not there, or cells that are not produced."""
     absent = [sample_id for sample_id, row in zip(request.sample_ids, rows, strict=True) if row is None]
     if absent:
-        raise MissingDataError(
-            f"{what}: {preview(absent)} {'is' if len(absent) == 1 else 'are'} not in the partition.",
-            partition_id=request.partition_id,
-            missing_samples=absent[:3],
-            hint="They were never written, or were cleared.",
-        )
-    cells: dict[str, list[str]] = {}
-    count = 0
+        raise MissingDataError.for_samples(what, request.partition_id, absent)
+    cells = []
     for sample_id, refs in zip(request.sample_ids, unpack_rows([row for row in rows if row is not None]), strict=True):
         has = {name for _, _, layout, _ in refs for name in layouts[layout]}
         lacking = [name for name in request.fields if name not in has]
         if lacking:
-            count += 1
-            if len(cells) < 3:
-                cells[sample_id] = lacking
-    raise MissingDataError.of_cells(what, request.partition_id, cells, count)
+            cells.append((sample_id, lacking))
+    raise MissingDataError.for_cells(what, request.partition_id, cells)
 
 
 def raise_claim(what: str, request: ClaimRequest, reply: Sequence[Any]) -> NoReturn:

@@ -28,16 +28,14 @@ class TQMooncakeBackend(QueueBackend["Engine"]):
 
     @classmethod
     def _engine_class(cls) -> type[Engine]:
-        # TransferQueue hides why Mooncake does not load, so that is looked at first.
-        check_distributions()
-        check_library()
-
         from dataplane_mooncake._engine import Engine
 
         return Engine
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Checks this machine, then starts the instance on Ray, or attaches to it."""
+        check_distributions()
+        check_library()  # before TransferQueue is imported, which hides why it does not load
         if bootstrap and self.config.master_address is None:
             check_master()
         if self.config.protocol == "rdma":

@@ -22,8 +22,6 @@ from dataplane_mooncake.machine import check_master, master_path
 __all__ = ["Master"]
 
 _POLL_S: Final = 0.02
-#: Seconds that the master may take to end when asked; then it is killed.
-_END_S: Final = 5.0
 #: Starts with other ports, where another process took one between our looking and the master's binding.
 _TRIES: Final = 3
 #: Ends the master once standard input closes, which is when its owner is gone.
@@ -143,7 +141,7 @@ class Master:
         return " / ".join(lines[-3:]) or "it wrote no log"
 
     def _end_process(self) -> None:
-        """Ends the watcher, then the master: asked first, then killed."""
+        """Ends the watcher, then the master."""
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.kill()
@@ -152,12 +150,8 @@ class Master:
             watcher.stdin.close()
         process, self._process = self._process, None
         if process is not None:
-            process.terminate()
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()  # it keeps nothing, and asked politely it takes a second
+            process.wait()
 
 
 def _free_port(ip: str) -> int:

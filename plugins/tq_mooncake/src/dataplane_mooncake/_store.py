@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import itertools
 import os
 import queue
@@ -47,6 +48,9 @@ FULL: Final = -200
 UNREACHABLE: Final = -900
 _NOT_READY: Final = -703
 _NOT_FOUND: Final = -704
+
+#: The least severe message that glog writes; 3 is fatal.
+_LOG_THRESHOLD: Final = "_ZN3fLI17FLAGS_minloglevelE"
 
 #: Operations that may use the buffer at a time; each has an equal part of it.
 _NUM_SLOTS: Final = 4
@@ -109,10 +113,11 @@ def open_engine(settings: StoreSettings, *, segment_size_bytes: int) -> Any:
     """
     os.environ["MC_TCP_BIND_ADDRESS"] = settings.address
     os.environ["MC_STORE_MEMCPY"] = "0"  # the fast path within a process is unsafe over TCP in some wheels
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     if settings.protocol == "rdma":
         os.environ.pop("MC_FORCE_TCP", None)
-    engine = check_library().MooncakeDistributedStore()
+    library = check_library()
+    _quieten(library)
+    engine = library.MooncakeDistributedStore()
     host = f"[{settings.address}]" if ":" in settings.address else settings.address
     code = engine.setup(
         host,
@@ -127,9 +132,19 @@ def open_engine(settings: StoreSettings, *, segment_size_bytes: int) -> Any:
         raise BackendUnavailableError(
             f"Mooncake's engine could not be set up (code {code}) at {settings.address} over {settings.protocol} with "
             f"the master at {settings.master}, segment of {segment_size_bytes} bytes.",
-            hint="Its own log on standard error says more; is the master reachable from this node?",
+            hint="Is the master reachable from here? With MC_LOG_LEVEL=INFO in the environment Mooncake says more.",
         )
     return engine
+
+
+def _quieten(library: Any) -> None:
+    """Keeps the library's log off standard error, unless ``MC_LOG_LEVEL`` asks for it.
+
+    It logs every start, and one error at each although all is well. What matters of it is in our errors.
+    """
+    if "MC_LOG_LEVEL" not in os.environ:
+        with contextlib.suppress(ValueError, OSError):  # another build of the library may not export it
+            ctypes.c_int.in_dll(ctypes.CDLL(library.__file__), _LOG_THRESHOLD).value = 3
 
 
 class Store:

@@ -17,7 +17,7 @@ from dataplane_core.testing._store import Store
 __all__ = ["MultimodalSuite"]
 
 #: Images per sample: none, one, or several; each of 4 patches and upwards.
-_GRIDS = ([[1, 2, 2]], [], [[1, 4, 2], [1, 2, 2], [1, 2, 6]], [[2, 2, 2]], [])
+_GRIDS: tuple[list[list[int]], ...] = ([[1, 2, 2]], [], [[1, 4, 2], [1, 2, 2], [1, 2, 6]], [[2, 2, 2]], [])
 _TOKENS = (7, 3, 12, 9, 1)
 
 

@@ -1,0 +1,302 @@
+"""Router replay: recorded experts ride with the tokens, and a mixture-of-experts Megatron model routes by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import tiny_megatron
+import tiny_policy
+import torch
+import torch.distributed as dist
+from tiny_megatron import TinyMegatronWorker, megatron_on_cpu
+from tiny_policy import loss_of
+from torch import Tensor
+
+from dataplane_core import KVBatchMeta, connect, kv_first_write
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, MissingDataError
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD
+from dataplane_integrations import DataPlanePolicy
+from dataplane_integrations.errors import WorkerFailedError
+from dataplane_integrations.groups import InProcessWorkerGroup
+from dataplane_integrations.rollout import DataPlaneRolloutMixin
+
+LENGTHS = [5, 2, 7, 3]
+WIDTH = 8
+EXPERTS, CHOSEN = 4, 2
+
+
+def _batch() -> BatchedDataDict:
+    inside = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)
+    generator = torch.Generator().manual_seed(5)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.randint(1, tiny_megatron.VOCAB, inside.shape, generator=generator) * inside,
+            "input_lengths": torch.tensor(LENGTHS),
+            "token_mask": inside.float(),
+            "sample_mask": torch.ones(len(LENGTHS)),
+            "advantages": torch.randn(inside.shape, generator=generator).where(inside, 0.0),
+        }
+    )
+
+
+def _recorded() -> Tensor:
+    """(N, S, L, k) int16: any experts, but none for a row's last token, which generation does not run; 0 beyond."""
+    generator = torch.Generator().manual_seed(6)
+    scores = torch.rand(len(LENGTHS), max(LENGTHS), tiny_megatron.LAYERS, EXPERTS, generator=generator)
+    experts = scores.topk(CHOSEN, -1).indices.short()
+    for row, length in enumerate(LENGTHS):
+        experts[row, length - 1] = -1
+        experts[row, length:] = 0
+    return experts
+
+
+# --- the column -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["noop", "redis_store", "tq_simple"])
+def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
+    """The driver's client of each backend."""
+    if request.param == "tq_simple":
+        request.getfixturevalue("local_ray")
+    options = {"redis_store": {"namespace": "replay-column"}, "tq_simple": {"instance": "replay-column"}}
+    with connect({"backend": request.param, "options": options.get(request.param, {}), "op_timeout_s": 60}) as client:
+        yield client
+
+
+class Rollout(DataPlaneRolloutMixin):
+    """Makes the first write of a rollout that must have recorded its routing."""
+
+    def write(self, batch: BatchedDataDict) -> KVBatchMeta:
+        ids = [f"p{i}_g0" for i in range(len(LENGTHS))]
+        return self._first_write(
+            batch, sample_ids=ids, partition_id="train", required_fields=[ROUTED_EXPERTS_FIELD]
+        ).meta
+
+
+def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneClient, toy_worker: Any) -> None:
+    workers = [toy_worker(dp_rank=0), toy_worker(dp_rank=1)]
+    rollout = Rollout()
+    rollout.setup_data_plane(plane)
+    group = InProcessWorkerGroup(workers)
+    with DataPlanePolicy(group, plane, router_replay=True, train_fields=["input_ids", "input_lengths"]) as policy:
+        policy.prepare_step("train")
+        meta = rollout.write(BatchedDataDict({**_batch(), ROUTED_EXPERTS_FIELD: _recorded()}))
+        policy.get_logprobs_from_meta(meta)
+        policy.train_from_meta(meta, 1.0)
+
+    stored = plane.get_samples(meta.sample_ids, "train", [ROUTED_EXPERTS_FIELD])[ROUTED_EXPERTS_FIELD]
+    for row, recorded, length in zip(stored.unbind(), _recorded(), LENGTHS, strict=True):
+        assert torch.equal(row, recorded[:length]), "a row at its own length, bit for bit"
+    for what in ("get_logprobs", "train"):
+        seen = [data for worker in workers for name, data in worker.seen if name == what]
+        assert sum(data.size for data in seen) == len(LENGTHS)
+        for data in seen:
+            assert data[ROUTED_EXPERTS_FIELD].dtype == torch.int16
+            columns = (data["input_ids"], data[ROUTED_EXPERTS_FIELD], data["input_lengths"].tolist())
+            for ids, experts, length in zip(*columns, strict=True):
+                row = LENGTHS.index(length)
+                assert torch.equal(ids[:length], _batch()["input_ids"][row, :length])
+                assert torch.equal(experts[:length], _recorded()[row, :length])
+                assert bool((experts[length:] == -1).all()), "padding names no expert"
+
+
+def test_rows_without_their_routing_are_refused_at_the_write(plane: DataPlaneClient) -> None:
+    rollout = Rollout()
+    rollout.setup_data_plane(plane)
+    plane.register_partition("train", [], None, ["train"])
+    with pytest.raises(InvalidRequestError, match="the batch has no 'routed_experts', which is required"):
+        rollout.write(_batch())
+    assert plane.list_samples("train").size == 0
+
+
+def test_rows_without_their_routing_are_refused_at_the_fetch(plane: DataPlaneClient, toy_worker: Any) -> None:
+    ids = [f"p{i}_g0" for i in range(len(LENGTHS))]
+    with DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), plane, router_replay=True) as policy:
+        policy.prepare_step("train")
+        meta = kv_first_write(_batch(), sample_ids=ids, dp_client=plane, partition_id="train")
+        with pytest.raises(WorkerFailedError) as caught:
+            policy.get_logprobs_from_meta(meta)
+    assert isinstance(caught.value.__cause__, MissingDataError)
+    assert "routed_experts" in caught.value.__cause__.message
+    assert "required_fields=['routed_experts']" in (caught.value.__cause__.hint or "")
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[DataPlaneClient]:
+    """The driver's client of a private Redis server, with the rows and their recorded experts in it."""
+    for module in (tiny_policy, tiny_megatron):
+        cloudpickle.register_pickle_by_value(module)
+    options = {"namespace": "replay-model"}
+    with connect({"backend": "redis_store", "options": options, "op_timeout_s": 60}) as client:
+        yield client
+    for module in (tiny_policy, tiny_megatron):
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _write(client: DataPlaneClient, partition_id: str, recorded: Tensor | None) -> KVBatchMeta:
+    client.register_partition(partition_id, [], None, ["train"])
+    ids = [f"p{i}_g0" for i in range(len(LENGTHS))]
+    batch = _batch() if recorded is None else BatchedDataDict({**_batch(), ROUTED_EXPERTS_FIELD: recorded})
+    meta = kv_first_write(batch, sample_ids=ids, dp_client=client, partition_id=partition_id)
+    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = WIDTH
+    return meta
+
+
+def _choices(worker: TinyMegatronWorker, run: Callable[[], Any]) -> list[Tensor]:
+    """Per forward what the routers handed on, read off their outputs: (B, S, L, experts) bool, of all ranks' tokens."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    maps: dict[int, list[Tensor]] = {}
+
+    def keep(router: Any, _: Any, output: Any) -> None:
+        parts = [torch.empty_like(output[1]) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, output[1], group=group)
+        maps.setdefault(router.layer_number, []).append(torch.cat(parts))
+
+    routers = [module for module in worker.model.modules() if isinstance(module, TopKRouter)]
+    hooks = [router.register_forward_hook(keep) for router in routers]
+    run()
+    for hook in hooks:
+        hook.remove()
+    rows = [1 if worker.packed else 2] * len(maps[1])  # as many rows as in a microbatch
+    return [
+        torch.stack([maps[layer][forward].unflatten(0, (-1, count)).transpose(0, 1) for layer in sorted(maps)], dim=2)
+        for forward, count in enumerate(rows)
+    ]
+
+
+def _route(rank: int, layout: dict[str, Any], config: Any, metas: dict[str, KVBatchMeta]) -> dict[str, Any]:
+    """Logprobs and a training step, padded and packed, by recorded experts; what was routed where."""
+    with megatron_on_cpu(layout):
+        return {way: _route_by(TinyMegatronWorker(layout, way == "packed"), config, metas[way]) for way in metas}
+
+
+def _route_by(worker: TinyMegatronWorker, config: Any, meta: KVBatchMeta) -> dict[str, Any]:
+    worker.setup_data_plane(config)
+    meta.fields = list(_batch())
+    own = _choices(worker, lambda: worker.get_logprobs(worker._fetch(meta), 2))
+    meta = meta.with_fields([ROUTED_EXPERTS_FIELD])
+    used = _choices(worker, lambda: worker.get_logprobs_presharded(meta, 2))
+    trained_on, results = meta.with_fields(["prev_logprobs"]), []
+    used += _choices(worker, lambda: results.append(worker.train_presharded(trained_on, loss_of, mbs=2)))
+    worker.close_data_plane()
+    return {"own": own, "used": used, "installed": worker.installed, "results": results}
+
+
+def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(
+    ranks: Any, store: DataPlaneClient
+) -> None:
+    logprobs, losses, norms = {}, [], []
+    layouts = {"one": {"experts": EXPERTS}, "two": {"experts": EXPERTS, "tensor": 2, "sequence_parallel": True}}
+    for name, layout in layouts.items():
+        metas = {way: _write(store, f"{name}-{way}", _recorded()) for way in ("padded", "packed")}
+        for rank in ranks(layout.get("tensor", 1), _route, layout, store.config, metas, timeout_s=120):
+            for way, seen in rank.items():
+                otherwise = 0
+                assert len(seen["used"]) == len(seen["installed"]) == 2 * len(seen["own"]) == 4
+                for forward, (used, installed) in enumerate(zip(seen["used"], seen["installed"], strict=True)):
+                    known = (installed >= 0).all(-1)
+                    wanted = torch.zeros_like(used).scatter(-1, installed.clamp(min=0).long(), True)
+                    assert torch.equal(used[known], wanted[known]), f"{name}, {way}: routed as recorded"
+                    own = seen["own"][forward % 2]
+                    otherwise += int((own[known] != wanted[known]).any(-1).sum())
+                    assert torch.equal(used.sum(-1), torch.full(used.shape[:-1], CHOSEN))
+                    assert not bool(known.all()), "the last token of a row, and padding, were left to the router"
+                # of each row all tokens but the last, in both layers, in the logprob and the training forward
+                assert sum(int((i >= 0).all(-1).sum()) for i in seen["installed"]) == 2 * 2 * (sum(LENGTHS) - 4)
+                assert otherwise > sum(LENGTHS), "the router would choose otherwise for many"
+                losses.append(seen["results"][0]["global_loss"].item())
+                norms.append(seen["results"][0]["grad_norm"].item())
+        for way, meta in metas.items():
+            stored = store.get_samples(meta.sample_ids, meta.partition_id, ["prev_logprobs"])["prev_logprobs"]
+            logprobs[name, way] = stored.values()
+    for found in logprobs.values():
+        np.testing.assert_allclose(found, logprobs["one", "padded"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(losses, losses[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(norms, norms[0], rtol=0, atol=1e-5)
+
+
+def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
+    """Records a forward, replays what was recorded, and has the router choose otherwise afterwards."""
+    seen: dict[str, Any] = {}
+    with megatron_on_cpu(layout), connect({"backend": "noop"}) as client:
+        worker = TinyMegatronWorker(layout)
+        worker.setup_data_plane(client)
+        assert worker.replay is not None
+        meta = _write(client, "train", None)
+        meta.fields = list(_batch())
+        data = worker._fetch(meta)
+        with worker.replay.recording() as recorded:
+            generated = worker.get_logprobs(data)
+        assert generated is not None
+        experts = recorded.routed_experts(len(LENGTHS))
+        seen["shape"], seen["dtype"] = tuple(experts.shape), str(experts.dtype)
+
+        meta = _write(client, "train", experts[:, : max(LENGTHS)])
+        meta.fields = [*LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD]
+        worker.get_logprobs_presharded(meta)
+        inside = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
+        stored = client.get_samples(meta.sample_ids, "train", ["prev_logprobs"])["prev_logprobs"].values()
+        seen["replayed"] = (stored - generated["logprobs"][inside]).abs().max().item()
+
+        worker.replay.clear()
+        with torch.no_grad():
+            for name, parameter in worker.model.named_parameters():
+                if "router" in name:
+                    parameter.neg_()  # chooses those that it chose last
+        drifted = worker.get_logprobs(data)
+        assert drifted is not None
+        seen["drifted"] = (drifted["logprobs"] - generated["logprobs"]).abs().max().item()
+        seen["refusals"] = []
+        right = worker.installed[-1]
+        twice = right.clone()
+        twice[0, 0, 0] = 1
+        beyond = right.clone()
+        beyond[0, 1, 0, 0] = EXPERTS
+        for wrong in (right[:, :, :1], right.float(), twice, beyond):
+            try:
+                worker.replay.install(wrong)
+            except DataPlaneError as error:
+                seen["refusals"].append(str(error))
+        worker.replay.install(right[:, :4])
+        try:
+            worker.get_logprobs(data)
+        except DataPlaneError as error:
+            seen["refusals"].append(str(error))
+        worker.replay.clear()
+        again = worker.get_logprobs(data)
+        assert again is not None
+        seen["cleared"] = torch.equal(again["logprobs"], drifted["logprobs"])
+        worker.replay.remove()
+        seen["removed"] = all(
+            module.router_replay is None for module in worker.model.modules() if hasattr(module, "router_replay")
+        )
+    return seen
+
+
+def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks: Any, store: DataPlaneClient) -> None:
+    [seen] = ranks(1, _record_and_replay, {"experts": EXPERTS}, timeout_s=120)
+    assert seen["shape"] == (len(LENGTHS), WIDTH, tiny_megatron.LAYERS, CHOSEN)
+    assert seen["dtype"] == "torch.int16"
+    assert seen["replayed"] <= 1e-6
+    assert seen["drifted"] > 1e-2, "another router, another model"
+    assert seen["cleared"]
+    assert seen["removed"]
+    shape, dtype, twice, beyond, tokens = seen["refusals"]
+    assert "Expected (rows, tokens, 2 layers, 2 experts)" in shape
+    assert "dtype torch.float32. Expected signed integers" in dtype
+    assert "row 0, token 0, layer 0 names an expert twice: [1, 1]" in twice
+    assert "pad it with -1" in twice
+    assert "row 0, token 1, layer 0 names an expert of 4 or above" in beyond
+    assert "sees 32 tokens, routed_experts holds 16" in tokens

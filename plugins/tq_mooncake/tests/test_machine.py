@@ -1,0 +1,125 @@
+"""What a machine may lack: each is named by a ConfigError with the command that mends it."""
+
+import subprocess
+import sys
+import textwrap
+from importlib import metadata
+
+import pytest
+
+from dataplane_core.errors import ConfigError
+from dataplane_mooncake import machine
+from dataplane_mooncake.machine import NodeMemory
+
+MIB = 1 << 20
+
+
+def test_this_machine_has_what_it_needs():
+    machine.check_distributions()
+    machine.check_library()
+    machine.check_master()
+    assert 0 < machine.available_memory_bytes() < 1 << 50
+
+
+def test_two_wheels_over_each_other_are_named(tmp_path, monkeypatch, connect):
+    folder = tmp_path / "mooncake_transfer_engine-0.3.13.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mooncake-transfer-engine\nVersion: 0.3.13\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"2 distributions install the module mooncake") as error:
+        connect()
+    assert "'mooncake-transfer-engine 0.3.13'" in str(error.value)
+    assert "pip uninstall -y mooncake-transfer-engine-non-cuda mooncake-transfer-engine && pip install" in str(
+        error.value
+    )
+
+
+def test_no_wheel_is_said(monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(machine.metadata, "version", absent)
+    with pytest.raises(ConfigError, match="pip install mooncake-transfer-engine-non-cuda=="):
+        machine.check_distributions()
+
+
+@pytest.mark.parametrize(
+    ("library", "command"),
+    [
+        ("libibverbs.so.1", "apt-get install libibverbs1"),
+        ("libcudart.so.12", "pip uninstall -y mooncake-transfer-engine-non-cuda mooncake-transfer-engine"),
+    ],
+)
+def test_a_missing_library_is_named_and_the_cause_kept(tmp_path, monkeypatch, connect, library, command):
+    """The loader's own words, out of a stand-in for the wheel: the real library cannot be taken from this machine."""
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    reason = f"{library}: cannot open shared object file: No such file or directory"
+    (package / "store.py").write_text(f"raise ImportError({reason!r})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("mooncake", "mooncake.store"):
+        monkeypatch.setitem(sys.modules, name, None)  # so that what was there is restored
+        del sys.modules[name]
+    with pytest.raises(ConfigError, match=library) as error:
+        connect()
+    assert command in str(error.value)
+    assert str(error.value.__cause__) == reason
+
+
+def test_a_master_that_may_not_be_executed_is_named(tmp_path, monkeypatch, connect):
+    path = tmp_path / "mooncake_master"
+    path.touch(mode=0o644)
+    monkeypatch.setattr(machine, "master_path", lambda: path)
+    with pytest.raises(ConfigError, match=rf"{path} is not executable \(mode 644\)\. Mend it: chmod \+x {path}"):
+        connect()
+
+
+def test_rdma_without_a_device_is_refused(connect):
+    with pytest.raises(ConfigError, match=r"protocol is 'rdma', but no device is in /sys/class/infiniband") as error:
+        connect(protocol="rdma")
+    assert "protocol: tcp" in str(error.value)
+
+
+def test_rdma_devices_are_looked_for_by_name(tmp_path, monkeypatch):
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    machine.check_rdma()
+    machine.check_rdma(["mlx5_0"])
+    with pytest.raises(ConfigError, match=r"the devices 'mlx5_1' are not in .*; there: 'mlx5_0'"):
+        machine.check_rdma(["mlx5_0", "mlx5_1"])
+
+
+def test_a_node_without_the_memory_is_named_with_the_numbers():
+    sizes = {"segment_size_bytes": 1024 * MIB, "local_buffer_size_bytes": 64 * MIB, "clients_per_node": 8}
+    nodes = [NodeMemory("10.0.0.1", 2560 * MIB, 2), NodeMemory("10.0.0.2", 2559 * MIB, 2)]
+    machine.check_memory(nodes[:1], **sizes)
+    with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 would need 2560 MiB, but has 2559 MiB") as error:
+        machine.check_memory(nodes, **sizes)
+    assert "2 storage units of 1024 MiB (segment_size_bytes) and 8 clients" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"announce_address": "eth0"}, "neither an IP address nor a network"),
+        ({"master_address": "somewhere"}, "not host:port"),
+        ({"rdma_devices": ["mlx5_0"]}, "protocol is 'tcp'"),
+        ({"segment_size_bytes": 1}, "segment_size_bytes"),
+    ],
+)
+def test_options_are_checked(connect, options, said):
+    with pytest.raises(ConfigError, match=said):
+        connect(**options)
+
+
+def test_importing_loads_no_mooncake_and_changes_no_environment_variable():
+    program = """
+        import os, sys
+        before = dict(os.environ)
+        import dataplane_mooncake, dataplane_mooncake.machine
+        assert dict(os.environ) == before
+        assert not {"mooncake", "ray", "transfer_queue"} & set(sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

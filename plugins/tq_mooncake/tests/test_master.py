@@ -1,0 +1,90 @@
+"""Masters of our own: on free ports, awaited, ended by process id, with their owner at the latest."""
+
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
+from dataplane_mooncake import _master, machine
+from dataplane_mooncake._master import Master
+
+_OWNER = """
+import time
+from dataplane_mooncake._master import Master
+master = Master("127.0.0.1")
+master.start(time.monotonic() + 60)
+print(master.pid, flush=True)
+time.sleep(300)
+"""
+
+
+def in_60_s():
+    return time.monotonic() + 60
+
+
+def test_masters_run_beside_each_other_and_each_is_ended_alone(runs):
+    one, two = Master("127.0.0.1"), Master("127.0.0.1")
+    try:
+        one.start(in_60_s())
+        two.start(in_60_s())
+        assert one.address != two.address
+        pids = one.pid, two.pid
+        one.stop()
+        one.stop()
+        assert [runs(pid) for pid in pids] == [False, True]
+        host, port = two.address.split(":")
+        socket.create_connection((host, int(port)), timeout=10).close()
+    finally:
+        one.stop()
+        two.stop()
+    assert not runs(pids[1])
+
+
+def test_a_port_that_was_taken_meanwhile_is_not_taken_for_ours(monkeypatch):
+    find = _master._free_port
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        ports = [taken]
+        monkeypatch.setattr(_master, "_free_port", lambda ip: ports.pop() if ports else find(ip))
+        master = Master("127.0.0.1")
+        try:
+            master.start(in_60_s())
+            assert master.address != f"127.0.0.1:{taken}"
+            assert ports == []
+        finally:
+            master.stop()
+
+
+def test_a_master_ends_with_an_owner_that_is_killed(runs, wait_until):
+    with subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE) as owner:
+        try:
+            pid = int(owner.stdout.readline())
+            assert runs(pid)
+        finally:
+            owner.kill()
+    wait_until(lambda: not runs(pid))
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "said"),
+    [
+        ("echo no such flag >&2; exit 1", BackendUnavailableError, "ended at each of 3 starts.* no such flag"),
+        ("exec sleep 300", OperationTimeoutError, "does not answer"),
+    ],
+    ids=["it_ends", "it_is_silent"],
+)
+def test_a_master_that_does_not_come_up_leaves_nothing(tmp_path, monkeypatch, script, error, said, runs):
+    path = tmp_path / "mooncake_master"
+    path.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\n{script}\n")
+    path.chmod(0o755)
+    for module in (_master, machine):
+        monkeypatch.setattr(module, "master_path", lambda: path)
+    master = Master("127.0.0.1")
+    with pytest.raises(error, match=said):
+        master.start(time.monotonic() + 3)
+    assert not any(runs(int(pid)) for pid in (tmp_path / "pids").read_text().split())

@@ -1,0 +1,328 @@
+"""Mooncake's traps, each made real on a master and segments of our own, and what holds instead."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import mooncake.store  # loaded before anything is set for it, as TransferQueue does
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    CapacityExceededError,
+    ConfigError,
+    OperationTimeoutError,
+)
+from dataplane_core.registry import connect_backend
+from dataplane_mooncake import TQMooncakeBackend
+from dataplane_mooncake._master import Master
+from dataplane_mooncake._store import Store
+
+MIB = 1 << 20
+SIZES = {"segment_size_bytes": 16 * MIB, "local_buffer_size_bytes": 4 * MIB}
+
+
+@pytest.fixture(scope="module")
+def owner(ray_address):
+    """The client that bootstrapped an instance of two units of 16 MiB."""
+    options = {"instance": "store", "num_storage_units": 2, "on_full": "raise", "ray_address": ray_address, **SIZES}
+    config = DataPlaneConfig(backend="tq_mooncake", options=options, op_timeout_s=90)
+    with connect_backend(TQMooncakeBackend, config) as client:
+        yield client
+
+
+@pytest.fixture
+def client(owner):
+    """The owner, with an empty partition ``p``."""
+    owner.register_partition("p", ["x"], None, ["train"])
+    yield owner
+    owner.clear_samples(None, "p")
+
+
+def rows(num_rows, size_bytes, seed=0):
+    """Rows of these many random bytes."""
+    values = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (num_rows, size_bytes), dtype=np.uint8))
+    return TensorDict({"x": values}, batch_size=[num_rows])
+
+
+def ids(num_rows, name="s"):
+    return [f"{name}{i}" for i in range(num_rows)]
+
+
+def unit(client, index=0):
+    """A storage unit's actor."""
+    return ray.get_actor(client._backend._engine._instance.units[index].actor, namespace="dataplane")
+
+
+def unit_pid(client, index=0):
+    return ray.get(unit(client, index).__ray_call__.remote(lambda _: os.getpid()), timeout=60)
+
+
+def master_pid(client):
+    return client._backend._engine._instance.master_pid
+
+
+@contextlib.contextmanager
+def stopped(pid):
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        deadline = time.monotonic() + 60
+        while any(psutil.Process(t.id).status() != psutil.STATUS_STOPPED for t in psutil.Process(pid).threads()):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_all_sizes_come_back_and_repeated_ids_are_right(client):
+    """Rows smaller and larger than a part of the buffer (1 MiB), and of length 0; the same id twice in a read."""
+    lengths = [0, 1, 5 * MIB // 2, 3, 700_000, 700_000, 0, MIB, 17]
+    generator = np.random.default_rng(1)
+    values = [torch.from_numpy(generator.integers(0, 256, length, dtype=np.uint8)) for length in lengths]
+    column = torch.nested.nested_tensor(values, layout=torch.jagged)
+    client.put_samples(ids(9), "p", TensorDict({"x": column}, batch_size=[9]))
+    order = [4, 2, 8, 0, 2, 4, 7]
+    got = client.get_samples([f"s{i}" for i in order], "p", ["x"])["x"].unbind()
+    assert all(torch.equal(row, values[i]) for row, i in zip(got, order, strict=True))
+
+
+def test_overwriting_with_other_sizes_reads_the_new_rows(client):
+    client.put_samples(ids(8), "p", rows(8, 1000))
+    for size in (10, 100_000, 1):
+        client.put_samples(ids(8), "p", rows(8, size, seed=size))
+        assert torch.equal(client.get_samples(ids(8), "p", ["x"])["x"], rows(8, size, seed=size)["x"])
+
+
+def test_memory_is_registered_once_per_process(client, connect, ray_address, monkeypatch):
+    registered = []
+    real = Store._register
+    monkeypatch.setattr(Store, "_register", lambda self, memory: (registered.append(memory.nbytes), real(self, memory)))
+    other = connect(bootstrap=False, instance="store", ray_address=ray_address)
+    for seed in range(5):
+        client.put_samples(ids(64), "p", rows(64, 100_000, seed))  # larger than the buffer: goes in parts
+        assert torch.equal(other.get_samples(ids(64), "p", ["x"])["x"], rows(64, 100_000, seed)["x"])
+    assert registered == []
+    client.put_samples(["large"], "p", rows(1, 5 * MIB))  # a row larger than a part: memory of its own, for once
+    assert len(registered) == 1
+
+
+def test_a_process_has_one_engine_which_its_last_client_closes(client, connect, ray_address):
+    others = [connect(bootstrap=False, instance="store", ray_address=ray_address) for _ in range(2)]
+    stores = {id(each._backend._engine._store) for each in [client, *others]}
+    assert len(stores) == 1
+    others[0].put_samples(ids(4), "p", rows(4, 100))
+    others[0].close()
+    assert torch.equal(others[1].get_samples(ids(4), "p", ["x"])["x"], rows(4, 100)["x"])
+
+
+# --- a full store ----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_store_says_so_leaks_nothing_and_takes_later_puts(client):
+    """Again and again: what a refused put had stored already would soon leave no room."""
+    for round_ in range(4):
+        client.put_samples(ids(24, "a"), "p", rows(24, MIB))
+        with pytest.raises(CapacityExceededError, match=r"2 segments of 16 MiB .* have no room"):
+            client.put_samples(ids(24, "b"), "p", rows(24, MIB))
+        assert set(client.list_samples("p").sample_ids) == set(ids(24, "a"))
+        client.put_samples(ids(2, "c"), "p", rows(2, MIB, seed=round_))
+        assert torch.equal(client.get_samples(ids(2, "c"), "p", ["x"])["x"], rows(2, MIB, seed=round_)["x"])
+        client.clear_samples(ids(24, "a") + ids(2, "c"), "p")
+
+
+def test_a_put_that_waits_for_room_goes_on_when_there_is_some(client, connect, ray_address):
+    waiting = connect(bootstrap=False, instance="store", ray_address=ray_address, on_full="block")
+    client.put_samples(ids(28, "a"), "p", rows(28, MIB))
+    done = threading.Event()
+
+    def put():
+        waiting.put_samples(ids(8, "b"), "p", rows(8, MIB, seed=3))
+        done.set()
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    assert not done.wait(0.5)
+    client.clear_samples(ids(28, "a"), "p")
+    thread.join(60)
+    assert done.is_set()
+    assert torch.equal(client.get_samples(ids(8, "b"), "p", ["x"])["x"], rows(8, MIB, seed=3)["x"])
+
+
+# --- two queues on one master ----------------------------------------------------------------------------------------
+
+
+def test_queues_on_one_master_neither_collide_nor_lodge_in_each_other_and_name_it_when_it_dies(connect, ray_address):
+    master = Master(ray.util.get_node_ip_address())
+    try:
+        master.start(time.monotonic() + 60)
+        shared = {"master_address": master.address, "ray_address": ray_address, "on_full": "raise"}
+        one, two = (connect(instance=name, **shared) for name in ("one", "two"))
+        for seed, client in enumerate((one, two)):
+            client.register_partition("p", ["x"], None, ["train"])
+            client.put_samples(ids(8), "p", rows(8, MIB // 2, seed))
+        with pytest.raises(CapacityExceededError, match="another instance"):  # it has 16 MiB, though two has room
+            one.put_samples(ids(24, "more"), "p", rows(24, MIB // 2))
+        one.put_samples(ids(4, "fits"), "p", rows(4, MIB // 2, seed=7))
+        assert torch.equal(one.get_samples(ids(8), "p", ["x"])["x"], rows(8, MIB // 2, 0)["x"])
+        one.close()
+        assert torch.equal(two.get_samples(ids(8), "p", ["x"])["x"], rows(8, MIB // 2, 1)["x"])
+        assert psutil.Process(master.pid).is_running()  # it was not theirs
+        os.kill(master.pid, signal.SIGKILL)
+        for attempt in (lambda: two.get_samples(ids(8), "p", ["x"]), lambda: two.put_samples(["b"], "p", rows(1, 9))):
+            with pytest.raises(
+                BackendUnavailableError, match=f"the mooncake_master at {master.address} does not answer"
+            ):
+                attempt()
+    finally:
+        master.stop()
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_every_process_announces_its_nodes_address_whatever_it_inherited(client):
+    """Ray's workers were started with another node's settings, and this process had loaded the library before."""
+    here = ray.util.get_node_ip_address()
+    assert mooncake.store.__name__ in sys.modules
+    assert os.environ["MC_TCP_BIND_ADDRESS"] == here
+    assert client._backend._engine._store._engine.get_hostname().rpartition(":")[0] == here
+    inherited = ray.get(unit(client).__ray_call__.remote(lambda _: os.environ["MC_TCP_BIND_ADDRESS"]), timeout=60)
+    assert inherited == here
+    client.put_samples(["a"], "p", rows(1, 100))
+    (key,) = client._backend._engine._keys(located(client, "a"))
+    (replica,) = client._backend._engine._store._engine.get_replica_desc(key)
+    endpoint = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+    assert endpoint.rpartition(":")[0] == here
+
+
+def located(client, sample_id):
+    (part,) = client._backend._ledger(time.monotonic() + 60, "locate", "p", [sample_id], ["x"]).parts
+    return [part.write_id + position for position in part.positions]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"segment_size_bytes": 1 << 50}, r"would need \d+ MiB, but has \d+ MiB available: 1 storage units"),
+        ({"announce_address": "169.254.0.0/16"}, "fits 0 of this node's addresses"),
+    ],
+    ids=["memory", "address"],
+)
+def test_what_cannot_work_is_refused_before_anything_is_left_running(connect, ray_address, options, said):
+    with pytest.raises(ConfigError, match=said):
+        connect(instance="refused", ray_address=ray_address, **options)
+    assert not [each for each in ray.util.list_named_actors(all_namespaces=True) if "refused" in each["name"]]
+
+
+# --- processes that stand still or die -------------------------------------------------------------------------------
+
+
+def test_a_storage_unit_that_stands_still(client, connect, ray_address):
+    hasty = connect(bootstrap=False, instance="store", ray_address=ray_address, op_timeout_s=3.0)
+    client.put_samples(ids(64), "p", rows(64, 1000))  # on both units
+    with stopped(unit_pid(client, 0)), stopped(unit_pid(client, 1)):
+        with pytest.raises(OperationTimeoutError, match="no answer within"):
+            hasty.get_samples(ids(64), "p", ["x"])
+        with pytest.raises(OperationTimeoutError):
+            hasty.put_samples(ids(16, "late"), "p", rows(16, MIB // 2))
+        assert hasty.list_samples("p").size == 64  # the controller goes on
+    assert torch.equal(client.get_samples(ids(64), "p", ["x"])["x"], rows(64, 1000)["x"])
+    assert client.list_samples("p").size == 64
+    client.clear_samples(ids(64), "p")
+    # What the units carried out late was deleted: nearly all of their room can be had again.
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            client.put_samples(ids(28, "a"), "p", rows(28, MIB))
+            break
+        except CapacityExceededError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+_WRITER = """
+import sys
+import torch
+from tensordict import TensorDict
+from dataplane_core import connect
+
+options = {"instance": "store", "ray_address": sys.argv[1]}
+client = connect({"backend": "tq_mooncake", "options": options}, bootstrap=False)
+values = TensorDict({"x": torch.full((4, 1 << 20), 7, dtype=torch.uint8)}, batch_size=[4])
+client.put_samples([f"kept{i}" for i in range(4)], "p", values)
+print("writing", flush=True)
+while True:
+    client.put_samples([f"again{i}" for i in range(4)], "p", values)
+"""
+
+
+def test_a_client_killed_mid_put_takes_nothing_with_it(client, ray_address):
+    writer = subprocess.Popen([sys.executable, "-c", _WRITER, ray_address], stdout=subprocess.PIPE, text=True)
+    try:
+        assert writer.stdout.readline() == "writing\n"
+        time.sleep(0.3)  # anywhere in a put
+    finally:
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+    assert (client.get_samples(ids(4, "kept"), "p", ["x"])["x"] == 7).all()
+    again = [name for name in client.list_samples("p").sample_ids if name.startswith("again")]
+    assert len(again) in (0, 4)
+    if again:
+        assert (client.get_samples(again, "p", ["x"])["x"] == 7).all()
+    client.put_samples(ids(8), "p", rows(8, MIB // 2))
+    assert torch.equal(client.get_samples(ids(8), "p", ["x"])["x"], rows(8, MIB // 2)["x"])
+
+
+_OWNER = """
+import sys, time
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.registry import connect_backend
+from dataplane_mooncake import TQMooncakeBackend
+
+options = {"instance": "orphan", "ray_address": sys.argv[1], "segment_size_bytes": 16 << 20}
+client = connect_backend(TQMooncakeBackend, DataPlaneConfig(backend="tq_mooncake", options=options, op_timeout_s=90))
+print(client._backend._engine._instance.master_pid, flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_killed_owner_leaves_neither_master_nor_units(ray_address, runs, wait_until):
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER, ray_address], stdout=subprocess.PIPE, text=True)
+    try:
+        pid = int(owner.stdout.readline())
+        assert runs(pid)
+        assert [each for each in ray.util.list_named_actors(all_namespaces=True) if "orphan" in each["name"]]
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+    wait_until(lambda: not runs(pid))
+    wait_until(lambda: not [a for a in ray.util.list_named_actors(all_namespaces=True) if "orphan" in a["name"]])
+
+
+def test_a_dead_storage_unit_is_named(connect, ray_address, runs):
+    client = connect(instance="mortal", ray_address=ray_address)
+    client.register_partition("p", ["x"], None, ["train"])
+    client.put_samples(ids(4), "p", rows(4, 1000))
+    os.kill(unit_pid(client), signal.SIGKILL)
+    for attempt in (lambda: client.get_samples(ids(4), "p", ["x"]), lambda: client.put_samples(["b"], "p", rows(1, 9))):
+        with pytest.raises(BackendUnavailableError, match="storage unit 0 of instance 'mortal' is dead"):
+            attempt()
+    pid = master_pid(client)
+    client.close()
+    assert not runs(pid)

@@ -1,0 +1,54 @@
+"""What `dataplane new-plugin` writes installs, connects by name and passes the kit, in a clean environment."""
+
+import json
+
+import pytest
+
+JOB = """
+import torch
+from dataplane_core import connect
+
+with connect({"backend": "acme_store"}) as client:
+    client.register_partition("train", ["x"], 2, ["trainer"])
+    client.put_samples(["a", "b"], "train", {"x": torch.tensor([1.0, 2.0])})
+    meta = client.claim_meta("train", "trainer", ["x"], 2)
+    print(type(client._backend).__name__, meta.sample_ids, client.get_data(meta)["x"].tolist())
+"""
+
+
+@pytest.fixture(scope="module")
+def project(clean):
+    """The generated project, installed."""
+    done = clean.run("dataplane", "new-plugin", "acme_store")
+    assert done.returncode == 0, done.stderr
+    folder = clean.folder / "dataplane-acme-store"
+    clean.install(folder)
+    return folder
+
+
+def run_kit(clean, project, tmp_path, *select):
+    report = tmp_path / "report.json"
+    words = ["-q", "-p", "no:cacheprovider", "--rootdir", project, "-c", project / "pyproject.toml", project / "tests"]
+    done = clean.run("python", "-m", "pytest", *words, "--dataplane-json", report, *select, timeout_s=590)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    (result,) = json.loads(report.read_text(encoding="utf-8"))
+    return result["counts"]
+
+
+def test_it_connects_by_name_and_works(clean, project):
+    done = clean.run("python", "-c", JOB)
+    assert done.stdout.strip() == "AcmeStore ['a', 'b'] [1.0, 2.0]", done.stderr
+
+
+def test_its_own_test_file_passes_a_taste_of_the_kit(clean, project, tmp_path):
+    counts = run_kit(clean, project, tmp_path, "-k", "order_asked_for or given_once or objects_come_back")
+    assert counts["fail"] == 0
+    assert counts["pass"] >= 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_its_own_test_file_passes_the_whole_kit(clean, project, tmp_path):
+    counts = run_kit(clean, project, tmp_path)
+    assert counts["fail"] == 0
+    assert counts["pass"] > 700

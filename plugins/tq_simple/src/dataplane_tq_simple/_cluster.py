@@ -35,6 +35,7 @@ from dataplane_core.errors import (
 )
 from dataplane_tq_simple._exchange import Peer
 from dataplane_tq_simple._sampler import LedgerSampler
+from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig
 
 __all__ = ["ActorWatch", "Instance", "RaySession", "get_within"]
@@ -204,6 +205,7 @@ class Instance(ABC):
             AlreadyRunningError: The name is taken.
             BackendUnavailableError: The cluster lacks the configured CPUs, or an actor failed to start.
             OperationTimeoutError: They did not start in time.
+            ConfigError: A process announces an address that other nodes cannot reach.
             DataPlaneError: What `_prepare` raises.
         """
         _check_cpus(config, deadline)
@@ -231,6 +233,9 @@ class Instance(ABC):
                 Peer(f"storage unit {index}", actor, *cls._unit_address(answer))
                 for index, (actor, answer) in enumerate(zip(unit_names, answers, strict=True))
             ]
+            num_nodes = sum(node["Alive"] for node in ray.nodes())
+            for each in (peer, *units):
+                check_address(each.ip, num_nodes=num_nodes, of=f"the address of the {each.name}")
             instance = cls(config, peer, units, handles)
             instance._prepare(answers, deadline)
         except BaseException as error:

@@ -128,6 +128,7 @@ class _Journal:
 
     def __init__(self, store: BlobStore, capacity_bytes: int | None) -> None:
         self._store = store
+        self._recorded_at = 0.0  # when the last record was made
         self._now = 0.0
         self._service = LedgerService(capacity_bytes, clock=lambda: self._now)
         self._next_seq = 0
@@ -138,7 +139,8 @@ class _Journal:
         with self._lock:
             while True:
                 self._catch_up()
-                self._now = max(self._now, time.time())
+                # for the question alone: a replay sees the times of its records and no others, as in every process
+                self._now = max(self._recorded_at, time.time())
                 if method in _READS or (method == "claim" and not self._may_claim(args, kwargs)):
                     return self._service.call(method, *args, **kwargs)
                 record = _pack([_VERSION, self._now, method, list(args), kwargs])
@@ -176,7 +178,7 @@ class _Journal:
                 hint="A newer dataplane-core wrote it; upgrade this one.",
             )
         self._next_seq += 1
-        self._now = max(self._now, now)
+        self._recorded_at = self._now = max(self._recorded_at, now)
         return self._service.call(method, *args, **kwargs)
 
 

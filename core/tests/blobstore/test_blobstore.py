@@ -128,6 +128,23 @@ def test_a_lease_that_another_process_let_run_out_comes_back(monkeypatch):
         two.ack(again)
 
 
+def test_a_process_that_asked_later_replays_an_earlier_ack_as_it_was(monkeypatch):
+    clock = 100.0
+    monkeypatch.setattr("dataplane_core.blobstore.time.time", lambda: clock)
+    cls = journaled()
+    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
+        one.register_partition("p", ["x"], None, ["t"])
+        one.put_samples(["a"], "p", {"x": torch.zeros(1)})
+        held = one.claim_meta("p", "t", ["x"], 1, lease_s=10)
+        clock = 111.0
+        assert not two.check_consumption_status("p", ["t"])  # after the lease, by its own clock
+        clock = 109.0
+        one.ack(held)  # in time: a record that `two` had not seen when it asked
+        clock = 112.0
+        assert two.check_consumption_status("p", ["t"])
+        assert two.claim_meta("p", "t", ["x"], 1, blocking=False, lease_s=10).sample_ids == []
+
+
 @pytest.mark.parametrize("record", [b"", b"\xc1", b"\x93\x01\x02\x03"])
 def test_a_journal_that_cannot_be_read_is_an_error_not_a_crash(record):
     cls = journaled()

@@ -50,9 +50,9 @@ class KeepsTrainingState(ABC):
 def sharded_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
 ) -> TrainingState:
-    """The state of a model whose parameters are sharded (FSDP2), or are not: this rank's part. Not collective."""
+    """The state of a model whose parameters are sharded (FSDP2), or cut by hand: this rank's part. Not collective."""
     return {
-        "model": _local(model.state_dict()),
+        "model": _local(dict(model.named_parameters())),
         "optimizer": _local(optimizer.state_dict()),
         "schedule": schedule.state_dict(),
     }
@@ -66,7 +66,7 @@ def load_sharded_state(
     schedule: torch.optim.lr_scheduler.LRScheduler,
 ) -> None:
     """Takes over what `sharded_state` gave for a model of the same sizes, sharded the same way. Not collective."""
-    live = _local(model.state_dict())
+    live = _local(dict(model.named_parameters()))
     for name, saved in state["model"].items():
         live[name].copy_(saved)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -88,7 +88,9 @@ def _local(value: Any) -> Any:
         return {key: _local(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_local(item) for item in value]
-    return value.to_local() if isinstance(value, DTensor) else value
+    if not torch.is_tensor(value):
+        return value
+    return value.detach().to_local() if isinstance(value, DTensor) else value.detach()
 
 
 def _like(parameter: Tensor, value: Any) -> Any:

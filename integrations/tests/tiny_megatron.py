@@ -140,7 +140,9 @@ def make_model(layout: Layout) -> Any:
         pipeline_model_parallel_size=layout.get("pipeline", 1),
         pipeline_dtype=torch.float32,
         sequence_parallel=layout.get("sequence_parallel", False),
-        variable_seq_lengths=not experts,  # asks for the dispatcher that wants CUDA streams
+        # the dispatcher that goes with variable lengths makes CUDA streams when there are experts
+        variable_seq_lengths=not experts,
+        moe_token_dispatcher_type="allgather" if experts else "alltoall",
         batch_p2p_sync=False,
         calculate_per_token_loss=True,
         **options,

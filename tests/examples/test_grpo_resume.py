@@ -32,6 +32,7 @@ def newest_step(out: Path) -> int:
         pytest.param("tq_simple", "tq_simple", ("--dynamic-sampling",), marks=pytest.mark.long),
         pytest.param("tq_simple", "in-memory", ("--tp", "2", "--packing"), marks=pytest.mark.long),
         pytest.param("tq_simple", "redis_store", ("--mode", "async", "--staleness", "3"), marks=pytest.mark.long),
+        pytest.param("redis_store", "tq_simple", ("--mode", "async", "--workers", "megatron"), marks=pytest.mark.long),
     ],
 )
 def test_a_run_killed_at_a_random_step_goes_on_to_the_results_of_one_that_was_not(

@@ -55,7 +55,7 @@ def allocated(call: Callable[[], _R]) -> tuple[_R, Allocated]:
     return result, Allocated(storages.size_bytes, peak - before)
 
 
-class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its hooks untyped
     """Adds up the storages that operators return and were not given."""
 
     def __init__(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Self
 
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transfer_queue.controller import TransferQueueController
 
 from dataplane_core.errors import (
@@ -35,6 +36,7 @@ from dataplane_core.errors import (
 )
 from dataplane_tq_simple._exchange import Peer
 from dataplane_tq_simple._sampler import LedgerSampler
+from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig
 
 __all__ = ["ActorWatch", "Instance", "RaySession", "check_cpus", "get_within", "refuse_cpus"]
@@ -204,6 +206,7 @@ class Instance(ABC):
             AlreadyRunningError: The name is taken.
             BackendUnavailableError: The cluster lacks the configured CPUs, or an actor failed to start.
             OperationTimeoutError: They did not start in time.
+            ConfigError: A process announces an address that other nodes cannot reach.
             DataPlaneError: What `_prepare` raises.
         """
         check_cpus(config, deadline)
@@ -217,10 +220,17 @@ class Instance(ABC):
             create = functools.partial(controller.remote, sampler=sampler, polling_mode=True)
             handles[name] = _create(config, name, create, deadline)
             unit_class = ray.remote(cls._unit_class())
+            nodes = _nodes_for_units()
             for index in range(config.num_storage_units):
                 name = f"{cls._controller_name(config)}/unit-{index}"
                 unit = unit_class.options(
-                    name=name, num_cpus=config.unit_num_cpus, scheduling_strategy="SPREAD", **common
+                    name=name,
+                    num_cpus=config.unit_num_cpus,
+                    # a unit that reserves nothing fits any node; one that does may have to go where there is room
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(
+                        nodes[index % len(nodes)], soft=config.unit_num_cpus > 0
+                    ),
+                    **common,
                 )
                 create = functools.partial(unit.remote, **cls._unit_arguments(config))
                 handles[name] = _create(config, name, create, deadline)
@@ -231,6 +241,9 @@ class Instance(ABC):
                 Peer(f"storage unit {index}", actor, *cls._unit_address(answer))
                 for index, (actor, answer) in enumerate(zip(unit_names, answers, strict=True))
             ]
+            num_nodes = sum(node["Alive"] for node in ray.nodes())
+            for each in (peer, *units):
+                check_address(each.ip, num_nodes=num_nodes, of=f"the address of the {each.name}")
             instance = cls(config, peer, units, handles)
             instance._prepare(answers, deadline)
         except BaseException as error:
@@ -439,6 +452,17 @@ def get_within(ref: Any, what: str, deadline: float) -> Any:
         raise OperationTimeoutError(f"{what}: no answer in time.") from error
     except ray.exceptions.RayError as error:
         raise _own_error(error) or BackendUnavailableError(f"{what}: {_cause(error)}") from error
+
+
+def _nodes_for_units() -> list[str]:
+    """The nodes that units are dealt to in turn, this one first. Not those that were given no CPUs to keep work away.
+
+    Ray's own spreading looks at the resources in use, and units reserve none.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    workers = [node["NodeID"] for node in alive if node["Resources"].get("CPU", 0) > 0]
+    return sorted(workers or [node["NodeID"] for node in alive], key=lambda node: (node != here, node))
 
 
 def _create(config: QueueConfig, name: str, create: Callable[[], Any], deadline: float) -> Any:

@@ -100,8 +100,8 @@ def check_address(address: str, *, num_nodes: int, of: str) -> None:
         return
     raise ConfigError(
         f"{of} is {address}: {kind}. Expected an address that every node of the cluster can reach.",
-        hint="Start Ray with --node-ip-address (or ray.init(_node_ip_address=...)), or set the option announce_address "
-        "to this node's address or to the network, such as 10.0.0.0/8, in which each node has one.",
+        hint="Start Ray with --node-ip-address (or ray.init(_node_ip_address=...)). With tq_mooncake, the option "
+        "announce_address may also name this node's address, or the network (10.0.0.0/8) in which each node has one.",
     )
 
 

@@ -321,7 +321,7 @@ class FaultSuite(Suite, chapter="faults"):
         go_on = threading.Event()
 
         def hold(request: Any) -> None:
-            bounded(go_on.wait)
+            go_on.wait(60)
 
         with store.faults.before("put_samples", hold):
             delayed = Background(partial(_put, scene))

@@ -1,0 +1,24 @@
+"""Data over a network between two hosts, both ways, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["tq_simple", "tq_mooncake", "redis_store"])
+def test_data_crosses_hosts_both_ways_bit_for_bit(pair: Any, backend: str) -> None:
+    found = pair.cross(backend)
+    assert found["answered"] == {"ip": pair.there.address, "read": True, "claimed": 96}
+    assert found["read"] is True
+    if backend != "redis_store":  # one unit on each host, under the address that the other can reach
+        assert sorted(found["units"]) == [pair.here.address, pair.there.address]
+
+
+def test_the_hosts_list_an_address_first_that_leads_nowhere(pair: Any) -> None:
+    for host in (pair.here, pair.there):
+        lines = host.run("ip", "-4", "-o", "address", "show", "up", "scope", "global").splitlines()
+        first, *_, last = [line.split()[3].partition("/")[0] for line in lines]
+        assert (first[:8], last) == ("169.254.", host.address)

@@ -221,6 +221,7 @@ class DiesBadly(HostStore):
             return super().claim(request)
         lease_s, request.lease_s = request.lease_s, 0.05 if request.lease_s is None else None
         claim = super().claim(request)
+        request.lease_s = lease_s
         if lease_s is None:
             return replace(claim, lease_tokens=None)
         return replace(claim, lease_tokens=["mine"] * len(claim.sample_ids))

@@ -622,10 +622,11 @@ class DataPlaneClient:
 
     def _claim_once(self, request: ClaimRequest) -> Claim:
         request.deadline = min(self._deadline(), request.deadline or float("inf"))
+        leased = request.lease_s is not None  # as asked: middleware may change the request
         claim = self._call("claim", request, Claim)
         where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
         tokens = claim.lease_tokens
-        if request.lease_s is not None and tokens is None:
+        if leased and tokens is None:
             tokens = ()
         counts = {"tags": len(claim.tags)} | ({} if tokens is None else {"lease tokens": len(tokens)})
         _check_counts(where, len(claim.sample_ids), **counts)

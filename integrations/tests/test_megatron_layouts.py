@@ -64,7 +64,7 @@ def _describe(rank: int, layouts: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_ranks_that_share_rows_form_one_group_with_the_leader_first(ranks: Any) -> None:
-    described = ranks(4, _describe, LAYOUTS, timeout_s=120)
+    described = ranks(4, _describe, LAYOUTS, timeout_s=150)
     for name, (layout, groups) in LAYOUTS.items():
         for rank, (coords, leads, group, across, multiple) in enumerate(seen[name] for seen in described):
             assert group in groups, name
@@ -125,7 +125,7 @@ def _lengths(rank: int) -> dict[str, Any]:
 
 
 def test_a_forward_gets_a_length_that_its_layout_can_divide(ranks: Any) -> None:
-    for seen in ranks(2, _lengths, timeout_s=120):
+    for seen in ranks(2, _lengths, timeout_s=150):
         assert seen["alone"] == 8
         assert seen["stamped"] == 12
         assert "a microbatch of 6 tokens. Expected multiples of 4" in seen["plan of 6"]
@@ -142,7 +142,7 @@ def _before_megatron_starts(rank: int) -> str:
 
 
 def test_a_worker_before_megatron_is_initialized_says_so(ranks: Any) -> None:
-    [said] = ranks(1, _before_megatron_starts, timeout_s=120)
+    [said] = ranks(1, _before_megatron_starts, timeout_s=150)
     assert "initialize_model_parallel" in said
 
 

@@ -130,7 +130,7 @@ def _train(ranks: Any, client: DataPlaneClient, layout: dict[str, Any], ways: tu
             for part in (meta, meta.slice(0, half), meta.slice(half, len(LENGTHS)))
         )
         shards_of[way] = (shards, portions)
-    seen: list[dict[str, Any]] = ranks(world, _run, layout, client.config, shards_of, timeout_s=120)
+    seen: list[dict[str, Any]] = ranks(world, _run, layout, client.config, shards_of, timeout_s=150)
     return seen
 
 

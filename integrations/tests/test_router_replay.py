@@ -201,7 +201,7 @@ def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(
     layouts = {"one": {"experts": EXPERTS}, "two": {"experts": EXPERTS, "tensor": 2, "sequence_parallel": True}}
     for name, layout in layouts.items():
         metas = {way: _write(store, f"{name}-{way}", _recorded()) for way in ("padded", "packed")}
-        for rank in ranks(layout.get("tensor", 1), _route, layout, store.config, metas, timeout_s=120):
+        for rank in ranks(layout.get("tensor", 1), _route, layout, store.config, metas, timeout_s=150):
             for way, seen in rank.items():
                 otherwise = 0
                 assert len(seen["used"]) == len(seen["installed"]) == 2 * len(seen["own"]) == 4
@@ -286,7 +286,7 @@ def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks: Any, store: DataPlaneClient) -> None:
-    [seen] = ranks(1, _record_and_replay, {"experts": EXPERTS}, timeout_s=120)
+    [seen] = ranks(1, _record_and_replay, {"experts": EXPERTS}, timeout_s=150)
     assert seen["shape"] == (len(LENGTHS), WIDTH, tiny_megatron.LAYERS, CHOSEN)
     assert seen["dtype"] == "torch.int16"
     assert seen["replayed"] <= 1e-6

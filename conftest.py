@@ -10,7 +10,7 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps test processes that run side by side apart: private Redis servers and Ray clusters are found by this folder.
+    """Keeps test processes side by side apart: private Redis servers and Ray clusters are found by this folder.
 
     Its name is short, since the paths of Unix sockets below it may have 107 bytes only.
     """

@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +14,11 @@ from dataplane_mooncake._master import Master
 
 _OWNER = """
 import time
+from pathlib import Path
 from dataplane_mooncake._master import Master
 master = Master("127.0.0.1")
 master.start(time.monotonic() + 60)
-print(master.pid, flush=True)
+print(master.pid, master._folder, flush=True)
 time.sleep(300)
 """
 
@@ -63,11 +65,13 @@ def test_a_port_that_was_taken_meanwhile_is_not_taken_for_ours(monkeypatch):
 def test_a_master_ends_with_an_owner_that_is_killed(runs, wait_until):
     with subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE) as owner:
         try:
-            pid = int(owner.stdout.readline())
-            assert runs(pid)
+            pid, folder = owner.stdout.readline().decode().split()
+            assert runs(int(pid))
+            assert Path(folder).is_dir()
         finally:
             owner.kill()
-    wait_until(lambda: not runs(pid))
+    wait_until(lambda: not runs(int(pid)))
+    wait_until(lambda: not Path(folder).exists())
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ __all__ = ["Master"]
 _POLL_S: Final = 0.02
 #: Starts with other ports, where another process took one between our looking and the master's binding.
 _TRIES: Final = 3
-#: Ends the master once standard input closes, which is when its owner is gone.
-_WATCHER: Final = 'read line; kill -KILL "$1"'
+#: Ends the master and removes its folder once standard input closes, which is when its owner is gone.
+_WATCHER: Final = 'read line; kill -KILL "$1"; rm -rf "$2"'
 
 # Rows are deleted by those who put them and by nobody else: the master shall evict nothing. It takes a storage unit for
 # dead only after as long as one that stands still may stand.
@@ -102,7 +102,7 @@ class Master:
                 start_new_session=True,  # an interrupt of the trainer must not reach the store before its clients
             )
         self._watcher = subprocess.Popen(
-            ["/bin/sh", "-c", _WATCHER, "sh", str(self._process.pid)],
+            ["/bin/sh", "-c", _WATCHER, "sh", str(self._process.pid), str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -92,7 +92,7 @@ def test_rdma_devices_are_looked_for_by_name(tmp_path, monkeypatch):
 
 def test_a_node_without_the_memory_is_named_with_the_numbers():
     sizes = {"segment_size_bytes": 1024 * MIB, "local_buffer_size_bytes": 64 * MIB, "clients_per_node": 8}
-    nodes = [NodeMemory("10.0.0.1", 2560 * MIB, 2), NodeMemory("10.0.0.2", 2559 * MIB, 2)]
+    nodes = [NodeMemory("node 10.0.0.1", 2560 * MIB, 2), NodeMemory("node 10.0.0.2", 2559 * MIB, 2)]
     machine.check_memory(nodes[:1], **sizes)
     with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 would need 2560 MiB, but has 2559 MiB") as error:
         machine.check_memory(nodes, **sizes)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from dataplane_core.diagnosis import Finding
 from dataplane_core.errors import CapacityExceededError, OperationTimeoutError
 from dataplane_core.hookspecs import PutReply, PutRequest
+from dataplane_mooncake._diagnosis import diagnose
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import check_distributions, check_library, check_master, check_rdma
 from dataplane_tq_simple._backend import QueueBackend
@@ -31,6 +33,12 @@ class TQMooncakeBackend(QueueBackend["Engine"]):
         from dataplane_mooncake._engine import Engine
 
         return Engine
+
+    @classmethod
+    def diagnose(cls, config: TQMooncakeConfig, *, deadline: float) -> Iterable[Finding]:
+        """Mooncake on this node; then the engine's packages and the Ray cluster, as for ``tq_simple``."""
+        yield from diagnose(config)
+        yield from super().diagnose(config, deadline=deadline)
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Checks this machine, then starts the instance on Ray, or attaches to it."""

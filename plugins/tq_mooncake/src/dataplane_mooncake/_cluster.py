@@ -145,7 +145,7 @@ class MooncakeInstance(Instance):
         config = self.config
         num_units = collections.Counter(answer["node"] for answer in answers)
         nodes = {
-            answer["node"]: NodeMemory(answer["ip"], answer["available_bytes"], num_units[answer["node"]])
+            answer["node"]: NodeMemory(f"node {answer['ip']}", answer["available_bytes"], num_units[answer["node"]])
             for answer in answers
         }
         check_memory(

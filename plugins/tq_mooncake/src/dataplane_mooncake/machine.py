@@ -126,7 +126,7 @@ class NodeMemory(NamedTuple):
     """A node's memory, and what is about to be taken of it.
 
     Attributes:
-        node: Its address.
+        node: What a message calls it.
         available_bytes: What is available.
         num_units: Storage units that run there.
     """
@@ -152,7 +152,7 @@ def check_memory(
         buffers = clients_per_node * local_buffer_size_bytes
         if segments + buffers > node.available_bytes:
             raise ConfigError(
-                f"node {node.node} would need {(segments + buffers) // _MIB} MiB, but has "
+                f"{node.node} would need {(segments + buffers) // _MIB} MiB, but has "
                 f"{node.available_bytes // _MIB} MiB available: {node.num_units} storage units of "
                 f"{segment_size_bytes // _MIB} MiB (segment_size_bytes) and {clients_per_node} clients "
                 f"(clients_per_node) of {local_buffer_size_bytes // _MIB} MiB (local_buffer_size_bytes).",

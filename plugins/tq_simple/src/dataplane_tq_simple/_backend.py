@@ -58,7 +58,7 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
         return {"instance": self.config.instance, "ray_address": self._connected().ray_address}
 
     @classmethod
-    def diagnose(cls, config: QueueConfig, *, deadline: float) -> Iterable[Finding]:
+    def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
         """The engine's packages, the Ray cluster that would be used, its CPUs and this node's address in it."""
         return diagnose(config, deadline)
 

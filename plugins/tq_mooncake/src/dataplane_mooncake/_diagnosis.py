@@ -1,0 +1,65 @@
+"""What `dataplane doctor tq_mooncake` looks at on this node, before Ray: Mooncake's files, devices, memory, address."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import metadata
+
+from dataplane_core.diagnosis import Finding
+from dataplane_core.errors import ConfigError
+from dataplane_mooncake.config import TQMooncakeConfig
+from dataplane_mooncake.machine import (
+    DISTRIBUTIONS,
+    NodeMemory,
+    available_memory_bytes,
+    check_distributions,
+    check_library,
+    check_master,
+    check_memory,
+    check_rdma,
+)
+from dataplane_tq_simple.addresses import announced_address
+
+__all__ = ["diagnose"]
+
+
+def diagnose(config: TQMooncakeConfig) -> Iterator[Finding]:
+    """Findings for these options; see `Backend.diagnose`."""
+    installed = [name for name in DISTRIBUTIONS if _is_installed(name)]
+    yield _finding(check_distributions, f"Mooncake is installed once: {', '.join(installed)}.")
+    yield _finding(check_library, "Mooncake's library loads.")
+    if config.master_address is None:
+        yield _finding(check_master, "mooncake_master is there and may be executed.")
+    if config.protocol == "rdma":
+        yield _finding(partial(check_rdma, config.rdma_devices), "The RDMA devices are there.")
+    if config.announce_address is not None:
+        address = partial(announced_address, config.announce_address, ray_ip="", num_nodes=1)
+        yield _finding(address, f"This node has one address that announce_address '{config.announce_address}' fits.")
+    if config.ray_address is None and "RAY_ADDRESS" not in os.environ:  # then all units run here
+        available = available_memory_bytes()
+        memory = partial(
+            check_memory,
+            [NodeMemory("this node", available, config.num_storage_units)],
+            segment_size_bytes=config.segment_size_bytes,
+            local_buffer_size_bytes=config.local_buffer_size_bytes,
+            clients_per_node=config.clients_per_node,
+        )
+        yield _finding(memory, f"Of this node's memory {available // 2**20} MiB are available, which is enough.")
+
+
+def _finding(check: Callable[[], object], well: str) -> Finding:
+    try:
+        check()
+    except ConfigError as error:
+        return Finding.error(error.message, error.hint)
+    return Finding.ok(well)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,60 @@
+"""`dataplane doctor tq_mooncake`: what is wrong on this node is an error with the command that mends it."""
+
+import time
+
+import pytest
+
+from dataplane_core.diagnosis import Level
+from dataplane_mooncake import TQMooncakeBackend, machine
+from dataplane_mooncake.config import TQMooncakeConfig
+
+
+@pytest.fixture(autouse=True)
+def no_address(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def findings(level, **options):
+    """The findings of a level: what and hint of each."""
+    found = TQMooncakeBackend.diagnose(TQMooncakeConfig(**options), deadline=time.monotonic() + 60)
+    return [(each.what, each.hint) for each in found if each.level is level]
+
+
+def test_this_machine_is_well():
+    assert findings(Level.ERROR, segment_size_bytes=64 << 20) == []
+    said = [what for what, _ in findings(Level.OK, segment_size_bytes=64 << 20)]
+    assert "Mooncake's library loads." in said
+    assert any(what.startswith("TransferQueue ") for what in said)
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "hint"),
+    [
+        ({"protocol": "rdma", "rdma_devices": ["mlx5_77"]}, "the devices 'mlx5_77' are not in", "protocol: tcp"),
+        ({"announce_address": "169.254.0.0/16"}, "fits 0 of this node's addresses", "Name an address of this node"),
+        ({"segment_size_bytes": 1 << 50}, "this node would need", "Lower segment_size_bytes"),
+    ],
+)
+def test_what_an_option_asks_for_and_the_node_lacks_is_an_error(options, what, hint):
+    ((said, mends),) = findings(Level.ERROR, **{"segment_size_bytes": 64 << 20, **options})
+    assert what in said
+    assert hint in mends
+
+
+def test_a_master_that_may_not_be_executed_is_an_error_with_its_mode(tmp_path, monkeypatch):
+    path = tmp_path / "mooncake_master"
+    path.touch(mode=0o644)
+    monkeypatch.setattr(machine, "master_path", lambda: path)
+    ((said, mends),) = findings(Level.ERROR, segment_size_bytes=64 << 20)
+    assert said == f"{path} is not executable (mode 644)."
+    assert mends == f"Mend it: chmod +x {path}"
+
+
+def test_two_wheels_over_each_other_are_an_error(tmp_path, monkeypatch):
+    folder = tmp_path / "mooncake_transfer_engine-0.3.13.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mooncake-transfer-engine\nVersion: 0.3.13\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ((said, mends),) = findings(Level.ERROR, segment_size_bytes=64 << 20)
+    assert "2 distributions install the module mooncake" in said
+    assert mends.startswith("Remove them all and install one: pip uninstall -y ")

@@ -120,6 +120,40 @@ def test_memory_is_registered_once_per_process(client, connect, ray_address, mon
     assert len(registered) == 1
 
 
+class BreaksOnce:
+    """The real engine, but for every third row of the first put and of the first get, whose connections break."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.broken = set()
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def batch_put_from(self, keys, starts, sizes, config):
+        return self._call(self._engine.batch_put_from, keys, starts, sizes, config)
+
+    def batch_get_into(self, keys, starts, sizes):
+        return self._call(self._engine.batch_get_into, keys, starts, sizes)
+
+    def _call(self, call, keys, starts, sizes, *more):
+        breaks = set() if call.__name__ in self.broken else set(range(0, len(keys), 3))
+        self.broken.add(call.__name__)
+        reach = [row for row in range(len(keys)) if row not in breaks]
+        done = iter(call(*([column[row] for row in reach] for column in (keys, starts, sizes)), *more))
+        return [-800 if row in breaks else next(done) for row in range(len(keys))]
+
+
+def test_rows_whose_connection_breaks_are_tried_again(client, monkeypatch):
+    (store,) = Store._shared.values()
+    engine = BreaksOnce(store._engine)
+    monkeypatch.setattr(store, "_engine", engine)
+    sent = rows(100, 64)
+    client.put_samples(ids(100), "p", sent)
+    assert torch.equal(client.get_samples(ids(100), "p", ["x"])["x"], sent["x"])
+    assert engine.broken == {"batch_put_from", "batch_get_into"}
+
+
 def test_a_process_has_one_engine_which_its_last_client_closes(client, connect, ray_address):
     others = [connect(bootstrap=False, instance="store", ray_address=ray_address) for _ in range(2)]
     stores = {id(each._backend._engine._store) for each in [client, *others]}

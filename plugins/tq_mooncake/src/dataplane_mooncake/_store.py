@@ -46,6 +46,9 @@ _Bytes = npt.NDArray[np.uint8]
 #: Codes of the engine: no room in any segment; the master does not answer.
 FULL: Final = -200
 UNREACHABLE: Final = -900
+#: A connection broke, or could not be made in time. Over TCP each row has one of its own, and on a busy machine a few of
+#: thousands fail, so a row is tried twice.
+_TRANSFER_FAILED: Final = -800
 _NOT_READY: Final = -703
 _NOT_FOUND: Final = -704
 
@@ -252,6 +255,11 @@ class Store:
                     part = list(keys[first:stop])
                     config = self._replicas(names[number % len(names)] if names else None)
                     codes = engine.batch_put_from(part, starts, sizes, config)
+                    again = [row for row, code in enumerate(codes) if code]
+                    if again and all(codes[row] == _TRANSFER_FAILED for row in again):
+                        call.check()
+                        each = [[column[row] for row in again] for column in (part, starts, sizes)]
+                        codes = engine.batch_put_from(*each, config)
                 if any(codes):
                     raise EngineError("batch_put_from", [code for code in codes if code])
                 if segments is not None:
@@ -277,6 +285,9 @@ class Store:
                     starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
                     expected = sizes[first:stop].tolist()
                     codes = engine.batch_get_into(list(keys[first:stop]), starts, expected)
+                    if _TRANSFER_FAILED in codes:
+                        call.check()
+                        codes = engine.batch_get_into(list(keys[first:stop]), starts, expected)
                     if codes != expected:
                         failed = [code for code, size in zip(codes, expected, strict=True) if code != size]
                         if set(failed) == {_NOT_FOUND}:

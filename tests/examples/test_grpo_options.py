@@ -120,6 +120,7 @@ dist.destroy_process_group()
     assert run.returncode == 0, run.stderr[-4000:]
 
 
+@pytest.mark.long
 def test_dynamic_sampling_trains_on_groups_with_right_and_wrong_answers(tmp_path: Path) -> None:
     group_size = 4
     records = _run(tmp_path, "--dynamic-sampling", path="tq_simple")

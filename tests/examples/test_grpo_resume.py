@@ -26,8 +26,8 @@ def newest_step(out: Path) -> int:
 @pytest.mark.parametrize(
     ("path", "uncut", "arguments"),  # over two paths where there are two: results do not depend on how rows travel
     [
-        ("redis_store", "in-memory", ()),
         ("redis_store", "tq_simple", ("--mode", "async")),
+        pytest.param("redis_store", "in-memory", (), marks=pytest.mark.long),
         pytest.param("in-memory", "in-memory", (), marks=pytest.mark.long),
         pytest.param("tq_simple", "tq_simple", ("--dynamic-sampling",), marks=pytest.mark.long),
         pytest.param("tq_simple", "in-memory", ("--tp", "2", "--packing"), marks=pytest.mark.long),

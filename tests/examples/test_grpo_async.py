@@ -25,7 +25,8 @@ def run_ahead(
     return read_metrics(folder), json.loads((folder / "summary.json").read_text())["evaluation"]
 
 
-@pytest.mark.parametrize("path", ["tq_simple", pytest.param("redis_store", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("path", ["tq_simple", "redis_store"])
 def test_staleness_0_is_the_synchronous_run_bit_for_bit(tmp_path: Path, in_memory: Finished, path: str) -> None:
     records, evaluation = run_ahead(tmp_path / "out", in_memory.config, 0, path)
     assert [record.pop("staleness") for record in records] == [0, 0, 0, 0]

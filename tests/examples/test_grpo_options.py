@@ -62,7 +62,7 @@ def _assert_like(plain: list[dict[str, Any]], records: list[dict[str, Any]]) -> 
 @pytest.mark.parametrize(
     ("path", "arguments"),
     [
-        ("redis_store", ["--tp", "2", "--packing"]),
+        pytest.param("redis_store", ["--tp", "2", "--packing"], marks=pytest.mark.long),
         pytest.param("tq_simple", ["--tp", "2"], marks=pytest.mark.long),
         pytest.param("tq_simple", [], marks=pytest.mark.long),
         pytest.param("in-memory", [], marks=pytest.mark.long),

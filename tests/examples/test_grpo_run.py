@@ -55,7 +55,10 @@ def test_a_run_trains_reports_and_evaluates(in_memory: Finished) -> None:
     assert "after GRPO" in out
 
 
-@pytest.mark.parametrize("backend", ["tq_simple", "redis_store", pytest.param("tq_mooncake", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "backend",
+    ["tq_simple", *(pytest.param(name, marks=pytest.mark.long) for name in ("redis_store", "tq_mooncake"))],
+)
 def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(
     tmp_path: Path, in_memory: Finished, backend: str
 ) -> None:

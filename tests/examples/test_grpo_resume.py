@@ -22,17 +22,18 @@ def newest_step(out: Path) -> int:
     return max(int(path.name.removeprefix("step_")) for path in (out / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(540)  # three whole runs
 @pytest.mark.parametrize(
     ("path", "uncut", "arguments"),  # over two paths where there are two: results do not depend on how rows travel
     [
         ("redis_store", "tq_simple", ("--mode", "async")),
-        pytest.param("redis_store", "in-memory", (), marks=pytest.mark.long),
-        pytest.param("in-memory", "in-memory", (), marks=pytest.mark.long),
-        pytest.param("tq_simple", "tq_simple", ("--dynamic-sampling",), marks=pytest.mark.long),
-        pytest.param("tq_simple", "in-memory", ("--tp", "2", "--packing"), marks=pytest.mark.long),
-        pytest.param("tq_simple", "redis_store", ("--mode", "async", "--staleness", "3"), marks=pytest.mark.long),
-        pytest.param("redis_store", "tq_simple", ("--mode", "async", "--workers", "megatron"), marks=pytest.mark.long),
+        ("redis_store", "in-memory", ()),
+        ("in-memory", "in-memory", ()),
+        ("tq_simple", "tq_simple", ("--dynamic-sampling",)),
+        ("tq_simple", "in-memory", ("--tp", "2", "--packing")),
+        ("tq_simple", "redis_store", ("--mode", "async", "--staleness", "3")),
+        ("redis_store", "tq_simple", ("--mode", "async", "--workers", "megatron")),
     ],
 )
 def test_a_run_killed_at_a_random_step_goes_on_to_the_results_of_one_that_was_not(

@@ -121,7 +121,7 @@ def test_memory_is_registered_once_per_process(client, connect, ray_address, mon
 
 
 class BreaksOnce:
-    """The real engine, but for every third row of the first put and of the first get, whose connections break."""
+    """The real engine, but for every third row of the first put and of the first get, whose transfers fail."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -144,7 +144,7 @@ class BreaksOnce:
         return [-800 if row in breaks else next(done) for row in range(len(keys))]
 
 
-def test_rows_whose_connection_breaks_are_tried_again(client, monkeypatch):
+def test_rows_whose_transfer_fails_are_tried_again(client, monkeypatch):
     (store,) = Store._shared.values()
     engine = BreaksOnce(store._engine)
     monkeypatch.setattr(store, "_engine", engine)

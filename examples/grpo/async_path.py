@@ -239,7 +239,8 @@ class AsyncPath(DataPlanePath):
                     )
 
     def _started(self) -> tuple[ReplayBuffer, Collector]:
-        assert self._buffer is not None and self._collector is not None, "start() comes first"  # noqa: PT018
+        assert self._buffer is not None, "start() comes first"
+        assert self._collector is not None, "start() comes first"
         return self._buffer, self._collector
 
     def _clock(self) -> float:

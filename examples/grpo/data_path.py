@@ -144,10 +144,10 @@ class DataPath(ABC):
     def finish_step(self) -> Traffic:
         """Drops the step's rows and says what they weighed."""
 
-    def save(self, folder: Path) -> None:  # noqa: B027  # most have nothing to save
+    def save(self, folder: Path) -> None:  # noqa: B027 - not abstract: most have nothing to save
         """Writes what the path holds between two steps into ``folder``: here, nothing."""
 
-    def restore(self, folder: Path, step: int) -> None:  # noqa: B027
+    def restore(self, folder: Path, step: int) -> None:  # noqa: B027 - nor to take over
         """Takes over what `save` wrote after ``step``; called after `start`."""
 
     @abstractmethod

@@ -178,4 +178,4 @@ def _megatron_name(name: str) -> str:
 
 
 def _cut_dim(parameter: nn.Parameter) -> int | None:
-    return int(parameter.partition_dim) if is_cut(parameter) else None  # type: ignore[attr-defined]
+    return int(parameter.partition_dim) if is_cut(parameter) else None

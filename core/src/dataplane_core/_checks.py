@@ -1,10 +1,14 @@
-"""Argument checks of the client: each raises `InvalidTypeError` or `InvalidRequestError`, else returns what it read."""
+"""Checks of the client.
+
+Those of arguments raise `InvalidTypeError` or `InvalidRequestError`, else return what they read; those of replies raise
+`BackendError`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
+from dataplane_core.errors import BackendError, InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.hookspecs import PartitionInfo
 
 
@@ -68,6 +72,12 @@ def check_seconds(what: str, seconds: Any, *, at_least_zero: bool = False) -> No
         raise InvalidRequestError(f"{what} must be {'at least' if at_least_zero else 'above'} 0 s, got {seconds}.")
 
 
+def strings_of(column: Any) -> list[str]:
+    """The strings among the items of an object column."""
+    items = column.tolist() if hasattr(column, "tolist") else column
+    return [item for item in items if isinstance(item, str)]
+
+
 def check_enum(where: str, name: str, strings: list[str], info: PartitionInfo) -> None:
     """Strings within the registered vocabulary."""
     words = info.enums.get(name)
@@ -79,3 +89,10 @@ def check_enum(where: str, name: str, strings: list[str], info: PartitionInfo) -
             f"{where} refused: field '{name}' holds {preview(unknown)}. Expected strings of its enum: "
             f"{preview(words, limit=8)}. Nothing was written."
         )
+
+
+def check_counts(where: str, num_samples: int, **counts: int) -> None:
+    """Refuses a backend's reply that speaks of more or fewer samples than it must."""
+    for what, count in counts.items():
+        if count != num_samples:
+            raise BackendError(f"{where}: the backend's reply holds {count} {what} for {num_samples} samples.")

@@ -15,7 +15,16 @@ from typing import Any, Final, NoReturn, TypeVar
 import pluggy
 from tensordict import TensorDict, TensorDictBase
 
-from dataplane_core._checks import check_count, check_enum, check_ids, check_name, check_names, check_seconds
+from dataplane_core._checks import (
+    check_count,
+    check_counts,
+    check_enum,
+    check_ids,
+    check_name,
+    check_names,
+    check_seconds,
+    strings_of,
+)
 from dataplane_core.backend import Backend
 from dataplane_core.capabilities import Capability, Scope, WireFormat
 from dataplane_core.codec.wire import lower, raise_columns, take_rows
@@ -54,8 +63,7 @@ from dataplane_core.hookspecs import (
 )
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.middleware import MiddlewareContext
-from dataplane_core.schema import INPUT_LENGTHS_TAG
-from dataplane_core.tags import TagFilter, TagValue, check_tag_filter, check_tags
+from dataplane_core.tags import TagFilter, TagValue, check_tag_filter, check_tags, lengths_of
 
 __all__ = ["DataPlaneClient"]
 
@@ -279,7 +287,7 @@ class DataPlaneClient:
                 None,
                 list(ids),
                 fields=written,
-                sequence_lengths=_lengths(rows),
+                sequence_lengths=lengths_of(rows),
                 tags=rows,
             )
 
@@ -411,7 +419,7 @@ class DataPlaneClient:
                 task_name,
                 list(claim.sample_ids),
                 fields=names,
-                sequence_lengths=_lengths(tags),
+                sequence_lengths=lengths_of(tags),
                 tags=tags,
                 lease_tokens=None if claim.lease_tokens is None else list(claim.lease_tokens),
             )
@@ -478,9 +486,9 @@ class DataPlaneClient:
                 self._require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
             request = ListRequest(partition_id=partition_id, tag_filter=condition, deadline=self._deadline())
             listed = self._call("list_samples", request, SampleList)
-            _check_counts(f"list_samples('{partition_id}')", len(listed.sample_ids), tags=len(listed.tags))
-            tags = [dict(row) for row in listed.tags]
-            return KVBatchMeta(partition_id, None, list(listed.sample_ids), sequence_lengths=_lengths(tags), tags=tags)
+            ids, tags = list(listed.sample_ids), [dict(row) for row in listed.tags]
+            check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(tags))
+            return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(tags), tags=tags)
 
     def close(self) -> None:
         """Waits for running operations (up to ``op_timeout_s``), then disconnects. Idempotent.
@@ -587,11 +595,10 @@ class DataPlaneClient:
 
     def _put(self, where: str, request: PutRequest, fields: Any) -> None:
         words = {
-            name: [item for item in _items(fields[name]) if isinstance(item, str)]
+            name: strings
             for name, spec in request.specs.items()
-            if spec.kind == "object"
+            if spec.kind == "object" and (strings := strings_of(fields[name]))
         }
-        words = {name: strings for name, strings in words.items() if strings}
         if not words:
             self._commit(where, request)
             return
@@ -599,8 +606,7 @@ class DataPlaneClient:
         for attempt in (0, 1):
             info = self._infos.get(request.partition_id)
             if info is None or attempt:
-                describe = DescribeRequest(partition_id=request.partition_id, deadline=request.deadline)
-                info = self._infos[request.partition_id] = self._call("describe_partition", describe, PartitionInfo)
+                info = self._infos[request.partition_id] = self._describe(request)
             request.epoch = info.epoch
             try:
                 for name, strings in words.items():
@@ -609,27 +615,26 @@ class DataPlaneClient:
                 return
             except (StalePartitionError, InvalidRequestError) as error:
                 # the registration that was cached may be an old one
-                if attempt or (isinstance(error, InvalidRequestError) and not self._is_stale(request, info)):
+                if attempt or (isinstance(error, InvalidRequestError) and self._describe(request).epoch == info.epoch):
                     raise
 
     def _commit(self, where: str, request: PutRequest) -> None:
         reply = self._call("put_samples", request, PutReply)
-        _check_counts(where, len(request.sample_ids), rows=reply.num_samples)
+        check_counts(where, len(request.sample_ids), rows=reply.num_samples)
 
-    def _is_stale(self, request: PutRequest, info: PartitionInfo) -> bool:
+    def _describe(self, request: PutRequest) -> PartitionInfo:
         describe = DescribeRequest(partition_id=request.partition_id, deadline=request.deadline)
-        return self._call("describe_partition", describe, PartitionInfo).epoch != info.epoch
+        return self._call("describe_partition", describe, PartitionInfo)
 
     def _claim_once(self, request: ClaimRequest) -> Claim:
         request.deadline = min(self._deadline(), request.deadline or float("inf"))
         leased = request.lease_s is not None  # as asked: middleware may change the request
         claim = self._call("claim", request, Claim)
         where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
-        tokens = claim.lease_tokens
-        if leased and tokens is None:
-            tokens = ()
-        counts = {"tags": len(claim.tags)} | ({} if tokens is None else {"lease tokens": len(tokens)})
-        _check_counts(where, len(claim.sample_ids), **counts)
+        counts = {"tags": len(claim.tags)}
+        if leased or claim.lease_tokens is not None:
+            counts["lease tokens"] = len(claim.lease_tokens or ())
+        check_counts(where, len(claim.sample_ids), **counts)
         return claim
 
     def _wait_claim(self, request: ClaimRequest, timeout_s: float) -> Claim:
@@ -679,7 +684,7 @@ class DataPlaneClient:
                 **extra,
             )
             reply = self._call(operation, request, SettleReply)
-            _check_counts(f"{operation}('{meta.partition_id}')", len(tokens), rows=reply.num_samples)
+            check_counts(f"{operation}('{meta.partition_id}')", len(tokens), rows=reply.num_samples)
 
     def _stop_all(self, *, suppress: bool) -> None:
         errors: list[Exception] = []
@@ -693,23 +698,3 @@ class DataPlaneClient:
             raise BackendError(
                 f"close: {type(errors[0]).__name__}: {errors[0]}", backend=self.backend_name
             ) from errors[0]
-
-
-def _check_counts(where: str, num_samples: int, **counts: int) -> None:
-    """Refuses a backend's reply that speaks of more or fewer samples than it must."""
-    for what, count in counts.items():
-        if count != num_samples:
-            raise BackendError(f"{where}: the backend's reply holds {count} {what} for {num_samples} samples.")
-
-
-def _items(column: Any) -> list[Any]:
-    return list(column.tolist() if hasattr(column, "tolist") else column)
-
-
-def _lengths(tags: Sequence[Mapping[str, TagValue]] | None) -> list[int] | None:
-    if not tags:
-        return None
-    lengths = [row.get(INPUT_LENGTHS_TAG) for row in tags]
-    if all(type(length) is int for length in lengths):
-        return [int(length) for length in lengths if length is not None]
-    return None

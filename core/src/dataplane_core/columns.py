@@ -94,23 +94,22 @@ def read_columns(
     td = client.get_samples(meta.sample_ids, meta.partition_id, list(names))
     if layout != "padded":
         return materialize(td, layout)
-    tokens = _token_columns(meta, td, ragged_fields) if token_aligned_fields is None else token_aligned_fields
-    width = _target_length(meta, td, tokens, pad_to_seqlen)
-    # a TensorDict iterates over rows, not names
-    columns = {name: td.get(name) for name in td.keys()}  # noqa: SIM118
+    columns = dict(td.items())
+    tokens = _token_columns(meta, columns, ragged_fields) if token_aligned_fields is None else token_aligned_fields
+    width = _target_length(meta, columns, tokens, pad_to_seqlen)
     padded = materialize({name: columns[name] for name in columns if name in tokens}, "padded", pad_value_dict, width)
     others = materialize({name: columns[name] for name in columns if name not in tokens}, "jagged")
     return BatchedDataDict({name: (padded if name in tokens else others)[name] for name in columns})
 
 
-def _token_columns(meta: KVBatchMeta, td: TensorDictBase, ragged_fields: Collection[str]) -> set[str]:
+def _token_columns(meta: KVBatchMeta, columns: Mapping[str, Any], ragged_fields: Collection[str]) -> set[str]:
     """The columns that `read_columns` pads where it is not told which."""
-    rows = {name: _row_lengths(td.get(name)) for name in td.keys()}  # noqa: SIM118
+    rows = {name: _row_lengths(column) for name, column in columns.items()}
     lengths = None
     if meta.sequence_lengths is not None:
         lengths = torch.tensor(meta.sequence_lengths, dtype=torch.int64)
     elif INPUT_LENGTHS_FIELD in rows:
-        lengths = as_lengths(f"read_columns: field '{INPUT_LENGTHS_FIELD}'", td.get(INPUT_LENGTHS_FIELD))
+        lengths = as_lengths(f"read_columns: field '{INPUT_LENGTHS_FIELD}'", columns[INPUT_LENGTHS_FIELD])
     elif INPUT_IDS_FIELD in rows:
         lengths = rows[INPUT_IDS_FIELD]
     return {
@@ -131,7 +130,9 @@ def _row_lengths(column: Any) -> torch.Tensor | None:
     return torch.full((column.shape[0],), column.shape[1])
 
 
-def _target_length(meta: KVBatchMeta, td: TensorDictBase, tokens: Collection[str], pad_to_seqlen: int | None) -> int:
+def _target_length(
+    meta: KVBatchMeta, columns: Mapping[str, Any], tokens: Collection[str], pad_to_seqlen: int | None
+) -> int:
     if pad_to_seqlen is None:
         pad_to_seqlen = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0)
     multiple = int(meta.extra_info.get(PAD_TO_MULTIPLE) or 1)
@@ -145,7 +146,7 @@ def _target_length(meta: KVBatchMeta, td: TensorDictBase, tokens: Collection[str
     if meta.sequence_lengths is not None:
         longest = max(meta.sequence_lengths, default=0)
     else:
-        longest = max((_longest(name, td.get(name)) for name in tokens if name in td.keys()), default=0)  # noqa: SIM118
+        longest = max((_longest(name, columns[name]) for name in tokens if name in columns), default=0)
     return -(-max(pad_to_seqlen, longest) // multiple) * multiple
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
+from dataplane_core.schema import INPUT_LENGTHS_TAG
 
-__all__ = ["FILTER_OPERATORS", "TagFilter", "TagValue", "check_tag_filter", "check_tags", "matches"]
+__all__ = ["FILTER_OPERATORS", "TagFilter", "TagValue", "check_tag_filter", "check_tags", "lengths_of", "matches"]
 
 TagValue: TypeAlias = bool | int | float | str | None
 #: Tag name -> a value to equal, or ``(operator, operand)``.
@@ -100,3 +101,13 @@ def matches(tags: Mapping[str, Any], tag_filter: Mapping[str, tuple[str, Any]] |
         except TypeError:
             return False
     return True
+
+
+def lengths_of(tags: Sequence[Mapping[str, TagValue]] | None) -> list[int] | None:
+    """Tokens per row, from the tag that says so; None where a row lacks it."""
+    if not tags:
+        return None
+    lengths = [row.get(INPUT_LENGTHS_TAG) for row in tags]
+    if all(type(length) is int for length in lengths):
+        return [int(length) for length in lengths if length is not None]
+    return None

@@ -72,7 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         record = report.record_of(item)
         item.user_properties.append((_PROPERTY, record))
         item.add_marker(pytest.mark.dataplane(proves=record["proves"], chapter=record["chapter"]))
-        limit_s = _kit().limit_of(item.obj) or (None if others_limit else _TIMEOUT_S)  # type: ignore[attr-defined]
+        test = getattr(item, "obj", None)
+        limit_s = _kit().limit_of(test) or (None if others_limit else _TIMEOUT_S)
         if timeout and limit_s is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(limit_s))
     unused = report.unused_deviations(mine)

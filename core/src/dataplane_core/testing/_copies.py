@@ -59,7 +59,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
     """Adds up the storages that operators return and were not given."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # the same
         self.size_bytes = 0
 
     def __torch_dispatch__(

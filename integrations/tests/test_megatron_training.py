@@ -17,7 +17,6 @@ from tiny_megatron import PAD_MULTIPLE, TinyMegatronWorker, megatron_on_cpu
 from tiny_policy import loss_of
 
 from dataplane_core import KVBatchMeta, connect, kv_first_write, shard_meta_for_dp
-from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations.batching import Batching, DynamicBatching, SequencePacking
@@ -46,20 +45,6 @@ LAYOUTS = {
 }
 
 
-def _batch() -> BatchedDataDict:
-    inside = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)
-    generator = torch.Generator().manual_seed(3)
-    return BatchedDataDict(
-        {
-            "input_ids": torch.randint(1, tiny_megatron.VOCAB, inside.shape, generator=generator) * inside,
-            "input_lengths": torch.tensor(LENGTHS),
-            "token_mask": inside.float(),
-            "sample_mask": torch.ones(len(LENGTHS)),
-            "advantages": torch.randn(inside.shape, generator=generator).where(inside, 0.0),
-        }
-    )
-
-
 @pytest.fixture(scope="module")
 def store() -> Iterator[DataPlaneClient]:
     """The driver's client of a private Redis server."""
@@ -76,7 +61,9 @@ def store() -> Iterator[DataPlaneClient]:
 def _write(client: DataPlaneClient, partition_id: str) -> KVBatchMeta:
     client.register_partition(partition_id, [], None, ["train"])
     ids = [f"p{i // 2}_g{i % 2}" for i in range(len(LENGTHS))]
-    meta = kv_first_write(_batch(), sample_ids=ids, dp_client=client, partition_id=partition_id)
+    meta = kv_first_write(
+        tiny_megatron.batch_of(LENGTHS, seed=3), sample_ids=ids, dp_client=client, partition_id=partition_id
+    )
     meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = WIDTH
     return meta
 
@@ -100,7 +87,7 @@ def _run(rank: int, layout: dict[str, Any], config: Any, shards_of: dict[str, Sh
             worker.get_logprobs_presharded(mine)
             mine = mine.with_fields(["prev_logprobs"])
             results = [worker.train_presharded(mine, loss_of) for _ in range(STEPS)]
-            operations = client.middleware[0].snapshot()["operations"]  # type: ignore[attr-defined]
+            operations = client.middleware[0].snapshot()["operations"]
             seen[way] = {
                 "coords": coords,
                 "leads": worker._is_replica_leader(),
@@ -124,7 +111,7 @@ def _train(ranks: Any, client: DataPlaneClient, layout: dict[str, Any], ways: tu
     shards_of: dict[str, Shards] = {}
     for way in ways:
         meta = _write(client, way)
-        meta.fields = list(_batch())
+        meta.fields = list(tiny_megatron.batch_of(LENGTHS, seed=3))
         shards, *portions = (
             shard_meta_for_dp(part, dp_world=dp_size, **WAYS[way].shard_args("train"))[0]
             for part in (meta, meta.slice(0, half), meta.slice(half, len(LENGTHS)))

@@ -66,7 +66,7 @@ def _train(rank: int, shape: tuple[int, int, int], config: dict[str, Any], shard
     metrics = Metrics()
     with connect({**config, "middleware": [metrics]}, bootstrap=False) as client:
         worker = Worker()
-        worker.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))  # type: ignore[attr-defined]
+        worker.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
         worker.setup_data_plane(client)
         result = worker.train_presharded(shards[worker._local_coords()["data_parallel"]], None)
         reads = metrics.snapshot()["operations"].get("get_samples", {"calls": 0})["calls"]
@@ -106,7 +106,7 @@ def test_extras_reach_every_rank_as_they_went_with_one_fetch_per_group(
 
 
 def test_a_worker_can_name_further_ragged_fields(toy_worker: Any, client: Any) -> None:
-    class Worker(toy_worker):  # type: ignore[misc]
+    class Worker(toy_worker):
         ragged_fields = frozenset({"audio_frames"})
 
     frames = [torch.full((length, 4), 1.0) for length in (3, 1)]  # as many frames as tokens, by chance

@@ -31,20 +31,6 @@ WIDTH = 8
 EXPERTS, CHOSEN = 4, 2
 
 
-def _batch() -> BatchedDataDict:
-    inside = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)
-    generator = torch.Generator().manual_seed(5)
-    return BatchedDataDict(
-        {
-            "input_ids": torch.randint(1, tiny_megatron.VOCAB, inside.shape, generator=generator) * inside,
-            "input_lengths": torch.tensor(LENGTHS),
-            "token_mask": inside.float(),
-            "sample_mask": torch.ones(len(LENGTHS)),
-            "advantages": torch.randn(inside.shape, generator=generator).where(inside, 0.0),
-        }
-    )
-
-
 def _recorded() -> Tensor:
     """(N, S, L, k) int16: any experts, but none for a row's last token, which generation does not run; 0 beyond."""
     generator = torch.Generator().manual_seed(6)
@@ -86,7 +72,9 @@ def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneCl
     group = InProcessWorkerGroup(workers)
     with DataPlanePolicy(group, plane, router_replay=True, train_fields=["input_ids", "input_lengths"]) as policy:
         policy.prepare_step("train")
-        meta = rollout.write(BatchedDataDict({**_batch(), ROUTED_EXPERTS_FIELD: _recorded()}))
+        meta = rollout.write(
+            BatchedDataDict({**tiny_megatron.batch_of(LENGTHS, seed=5), ROUTED_EXPERTS_FIELD: _recorded()})
+        )
         policy.get_logprobs_from_meta(meta)
         policy.train_from_meta(meta, 1.0)
 
@@ -101,7 +89,7 @@ def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneCl
             columns = (data["input_ids"], data[ROUTED_EXPERTS_FIELD], data["input_lengths"].tolist())
             for ids, experts, length in zip(*columns, strict=True):
                 row = LENGTHS.index(length)
-                assert torch.equal(ids[:length], _batch()["input_ids"][row, :length])
+                assert torch.equal(ids[:length], tiny_megatron.batch_of(LENGTHS, seed=5)["input_ids"][row, :length])
                 assert torch.equal(experts[:length], _recorded()[row, :length])
                 assert bool((experts[length:] == -1).all()), "padding names no expert"
 
@@ -111,7 +99,7 @@ def test_rows_without_their_routing_are_refused_at_the_write(plane: DataPlaneCli
     rollout.setup_data_plane(plane)
     plane.register_partition("train", [], None, ["train"])
     with pytest.raises(InvalidRequestError, match="the batch has no 'routed_experts', which is required"):
-        rollout.write(_batch())
+        rollout.write(tiny_megatron.batch_of(LENGTHS, seed=5))
     assert plane.list_samples("train").size == 0
 
 
@@ -119,7 +107,9 @@ def test_rows_without_their_routing_are_refused_at_the_fetch(plane: DataPlaneCli
     ids = [f"p{i}_g0" for i in range(len(LENGTHS))]
     with DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), plane, router_replay=True) as policy:
         policy.prepare_step("train")
-        meta = kv_first_write(_batch(), sample_ids=ids, dp_client=plane, partition_id="train")
+        meta = kv_first_write(
+            tiny_megatron.batch_of(LENGTHS, seed=5), sample_ids=ids, dp_client=plane, partition_id="train"
+        )
         with pytest.raises(WorkerFailedError) as caught:
             policy.get_logprobs_from_meta(meta)
     assert isinstance(caught.value.__cause__, MissingDataError)
@@ -145,7 +135,11 @@ def store() -> Iterator[DataPlaneClient]:
 def _write(client: DataPlaneClient, partition_id: str, recorded: Tensor | None) -> KVBatchMeta:
     client.register_partition(partition_id, [], None, ["train"])
     ids = [f"p{i}_g0" for i in range(len(LENGTHS))]
-    batch = _batch() if recorded is None else BatchedDataDict({**_batch(), ROUTED_EXPERTS_FIELD: recorded})
+    batch = (
+        tiny_megatron.batch_of(LENGTHS, seed=5)
+        if recorded is None
+        else BatchedDataDict({**tiny_megatron.batch_of(LENGTHS, seed=5), ROUTED_EXPERTS_FIELD: recorded})
+    )
     meta = kv_first_write(batch, sample_ids=ids, dp_client=client, partition_id=partition_id)
     meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = WIDTH
     return meta
@@ -184,7 +178,7 @@ def _route(rank: int, layout: dict[str, Any], config: Any, metas: dict[str, KVBa
 
 def _route_by(worker: TinyMegatronWorker, config: Any, meta: KVBatchMeta) -> dict[str, Any]:
     worker.setup_data_plane(config)
-    meta.fields = list(_batch())
+    meta.fields = list(tiny_megatron.batch_of(LENGTHS, seed=5))
     own = _choices(worker, lambda: worker.get_logprobs(worker._fetch(meta), 2))
     meta = meta.with_fields([ROUTED_EXPERTS_FIELD])
     used = _choices(worker, lambda: worker.get_logprobs_presharded(meta, 2))
@@ -235,7 +229,7 @@ def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
         worker.setup_data_plane(client)
         assert worker.replay is not None
         meta = _write(client, "train", None)
-        meta.fields = list(_batch())
+        meta.fields = list(tiny_megatron.batch_of(LENGTHS, seed=5))
         data = worker._fetch(meta)
         with worker.replay.recording() as recorded:
             generated = worker.get_logprobs(data)

@@ -39,6 +39,21 @@ PAD_MULTIPLE = 4
 Layout = dict[str, Any]
 
 
+def batch_of(lengths: list[int], seed: int) -> BatchedDataDict:
+    """Rows of these many random tokens with random advantages, right-padded with 0."""
+    inside = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    generator = torch.Generator().manual_seed(seed)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.randint(1, VOCAB, inside.shape, generator=generator) * inside,
+            "input_lengths": torch.tensor(lengths),
+            "token_mask": inside.float(),
+            "sample_mask": torch.ones(len(lengths)),
+            "advantages": torch.randn(inside.shape, generator=generator).where(inside, 0.0),
+        }
+    )
+
+
 class _CpuForCuda(TorchFunctionMode):
     """Tensors that are asked for on "cuda" are made on the CPU."""
 
@@ -114,7 +129,7 @@ class Norm(torch.nn.LayerNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps)
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
 
 
 def make_model(layout: Layout) -> Any:

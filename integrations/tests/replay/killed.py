@@ -65,7 +65,7 @@ def train(job: dict[str, Any], points: Points) -> None:
             clear(sample_ids, partition_id)
             points.pass_by("cleared")
 
-        client.ack, client.clear_samples = noted_ack, noted_clear  # type: ignore[method-assign]
+        client.ack, client.clear_samples = noted_ack, noted_clear
         consumer = StreamingConsumer(
             client,
             "replay",
@@ -151,7 +151,7 @@ def main(job: dict[str, Any]) -> None:
             finally:
                 sys.stderr.flush()
                 if status:
-                    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+                    sys.excepthook(*sys.exc_info())
                 os._exit(status)
         _, status = os.waitpid(child, 0)
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL

@@ -158,9 +158,9 @@ def test_a_save_in_full_run_loses_and_doubles_no_prompt(
                 buffer.consume(meta)  # its rows must stay until the save has read them
             return get(*args)
 
-        client.get_samples = get_and_consume  # type: ignore[method-assign]
+        client.get_samples = get_and_consume
         save_replay(tmp_path, client, buffer=buffer)
-        client.get_samples = get  # type: ignore[method-assign]
+        client.get_samples = get
         assert not set(client.list_samples("replay").sample_ids) & set(meta.sample_ids)
         buffer.close()
 

@@ -79,7 +79,7 @@ def test_a_lease_outlives_its_time_as_long_as_the_consumer_lives(stream: DataPla
         renew(*args)
         renewed.release()
 
-    stream.renew = counted  # type: ignore[method-assign]
+    stream.renew = counted
     batch = next(iter(consumer_of(stream, lease_s=2.0)))
     with batch:
         for _ in range(4):  # at a third of a lease each
@@ -101,7 +101,7 @@ def test_a_lost_lease_is_said_before_the_optimizer_step_and_nothing_is_cleared(s
         finally:
             noticed.set()
 
-    stream.renew = lost  # type: ignore[method-assign]
+    stream.renew = lost
     batch.__enter__()
     assert noticed.wait(WAIT_S)
     batch._thread.join(WAIT_S)

@@ -1,8 +1,7 @@
 """A private `redis-server`: started on a unix socket in a temporary folder, ended by process id.
 
 The folder's place follows from the user and the namespace, so that other processes of the user on this host find the
-socket with the same options. The owner holds a lock on it. A shell waits for the owner's end of a pipe to close, so the
-server also ends when the owner is killed.
+socket with the same options. The owner holds a lock on it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +22,7 @@ from dataplane_core.errors import (
     DataPlaneError,
     OperationTimeoutError,
 )
+from dataplane_core.owned_process import OwnedProcess, last_words
 from dataplane_redis._link import Link
 from dataplane_redis.config import RedisConfig
 
@@ -40,8 +39,6 @@ _POLL_S: Final = 0.01
 _END_S: Final = 5.0
 #: The longest path of a unix socket.
 _MOST_PATH: Final = 100
-#: Ends the server once standard input closes, which is when its owner is gone.
-_WATCHER: Final = 'read line; kill -TERM "$1"'
 
 
 def _folder(namespace: str) -> Path:
@@ -65,8 +62,7 @@ class PrivateServer:
     def __init__(self, config: RedisConfig) -> None:
         self._config = config
         self._folder = _folder(config.namespace)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._watcher: subprocess.Popen[bytes] | None = None
+        self._process: OwnedProcess | None = None
         self._lock: int | None = None
 
     @property
@@ -112,20 +108,7 @@ class PrivateServer:
             "appendfsync": self._config.appendfsync,
         }
         words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        self._process = subprocess.Popen(
-            [binary, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt of the trainer must not reach the store before its clients
-        )
-        self._watcher = subprocess.Popen(
-            ["/bin/sh", "-c", _WATCHER, "sh", str(self._process.pid)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._process = OwnedProcess([binary, *words], end_s=_END_S)
         self._wait(deadline)
 
     def stop(self) -> None:
@@ -180,9 +163,10 @@ class PrivateServer:
                     with contextlib.suppress(DataPlaneError):
                         link.command("connect", deadline, b"PING")
                         return
-                if self._process.poll() is not None:
+                if self._process.ended:
                     raise BackendUnavailableError(
-                        f"connect failed: the private redis-server ended at its start: {self._last_words()}",
+                        f"connect failed: the private redis-server ended at its start: "
+                        f"{last_words(self._folder / 'redis.log')}",
                         retryable=False,
                     )
                 if time.monotonic() + _POLL_S >= deadline:
@@ -191,26 +175,7 @@ class PrivateServer:
         finally:
             link.close()
 
-    def _last_words(self) -> str:
-        try:
-            lines = (self._folder / "redis.log").read_text(errors="replace").splitlines()
-        except OSError:
-            return "it wrote no log"
-        return " / ".join(lines[-3:])
-
     def _end_process(self) -> None:
-        """Ends the watcher, then the server: asked first, then killed."""
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher.kill()
-            watcher.wait()
-            assert watcher.stdin is not None
-            watcher.stdin.close()
         process, self._process = self._process, None
         if process is not None:
-            process.terminate()
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.end()

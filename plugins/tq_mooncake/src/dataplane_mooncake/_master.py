@@ -1,14 +1,10 @@
-"""A `mooncake_master` of our own: on free ports, awaited until it answers, ended by process id.
-
-A shell waits for the owner's end of a pipe to close, so the master also ends when its owner is killed.
-"""
+"""A `mooncake_master` of our own: on free ports, awaited until it answers, ended by process id."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import socket
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +13,7 @@ from typing import Final
 import psutil
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
+from dataplane_core.owned_process import OwnedProcess, last_words
 from dataplane_mooncake.machine import check_master, master_path
 
 __all__ = ["Master"]
@@ -24,8 +21,6 @@ __all__ = ["Master"]
 _POLL_S: Final = 0.02
 #: Starts with other ports, where another process took one between our looking and the master's binding.
 _TRIES: Final = 3
-#: Ends the master and removes its folder once standard input closes, which is when its owner is gone.
-_WATCHER: Final = 'read line; kill -KILL "$1"; rm -rf "$2"'
 
 # Rows are deleted by those who put them and by nobody else: the master shall evict nothing. It takes a storage unit for
 # dead only after as long as one that stands still may stand.
@@ -52,8 +47,8 @@ class Master:
     def __init__(self, ip: str) -> None:
         self._ip = ip
         self._folder = Path(tempfile.mkdtemp(prefix="dataplane-mooncake-"))
-        self._process: subprocess.Popen[bytes] | None = None
-        self._watcher: subprocess.Popen[bytes] | None = None
+        self._log = self._folder / "log"
+        self._process: OwnedProcess | None = None
         self.address = ""
 
     @property
@@ -76,7 +71,7 @@ class Master:
                     return
             raise BackendUnavailableError(
                 f"connect failed: mooncake_master ended at each of {_TRIES} starts, lastly on {self.address}: "
-                f"{self._last_words()}",
+                f"{last_words(self._log)}",
                 retryable=False,
             )
         except BaseException:
@@ -93,23 +88,10 @@ class Master:
             **_SETTINGS,
         }
         words = [f"--{name}={value}" for name, value in settings.items()]
-        with (self._folder / "log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [str(master_path()), *words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # an interrupt of the trainer must not reach the store before its clients
-            )
-        self._watcher = subprocess.Popen(
-            ["/bin/sh", "-c", _WATCHER, "sh", str(self._process.pid), str(self._folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        # it keeps nothing, and asked politely it takes a second to end: so it is killed
+        self._process = OwnedProcess([str(master_path()), *words], log=self._log, folder=self._folder)
         self.address = f"[{self._ip}]:{rpc_port}" if ":" in self._ip else f"{self._ip}:{rpc_port}"
-        while self._process.poll() is None:
+        while not self._process.ended:
             if self._serves(rpc_port):
                 return True
             if time.monotonic() + _POLL_S >= deadline:
@@ -136,22 +118,10 @@ class Master:
         self._end_process()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _last_words(self) -> str:
-        lines = (self._folder / "log").read_text(errors="replace").splitlines()
-        return " / ".join(lines[-3:]) or "it wrote no log"
-
     def _end_process(self) -> None:
-        """Ends the watcher, then the master."""
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher.kill()
-            watcher.wait()
-            assert watcher.stdin is not None
-            watcher.stdin.close()
         process, self._process = self._process, None
         if process is not None:
-            process.kill()  # it keeps nothing, and asked politely it takes a second
-            process.wait()
+            process.end()
 
 
 def _free_port(ip: str) -> int:

@@ -11,7 +11,7 @@ import socket
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Finding", "Level", "check_announced_address", "missing_library"]
+__all__ = ["Finding", "Level", "check_announced_address", "missing_library", "never_reachable"]
 
 
 class Level(StrEnum):
@@ -74,6 +74,15 @@ def missing_library(error: BaseException) -> str | None:
     return None
 
 
+def never_reachable(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+    """Why no other host reaches a host under this address, in whatever network; None where one may."""
+    if ip.is_link_local:
+        return "a link-local address, which no other host can route to"
+    if ip.is_unspecified or ip.is_multicast:
+        return "not the address of a host"
+    return None
+
+
 def check_announced_address(address: str, who: str, hint: str) -> Finding:
     """Whether other hosts can reach this one under an address that it announces to them.
 
@@ -94,10 +103,9 @@ def check_announced_address(address: str, who: str, hint: str) -> Finding:
     for number in sorted(str(each) for each in numbers):
         ip = ipaddress.ip_address(number.partition("%")[0])
         where = said if number == address else f"{said}, which is {number}"
-        if ip.is_link_local:
-            return Finding.error(f"{where}: a link-local address, which other hosts cannot route to.", hint)
-        if ip.is_unspecified or ip.is_multicast:
-            return Finding.error(f"{where}: not the address of a host.", hint)
+        reason = never_reachable(ip)
+        if reason is not None:
+            return Finding.error(f"{where}: {reason}.", hint)
         if ip.is_loopback:
             return Finding.warning(f"{where}: a loopback address, which only this host reaches.", hint)
         family = socket.AF_INET if ip.version == 4 else socket.AF_INET6

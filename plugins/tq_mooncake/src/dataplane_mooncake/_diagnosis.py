@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import metadata
 
 from dataplane_core.diagnosis import Finding
 from dataplane_core.errors import ConfigError
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import (
-    DISTRIBUTIONS,
     NodeMemory,
     available_memory_bytes,
     check_distributions,
@@ -19,6 +17,7 @@ from dataplane_mooncake.machine import (
     check_master,
     check_memory,
     check_rdma,
+    installed,
 )
 from dataplane_tq_simple.addresses import announced_address
 
@@ -27,8 +26,7 @@ __all__ = ["diagnose"]
 
 def diagnose(config: TQMooncakeConfig) -> Iterator[Finding]:
     """Findings for these options; see `Backend.diagnose`."""
-    installed = [name for name in DISTRIBUTIONS if _is_installed(name)]
-    yield _finding(check_distributions, f"Mooncake is installed once: {', '.join(installed)}.")
+    yield _finding(check_distributions, f"Mooncake is installed once: {', '.join(installed())}.")
     yield _finding(check_library, "Mooncake's library loads.")
     if config.master_address is None:
         yield _finding(check_master, "mooncake_master is there and may be executed.")
@@ -55,11 +53,3 @@ def _finding(check: Callable[[], object], well: str) -> Finding:
     except ConfigError as error:
         return Finding.error(error.message, error.hint)
     return Finding.ok(well)
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

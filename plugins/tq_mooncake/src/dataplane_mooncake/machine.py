@@ -25,6 +25,7 @@ __all__ = [
     "check_master",
     "check_memory",
     "check_rdma",
+    "installed",
     "master_path",
 ]
 
@@ -42,12 +43,18 @@ _DEVICES: Final = Path("/sys/class/infiniband")
 _MIB: Final = 1024 * 1024
 
 
-def check_distributions() -> None:
-    """One of the three wheels is installed, not none and not several, which overwrite each other's files."""
+def installed() -> list[str]:
+    """Names and versions of the wheels that are installed; one, where all is well."""
     found = []
     for name in DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found.append(f"{name} {metadata.version(name)}")
+    return found
+
+
+def check_distributions() -> None:
+    """One of the three wheels is installed, not none and not several, which overwrite each other's files."""
+    found = installed()
     if len(found) == 1:
         return
     if not found:

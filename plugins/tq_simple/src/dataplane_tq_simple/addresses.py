@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import psutil
 
+from dataplane_core.diagnosis import never_reachable
 from dataplane_core.errors import ConfigError
 
 __all__ = ["announced_address", "check_address", "parse_announced", "this_nodes_addresses"]
@@ -88,15 +89,10 @@ def check_address(address: str, *, num_nodes: int, of: str) -> None:
         ConfigError: A link-local, multicast or unspecified address; a loopback address where there are several nodes.
     """
     parsed = _parsed(address)
-    if parsed is None:
-        kind = "not an IP address"
-    elif parsed.is_link_local:
-        kind = "a link-local address, which no other host can route to"
-    elif parsed.is_unspecified or parsed.is_multicast:
-        kind = "not the address of a host"
-    elif parsed.is_loopback and num_nodes > 1:
+    kind = "not an IP address" if parsed is None else never_reachable(parsed)
+    if kind is None and parsed is not None and parsed.is_loopback and num_nodes > 1:
         kind = f"a loopback address, which the other {num_nodes - 1} nodes cannot reach"
-    else:
+    if kind is None:
         return
     raise ConfigError(
         f"{of} is {address}: {kind}. Expected an address that every node of the cluster can reach.",

@@ -167,7 +167,11 @@ class LedgerBackend(Backend, ABC):
 
     @abstractmethod
     def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
-        """Stores the payload of a write; returns when every client can fetch it. Copies what it keeps."""
+        """Stores the payload of a write; returns when every client can fetch it. Copies what it keeps.
+
+        Raises:
+            CapacityExceededError: The engine itself is full, whatever the ledger counts. What was stored is deleted.
+        """
 
     @abstractmethod
     def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
@@ -205,7 +209,7 @@ class LedgerBackend(Backend, ABC):
         return info
 
     def put_samples(self, request: PutRequest) -> PutReply:
-        """Reserves, stores, commits."""
+        """Reserves, stores, commits; where there is no room, tries again, unless ``on_full`` is ``raise``."""
         num_samples = len(request.sample_ids)
         reply = PutReply(num_samples=num_samples)
         if not request.columns:
@@ -213,13 +217,21 @@ class LedgerBackend(Backend, ABC):
                 request.deadline, "put_tags", request.partition_id, request.sample_ids, request.tags, request.epoch
             )
             return reply
-        write_id = self._begin(request, row_nbytes(request.columns, num_samples))
-        try:
-            self._store(write_id, request.columns, num_samples, request.deadline)
-            freed = self._ledger(request.deadline, "commit_put", write_id)
-        except BaseException:
-            self._undo(write_id)
-            raise
+        row_bytes = row_nbytes(request.columns, num_samples)
+        while True:
+            try:
+                freed = self._put(request, row_bytes)
+                break
+            except CapacityExceededError as error:
+                if not error.retryable or self.config.on_full == "raise":
+                    raise
+                if time.monotonic() + _FULL_POLL_S >= request.deadline:
+                    raise OperationTimeoutError(
+                        f"put_samples('{request.partition_id}', {num_samples} samples) timed out waiting for room. "
+                        f"Nothing was written. {error.message}",
+                        hint=error.hint,
+                    ) from error
+                time.sleep(_FULL_POLL_S)
         self._collect(freed, request.deadline)
         return reply
 
@@ -286,31 +298,26 @@ class LedgerBackend(Backend, ABC):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
-    def _begin(self, request: PutRequest, row_bytes: Sequence[int]) -> int:
-        while True:
-            try:
-                write_id: int = self._ledger(
-                    request.deadline,
-                    "begin_put",
-                    request.partition_id,
-                    request.sample_ids,
-                    request.specs,
-                    row_bytes,
-                    request.tags,
-                    request.epoch,
-                    ttl_s=max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S,
-                )
-                return write_id
-            except CapacityExceededError as error:
-                if not error.retryable or self.config.on_full == "raise":
-                    raise
-                if time.monotonic() + _FULL_POLL_S >= request.deadline:
-                    raise OperationTimeoutError(
-                        f"put_samples('{request.partition_id}', {len(request.sample_ids)} samples) timed out waiting "
-                        f"for room. Nothing was written. {error.message}",
-                        hint=error.hint,
-                    ) from error
-                time.sleep(_FULL_POLL_S)
+    def _put(self, request: PutRequest, row_bytes: Sequence[int]) -> Sequence[Ref]:
+        """One try of a put; what it frees."""
+        write_id: int = self._ledger(
+            request.deadline,
+            "begin_put",
+            request.partition_id,
+            request.sample_ids,
+            request.specs,
+            row_bytes,
+            request.tags,
+            request.epoch,
+            ttl_s=max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S,
+        )
+        try:
+            self._store(write_id, request.columns, len(request.sample_ids), request.deadline)
+            freed: Sequence[Ref] = self._ledger(request.deadline, "commit_put", write_id)
+        except BaseException:
+            self._undo(write_id)
+            raise
+        return freed
 
     def _undo(self, write_id: int) -> None:
         """Best effort after a failed put; what cannot be undone now, the ledger hands to the next clear.

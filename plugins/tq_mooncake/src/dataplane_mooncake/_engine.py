@@ -25,15 +25,11 @@ from dataplane_mooncake._store import FULL, UNREACHABLE, Call, EngineError, Rows
 from dataplane_mooncake.machine import available_memory_bytes
 from dataplane_tq_simple._queue import QueueEngine
 
-__all__ = ["Engine", "StoreFullError"]
+__all__ = ["Engine"]
 
 _MIB: Final = 1024 * 1024
 #: How long a failed call looks for a dead storage unit to blame, in seconds.
 _BLAME_S: Final = 3.0
-
-
-class StoreFullError(CapacityExceededError):
-    """No segment has room for the rows; some of them may be stored, and are to be deleted."""
 
 
 class Engine(QueueEngine):
@@ -81,7 +77,7 @@ class Engine(QueueEngine):
             deadline: On `time.monotonic`'s clock, in seconds.
 
         Raises:
-            StoreFullError: There is no room.
+            CapacityExceededError: No segment has room for the rows; some may be stored, and are to be deleted.
             BackendError: Mooncake failed.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
@@ -154,7 +150,7 @@ class Engine(QueueEngine):
     def _explain(self, what: str, error: EngineError, deadline: float) -> NoReturn:
         """Raises the error that says why Mooncake failed."""
         if error.code == FULL:
-            raise StoreFullError(
+            raise CapacityExceededError(
                 f"{what} refused: the {len(self._instance.units)} segments of "
                 f"{self.config.segment_size_bytes // _MIB} MiB of instance {self.config.instance!r} have no room "
                 f"({error}).",

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from dataplane_integrations.durable_files import sync_folder, write_file
+
 from .config import RunConfig
 from .errors import RunFailedError, UserError
 from .weights import PackedWeights
@@ -102,7 +104,7 @@ class Checkpoints:
             self._remove_unfinished()
             unfinished.mkdir(parents=True)
             write_state(unfinished)
-            _write_file(unfinished / _METRICS, "".join(json.dumps(record) + "\n" for record in records).encode())
+            write_file(unfinished / _METRICS, [(json.dumps(record) + "\n").encode() for record in records])
             with (unfinished / _REFERENCE).open("wb") as file:
                 np.save(file, reference, allow_pickle=False)
                 file.flush()
@@ -114,11 +116,11 @@ class Checkpoints:
                 "evaluation": dict(evaluation),
                 "files": _digests(unfinished),
             }
-            _write_file(unfinished / _MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+            write_file(unfinished / _MANIFEST, [(json.dumps(manifest, indent=2) + "\n").encode()])
             for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
-                _sync_folder(folder)
+                sync_folder(folder)
             unfinished.rename(place)
-            _sync_folder(self._folder)
+            sync_folder(self._folder)
             for old in self._places()[: -self._keep]:
                 self._discard(old)
         except OSError as error:
@@ -220,22 +222,6 @@ def _identity(config: RunConfig) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digests(folder: Path) -> dict[str, str]:

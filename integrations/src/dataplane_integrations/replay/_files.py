@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dataplane_core.errors import CorruptDataError, MissingDataError, UnsupportedOperationError
+from dataplane_integrations.durable_files import sync_folder, write_file
 from dataplane_integrations.errors import ReplaySaveError
 
 __all__ = ["SavedFiles", "write_save"]
@@ -47,10 +48,10 @@ def write_save(folder: str | os.PathLike[str], body: Mapping[str, Any], blocks: 
         index = _write_blocks(path / rows_name, blocks)
         text = json.dumps({**body, "rows_file": rows_name, "blocks": index}, separators=(",", ":")).encode()
         head = {"format": FORMAT, "version": VERSION, "sha256": hashlib.sha256(text).hexdigest()}
-        _write_file(path / _TEMPORARY, [json.dumps(head).encode(), b"\n", text, b"\n"])
-        _sync_folder(path)
+        write_file(path / _TEMPORARY, [json.dumps(head).encode(), b"\n", text, b"\n"])
+        sync_folder(path)
         os.replace(path / _TEMPORARY, path / MANIFEST)
-        _sync_folder(path)
+        sync_folder(path)
         for each in sorted(path.glob(f"{_ROWS_PREFIX}*.bin")):
             if each.name != rows_name:
                 os.unlink(each)
@@ -68,28 +69,8 @@ def _write_blocks(path: Path, blocks: Iterable[bytes | bytearray]) -> list[dict[
             index.append({"size_bytes": len(block), "sha256": hashlib.sha256(block).hexdigest()})
             yield block
 
-    _write_file(path, noted())
+    write_file(path, noted())
     return index
-
-
-def _write_file(path: Path, parts: Iterable[bytes | bytearray]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        for part in parts:
-            left = memoryview(part)
-            while left:
-                left = left[os.write(descriptor, left) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class SavedFiles:

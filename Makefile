@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 
 # Test files run in two processes side by side; the tests of one file share its servers.
 JOBS   ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test test-long check format backends-page clean
 

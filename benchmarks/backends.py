@@ -3,7 +3,7 @@
 Run:  python benchmarks/backends.py [--rounds 7] [--batches A B] [--backends noop redis_store tq_simple tq_mooncake]
 
 Batch A: 512 samples, 6 jagged fields (1 int64, 5 float32) of 256 to 2,048 tokens and 2 per-sample fields, 16 MB. Batch
-B: the same up to 8,192 tokens, 65 MB. Everything that a user gets is in the client's figures: checks, codec, ledger,
+B: the same up to 8,192 tokens, 61 MB. Everything that a user gets is in the client's figures: checks, codec, ledger,
 confirmed commits. Peers: ``transfer_queue.kv_batch_put`` and ``kv_batch_get`` of the same columns with one storage
 unit, which do none of that; and cloning the bytes once each way. Rounds are interleaved, so a busy machine slows all
 alike; medians are printed. Last come the costs of one small put, and of the metrics middleware.

@@ -7,9 +7,10 @@ Every round runs both once, each in a process tree of its own, and leaves out th
 - overlapped: the part of generating during which the policy workers trained;
 - cores busy: CPU time of all processes of the run over the time that the cores offered.
 
-Then the gain, and what bounds it. Overlap hides the shorter of generating and training behind the longer, so with a
-core for every process it gains at most the smaller of their shares. And it can only use what the synchronous run left
-idle: with fewer cores than processes that want one, the second bound is the lower.
+Then the phases of a step, as the driver waits for them, and the gain with what bounds it. Overlap hides the shorter of
+the two sides behind the longer: the rollout side (the weights sent over, the answers made and written) and the rest. So
+with a core for every process it gains at most the smaller of their shares. And it can only use what the synchronous run
+left idle: with fewer cores than processes that want one, the second bound may be the lower.
 
 Run it with ``python benchmarks/overlap.py`` on an otherwise quiet machine.
 """
@@ -34,6 +35,8 @@ import psutil
 TRAIN = Path(__file__).resolve().parent.parent / "examples" / "grpo" / "train.py"
 #: Steps that are not counted: first calls allocate, and connections open.
 WARM_UP = 5
+#: Phases of the synchronous step that the asynchronous one does beside training.
+ROLLOUT_SIDE = ("weights", "generate")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Figures:
     generating: float
     overlapped: float
     cores_busy: float
+    ms_per_step: float
+    phases_ms: dict[str, float]
 
 
 def cpu_seconds(process: psutil.Process) -> float:
@@ -77,11 +82,16 @@ def run(options: argparse.Namespace, mode: str, folder: Path) -> Figures:
     (start, cpu_start), (end, cpu_end) = marks
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
     generating_s, overlapped_s = generating(records)
+    phases = {
+        name: 1e3 * statistics.fmean(record["seconds"][name] for record in records) for name in records[0]["seconds"]
+    }
     return Figures(
         ms_per_sample=1e3 * (end - start) / sum(record["answers"] for record in records),
         generating=generating_s / (end - start),
         overlapped=overlapped_s / generating_s,
         cores_busy=(cpu_end - cpu_start) / (end - start) / (os.cpu_count() or 1),
+        ms_per_step=1e3 * (end - start) / len(records),
+        phases_ms=phases,
     )
 
 
@@ -104,6 +114,12 @@ def report(name: str, runs: list[Figures]) -> None:
         )
 
 
+def report_phases(name: str, runs: list[Figures]) -> None:
+    """Medians over the runs, in milliseconds per step."""
+    medians = {phase: statistics.median(each.phases_ms[phase] for each in runs) for phase in runs[0].phases_ms}
+    print(f"{name:6} ms per step: " + ", ".join(f"{phase} {value:.0f}" for phase, value in medians.items()))
+
+
 def main() -> None:
     """Prints all figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,8 +137,12 @@ def main() -> None:
     print(f"{options.backend}, staleness {options.staleness}, {options.steps} steps after {WARM_UP}")
     for mode, figures in runs.items():
         report(mode, figures)
+    for mode, figures in runs.items():
+        report_phases(mode, figures)
     sync, ahead = (statistics.median(each.ms_per_sample for each in runs[mode]) for mode in ("sync", "async"))
-    share = statistics.median(each.generating for each in runs["sync"])
+    share = statistics.median(
+        sum(each.phases_ms[phase] for phase in ROLLOUT_SIDE) / each.ms_per_step for each in runs["sync"]
+    )
     idle = 1 - statistics.median(each.cores_busy for each in runs["sync"])
     print(f"medians: sync {sync:.3f}, async {ahead:.3f} ms per sample: a gain of {1 - ahead / sync:.1%}")
     print(

@@ -7,8 +7,8 @@ write by hand: one HSET of all cells per sample, one HMGET per sample, in one pi
 the cells are framed before the clock starts, and what comes back stays bytes. So it does less: no checks, no codec, no
 schema, no commit. Rounds are interleaved, so a busy machine slows both alike; medians are printed.
 
-Then claims of 512 out of 10,000 and of 1,000,000 ready samples of one scalar each: the first claim, which finds them,
-and the median of later ones.
+Then claims of 512 out of 10,000 and of 1,000,000 ready samples of one scalar each, in turns: the first claim, which
+finds them, and the median of later ones.
 """
 
 from __future__ import annotations
@@ -118,20 +118,26 @@ def compare(columns: TensorDict, contestants: dict[str, tuple[Step, Step, Step]]
         print(f"{name:18}" + "".join(f"{cell:>12}" for cell in cells))
 
 
-def claim_ms(client: DataPlaneClient, num_ready: int, claims: int) -> tuple[float, float]:
-    """Milliseconds of the first claim of 512, and the median of the later ones."""
-    client.register_partition("claims", ["x"], None, ["train"])
-    for start in range(0, num_ready, 10_000):
-        ids = [f"s{number}" for number in range(start, min(start + 10_000, num_ready))]
-        client.put_samples(ids, "claims", TensorDict({"x": torch.ones(len(ids))}, batch_size=[len(ids)]))
-    times = []
+def compare_claims(client: DataPlaneClient, sizes: list[int], claims: int) -> None:
+    """Claims of 512 from partitions of different sizes, in turns; prints the first and the median of later ones."""
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for size in sizes:
+        client.register_partition(f"claims{size}", ["x"], None, ["train"])
+        for start in range(0, size, 10_000):
+            ids = [f"s{number}" for number in range(start, min(start + 10_000, size))]
+            columns = TensorDict({"x": torch.ones(len(ids))}, batch_size=[len(ids)])
+            client.put_samples(ids, f"claims{size}", columns)
     for _ in range(claims):
-        started = time.perf_counter()
-        meta = client.claim_meta("claims", "train", ["x"], 512)
-        times.append((time.perf_counter() - started) * 1e3)
-        assert meta.size == 512
-    client.clear_samples(None, "claims")
-    return times[0], statistics.median(times[1:])
+        for size, kept in times.items():
+            started = time.perf_counter()
+            meta = client.claim_meta(f"claims{size}", "train", ["x"], 512)
+            kept.append((time.perf_counter() - started) * 1e3)
+            assert meta.size == 512
+    for size, (first, *later) in times.items():
+        client.clear_samples(None, f"claims{size}")
+        print(
+            f"claim of 512 of {size:,} ready: first {first:.1f} ms, median of later {statistics.median(later):.1f} ms"
+        )
 
 
 def main() -> None:
@@ -155,9 +161,8 @@ def main() -> None:
             }
             compare(columns, contestants, options.rounds)
         server.close()
-        for num_ready in options.samples:
-            first, later = claim_ms(client, num_ready, 15)
-            print(f"\nclaim of 512 out of {num_ready:,} ready: first {first:.1f} ms, median of later {later:.1f} ms")
+        print()
+        compare_claims(client, options.samples, 19)
     print(f"\n{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
 
 

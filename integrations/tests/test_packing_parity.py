@@ -36,7 +36,7 @@ class Reader(DataPlaneWorkerMixin):
         return {"data_parallel": 0}
 
 
-@pytest.fixture(scope="module", params=["noop", "tq_simple"])
+@pytest.fixture(scope="module", params=["noop", pytest.param("tq_simple", marks=pytest.mark.long)])
 def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
     config: dict[str, Any] = {"backend": request.param, "op_timeout_s": 30}
     if request.param == "tq_simple":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -27,10 +28,15 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run that nothing disturbed: what others are compared with."""
-    folder = tmp_path_factory.mktemp("in-memory")
-    config = write_config(folder)
-    code, out, err = finish(start(config, folder / "out"))
-    assert (code, err) == (0, "")
-    return Finished(config, folder / "out", out)
+def in_memory(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Finished:
+    """A run that nothing disturbed: what others are compared with. Processes that run tests side by side share it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "in-memory"
+    printed = folder / "printed.txt"
+    with FileLock(f"{folder}.lock"):
+        if not printed.exists():
+            folder.mkdir(exist_ok=True)
+            code, out, err = finish(start(write_config(folder), folder / "out"))
+            assert (code, err) == (0, "")
+            printed.write_text(out)
+    return Finished(folder / "config.yaml", folder / "out", printed.read_text())

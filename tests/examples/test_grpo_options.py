@@ -35,13 +35,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return results(_run(tmp_path_factory.mktemp("plain")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("path", "arguments"),
     [
         ("tq_simple", ["--tp", "2", "--packing"]),
-        pytest.param("tq_simple", ["--tp", "2"], marks=pytest.mark.long),
-        pytest.param("in-memory", ["--tp", "2", "--packing"], marks=pytest.mark.long),
-        pytest.param("in-memory", ["--packing"], marks=pytest.mark.long),
+        ("tq_simple", ["--tp", "2"]),
+        ("in-memory", ["--tp", "2", "--packing"]),
+        ("in-memory", ["--packing"]),
     ],
 )
 def test_tensor_parallel_and_packed_runs_train_as_the_plain_run_does(

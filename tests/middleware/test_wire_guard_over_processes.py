@@ -80,7 +80,7 @@ def local_ray():
     ray.shutdown()
 
 
-@pytest.fixture(scope="module", params=["redis_store", "tq_simple"])
+@pytest.fixture(scope="module", params=["redis_store", pytest.param("tq_simple", marks=pytest.mark.long)])
 def stored(request):
     """A guarded client of a store into which another process has put, and the store."""
     store = Redis() if request.param == "redis_store" else TQSimple()

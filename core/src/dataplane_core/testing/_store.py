@@ -30,7 +30,7 @@ from dataplane_core.testing.faults import Faults
 if TYPE_CHECKING:
     from dataplane_core.testing._base import Suite
 
-__all__ = ["NOT_DECLARED", "NOT_RUN", "Deployment", "Store", "not_run"]
+__all__ = ["BOUNDED_BYTES", "NOT_DECLARED", "NOT_RUN", "Deployment", "Store", "not_run"]
 
 _E = TypeVar("_E", bound=BaseException)
 _R = TypeVar("_R")
@@ -39,6 +39,9 @@ _R = TypeVar("_R")
 NOT_DECLARED: Final = "not declared: "
 #: Opens the reason of a test that this machine or this author's class cannot run.
 NOT_RUN: Final = "not run: "
+
+#: Room in the store of `Deployment.bounded`.
+BOUNDED_BYTES: Final = 640 * 1024
 
 #: Distinct options that one class may have before the kit asks for `store_per_test`.
 _MOST_STORES: Final = 8
@@ -115,6 +118,10 @@ class Deployment:
             made = self.case.isolated_options(copy.deepcopy(self.options), f"kit{len(self._clients)}")
             self._clients[key] = self.connect({**made, **options})
         return self._clients[key]
+
+    def bounded(self, on_full: str) -> DataPlaneClient:
+        """A client of a store of its own with room for `BOUNDED_BYTES`."""
+        return self.isolated("bounded", capacity_bytes=BOUNDED_BYTES, on_full=on_full)
 
     def attach_options(self) -> dict[str, Any]:
         """Options of further clients of this store."""

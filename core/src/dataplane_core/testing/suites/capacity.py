@@ -12,15 +12,14 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import CapacityExceededError
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import batch, ids
-from dataplane_core.testing._store import Store
+from dataplane_core.testing._store import BOUNDED_BYTES, Store
 from dataplane_core.testing._timing import PROMPT_S, Background
 
 __all__ = ["CapacitySuite"]
 
-_ROW = 64 * 1024
 _ROWS_THAT_FIT = 8
-#: Room for eight rows with some overhead of the engine's own, but not for twelve.
-_CAPACITY = 10 * _ROW
+#: Eight rows fit in, with some overhead of the engine's own, but not twelve.
+_ROW = BOUNDED_BYTES // 10
 
 
 def _rows(count: int, value: int = 0) -> torch.Tensor:
@@ -28,7 +27,7 @@ def _rows(count: int, value: int = 0) -> torch.Tensor:
 
 
 def _full(store: Store, on_full: str = "raise") -> tuple[DataPlaneClient, str]:
-    client = store.deployment.isolated("capacity", capacity_bytes=_CAPACITY, on_full=on_full)
+    client = store.deployment.bounded(on_full)
     partition = store.register("x", client=client)
     client.put_samples(ids(_ROWS_THAT_FIT), partition, batch(_ROWS_THAT_FIT, x=_rows(_ROWS_THAT_FIT, 1)))
     return client, partition

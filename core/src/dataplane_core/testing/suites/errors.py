@@ -14,7 +14,7 @@ from dataplane_core.errors import BackendError, ClientClosedError, DataPlaneErro
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import batch
-from dataplane_core.testing._store import Store, check_error
+from dataplane_core.testing._store import BOUNDED_BYTES, Store, check_error
 
 __all__ = ["ErrorSuite"]
 
@@ -26,8 +26,9 @@ def _nacked(store: Store, partition: str) -> KVBatchMeta:
 
 
 def _overfill(store: Store) -> None:
-    client = store.deployment.isolated("tiny", capacity_bytes=1000, on_full="raise")
-    client.put_samples(["b"], store.register("x", client=client), batch(1, x=torch.zeros(1, 1000)))
+    client = store.deployment.bounded("raise")
+    large = torch.zeros(1, 2 * BOUNDED_BYTES, dtype=torch.uint8)
+    client.put_samples(["b"], store.register("x", client=client), batch(1, x=large))
 
 
 #: What a user does wrong, what they would catch, and the capability it needs.

@@ -26,8 +26,8 @@ HEAD = """# Backends
 
 Written by `make backends-page`; not by hand. What a backend declares is read from its class. What is proven comes from
 the conformance kit, run by each backend's own `tests/test_conformance.py`; on your machine, `dataplane conformance
-NAME` prints the same report, less what needs a second way into the engine. To choose between them, read the
-[guide](guide.md); for their speed, [performance](performance.md).
+NAME` prints the same report, less what needs a second way into the engine. To choose between them, see
+[operating](operating.md#choose-a-backend); for their speed, [performance](performance.md).
 """
 
 

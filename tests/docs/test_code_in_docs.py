@@ -1,15 +1,30 @@
-"""The code that the README, the user guide and the page on images show runs as it stands."""
+"""The code that the READMEs and the pages of docs/ show runs as it stands."""
 
+import builtins
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from dataplane_core import errors
+from dataplane_core.config import load_config
+from dataplane_core.registry import load_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def blocks(path):
     return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def run_as_a_program(source, folder):
+    """Its output; in a process of its own, where it may start servers and processes."""
+    (folder / "program.py").write_text(source, encoding="utf-8")
+    done = subprocess.run([sys.executable, "program.py"], cwd=folder, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def _lines(source):
@@ -41,15 +56,78 @@ def test_the_readmes_program_runs_and_prints_what_it_says(capsys):
     assert said.group(1) in capsys.readouterr().out
 
 
+MAIN = 'if __name__ == "__main__":'
+
+
 def test_the_guides_snippets_run_one_after_the_other():
     names = {"fields": ["reward"], "train_on": lambda columns: None}
     run = 0
     for number, block in enumerate(blocks("docs/guide.md")):
+        if MAIN in block:
+            continue
         lines = [line for line in block.splitlines() if "(..." not in line]
         exec(compile("\n".join(lines), f"docs/guide.md, block {number}", "exec"), names)
         run += 1
     assert run >= 5
     assert names["client"].scope == "process"
+
+
+def test_the_guides_program_of_two_processes_runs(tmp_path):
+    (program,) = [block for block in blocks("docs/guide.md") if MAIN in block]
+    assert run_as_a_program(program, tmp_path) == "['q0_g0', 'q0_g1'] [0.5, 1.0]\n"
+
+
+def test_the_guides_config_file_is_one(tmp_path):
+    text = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
+    (file,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "plane.yaml").write_text(file, encoding="utf-8")
+    config = load_config(tmp_path / "plane.yaml")
+    assert load_backend(config.backend).Config.model_validate(config.options).namespace == "run7"
+
+
+def test_the_guides_table_of_errors_says_what_the_classes_do():
+    text = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
+    said = set()
+    for line in re.findall(r"^\| `\w+Error`.*", text, re.MULTILINE):
+        names, bases, _, retryable = (cell.strip() for cell in line.strip("|").split("|"))
+        kinds = re.findall(r"`(\w+)`", names)
+        builtins_named = re.findall(r"`(\w+)`", bases) or ["Exception"]
+        for number, kind in enumerate(kinds):
+            cls = getattr(errors, kind)
+            base = builtins_named[number if len(builtins_named) > 1 else 0]
+            assert issubclass(cls, getattr(builtins, base)), kind
+            assert cls.default_retryable == retryable.startswith("yes"), kind
+        said |= set(kinds)
+    assert said == set(errors.__all__) - {"DataPlaneError", "preview"}
+
+
+IN_PROCESS = ["docs/batches.md", "docs/moving-over.md", "core/README.md", "plugins/noop/README.md"]
+
+
+@pytest.mark.parametrize("page", IN_PROCESS)
+def test_the_snippets_of_a_page_run_one_after_the_other(page):
+    names = {}
+    for number, block in enumerate(blocks(page)):
+        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    if "client" in names:
+        names["client"].close()
+
+
+OVER_SERVERS = ["plugins/redis_store/README.md", "plugins/tq_simple/README.md", "plugins/tq_mooncake/README.md"]
+
+
+@pytest.mark.long  # each backend's own tests make the same calls
+@pytest.mark.parametrize("page", OVER_SERVERS)
+def test_the_code_of_a_backends_readme_runs(page, tmp_path):
+    run_as_a_program("\n".join(blocks(page)), tmp_path)
+
+
+def test_a_trainers_parts_run_in_one_process_and_on_ray(tmp_path):
+    checks = """
+assert result["loss"].shape == result["grad_norm"].shape == (1,)
+assert len(result["all_mb_metrics"]["loss"]) >= 2
+"""
+    run_as_a_program("\n".join([*blocks("integrations/README.md"), checks]), tmp_path)
 
 
 #: What the page on Megatron takes for granted: one process of a group, a trainer with a small model, a rollout.
@@ -133,3 +211,12 @@ def test_the_page_on_images_runs_from_top_to_bottom():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split("\n")[-2] == "18 patches"
+
+
+def test_no_page_with_code_is_left_out():
+    pages = [path for pattern in ("*.md", "docs/*.md", "*/*/README.md", "*/README.md") for path in ROOT.glob(pattern)]
+    shown = {str(path.relative_to(ROOT)) for path in pages if "```python" in path.read_text(encoding="utf-8")}
+    pages_of_tests = {"README.md", "integrations/README.md"} | {
+        f"docs/{name}.md" for name in ("guide", "writing-a-backend", "megatron", "async", "multimodal")
+    }
+    assert shown == pages_of_tests | set(IN_PROCESS) | set(OVER_SERVERS)

@@ -20,3 +20,8 @@ def test_every_test_that_is_named_exists() -> None:
     kit = _defined(KIT)
     missing = [name for name, folder in named if name not in (_defined(ROOT / folder) if folder else kit)]
     assert not missing
+
+
+def test_the_troubles_are_numbered_by_their_rank() -> None:
+    numbers = re.findall(r"^\| (\d+) \|", PAGE.read_text(), re.MULTILINE)
+    assert [int(number) for number in numbers] == list(range(1, 27))

@@ -1,6 +1,6 @@
 """The metrics middleware: one event per operation, totals, and the bytes that this client keeps in each partition.
 
-Its cost is one dict update per cell written and two clock reads per operation; `benchmarks/client.py` prints it.
+Its cost is one dict update per cell written and two clock reads per operation; `benchmarks/backends.py` prints it.
 """
 
 from __future__ import annotations

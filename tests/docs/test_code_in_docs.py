@@ -122,12 +122,17 @@ def test_the_code_of_a_backends_readme_runs(page, tmp_path):
     run_as_a_program("\n".join(blocks(page)), tmp_path)
 
 
-def test_a_trainers_parts_run_in_one_process_and_on_ray(tmp_path):
+@pytest.mark.parametrize(
+    "parts", [pytest.param(2, id="in one process"), pytest.param(3, id="on Ray too", marks=pytest.mark.long)]
+)
+def test_a_trainers_parts_run(tmp_path, parts):
     checks = """
 assert result["loss"].shape == result["grad_norm"].shape == (1,)
 assert len(result["all_mb_metrics"]["loss"]) >= 2
 """
-    run_as_a_program("\n".join([*blocks("integrations/README.md"), checks]), tmp_path)
+    shown = blocks("integrations/README.md")
+    assert len(shown) == 3
+    run_as_a_program("\n".join([*shown[:parts], checks]), tmp_path)
 
 
 #: What the page on Megatron takes for granted: one process of a group, a trainer with a small model, a rollout.

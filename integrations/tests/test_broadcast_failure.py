@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import time
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dataplane_core.batch import BatchedDataDict
@@ -99,3 +102,20 @@ def test_siblings_of_a_leader_that_dies_raise_instead_of_hanging(ranks: Any) -> 
     assert sibling[0] is ReplicaLeaderError
     assert "its replica group broke" in sibling[1]
     assert time.monotonic() - start < 25
+
+
+def test_a_sibling_that_runs_out_of_memory_says_so_and_does_not_blame_the_leader(ranks: Any) -> None:
+    def run(rank: int) -> Any:
+        if rank == 0:
+            return _run(rank, lambda: BatchedDataDict({"large": torch.ones(1 << 28, dtype=torch.uint8)}))
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 26), before[1]))
+        try:
+            return _run(rank, None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+    _, sibling = ranks(2, run, timeout_s=4)
+    assert sibling[0] is RuntimeError
+    assert "allocate memory" in sibling[1]

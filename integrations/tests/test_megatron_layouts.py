@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from tiny_megatron import megatron_on_cpu
 
-from dataplane_core import KVBatchMeta
+from dataplane_core import KVBatchMeta, shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
+from dataplane_integrations.batching import Batching, SequencePacking
 from dataplane_integrations.megatron import MegatronDataPlaneMixin, megatron_pad_multiple
 
 #: The groups that share rows, by the order of axes that Megatron gives ranks: tensor, context, data, pipeline.
@@ -116,12 +117,24 @@ def _lengths(rank: int) -> dict[str, Any]:
         data = BatchedDataDict({"input_ids": torch.zeros(2, 12, dtype=torch.long)})
         for length in (6, 8):
             meta.extra_info |= {"micro_batch_indices": [[[0, 2]]], "micro_batch_lengths": [[length]]}
-            try:
-                worker._attach_or_repack_pack_metadata(data, meta)
-                seen[f"plan of {length}"] = "taken"
-            except DataPlaneError as error:
-                seen[f"plan of {length}"] = str(error)
+            seen[f"plan of {length}"] = _try_plan(worker, data, meta)
+        # rows of 2 tokens in bins of 4: every one needs a multiple of 4 for itself
+        for pad_multiple in (2, 4):
+            packing = SequencePacking(train_mb_tokens=4, sequence_length_pad_multiple=pad_multiple)
+            meta = KVBatchMeta("train", "train", list("abcd"), sequence_lengths=[2, 2, 2, 2])
+            [shard], _ = shard_meta_for_dp(
+                meta, dp_world=1, batch_size=2, **Batching(packing=packing).shard_args("train")
+            )
+            seen[f"bins of sequences padded to {pad_multiple}"] = _try_plan(worker, data, shard)
     return seen
+
+
+def _try_plan(worker: MegatronDataPlaneMixin, data: BatchedDataDict, meta: KVBatchMeta) -> str:
+    try:
+        worker._attach_or_repack_pack_metadata(data, meta)
+    except DataPlaneError as error:
+        return str(error)
+    return "taken"
 
 
 def test_a_forward_gets_a_length_that_its_layout_can_divide(ranks: Any) -> None:
@@ -131,6 +144,10 @@ def test_a_forward_gets_a_length_that_its_layout_can_divide(ranks: Any) -> None:
         assert "a microbatch of 6 tokens. Expected multiples of 4" in seen["plan of 6"]
         assert "Batching(pad_multiple=4" in seen["plan of 6"]
         assert seen["plan of 8"] == "taken"
+        refused = seen["bins of sequences padded to 2"]
+        assert "a microbatch of 4 tokens for sequences that take 8, each padded to a multiple" in refused
+        assert "with 4 as dynamic batching's sequence_length_round or packing's" in refused
+        assert seen["bins of sequences padded to 4"] == "taken"
 
 
 def _before_megatron_starts(rank: int) -> str:

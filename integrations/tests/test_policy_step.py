@@ -134,6 +134,34 @@ def test_rows_without_lengths_are_refused(policy: DataPlanePolicy) -> None:
         policy.get_logprobs_from_meta(KVBatchMeta("train", None, [], sequence_lengths=[]))
 
 
+@pytest.mark.parametrize("call", ["get_logprobs_from_meta", "train_from_meta"])
+@pytest.mark.parametrize(
+    "lengths", [[4, 17], [4, 1, 3]], ids=["a row over the limit", "rows that cannot be shared out"]
+)
+def test_rows_stay_when_they_are_refused_before_a_worker_is_called(
+    policy: DataPlanePolicy,
+    workers: list[Any],
+    write_rows: Write,
+    client: DataPlaneClient,
+    call: str,
+    lengths: list[int],
+) -> None:
+    meta = write_rows(lengths)
+    with pytest.raises(InvalidRequestError, match="shard_meta_for_dp"):
+        getattr(policy, call)(meta, *([1.0] if call == "train_from_meta" else []))
+    assert client.list_samples("train").size == len(lengths)
+    assert [worker.seen for worker in workers] == [[], []]
+
+
+def test_rows_stay_when_a_global_batch_does_not_divide_them(
+    policy: DataPlanePolicy, write_rows: Write, client: DataPlaneClient
+) -> None:
+    meta = write_rows(LENGTHS)
+    with pytest.raises(InvalidRequestError, match="shard_meta_for_dp"):
+        policy.train_from_meta(meta, 1.0, gbs=5)
+    assert client.list_samples("train").size == len(LENGTHS)
+
+
 def test_partitions_are_opened_afresh_and_emptied(
     policy: DataPlanePolicy, make_batch: Any, client: DataPlaneClient
 ) -> None:
@@ -219,6 +247,19 @@ def test_a_failing_portion_aborts_the_step_and_clears_all_its_rows(
     assert [worker.open for worker in workers] == [None, None]
     with pytest.raises(InvalidRequestError, match="no step is open"):
         policy.finish_train_step()
+
+
+def test_a_portion_that_is_refused_leaves_the_step_open_and_all_rows_there(
+    policy: DataPlanePolicy, write_rows: Write, client: DataPlaneClient
+) -> None:
+    meta = _trainable(policy, write_rows([*LENGTHS, 17, 1]))
+    policy.begin_train_step(0.25)
+    policy.train_microbatch_from_meta(meta.slice(0, 4))
+    with pytest.raises(InvalidRequestError, match="shard_meta_for_dp"):
+        policy.train_microbatch_from_meta(meta.slice(8, 10))
+    assert client.list_samples("train").size == 10
+    policy.train_microbatch_from_meta(meta.slice(4, 8))
+    assert policy.finish_train_step()["all_mb_metrics"] == {"rows": [2, 2, 2, 2]}
 
 
 def test_an_aborted_step_keeps_its_rows(policy: DataPlanePolicy, write_rows: Write, client: DataPlaneClient) -> None:

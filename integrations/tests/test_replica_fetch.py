@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dataplane_core import DataPlaneConfig, KVBatchMeta, connect
 from dataplane_core.batch import BatchedDataDict
-from dataplane_core.errors import MissingDataError
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, MissingDataError
 from dataplane_core.middleware.metrics import Metrics
 from dataplane_integrations.errors import ReplicaLeaderError
 from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
@@ -118,16 +118,50 @@ def test_ranks_that_would_plan_unequal_microbatches_all_refuse(ranks: Any) -> No
         assert f"this rank planned {rank + 1} microbatches, the data-parallel ranks planned 1 to 2" in message
 
 
-def test_a_group_in_another_order_than_the_axes_is_refused(ranks: Any) -> None:
+def test_ranks_whose_peer_cannot_plan_refuse_with_it(ranks: Any) -> None:
     def run(rank: int) -> str:
-        worker, _, meta = _prepared((1, 1, 2))
-        worker._is_replica_leader = lambda: rank == 1
-        assert dist.get_world_size() == 2
+        worker, _, meta = _prepared((2, 1, 1))
+        worker.cfg = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 4}}
+        lengths = torch.tensor([1, 1] if rank == 0 else [3, 5])
+        data = BatchedDataDict({"input_ids": torch.ones(2, 5, dtype=torch.int64), "input_lengths": lengths})
         try:
-            worker._fetch(meta)
-        except ValueError as error:
+            worker._attach_or_repack_pack_metadata(data, meta)
+        except InvalidRequestError as error:
             return str(error)
         return ""
 
-    for message in ranks(2, run):
+    able, unable = ranks(2, run)
+    assert "this rank planned 1 microbatches, another data-parallel rank could not plan its rows" in able
+    assert "row 1 has 5 tokens" in unable
+
+
+def test_a_group_in_another_order_than_the_axes_is_refused_on_every_rank(ranks: Any) -> None:
+    def run(rank: int) -> tuple[Any, str]:
+        worker, _, meta = _prepared((1, 2, 2))
+        worker._is_replica_leader = lambda: rank == 3
+        assert dist.get_world_size() == 4
+        try:
+            worker._fetch(meta)
+        except DataPlaneError as error:
+            return type(error), str(error)
+        return None, ""
+
+    first, *others = ranks(4, run)
+    assert first[0] is InvalidRequestError
+    assert [kind for kind, _ in others] == [ReplicaLeaderError] * 3
+    for _, message in (first, *others):
         assert "to be the group's first" in message
+
+
+def test_a_rank_that_takes_itself_for_a_second_leader_refuses_without_stranding_the_others(ranks: Any) -> None:
+    def run(rank: int) -> str:
+        worker, _, meta = _prepared((1, 2, 2))
+        worker._is_replica_leader = lambda: rank in (0, 1)
+        try:
+            return str(worker._fetch(meta)["input_ids"].tolist())
+        except InvalidRequestError as error:
+            return str(error)
+
+    first, second, *others = ranks(4, run)
+    assert [first, *others] == ["[[1, 2], [3, 4]]"] * 3
+    assert "to be the group's first" in second

@@ -29,6 +29,12 @@ from dataplane_integrations.rollout import DataPlaneRolloutMixin
 LENGTHS = [5, 2, 7, 3]
 WIDTH = 8
 EXPERTS, CHOSEN = 4, 2
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"experts": EXPERTS},
+    "TP2": {"experts": EXPERTS, "tensor": 2, "sequence_parallel": True},
+    "PP2": {"experts": EXPERTS, "pipeline": 2},
+    "CP2": {"experts": EXPERTS, "context": 2},
+}
 
 
 def _recorded() -> Tensor:
@@ -45,12 +51,16 @@ def _recorded() -> Tensor:
 # --- the column -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["noop", "redis_store", "tq_simple"])
+@pytest.fixture(scope="module", params=["noop", "redis_store", "tq_simple", "tq_mooncake"])
 def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
     """The driver's client of each backend."""
-    if request.param == "tq_simple":
+    if request.param.startswith("tq_"):
         request.getfixturevalue("local_ray")
-    options = {"redis_store": {"namespace": "replay-column"}, "tq_simple": {"instance": "replay-column"}}
+    options = {
+        "redis_store": {"namespace": "replay-column"},
+        "tq_simple": {"instance": "replay-column"},
+        "tq_mooncake": {"instance": "replay-column"},
+    }
     with connect({"backend": request.param, "options": options.get(request.param, {}), "op_timeout_s": 60}) as client:
         yield client
 
@@ -145,10 +155,15 @@ def _write(client: DataPlaneClient, partition_id: str, recorded: Tensor | None) 
     return meta
 
 
-def _choices(worker: TinyMegatronWorker, run: Callable[[], Any]) -> list[Tensor]:
-    """Per forward what the routers handed on, read off their outputs: (B, S, L, experts) bool, of all ranks' tokens."""
-    from megatron.core import parallel_state
+def _routers(worker: TinyMegatronWorker) -> list[Any]:
     from megatron.core.transformer.moe.router import TopKRouter
+
+    return [module for module in worker.model.modules() if isinstance(module, TopKRouter)]
+
+
+def _choices(worker: TinyMegatronWorker, run: Callable[[], Any]) -> list[Tensor]:
+    """Per forward what the routers of this stage handed on: (B, S, L, experts) bool, of all TP ranks' tokens."""
+    from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
     maps: dict[int, list[Tensor]] = {}
@@ -158,12 +173,11 @@ def _choices(worker: TinyMegatronWorker, run: Callable[[], Any]) -> list[Tensor]
         dist.all_gather(parts, output[1], group=group)
         maps.setdefault(router.layer_number, []).append(torch.cat(parts))
 
-    routers = [module for module in worker.model.modules() if isinstance(module, TopKRouter)]
-    hooks = [router.register_forward_hook(keep) for router in routers]
+    hooks = [router.register_forward_hook(keep) for router in _routers(worker)]
     run()
     for hook in hooks:
         hook.remove()
-    rows = [1 if worker.packed else 2] * len(maps[1])  # as many rows as in a microbatch
+    rows = [1 if worker.packed else 2] * len(next(iter(maps.values())))  # as many rows as in a microbatch
     return [
         torch.stack([maps[layer][forward].unflatten(0, (-1, count)).transpose(0, 1) for layer in sorted(maps)], dim=2)
         for forward, count in enumerate(rows)
@@ -185,33 +199,38 @@ def _route_by(worker: TinyMegatronWorker, config: Any, meta: KVBatchMeta) -> dic
     trained_on, results = meta.with_fields(["prev_logprobs"]), []
     used += _choices(worker, lambda: results.append(worker.train_presharded(trained_on, loss_of, mbs=2)))
     worker.close_data_plane()
-    return {"own": own, "used": used, "installed": worker.installed, "results": results}
+    layers = [router.layer_number - 1 for router in _routers(worker)]  # of this stage
+    installed = [experts[:, :, layers] for experts in worker.installed]
+    return {"own": own, "used": used, "installed": installed, "results": results}
 
 
 def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(
     ranks: Any, store: DataPlaneClient
 ) -> None:
     logprobs, losses, norms = {}, [], []
-    layouts = {"one": {"experts": EXPERTS}, "two": {"experts": EXPERTS, "tensor": 2, "sequence_parallel": True}}
-    for name, layout in layouts.items():
+    for name, layout in LAYOUTS.items():
         metas = {way: _write(store, f"{name}-{way}", _recorded()) for way in ("padded", "packed")}
-        for rank in ranks(layout.get("tensor", 1), _route, layout, store.config, metas, timeout_s=150):
-            for way, seen in rank.items():
-                otherwise = 0
+        world = max(layout.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
+        seen_by = ranks(world, _route, layout, store.config, metas, timeout_s=150)
+        for way in metas:
+            replayed = otherwise = 0
+            for seen in (rank[way] for rank in seen_by):
                 assert len(seen["used"]) == len(seen["installed"]) == 2 * len(seen["own"]) == 4
                 for forward, (used, installed) in enumerate(zip(seen["used"], seen["installed"], strict=True)):
                     known = (installed >= 0).all(-1)
                     wanted = torch.zeros_like(used).scatter(-1, installed.clamp(min=0).long(), True)
                     assert torch.equal(used[known], wanted[known]), f"{name}, {way}: routed as recorded"
                     own = seen["own"][forward % 2]
+                    replayed += int(known.sum())
                     otherwise += int((own[known] != wanted[known]).any(-1).sum())
                     assert torch.equal(used.sum(-1), torch.full(used.shape[:-1], CHOSEN))
                     assert not bool(known.all()), "the last token of a row, and padding, were left to the router"
-                # of each row all tokens but the last, in both layers, in the logprob and the training forward
-                assert sum(int((i >= 0).all(-1).sum()) for i in seen["installed"]) == 2 * 2 * (sum(LENGTHS) - 4)
-                assert otherwise > sum(LENGTHS), "the router would choose otherwise for many"
                 losses.append(seen["results"][0]["global_loss"].item())
                 norms.append(seen["results"][0]["grad_norm"].item())
+            # of each row all tokens but the last, in both layers, in the logprob and the training forward; stages have
+            # a layer each, context-parallel ranks a part of the tokens
+            assert replayed == 2 * 2 * (sum(LENGTHS) - 4) * layout.get("tensor", 1)
+            assert otherwise > sum(LENGTHS), "the router would choose otherwise for many"
         for way, meta in metas.items():
             stored = store.get_samples(meta.sample_ids, meta.partition_id, ["prev_logprobs"])["prev_logprobs"]
             logprobs[name, way] = stored.values()
@@ -219,6 +238,33 @@ def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(
         np.testing.assert_allclose(found, logprobs["one", "padded"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(losses, losses[0], rtol=0, atol=1e-5)
     np.testing.assert_allclose(norms, norms[0], rtol=0, atol=1e-5)
+
+
+def _record(rank: int, layout: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The experts that this rank recorded, and which tokens of a row they are for."""
+    from megatron.core import parallel_state
+
+    with megatron_on_cpu(layout), connect({"backend": "noop"}) as client:
+        worker = TinyMegatronWorker(layout)
+        worker.setup_data_plane(client)
+        assert worker.replay is not None
+        meta = _write(client, "train", None)
+        data = worker._fetch(meta)
+        with worker.replay.recording() as recorded:
+            worker.get_logprobs(data)
+        place, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        return recorded.routed_experts(len(LENGTHS)), tiny_megatron.tokens_of_rank([0, WIDTH], place, size)
+
+
+def test_what_is_recorded_names_the_layers_of_this_stage_and_the_tokens_of_this_rank(
+    ranks: Any, store: DataPlaneClient
+) -> None:
+    [(whole, _)] = ranks(1, _record, LAYOUTS["one"], timeout_s=150)
+    for stage, (recorded, _) in enumerate(ranks(2, _record, LAYOUTS["PP2"], timeout_s=150)):
+        assert torch.equal(recorded[:, :, stage], whole[:, :, stage])
+        assert bool((recorded[:, :, 1 - stage] == -1).all()), "the other stage's layer"
+    for recorded, places in ranks(2, _record, LAYOUTS["CP2"], timeout_s=150):
+        assert torch.equal(recorded, whole[:, places])
 
 
 def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
@@ -280,7 +326,7 @@ def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks: Any, store: DataPlaneClient) -> None:
-    [seen] = ranks(1, _record_and_replay, {"experts": EXPERTS}, timeout_s=150)
+    [seen] = ranks(1, _record_and_replay, LAYOUTS["one"], timeout_s=150)
     assert seen["shape"] == (len(LENGTHS), WIDTH, tiny_megatron.LAYERS, CHOSEN)
     assert seen["dtype"] == "torch.int16"
     assert seen["replayed"] <= 1e-6

@@ -315,14 +315,16 @@ class TinyMegatronTrainer:
             reduce = reducer_of(part)
             return output, lambda logits, **given: reduce(inputs.logprobs(logits), **given)
 
+        # what stages exchange: with experts, and so without variable lengths, all microbatches have this shape
+        rows, tokens = _Inputs(parts[0], self.packed).ids.shape
         with torch.set_grad_enabled(not forward_only):
             results: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(parts),
                 model=self.model,
                 num_microbatches=len(parts),
-                seq_length=CONTEXT,
-                micro_batch_size=1,
+                seq_length=tokens,
+                micro_batch_size=rows,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )

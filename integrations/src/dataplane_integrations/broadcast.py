@@ -9,8 +9,9 @@ Every rank of the group must call `broadcast_from_leader`, in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -252,27 +253,32 @@ def _pack_messages(tensors: Sequence[Tensor], infos: Sequence[_TensorInfo]) -> l
 
 
 def _receive(group: dist.ProcessGroup, leader: int) -> BatchedDataDict:
-    try:
+    with _naming_the_leader():
         descriptor = _broadcast_object(None, group, leader)
-        if isinstance(descriptor, _Failure):
-            raise ReplicaLeaderError(
-                f"no batch for rank {dist.get_rank()}: the leader of its replica group, rank "
-                f"{descriptor.leader_rank}, failed: {type(descriptor.error).__name__}: {descriptor.error}"
-            ) from descriptor.error
-        tensors = _receive_tensors(descriptor.tensors, group, leader)
-    except ReplicaLeaderError:
-        raise
+    if isinstance(descriptor, _Failure):
+        raise ReplicaLeaderError(
+            f"no batch for rank {dist.get_rank()}: the leader of its replica group, rank "
+            f"{descriptor.leader_rank}, failed: {type(descriptor.error).__name__}: {descriptor.error}"
+        ) from descriptor.error
+    tensors = _receive_tensors(descriptor.tensors, group, leader)
+    columns = {name: _put_back(column, tensors) for name, column in descriptor.columns.items()}
+    batch: BatchedDataDict = descriptor.batch_class(columns)
+    for name, value in descriptor.attributes.items():
+        setattr(batch, name, _put_back(value, tensors))
+    return batch
+
+
+@contextlib.contextmanager
+def _naming_the_leader() -> Iterator[None]:
+    """Around a collective alone: gloo's errors are plain RuntimeErrors, as is this rank's own lack of memory."""
+    try:
+        yield
     except RuntimeError as error:
         raise ReplicaLeaderError(
             f"no batch for rank {dist.get_rank()}: its replica group broke while the leader was to broadcast. "
             "Expected the leader to be alive and the group's timeout to be longer than the leader's fetch.",
             hint="Look at the leader's own error first.",
         ) from error
-    columns = {name: _put_back(column, tensors) for name, column in descriptor.columns.items()}
-    batch: BatchedDataDict = descriptor.batch_class(columns)
-    for name, value in descriptor.attributes.items():
-        setattr(batch, name, _put_back(value, tensors))
-    return batch
 
 
 def _receive_tensors(infos: Sequence[_TensorInfo], group: dist.ProcessGroup, leader: int) -> list[Tensor]:
@@ -282,7 +288,8 @@ def _receive_tensors(infos: Sequence[_TensorInfo], group: dist.ProcessGroup, lea
     for indices, kind, size_bytes in plan:
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         message = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        _broadcast_bytes(message, kind, staging, group, leader, receive=True)
+        with _naming_the_leader():
+            _broadcast_bytes(message, kind, staging, group, leader, receive=True)
         alone = len(indices) == 1 and not infos[indices[0]].together
         for index, start in zip(indices, _starts(infos[index].nbytes for index in indices), strict=True):
             part = message[start : start + infos[index].nbytes]

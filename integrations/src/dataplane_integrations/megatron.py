@@ -1,7 +1,8 @@
 """Megatron: a rank's coordinates and its replica group, from `megatron.core.parallel_state`.
 
 The ranks of one data-parallel rank, over its tensor, context and pipeline axes, work on the same rows. Megatron's
-groups cover each axis, and some pairs of axes; where all three are larger than 1 their group is made here, once.
+groups cover each axis, and some pairs of axes; where context and pipeline parallelism come together, their group, with
+the tensor-parallel ranks in it, is made here, once.
 
 Importing this module does not import Megatron: a driver without it can ask `megatron_pad_multiple`.
 
@@ -11,7 +12,7 @@ Shape legend: ``N`` rows of this data-parallel rank, ``S`` padded sequence lengt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ def megatron_replica_group() -> dist.ProcessGroup | None:
     """The ranks that work on this rank's rows, the leader first; None where there is no other.
 
     Collective over all ranks when it is first called after ``initialize_model_parallel`` with context and pipeline
-    parallelism together: their group is made then.
+    parallelism together: their group is made then, with the default timeout of ``torch.distributed.new_group``. The
+    others are Megatron's own, with the timeout that ``initialize_model_parallel`` was given.
 
     Raises:
         UnsupportedOperationError: As `megatron_coords`.
@@ -159,15 +161,15 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
     ) -> tuple[BatchedDataDict, KVBatchMeta]:
         data, meta = super()._attach_or_repack_pack_metadata(data, meta, stage)
         multiple = self._pad_multiple()
-        lengths = [length for chunk in data.micro_batch_lengths or [] for length in chunk]
-        uneven = [length for length in lengths if length % multiple]
-        if uneven:
-            raise InvalidRequestError(
-                f"microbatch plan refused: it has a microbatch of {uneven[0]} tokens. Expected multiples of "
-                f"{multiple}, which this worker's sequence and context parallelism divide the sequence by.",
-                hint=f"Plan with Batching(pad_multiple={multiple}, ...), and with {multiple} as dynamic batching's "
-                "sequence_length_round or packing's sequence_length_pad_multiple; see megatron_pad_multiple.",
-            )
+        for length, taken in _lengths_and_taken(data, meta.sequence_lengths or [], multiple):
+            if length % multiple or length < taken:
+                room = f" for sequences that take {taken}, each padded to a multiple" if length < taken else ""
+                raise InvalidRequestError(
+                    f"microbatch plan refused: it has a microbatch of {length} tokens{room}. Expected multiples of "
+                    f"{multiple}, which this worker's sequence and context parallelism divide the sequence by.",
+                    hint=f"Plan with Batching(pad_multiple={multiple}, ...), and with {multiple} as dynamic batching's "
+                    "sequence_length_round or packing's sequence_length_pad_multiple; see megatron_pad_multiple.",
+                )
         return data, meta
 
     # --- results ------------------------------------------------------------------------------------------------------
@@ -190,6 +192,16 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _lengths_and_taken(data: BatchedDataDict, row_lengths: Sequence[int], multiple: int) -> Iterator[tuple[int, int]]:
+    """Per microbatch of the plan its length, and how much of it packed rows take, each rounded up; 0 if not packed."""
+    rows_of_chunk = data.elem_counts_per_gb or []
+    taken = [-(-length // multiple) * multiple for length in row_lengths] if rows_of_chunk else []
+    for chunk, lengths in enumerate(data.micro_batch_lengths or []):
+        first = sum(rows_of_chunk[:chunk])
+        for (start, end), length in zip((data.micro_batch_indices or [])[chunk], lengths, strict=True):
+            yield length, sum(taken[first + start : first + end])
 
 
 def _initialized_parallel_state() -> Any:

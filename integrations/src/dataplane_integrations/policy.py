@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.capabilities import Scope
@@ -34,6 +34,9 @@ from dataplane_integrations.results import FlopsTracker, aggregate_training_resu
 from dataplane_integrations.worker import DataPlaneWorkerMixin
 
 __all__ = ["DataPlanePolicy"]
+
+#: Wait for the workers after a failure: some are in a collective with those that failed, and will not answer.
+_PATIENCE_AFTER_FAILURE_S: Final = 2.0
 
 
 class DataPlanePolicy:
@@ -223,6 +226,7 @@ class DataPlanePolicy:
             The meta, with the field added.
 
         Raises:
+            InvalidRequestError: The rows cannot be shared out (see `shard_meta_for_dp`); they stay.
             WorkerFailedError: A worker raised, died or did not answer; the rows have been cleared.
         """
         return self._logprobs("get_logprobs_presharded", "prev_logprobs", meta, micro_batch_size)
@@ -257,15 +261,16 @@ class DataPlanePolicy:
             with a FLOPs tracker ``total_flops``, ``num_ranks`` and ``theoretical_tflops`` (None where unknown).
 
         Raises:
-            InvalidRequestError: A split step is open; the rows stay.
+            InvalidRequestError: A split step is open, or the rows cannot be shared out (see `shard_meta_for_dp`); they
+                stay.
             WorkerFailedError: A worker raised, died or did not answer; the rows have been cleared.
         """
         self._refuse_open_step("train_from_meta")
+        shards = self._shard(meta, "train", self._train_fields, gbs)
+        if self._flops_tracker is not None:
+            self._flops_tracker.reset()
+        self._track(shards)
         with self._clearing_on_failure([meta]):
-            shards = self._shard(meta, "train", self._train_fields, gbs)
-            if self._flops_tracker is not None:
-                self._flops_tracker.reset()
-            self._track(shards)
             results = self._call(
                 "train_presharded",
                 [(shards[rank], loss_fn) for rank in self._workers.dp_ranks],
@@ -294,19 +299,26 @@ class DataPlanePolicy:
         """Has the workers accumulate the gradients of some rows of the open step.
 
         Raises:
-            InvalidRequestError: No step is open.
-            WorkerFailedError: The step has been aborted and its rows, of earlier portions too, cleared.
+            InvalidRequestError: No step is open, or the rows cannot be shared out (see `shard_meta_for_dp`): they stay,
+                and the step stays open.
+            WorkerFailedError: The rows, of earlier portions too, have been cleared, and the step is aborted; on a
+                worker that is still busy with the portion, as soon as it is done with that.
         """
         step = self._require_split_step("train_microbatch_from_meta")
+        shards = self._shard(meta, "train", self._train_fields, None)
+        self._track(shards)
         step.append(meta)
         with self._aborting_on_failure(step):
-            shards = self._shard(meta, "train", self._train_fields, None)
-            self._track(shards)
             args = [(shards[rank],) for rank in self._workers.dp_ranks]
             self._call("train_microbatch_presharded", args, doing="training on a portion of a step")
 
     def finish_train_step(self) -> dict[str, Any]:
-        """Has the workers make the optimizer step; returns what `train_from_meta` returns."""
+        """Has the workers make the optimizer step; returns what `train_from_meta` returns.
+
+        Raises:
+            InvalidRequestError: No step is open.
+            WorkerFailedError: As `train_microbatch_from_meta`.
+        """
         step = self._require_split_step("finish_train_step")
         with self._aborting_on_failure(step):
             results = self._call(
@@ -317,10 +329,7 @@ class DataPlanePolicy:
 
     def abort_train_step(self) -> None:
         """Has the workers drop what the open step has accumulated; its rows stay. Without an open step does nothing."""
-        if self._split_step is not None:
-            self._split_step = None
-            args: list[tuple[Any, ...]] = [() for _ in self._workers.dp_ranks]
-            self._call("abort_train_step_presharded", args, doing="aborting a training step")
+        self._abort_train_step(self._timeout_s)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -335,8 +344,7 @@ class DataPlanePolicy:
         self._closed = True
         try:
             if detach_workers:
-                # after a failure some workers wait in a collective for those that failed, and will not answer
-                patience_s = min(self._timeout_s, 2.0 if self._failed else 10.0)
+                patience_s = min(self._timeout_s, _PATIENCE_AFTER_FAILURE_S if self._failed else 10.0)
                 args: list[tuple[Any, ...]] = [() for _ in self._workers.dp_ranks]
                 with contextlib.suppress(Exception):  # a worker that is gone has no client to close
                     self._workers.call("close_data_plane", args, timeout_s=patience_s, doing="detaching")
@@ -355,8 +363,8 @@ class DataPlanePolicy:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _logprobs(self, method: str, field: str, meta: KVBatchMeta, micro_batch_size: int | None) -> KVBatchMeta:
+        shards = self._shard(meta, "logprob", self._logprob_fields, None)
         with self._clearing_on_failure([meta]):
-            shards = self._shard(meta, "logprob", self._logprob_fields, None)
             args = [(shards[rank],) for rank in self._workers.dp_ranks]
             self._call(method, args, {"micro_batch_size": micro_batch_size}, doing=f"computing {field}")
         return meta.with_fields([field])
@@ -396,10 +404,17 @@ class DataPlanePolicy:
         return aggregated
 
     def _call(
-        self, method: str, args: Sequence[Sequence[Any]], kwargs: Mapping[str, Any] | None = None, *, doing: str
+        self,
+        method: str,
+        args: Sequence[Sequence[Any]],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        doing: str,
+        timeout_s: float | None = None,
     ) -> list[Any]:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            return self._workers.call(method, args, kwargs, timeout_s=self._timeout_s, doing=doing)
+            return self._workers.call(method, args, kwargs, timeout_s=timeout_s, doing=doing)
         except BaseException:
             self._failed = True
             raise
@@ -415,6 +430,12 @@ class DataPlanePolicy:
             raise InvalidRequestError(f"{what} refused: no step is open. Expected begin_train_step() first.")
         return self._split_step
 
+    def _abort_train_step(self, timeout_s: float) -> None:
+        if self._split_step is not None:
+            self._split_step = None
+            args: list[tuple[Any, ...]] = [() for _ in self._workers.dp_ranks]
+            self._call("abort_train_step_presharded", args, doing="aborting a training step", timeout_s=timeout_s)
+
     @contextlib.contextmanager
     def _clearing_on_failure(self, metas: Sequence[KVBatchMeta]) -> Iterator[None]:
         try:
@@ -429,12 +450,12 @@ class DataPlanePolicy:
 
     @contextlib.contextmanager
     def _aborting_on_failure(self, metas: Sequence[KVBatchMeta]) -> Iterator[None]:
-        with self._clearing_on_failure(metas):
-            try:
+        try:
+            with self._clearing_on_failure(metas):
                 yield
-            except BaseException as error:
-                try:
-                    self.abort_train_step()
-                except Exception as broken:
-                    error.add_note(f"The step could not be aborted: {type(broken).__name__}: {broken}")
-                raise
+        except BaseException as error:
+            try:
+                self._abort_train_step(min(self._timeout_s, _PATIENCE_AFTER_FAILURE_S))
+            except Exception as broken:
+                error.add_note(f"The step could not be aborted: {type(broken).__name__}: {broken}")
+            raise

@@ -10,7 +10,7 @@ Shape legend: ``N`` rows of this data-parallel rank, ``S`` padded sequence lengt
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ __all__ = ["DataPlaneWorkerMixin", "FetchPolicy", "PolicyWorker", "SplitStepWork
 #: Who reads from the store: every rank, or the leader of each replica group, which broadcasts. ``auto``: the leader
 #: where the group has siblings.
 FetchPolicy: TypeAlias = Literal["auto", "independent", "leader_broadcast"]
+
+#: In place of a number of microbatches: this rank has none, since it could not plan.
+_NO_PLAN: Final = -1
 
 
 class PolicyWorker(Protocol):
@@ -174,6 +177,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         Raises:
             MissingDataError, UnknownPartitionError, OperationTimeoutError: The read failed here.
             ReplicaLeaderError: It failed on the leader; that error is the cause.
+            InvalidRequestError: The replica group's first rank is not the one that is 0 on every replicated axis.
         """
         if fetch_policy not in ("auto", "independent", "leader_broadcast"):
             raise InvalidRequestError(
@@ -188,13 +192,22 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         group = None if fetch_policy == "independent" else self._get_replica_group()
         if group is None or dist.get_world_size(group) == 1:
             return read()
+
+        def read_in_its_place() -> BatchedDataDict:
+            self._check_place(group)
+            return read()
+
+        batch = broadcast_from_leader(read_in_its_place, group=group)
+        self._check_place(group)  # not before: the others would wait for this rank
+        return batch
+
+    def _check_place(self, group: dist.ProcessGroup) -> None:
         if self._is_replica_leader() != (dist.get_rank(group) == 0):
             raise InvalidRequestError(
                 f"_fetch refused: rank {dist.get_rank()} has coordinates {self._local_coords()} and is rank "
                 f"{dist.get_rank(group)} of its replica group. Expected the rank that is 0 on every replicated axis to "
                 "be the group's first. Build the group in the order of the axes."
             )
-        return broadcast_from_leader(read, group=group)
 
     def _read(self, meta: KVBatchMeta, layout: Literal["padded", "jagged"], dp_aligned: bool) -> BatchedDataDict:
         try:
@@ -246,12 +259,17 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         So this checks the number over `_get_data_parallel_group`, where there is one: it is a collective call then.
 
         Raises:
-            InvalidRequestError: Data-parallel ranks got different numbers of microbatches.
+            InvalidRequestError: Data-parallel ranks got different numbers of microbatches, or one of them could not
+                plan, such as for a row over the token limit.
         """
         batching = Batching.from_config(getattr(self, "cfg", None) or {})
         if not batching.plans:
             return data, meta
-        planned_shards = data.shard_by_batch_size(1, **batching.shard_args(stage))
+        try:
+            planned_shards = data.shard_by_batch_size(1, **batching.shard_args(stage))
+        except Exception:
+            self._extreme_microbatch_counts(_NO_PLAN)  # the other ranks wait for this one's number
+            raise
         shards, order = cast("tuple[list[SlicedDataDict], list[int]]", planned_shards)
         planned = shards[0]
         self._check_equal_microbatches(planned)
@@ -262,19 +280,28 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         return None
 
     def _check_equal_microbatches(self, data: BatchedDataDict) -> None:
-        group = self._get_data_parallel_group()
-        if group is None or dist.get_world_size(group) == 1:
-            return
         count = sum(len(chunk) for chunk in data.micro_batch_indices or [])
-        extremes = torch.tensor([count, -count], device=group_device(group))
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        most, least = int(extremes[0]), -int(extremes[1])
+        least, most = self._extreme_microbatch_counts(count)
+        if least == _NO_PLAN:
+            raise InvalidRequestError(
+                f"microbatch plan refused: this rank planned {count} microbatches, another data-parallel rank could "
+                "not plan its rows. Its own error says why."
+            )
         if most != least:
             raise InvalidRequestError(
                 f"microbatch plan refused: this rank planned {count} microbatches, the data-parallel ranks planned "
                 f"{least} to {most}. Expected equal numbers, or the ranks wait for each other for ever. Let the driver "
                 "plan (DataPlanePolicy with batching=...)."
             )
+
+    def _extreme_microbatch_counts(self, count: int) -> tuple[int, int]:
+        """The least and the most of the data-parallel ranks' numbers of microbatches. Collective over them."""
+        group = self._get_data_parallel_group()
+        if group is None or dist.get_world_size(group) == 1:
+            return count, count
+        extremes = torch.tensor([-count, count], device=group_device(group))
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        return -int(extremes[0]), int(extremes[1])
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

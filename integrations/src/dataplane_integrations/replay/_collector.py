@@ -68,7 +68,7 @@ class Collector:
     A context manager: entering starts it. Room for groups is reserved before anything is generated, so rollouts are
     never further ahead than the policy allows. What fails on the way is rolled back: the rows of its groups are cleared
     and their prompts generated again. A full store holds the threads back: a batch that does not fit waits, and is
-    written once there is room.
+    written once there is room. A store that does not answer is a failure.
 
     Args:
         buffer: The buffer, or a `RemoteReplayBuffer`.

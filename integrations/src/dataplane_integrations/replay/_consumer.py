@@ -101,8 +101,8 @@ class ClaimedBatch:
                 return
             except Exception as error:  # the store may be back for the next renewal; if not, `check` and the ack say so
                 self._broken = error
-                continue
-            self._renewed_at, self._broken = asked_at, None
+            else:
+                self._renewed_at, self._broken = asked_at, None
 
 
 class StreamingConsumer:

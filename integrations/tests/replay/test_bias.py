@@ -14,8 +14,8 @@ from dataplane_integrations.replay import InOrderPolicy, ReadyFirstPolicy, Windo
 PROGRAM = Path(__file__).resolve().parents[3] / "benchmarks" / "staleness.py"
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def results(request: pytest.FixtureRequest) -> dict[str, Any]:
     spec = importlib.util.spec_from_file_location("staleness", PROGRAM)
     assert spec is not None
     assert spec.loader is not None
@@ -25,7 +25,7 @@ def results() -> dict[str, Any]:
     lengths = program.draw_lengths(4000)
     policies = {"in order": InOrderPolicy, "windowed": WindowedPolicy, "ready first": ReadyFirstPolicy}
     return {
-        name: program.simulate(policy(max_staleness=1, groups_per_version=16), lengths, 40, 1.0, False)
+        name: program.simulate(policy(max_staleness=request.param, groups_per_version=16), lengths, 40, 1.0, False)
         for name, policy in policies.items()
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,18 +13,22 @@ from typing import Any
 import pytest
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import InvalidRequestError, MissingDataError
+from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, MissingDataError
+from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.errors import (
     CollectorFailedError,
     ReplayClosedError,
     ReplayTimeoutError,
     ReservationLostError,
+    WorkerFailedError,
 )
+from dataplane_integrations.groups import InProcessWorkerGroup
 from dataplane_integrations.replay import (
     InOrderPolicy,
     ReadyFirstPolicy,
     ReplayBuffer,
     StalenessPolicy,
+    WindowedPolicy,
     group_of,
     parse_sample_id,
 )
@@ -109,6 +114,24 @@ def test_take_reads_and_clears_in_one_go(make_buffer: Make, client: DataPlaneCli
     assert held() == []
 
 
+def test_what_take_has_read_is_returned_even_if_the_store_fails_at_the_clear(
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = make_buffer()
+    fill(buffer, client, write, 2)
+
+    def refuse(*_: Any) -> None:
+        raise BackendUnavailableError("the store is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "clear_samples", refuse)
+        meta, columns = buffer.take(1)
+    assert columns["input_ids"].tolist() == [[0, 0], [0, 0]]
+    assert (buffer.counts.trained, len(held())) == (1, 4)
+    assert buffer.take(1)[0].sample_ids != meta.sample_ids
+    assert held() == []
+
+
 def test_a_read_that_fails_puts_the_groups_back(
     make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
 ) -> None:
@@ -128,6 +151,30 @@ def test_a_step_that_failed_puts_its_groups_back(make_buffer: Make, client: Data
         buffer.select(1, timeout_s=0)
     buffer.put_back(meta)
     assert buffer.select(2, timeout_s=0).sample_ids == meta.sample_ids
+
+
+def test_a_step_whose_rows_a_policy_has_cleared_is_generated_again(
+    make_buffer: Make, client: DataPlaneClient, write: Any, toy_worker: Any
+) -> None:
+    worker = toy_worker()
+    buffer = make_buffer()
+    first, second = fill(buffer, client, write, 2)
+    meta = buffer.select(2)
+    with DataPlanePolicy(InProcessWorkerGroup([worker]), client, train_fields=["input_ids", "input_lengths"]) as policy:
+        worker.fail_in = "train"
+        with pytest.raises(WorkerFailedError, match="broke in train"):
+            policy.train_from_meta(meta, 0.5)
+        assert client.list_samples("replay").size == 0
+        buffer.discard(meta, requeue=True)
+        with pytest.raises(ReplayTimeoutError, match="2 prompts are to be generated again"):
+            buffer.select(1, timeout_s=0)
+        worker.fail_in = None
+        again = fill(buffer, client, write, 2)
+        assert [each.prompt for each in again] == [first.prompt, second.prompt]
+        meta = buffer.select(2, timeout_s=0)
+        policy.train_from_meta(meta, 0.5)
+    buffer.consume(meta)
+    assert (buffer.counts.trained, buffer.counts.discarded) == (2, 2)
 
 
 def test_discarded_groups_are_cleared_and_do_not_count_as_trained(
@@ -185,7 +232,9 @@ def test_a_reservation_waits_for_room_and_says_what_fills_it(
     ) as info:
         buffer.reserve(2, timeout_s=0)
     assert info.value.retryable
-    assert len(buffer.reserve(1, timeout_s=0)) == 1
+    assert len(buffer.reserve(2, at_least=1, timeout_s=0)) == 1
+    with pytest.raises(ReplayTimeoutError):
+        buffer.reserve(2, at_least=1, timeout_s=0)
     with pytest.raises(InvalidRequestError, match="admits 4 to an empty buffer"):
         buffer.reserve(5)
 
@@ -243,6 +292,34 @@ def test_with_in_order_and_one_version_per_step_nothing_is_too_stale(
         buffer.consume(meta)
         buffer.set_weight_version(version + 1)
     assert seen == list(range(24))
+    assert buffer.counts.evicted == 0
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+@pytest.mark.parametrize("num_groups", [2, 4])
+def test_windowed_loses_no_slow_group_however_wide_the_window_is(
+    make_buffer: Make, client: DataPlaneClient, write: Any, max_staleness: int, num_groups: int
+) -> None:
+    buffer = make_buffer(WindowedPolicy(max_staleness=max_staleness, groups_per_version=4))
+    slow = deque(buffer.reserve(4 * (max_staleness + 1), timeout_s=0))  # the first 4 are fast
+    fast = [slow.popleft() for _ in range(4)]
+    trained: list[int] = []
+    for version in range(3 * max_staleness):
+        buffer.commit(fast, write(client, fast))
+        for _ in range(4 // num_groups):
+            while True:
+                try:
+                    meta = buffer.select(num_groups, timeout_s=0)
+                    break
+                except ReplayTimeoutError:  # it waits for slow ones
+                    late = [slow.popleft()]
+                    buffer.commit(late, write(client, late))
+            trained += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
+            buffer.consume(meta)
+        assert buffer.set_weight_version(version + 1) == []
+        fast = buffer.reserve(4, timeout_s=0)
+    assert not slow
+    assert set(range(4 * (max_staleness + 1))) <= set(trained)
     assert buffer.counts.evicted == 0
 
 
@@ -313,6 +390,36 @@ def test_a_trainer_that_waits_learns_that_rollouts_have_stopped(make_buffer: Mak
     buffer.enlist("collector")  # it is back
     with pytest.raises(ReplayTimeoutError):
         buffer.select(1, timeout_s=0)
+
+
+@pytest.mark.parametrize("wait", ["select", "wait_until_reserved"])
+def test_the_trainer_learns_of_a_failure_once_no_collector_is_left(make_buffer: Make, wait: str) -> None:
+    buffer = make_buffer()
+
+    def trainer(timeout_s: float) -> None:
+        if wait == "select":
+            buffer.select(1, timeout_s=timeout_s)
+        else:
+            buffer.wait_until_reserved(timeout_s=timeout_s)
+
+    start = buffer.enlist("a")
+    buffer.enlist("b")
+    buffer.fail("a is gone", collector="a", incarnation=start)
+    with pytest.raises(ReplayTimeoutError, match="collectors that failed: 'a'"):
+        trainer(0)
+    buffer.enlist("c")
+    buffer.fail("b is gone", collector="b")
+    with pytest.raises(ReplayTimeoutError):
+        trainer(0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(trainer, WAIT_S)
+        buffer.fail("c is gone", collector="c")
+        with pytest.raises(CollectorFailedError, match="c is gone"):
+            waiting.result(WAIT_S)
+    buffer.enlist("a")
+    buffer.fail("a is gone", collector="a", incarnation=start)  # of the earlier start
+    with pytest.raises(ReplayTimeoutError, match="collectors that failed: 'b', 'c'"):
+        trainer(0)
 
 
 # --- dead collectors --------------------------------------------------------------------------------------------------

@@ -77,7 +77,15 @@ def test_windowed_waits_for_what_is_at_the_edge_of_the_window() -> None:
     rule = WindowedPolicy(max_staleness=1, groups_per_version=4)
     assert rule.select(view((0, "made"), (1, 1), (1, 2), version=1), 2) is None
     assert rule.select(view((0, 9), (1, 1), (1, 2), version=1), 2) == ["g0", "g1"]
-    assert rule.select(view((0, 9), (0, 4), (0, "made"), (1, 2), version=1), 2) == ["g0", "g1"]
+    assert rule.select(view((0, 9), (0, 4), (0, "made"), (1, 2), version=1), 2) == ["g1", "g0"]
+
+
+def test_windowed_waits_for_no_more_slow_groups_than_later_versions_cannot_take() -> None:
+    # 2 a version: of three groups with one version of slack one has to go now, whichever is ready first
+    rule = WindowedPolicy(max_staleness=2, groups_per_version=2)
+    assert rule.select(view((0, "made"), (0, "made"), (0, "made"), (1, 1), (1, 2), version=1), 2) is None
+    assert rule.select(view((0, "made"), (0, "made"), (0, 9), (1, 1), (1, 2), version=1), 2) == ["g2", "g3"]
+    assert rule.select(view((0, "made"), (0, "made"), (1, 1), (1, 2), version=1), 2) == ["g2", "g3"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from dataplane_integrations.replay import (
     ReplayBuffer,
     Reservation,
     parse_sample_id,
+    restore_replay,
+    save_replay,
 )
 from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt
 
@@ -110,6 +113,31 @@ def test_a_buffer_in_an_actor_does_what_one_in_the_driver_does(store: DataPlaneC
             prompts = train_on_all(store, buffer)
     assert sorted(prompts) == sorted(2 * list(range(PROMPTS)))
     assert store.list_samples("replay").size == 0
+
+
+@pytest.mark.timeout(400)
+def test_a_buffer_in_an_actor_is_saved_and_restored(store: DataPlaneClient, tmp_path: Path) -> None:
+    columns = {"input_ids": torch.tensor([[0], [1]]).repeat_interleave(2, 0)}
+    with start_actors([book(store)]) as books:
+        buffer = RemoteReplayBuffer(books.actors["book"], "replay", WAIT_S)
+        reserved = buffer.reserve(2)
+        ids = [sample_id for each in reserved for sample_id in each.sample_ids]
+        tags = [each.tags for each in reserved for _ in each.sample_ids]
+        buffer.commit(reserved, store.put_samples(ids, "replay", columns, tags=tags))
+        with buffer.snapshot():
+            buffer.consume(buffer.select(1))
+            assert store.list_samples("replay").sample_ids == ids
+        assert store.list_samples("replay").sample_ids == ids[2:]
+        save_replay(tmp_path, store, buffer=buffer, extra={"step": 1})
+        meta, taken = buffer.take(1)
+        assert meta.sample_ids == ids[2:]
+        assert taken["input_ids"].tolist() == [[1], [1]]
+        assert (buffer.counts.trained, buffer.weight_version) == (2, 0)
+    with start_actors([book(store)]) as books:
+        buffer = RemoteReplayBuffer(books.actors["book"], "replay", WAIT_S)
+        assert restore_replay(tmp_path, store, buffer=buffer).extra == {"step": 1}
+        assert buffer.counts.trained == 1
+        assert buffer.take(1)[0].sample_ids == ids[2:]
 
 
 @pytest.mark.long

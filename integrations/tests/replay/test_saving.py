@@ -19,10 +19,12 @@ from tensordict import NonTensorStack
 from dataplane_core import connect, kv_first_write
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
+    BackendUnavailableError,
     CorruptDataError,
     InvalidRequestError,
     InvalidTypeError,
     MissingDataError,
+    OperationTimeoutError,
     UnsupportedOperationError,
 )
 from dataplane_integrations.errors import ReplaySaveError
@@ -413,3 +415,20 @@ def test_a_full_disk_is_said_and_the_former_save_stays(
     assert restore_replay(saved, client).meta.sample_ids == ["a", "b"]
     save_replay(saved, client, partition_id="replay", fields=["x"], registration=SMALL)
     assert len(list(saved.iterdir())) == 2
+
+
+@pytest.mark.parametrize("error", [OperationTimeoutError("no answer"), BackendUnavailableError("gone")])
+def test_a_store_that_fails_in_a_save_is_not_taken_for_the_disk(
+    saved: Path, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise error
+
+    client.register_partition("replay", **SMALL)
+    client.put_samples(["c"], "replay", {"x": torch.zeros(1, 1)})
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "get_samples", refuse)
+        with pytest.raises(type(error)) as info:
+            save_replay(saved, client, partition_id="replay", fields=["x"])
+    assert info.value is error
+    assert restore_replay(saved, client).meta.sample_ids == ["a", "b"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, LeaseExpiredError
+from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, LeaseExpiredError, OperationTimeoutError
 from dataplane_integrations.replay import StreamingConsumer
 
 WAIT_S = 60.0
@@ -112,6 +112,32 @@ def test_a_lost_lease_is_said_before_the_optimizer_step_and_nothing_is_cleared(s
     assert stream.list_samples("replay").size == 12
 
 
+@pytest.mark.parametrize("error", [OperationTimeoutError("no answer"), RuntimeError("a bug")])
+def test_a_lease_that_nobody_renews_any_more_is_said_before_the_optimizer_step(
+    stream: DataPlaneClient, error: Exception
+) -> None:
+    put(stream, range(12))
+    failed = threading.Semaphore(0)
+
+    def refuse(*args: Any) -> None:
+        failed.release()
+        raise error
+
+    stream.renew = refuse
+    batch = next(iter(consumer_of(stream, lease_s=0.3)))
+
+    def step() -> None:
+        with batch:
+            for _ in range(4):  # at a third of a lease each
+                assert failed.acquire(timeout=WAIT_S)
+            batch.check()
+
+    with pytest.raises(LeaseExpiredError) as info:
+        step()
+    assert info.value.__cause__ is error
+    assert set(info.value.sample_ids) == set(batch.meta.sample_ids)
+
+
 def test_stale_rows_are_cleared_and_never_trained_on(stream: DataPlaneClient) -> None:
     for version in range(4):
         put(stream, range(3 * version, 3 * version + 3), version)
@@ -145,10 +171,28 @@ def test_rows_are_kept_for_further_tasks(client: DataPlaneClient) -> None:
     assert client.list_samples("replay").size == 4
 
 
+def test_stale_rows_are_kept_for_further_tasks(client: DataPlaneClient) -> None:
+    client.register_partition("replay", ["x"], 8, ["train", "score"])
+    for version in range(2):
+        put(client, range(4 * version, 4 * version + 4), version)
+    consumer = consumer_of(client, max_staleness=0, weight_version=1, clear=False)
+    assert train_on(consumer) == [[4, 5, 6, 7]]
+    assert consumer.num_stale == 4
+    scored = train_on(StreamingConsumer(client, "replay", "score", ["x"], 4, clear=False))
+    assert scored == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_rows_that_can_never_be_given_are_named(stream: DataPlaneClient) -> None:
+    put(stream, range(11))
+    stream.put_samples(["untagged_g0"], "replay", {"x": torch.zeros(1, 1, dtype=torch.int64)})
+    with pytest.raises(ClaimTimeoutError, match=r"of the 1 rows held.*'weight_version'.*'untagged_g0'"):
+        train_on(consumer_of(stream, max_staleness=1, timeout_s=0.2))
+
+
 def test_a_consumer_waits_for_a_dead_ones_lease_but_not_without_end(stream: DataPlaneClient) -> None:
     put(stream, range(12))
     dead = stream.claim_meta("replay", "train", ["x"], 4, lease_s=600.0)
-    with pytest.raises(ClaimTimeoutError, match=r"held by other consumers, which did not settle them within 0\.2 s"):
+    with pytest.raises(ClaimTimeoutError, match=r"none could be claimed within 0\.2 s.* other consumers"):
         train_on(consumer_of(stream, timeout_s=0.2))
     assert stream.list_samples("replay").sample_ids == dead.sample_ids
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -69,7 +69,8 @@ class ReplayBuffer(DataPlaneClientMixin):
     so nobody reads rows that are being cleared.
 
     Rows of groups that go are cleared after the lock is released. Where the store cannot be reached, the ids are kept,
-    and cleared with the next ones.
+    and cleared with the next ones: `commit`, `abandon`, `consume`, `discard`, `put_back`, `set_weight_version` and the
+    end of `snapshot` then raise the store's error although they have taken effect; do not call them again.
 
     Args:
         source: The client of this process, or a config to attach by (in an actor).
@@ -124,7 +125,8 @@ class ReplayBuffer(DataPlaneClientMixin):
         self._to_clear: dict[str, None] = {}
         self._snapshots = 0
         self._closed = False
-        self._failure: tuple[str, BaseException | None] | None = None
+        self._running: set[str] = set()  # collectors enlisted here that have not failed
+        self._failures: dict[str, tuple[str, BaseException | None]] = {}  # of collectors that have, the newest last
 
     # --- what it holds ------------------------------------------------------------------------------------------------
 
@@ -159,7 +161,8 @@ class ReplayBuffer(DataPlaneClientMixin):
         with self._changed:
             self._check_open()
             number = self._incarnations[collector] = self._incarnations.get(collector, 0) + 1
-            self._failure = None
+            self._running.add(collector)
+            self._failures.pop(collector, None)
             left = [
                 each.reservation
                 for each in self._groups.values()
@@ -175,14 +178,16 @@ class ReplayBuffer(DataPlaneClientMixin):
         *,
         collector: str = "collector",
         incarnation: int | None = None,
+        at_least: int | None = None,
         timeout_s: float = 60.0,
     ) -> list[Reservation]:
         """Room for groups, to be made with the weights of the newest version. Blocks until the policy admits them.
 
         Args:
-            num_groups: How many, all at once; fewer only where the prompts come to their end.
+            num_groups: How many, all at once; fewer where the prompts come to their end.
             collector: Name of the collector.
             incarnation: What `enlist` returned; None: the newest.
+            at_least: When the time is up, take the room that there is, if it is for so many groups. None: for all.
             timeout_s: How long to wait.
 
         Returns:
@@ -192,10 +197,12 @@ class ReplayBuffer(DataPlaneClientMixin):
         Raises:
             ReplayTimeoutError: The policy admitted fewer within the deadline; nothing was reserved.
             ReservationLostError: The collector has been started anew meanwhile.
-            InvalidRequestError: ``num_groups`` is below 1, or more than the policy admits to an empty buffer.
+            InvalidRequestError: A number below 1, or more groups than the policy admits to an empty buffer.
         """
-        if num_groups < 1:
-            raise InvalidRequestError(f"reserve refused: num_groups is {num_groups}. Expected 1 or more.")
+        if num_groups < 1 or (at_least is not None and at_least < 1):
+            raise InvalidRequestError(
+                f"reserve refused: num_groups is {num_groups}, at_least is {at_least}. Expected 1 or more."
+            )
 
         def admitted() -> int | None:
             self._check_incarnation(collector, incarnation)
@@ -213,6 +220,9 @@ class ReplayBuffer(DataPlaneClientMixin):
                     "empty buffer. Expected no more than that at a time."
                 )
             found = self._wait(admitted, timeout_s)
+            if found is None and at_least is not None:
+                room = min(num_groups, self._prompts_left(num_groups), self._policy.admit(self._view()))
+                found = room if room >= at_least else None
             if found is None:
                 raise ReplayTimeoutError(
                     f"reserve('{self.partition_id}', {num_groups} groups) found no room within {timeout_s:g} s: "
@@ -260,7 +270,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         self._clear_rows()
 
     def abandon(self, reservations: Sequence[Reservation], *, requeue: bool = True) -> None:
-        """Gives reservations up: rows already written are cleared, then the room is free.
+        """Gives reservations up: their room is free, then the rows already written are cleared.
 
         Args:
             reservations: Those that are no longer held are ignored; their rows are cleared all the same.
@@ -273,13 +283,30 @@ class ReplayBuffer(DataPlaneClientMixin):
             self._give_up(held, requeue=requeue)
         self._clear_rows()
 
-    def fail(self, message: str, cause: BaseException | None = None) -> None:
-        """Says that no more groups will come: a trainer that waits for some gets a `CollectorFailedError`.
+    def fail(
+        self,
+        message: str,
+        cause: BaseException | None = None,
+        *,
+        collector: str = "collector",
+        incarnation: int | None = None,
+    ) -> None:
+        """Says that a collector has stopped for good, until it is enlisted anew.
 
-        Holds until a collector is enlisted.
+        Once no collector is left, whoever waits for groups gets a `CollectorFailedError` with what the last one said.
+
+        Args:
+            message: What happened.
+            cause: The error behind it.
+            collector: Name of the collector.
+            incarnation: What `enlist` returned; None: the newest. Of an earlier start nothing is noted.
         """
         with self._changed:
-            self._failure = (message, cause)
+            if incarnation is not None and incarnation != self._incarnations.get(collector, 0):
+                return
+            self._running.discard(collector)
+            self._failures.pop(collector, None)
+            self._failures[collector] = (message, cause)
             self._changed.notify_all()
 
     def sweep(self) -> int:
@@ -308,7 +335,7 @@ class ReplayBuffer(DataPlaneClientMixin):
 
         Raises:
             ReplayTimeoutError: Not enough within the deadline; says what there is.
-            CollectorFailedError: Rollouts have stopped for good.
+            CollectorFailedError: Rollouts have stopped for good: there are too few groups, and every collector failed.
         """
         if num_groups < 1:
             raise InvalidRequestError(f"select refused: num_groups is {num_groups}. Expected 1 or more.")
@@ -319,9 +346,8 @@ class ReplayBuffer(DataPlaneClientMixin):
             if wanted == 0:
                 return []
             names = self._policy.select(self._view(), wanted)
-            if names is None and self._failure is not None:
-                message, cause = self._failure
-                raise CollectorFailedError(message) from cause
+            if names is None:
+                self._check_collectors()
             return None if names is None else self._checked(names, wanted)
 
         with self._changed:
@@ -344,6 +370,9 @@ class ReplayBuffer(DataPlaneClientMixin):
     ) -> tuple[KVBatchMeta, BatchedDataDict]:
         """Selects groups, reads them into this process and clears them, in one go.
 
+        A store that fails at the clear costs nothing: the columns have been read, and the rows are cleared with the
+        next ones.
+
         Args:
             num_groups: As for `select`.
             select_fields: The columns; None: those that were committed.
@@ -361,7 +390,9 @@ class ReplayBuffer(DataPlaneClientMixin):
         except BaseException:
             self.put_back(meta)
             raise
-        self.consume(meta)
+        self._note_trained(meta)
+        with suppress(DataPlaneError):
+            self._clear_rows()
         return meta, columns
 
     def consume(self, meta: KVBatchMeta) -> None:
@@ -373,25 +404,41 @@ class ReplayBuffer(DataPlaneClientMixin):
         Raises:
             InvalidRequestError: A group that is not selected; nothing has been changed.
         """
+        self._note_trained(meta)
+        self._clear_rows()
+
+    def _note_trained(self, meta: KVBatchMeta) -> None:
         with self._changed:
             names = self._selected(meta, "consume")
             self._drop(names)
             self._counts.trained += len(names)
             self._trained_since += len(names)
             self._changed.notify_all()
-        self._clear_rows()
 
-    def discard(self, meta: KVBatchMeta) -> None:
-        """As `consume`, for groups that the trainer took but will not train on, such as those of equal rewards."""
+    def discard(self, meta: KVBatchMeta, *, requeue: bool = False) -> None:
+        """As `consume`, for groups that the trainer took but will not train on, such as those of equal rewards.
+
+        Args:
+            meta: As for `consume`. Whether the rows are still in the store does not matter.
+            requeue: Generate their prompts again, before further ones. So after a step that failed and whose rows are
+                gone, as they are when a call of `DataPlanePolicy` raised. Collectors that had come to the end of the
+                prompts are over: where there is an end, start one anew.
+        """
         with self._changed:
             names = self._selected(meta, "discard")
+            if requeue:
+                self._generate_again(self._groups[name].reservation for name in names)
             self._drop(names)
             self._counts.discarded += len(names)
             self._changed.notify_all()
         self._clear_rows()
 
     def put_back(self, meta: KVBatchMeta) -> None:
-        """Makes selected groups ready again, as after a step that failed; errors as `consume`."""
+        """Makes selected groups ready again, as after a step that failed; errors as `consume`.
+
+        Their rows must still be in the store. `DataPlanePolicy` clears those of a call that raises: see ``requeue`` of
+        `discard`.
+        """
         with self._changed:
             for name in self._selected(meta, "put_back"):
                 group = self._groups[name]
@@ -407,12 +454,15 @@ class ReplayBuffer(DataPlaneClientMixin):
         number alone, and no longer on who is fast: runs can be repeated, and cut and restored, bit for bit.
 
         Raises:
-            ReplayTimeoutError: There was still room after ``timeout_s``; collectors have to reserve numbers of groups
-                that fill it.
+            ReplayTimeoutError: There was still room after ``timeout_s``.
+            CollectorFailedError: There is room, and every collector failed.
         """
 
         def full() -> bool | None:
-            return True if not self._prompts_left(1) or not self._policy.admit(self._view()) else None
+            if not self._prompts_left(1) or not self._policy.admit(self._view()):
+                return True
+            self._check_collectors()
+            return None
 
         with self._changed:
             self._check_open()
@@ -462,15 +512,24 @@ class ReplayBuffer(DataPlaneClientMixin):
         Groups in training are ready again in the state, and those being made are to be generated again: a process that
         starts from it has neither.
         """
-        with self._changed:
-            state = self._state()
-            self._snapshots += 1
+        state = self.open_snapshot()
         try:
             yield state
         finally:
-            with self._changed:
-                self._snapshots -= 1
-            self._clear_rows()
+            self.close_snapshot()
+
+    def open_snapshot(self) -> dict[str, Any]:
+        """The first half of `snapshot`, for a caller in another process; `close_snapshot` must follow."""
+        with self._changed:
+            state = self._state()
+            self._snapshots += 1
+        return state
+
+    def close_snapshot(self) -> None:
+        """The second half of `snapshot`: rows of groups that went meanwhile are cleared."""
+        with self._changed:
+            self._snapshots -= 1
+        self._clear_rows()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Takes over what `snapshot` gave, in place of what is held now.
@@ -572,7 +631,13 @@ class ReplayBuffer(DataPlaneClientMixin):
             f"at version {self._weight_version}, of {len(views)} groups {made} are being made, "
             f"{len(views) - made - training} are ready, {training} are in training ({self._policy})"
         )
-        return text if slow is None else f"{text}; the first being made is '{slow}'"
+        if slow is not None:
+            text += f"; the first being made is '{slow}'"
+        if self._again:
+            text += f"; {len(self._again)} prompts are to be generated again"
+        if self._failures:
+            text += f"; collectors that failed: {preview(self._failures)}"
+        return text
 
     def _new_reservation(self, collector: str) -> Reservation:
         if self._again:
@@ -602,8 +667,11 @@ class ReplayBuffer(DataPlaneClientMixin):
         self._drop([each.group for each in given_up])
         self._counts.abandoned += len(given_up)
         if requeue:
-            self._again.extend((each.prompt, each.attempt + 1) for each in given_up)
+            self._generate_again(given_up)
         self._changed.notify_all()
+
+    def _generate_again(self, reservations: Iterable[Reservation]) -> None:
+        self._again.extend((each.prompt, each.attempt + 1) for each in reservations)
 
     def _evict(self) -> list[str]:
         names = list(self._policy.evict(self._view()))
@@ -615,8 +683,7 @@ class ReplayBuffer(DataPlaneClientMixin):
                     f"{'not held' if group is None else 'being made or in training'}. Expected ready groups."
                 )
         if self._requeue_evicted:
-            gone = [self._groups[name].reservation for name in names]
-            self._again.extend((each.prompt, each.attempt + 1) for each in gone)
+            self._generate_again(self._groups[name].reservation for name in names)
         self._drop(names)
         self._counts.evicted += len(names)
         return names
@@ -671,6 +738,11 @@ class ReplayBuffer(DataPlaneClientMixin):
             raise ReservationLostError(
                 f"reserve refused: collector '{collector}' was started {newest} times, this is start {incarnation}."
             )
+
+    def _check_collectors(self) -> None:
+        if self._failures and not self._running:
+            message, cause = list(self._failures.values())[-1]
+            raise CollectorFailedError(message) from cause
 
     def _check_open(self) -> None:
         if self._closed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,14 +68,14 @@ class Collector:
     A context manager: entering starts it. Room for groups is reserved before anything is generated, so rollouts are
     never further ahead than the policy allows. What fails on the way is rolled back: the rows of its groups are cleared
     and their prompts generated again. A full store holds the threads back: a batch that does not fit waits, and is
-    written once there is room.
+    written once there is room. A store that does not answer is a failure.
 
     Args:
         buffer: The buffer, or a `RemoteReplayBuffer`.
         rollout: See `Rollout`. Called from several threads where ``num_threads`` is above 1.
         client: Writes the columns that ``rollout`` returns. None: ``rollout`` returns metas.
         name: Tells this collector from others on the same buffer; a new start under a name replaces the earlier one.
-        groups_per_call: Groups for one call of ``rollout``.
+        groups_per_call: Groups for one call of ``rollout``; fewer where the policy admits no more.
         num_threads: Calls at the same time.
         max_failures: Failures one after another after which to give up; the trainer then gets a
             `CollectorFailedError`.
@@ -117,6 +118,7 @@ class Collector:
         self._busy = 0
         self._counts = CollectorCounts()
         self._in_a_row = 0
+        self._swept = True
         self._error: BaseException | None = None
 
     @property
@@ -151,8 +153,7 @@ class Collector:
         self._stop.set()
         with self._state:
             self._state.notify_all()
-        for thread in self._threads:
-            thread.join(timeout_s)
+        self._join(timeout_s)
         if any(thread.is_alive() for thread in self._threads):
             raise OperationTimeoutError(
                 f"collector '{self._name}' did not stop within {timeout_s:g} s: a rollout or a write still runs."
@@ -162,18 +163,19 @@ class Collector:
 
     def wait(self, timeout_s: float = 60.0) -> None:
         """Waits until the threads have ended of themselves, as they do when the prompts are used up; else as `stop`."""
-        for thread in self._threads:
-            thread.join(timeout_s)
+        self._join(timeout_s)
         self.stop(timeout_s=0.0)
 
     @contextmanager
     def quiet(self, timeout_s: float = 60.0) -> Iterator[None]:
         """Within the block nothing is being generated: waits for what has begun, and begins nothing.
 
-        A save taken here holds no group half-made, so a run restored from it goes on exactly as this one does.
+        A save taken here holds no group half-made, so a run restored from it goes on exactly as this one does. A write
+        that waits for room is something begun, too: it ends when the trainer frees some, so give the store room for all
+        groups that the policy admits, or save without this.
 
         Raises:
-            OperationTimeoutError: A rollout did not end in time.
+            OperationTimeoutError: A rollout, or a write that waits for room, did not end in time.
         """
         with self._state:
             self._paused += 1
@@ -181,7 +183,8 @@ class Collector:
         try:
             if not still:
                 raise OperationTimeoutError(
-                    f"collector '{self._name}' is not quiet after {timeout_s:g} s: {self._busy} threads still generate."
+                    f"collector '{self._name}' is not quiet after {timeout_s:g} s: {self._busy} threads still generate "
+                    f"or write; writes waited for room {self._counts.held_back} times so far."
                 )
             yield
         finally:
@@ -204,6 +207,12 @@ class Collector:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _join(self, timeout_s: float) -> None:
+        """Waits for the threads, so long for all of them together."""
+        give_up = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+
     def _run(self, incarnation: int) -> None:
         try:
             while self._begin():
@@ -220,7 +229,7 @@ class Collector:
             with self._state:
                 self._error = error
             self._stop.set()
-            self._buffer.fail(self._reason(error), error)
+            self._buffer.fail(self._reason(error), error, collector=self._name, incarnation=incarnation)
 
     def _begin(self) -> bool:
         """Waits while paused; False: stop."""
@@ -235,7 +244,7 @@ class Collector:
         """Reserves, generates, writes, commits; False: there are no more prompts."""
         try:
             reservations = self._buffer.reserve(
-                self._groups_per_call, collector=self._name, incarnation=incarnation, timeout_s=_LOOK_S
+                self._groups_per_call, collector=self._name, incarnation=incarnation, at_least=1, timeout_s=_LOOK_S
             )
         except ReplayTimeoutError:
             return True  # no room yet
@@ -249,7 +258,18 @@ class Collector:
         with self._state:
             self._counts.groups += len(reservations)
             self._in_a_row = 0
+            swept, self._swept = self._swept, True
+        if not swept:
+            self._sweep()
         return True
+
+    def _sweep(self) -> None:
+        """Clears what a write that was given up has written afterwards; again after the next commit, if it fails."""
+        try:
+            self._buffer.sweep()
+        except DataPlaneError:
+            with self._state:
+                self._swept = False
 
     def _written(self, reservations: Sequence[Reservation]) -> KVBatchMeta:
         """The meta of the groups' rows, all of which are in the store."""
@@ -300,12 +320,14 @@ class Collector:
             raise error
         with self._state:
             self._counts.last_error = error
-            if _found_no_room(error) or _found_no_room(error.__cause__):  # in the rollout actor
+            if _found_no_room(error):
                 self._counts.held_back += 1
+                self._in_a_row = 0
                 self._state.wait_for(self._stop.is_set, _LONGEST_PAUSE_S)
                 return
             self._counts.failures += 1
             self._in_a_row += 1
+            self._swept = False
             give_up = self._in_a_row >= self._max_failures
         if give_up:
             raise error
@@ -318,5 +340,11 @@ class Collector:
 
 
 def _found_no_room(error: BaseException | None) -> bool:
-    """Whether a write met a full store, or waited for room in vain."""
-    return isinstance(error, (CapacityExceededError, OperationTimeoutError)) and error.retryable
+    """Whether a write met a full store, or waited for room in vain, here or in the rollout actor.
+
+    A put that waited in vain has the store's refusal as its cause; a timeout without it is a store that does not
+    answer.
+    """
+    while error is not None and not isinstance(error, CapacityExceededError):
+        error = error.__cause__
+    return error is not None and error.retryable

@@ -11,7 +11,13 @@ from typing import Any, Final
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.columns import read_columns
-from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError, LeaseExpiredError
+from dataplane_core.errors import (
+    ClaimTimeoutError,
+    DataPlaneError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    preview,
+)
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.tags import TagFilter
 from dataplane_integrations.replay._ids import WEIGHT_VERSION_TAG
@@ -40,7 +46,9 @@ class ClaimedBatch:
         self._lease_s = lease_s
         self._clear = clear
         self._done = threading.Event()
+        self._renewed_at = time.monotonic()  # the claim, then the newest renewal that succeeded
         self._lost: LeaseExpiredError | None = None
+        self._broken: Exception | None = None  # what the newest renewal failed with
         self._thread = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
 
     def read(self, select_fields: Sequence[str] | None = None, **options: Any) -> BatchedDataDict:
@@ -48,13 +56,21 @@ class ClaimedBatch:
         return read_columns(self._client, self.meta, select_fields, **options)
 
     def check(self) -> None:
-        """Says whether the lease still holds, as far as the last renewal knows: ask before an optimizer step.
+        """Says whether the lease still holds: ask before an optimizer step.
 
         Raises:
-            LeaseExpiredError: It does not: another consumer may have been given the rows.
+            LeaseExpiredError: It does not, or no renewal has succeeded for so long that it may not (the cause is what
+                the newest one failed with): another consumer may have been given the rows.
         """
         if self._lost is not None:
             raise self._lost
+        since_s = time.monotonic() - self._renewed_at
+        if since_s >= self._lease_s:
+            raise LeaseExpiredError(
+                f"the lease on {self.meta.size} rows of '{self.meta.partition_id}' was last renewed {since_s:.1f} s "
+                f"ago. Expected less than lease_s, {self._lease_s:g} s.",
+                sample_ids=self.meta.sample_ids,
+            ) from self._broken
 
     def __enter__(self) -> ClaimedBatch:
         self._thread.start()
@@ -77,13 +93,16 @@ class ClaimedBatch:
 
     def _renew(self) -> None:
         while not self._done.wait(self._lease_s / _RENEWALS_PER_LEASE):
+            asked_at = time.monotonic()
             try:
                 self._client.renew(self.meta, self._lease_s)
             except LeaseExpiredError as error:
                 self._lost = error
                 return
-            except DataPlaneError:  # the store may be back for the next renewal; if not, the ack says so
-                continue
+            except Exception as error:  # the store may be back for the next renewal; if not, `check` and the ack say so
+                self._broken = error
+            else:
+                self._renewed_at, self._broken = asked_at, None
 
 
 class StreamingConsumer:
@@ -112,14 +131,14 @@ class StreamingConsumer:
         batch_size: Rows at a time; a multiple of the group size where the partition has one.
         lease_s: How long a dead consumer's rows are held back; a living one's are renewed.
         max_staleness: Give only rows whose tag ``weight_version`` is at most this far behind `weight_version`, and
-            clear the others (needs tag filters). None: any.
+            drop the others (needs tag filters). Rows without the tag are never given. None: any.
         weight_version: The trainer's version at the start.
-        clear: Clear rows after the ack. False where further tasks read them.
+        clear: Clear rows after the ack, and too stale ones. False where further tasks read them.
         timeout_s: How long to wait for a batch.
 
     Attributes:
         weight_version: The trainer's version; the trainer sets it.
-        num_stale: Rows cleared as too stale so far.
+        num_stale: Rows dropped as too stale so far.
 
     Raises:
         InvalidRequestError: A negative staleness, or no lease.
@@ -162,7 +181,7 @@ class StreamingConsumer:
         Ends only where the partition was registered with ``num_samples``. The last batches may be smaller.
 
         Raises:
-            ClaimTimeoutError: No batch within ``timeout_s``.
+            ClaimTimeoutError: No batch within ``timeout_s``, though not every row has been acked.
         """
         give_up: float | None = None
         while True:
@@ -177,14 +196,11 @@ class StreamingConsumer:
             # what is left is on lease to others; a dead one's comes back when its lease ends
             give_up = time.monotonic() + self._timeout_s if give_up is None else give_up
             if time.monotonic() > give_up:
-                raise ClaimTimeoutError(
-                    f"StreamingConsumer('{self._partition_id}', '{self._task_name}'): the rows left are held by other "
-                    f"consumers, which did not settle them within {self._timeout_s:g} s."
-                )
+                raise self._nothing_comes_back()
             time.sleep(_LOOK_S)
 
     def drop_stale(self) -> int:
-        """Clears the rows that have become too stale; returns how many.
+        """Acks the rows that have become too stale, and clears them unless ``clear`` is False; returns how many.
 
         They are claimed first, so that none is taken away from a consumer that trains on it.
         """
@@ -202,7 +218,8 @@ class StreamingConsumer:
             if not stale.size:
                 break
             self._client.ack(stale)
-            self._client.clear_samples(stale.sample_ids, self._partition_id)
+            if self._clear:
+                self._client.clear_samples(stale.sample_ids, self._partition_id)
             dropped += stale.size
         self.num_stale += dropped
         return dropped
@@ -225,6 +242,20 @@ class StreamingConsumer:
             timeout_s=self._timeout_s,
             lease_s=self._lease_s,
             tag_filter=fresh,
+        )
+
+    def _nothing_comes_back(self) -> ClaimTimeoutError:
+        listed = self._client.list_samples(self._partition_id)
+        tags = listed.tags or [{}] * listed.size
+        text = (
+            f"StreamingConsumer('{self._partition_id}', '{self._task_name}'): of the {listed.size} rows held, such as "
+            f"{preview(listed.sample_ids)}, some are not acked, and none could be claimed within {self._timeout_s:g} s."
+        )
+        untagged = [each for each, row in zip(listed.sample_ids, tags, strict=True) if WEIGHT_VERSION_TAG not in row]
+        if self._max_staleness is not None and untagged:
+            text += f" Without the tag '{WEIGHT_VERSION_TAG}', so never given under max_staleness: {preview(untagged)}."
+        return ClaimTimeoutError(
+            text, hint="The others are on lease to other consumers, or of groups of which a row was cleared."
         )
 
     def _is_over(self) -> bool:

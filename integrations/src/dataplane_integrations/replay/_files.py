@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from dataplane_core.errors import CorruptDataError, MissingDataError, UnsupportedOperationError
+from dataplane_core.errors import CorruptDataError, DataPlaneError, MissingDataError, UnsupportedOperationError
 from dataplane_integrations.durable_files import sync_folder, write_file
 from dataplane_integrations.errors import ReplaySaveError
 
@@ -40,6 +40,7 @@ def write_save(folder: str | os.PathLike[str], body: Mapping[str, Any], blocks: 
 
     Raises:
         ReplaySaveError: The disk refuses; the former save is as it was.
+        DataPlaneError: What ``blocks`` raised; the former save is as it was.
     """
     path = Path(folder)
     try:
@@ -55,6 +56,8 @@ def write_save(folder: str | os.PathLike[str], body: Mapping[str, Any], blocks: 
         for each in sorted(path.glob(f"{_ROWS_PREFIX}*.bin")):
             if each.name != rows_name:
                 os.unlink(each)
+    except DataPlaneError:  # of the store that the blocks are read from, also where it is an OSError: a timeout
+        raise
     except OSError as error:
         raise ReplaySaveError(
             f"the save in '{path}' could not be written: {error.strerror or error}. A former save is as it was."

@@ -125,21 +125,29 @@ class ReadyFirstPolicy(StalenessPolicy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowedPolicy(StalenessPolicy):
-    """First ready, first trained, but what would be too stale the next time goes now, and is waited for.
+    """First ready, first trained, but what later versions could not take any more goes now, and is waited for.
 
-    A slow group may be overtaken by newer ones while it is inside the window of ``max_staleness`` versions, and not at
-    its edge. As admission looks ahead, nothing grows too stale while the trainer uses ``groups_per_version`` for each
-    version.
+    A slow group may be overtaken by newer ones while it is inside the window of ``max_staleness`` versions, and as long
+    as the versions left to it have room for all that must be trained by then; not at the window's edge. As admission
+    looks ahead, nothing grows too stale while the trainer uses ``groups_per_version`` for each version.
     """
 
     def select(self, view: BufferView, num_groups: int) -> Sequence[str] | None:
-        """The groups at the edge of the window, once all are committed; then the first that were committed."""
+        """The first committed of those that must go now, waiting for enough of them; then of all others."""
         oldest = self.oldest_version(view)
-        edge = [each for each in view.groups if each.weight_version == oldest and not each.selected][:num_groups]
-        if not all(each.ready for each in edge):
-            return None
-        rest = sorted((each for each in self.trainable(view) if each not in edge), key=_commit)
-        chosen = [*edge, *rest][:num_groups]
+        waiting = [each for each in view.groups if each.weight_version >= oldest and not each.selected]
+        ready = sorted((each for each in waiting if each.ready), key=_commit)
+        chosen: list[GroupView] = []
+        for slack in range(self.max_staleness + 1):  # earliest deadline first
+            newest = oldest + slack
+            due = sum(each.weight_version <= newest for each in waiting) - slack * self.groups_per_version
+            missing = min(due, num_groups) - len(chosen)
+            if missing > 0:
+                first = [each for each in ready if each.weight_version <= newest and each not in chosen][:missing]
+                if len(first) < missing:
+                    return None
+                chosen += first
+        chosen += [each for each in ready if each not in chosen][: num_groups - len(chosen)]
         return [each.group for each in chosen] if len(chosen) == num_groups else None
 
 

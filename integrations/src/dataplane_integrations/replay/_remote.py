@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.errors import WorkerFailedError
 from dataplane_integrations.ray import wait_for_all
+from dataplane_integrations.replay._buffer import BufferCounts, ReplayBuffer
 from dataplane_integrations.replay._ids import Reservation
 from dataplane_integrations.replay._policies import BufferView
 
@@ -19,6 +22,8 @@ class RemoteReplayBuffer:
     """The operations of a `ReplayBuffer` that is a Ray actor; arguments and errors are the same.
 
     The actor needs as many concurrent calls as processes wait in it at a time::
+
+        from dataplane_integrations.ray_actors import ActorRequest, start_actors
 
         request = ActorRequest(name="replay buffer", cls=ReplayBuffer, args=(config, "replay", policy),
                                kwargs={"group_size": 8}, max_concurrency=16)
@@ -50,11 +55,18 @@ class RemoteReplayBuffer:
         *,
         collector: str = "collector",
         incarnation: int | None = None,
+        at_least: int | None = None,
         timeout_s: float = 60.0,
     ) -> list[Reservation]:
         """See `ReplayBuffer.reserve`."""
         reserved: list[Reservation] = self._call(
-            "reserve", num_groups, collector=collector, incarnation=incarnation, timeout_s=timeout_s, waits_s=timeout_s
+            "reserve",
+            num_groups,
+            collector=collector,
+            incarnation=incarnation,
+            at_least=at_least,
+            timeout_s=timeout_s,
+            waits_s=timeout_s,
         )
         return reserved
 
@@ -66,9 +78,16 @@ class RemoteReplayBuffer:
         """See `ReplayBuffer.abandon`."""
         self._call("abandon", list(reservations), requeue=requeue)
 
-    def fail(self, message: str, cause: BaseException | None = None) -> None:
+    def fail(
+        self,
+        message: str,
+        cause: BaseException | None = None,
+        *,
+        collector: str = "collector",
+        incarnation: int | None = None,
+    ) -> None:
         """See `ReplayBuffer.fail`."""
-        self._call("fail", message, cause)
+        self._call("fail", message, cause, collector=collector, incarnation=incarnation)
 
     def sweep(self) -> int:
         """See `ReplayBuffer.sweep`."""
@@ -80,13 +99,22 @@ class RemoteReplayBuffer:
         meta: KVBatchMeta = self._call("select", num_groups, timeout_s=timeout_s, waits_s=timeout_s)
         return meta
 
+    def take(
+        self, num_groups: int, select_fields: Sequence[str] | None = None, *, timeout_s: float = 60.0, **options: Any
+    ) -> tuple[KVBatchMeta, BatchedDataDict]:
+        """See `ReplayBuffer.take`. The columns come through the actor; `select` and a read of one's own do not."""
+        taken: tuple[KVBatchMeta, BatchedDataDict] = self._call(
+            "take", num_groups, select_fields, timeout_s=timeout_s, **options, waits_s=timeout_s
+        )
+        return taken
+
     def consume(self, meta: KVBatchMeta) -> None:
         """See `ReplayBuffer.consume`."""
         self._call("consume", meta)
 
-    def discard(self, meta: KVBatchMeta) -> None:
+    def discard(self, meta: KVBatchMeta, *, requeue: bool = False) -> None:
         """See `ReplayBuffer.discard`."""
-        self._call("discard", meta)
+        self._call("discard", meta, requeue=requeue)
 
     def put_back(self, meta: KVBatchMeta) -> None:
         """See `ReplayBuffer.put_back`."""
@@ -101,10 +129,34 @@ class RemoteReplayBuffer:
         evicted: list[str] = self._call("set_weight_version", weight_version)
         return evicted
 
+    @property
+    def weight_version(self) -> int:
+        """See `ReplayBuffer.weight_version`."""
+        return self.view().weight_version
+
+    @property
+    def counts(self) -> BufferCounts:
+        """See `ReplayBuffer.counts`."""
+        counts: BufferCounts = self._call("__ray_call__", _counts)  # actors have methods, and no properties
+        return counts
+
     def view(self) -> BufferView:
         """See `ReplayBuffer.view`."""
         view: BufferView = self._call("view")
         return view
+
+    @contextmanager
+    def snapshot(self) -> Iterator[dict[str, Any]]:
+        """See `ReplayBuffer.snapshot`. A process that dies inside the block leaves rows that are never cleared."""
+        state: dict[str, Any] = self._call("open_snapshot")
+        try:
+            yield state
+        finally:
+            self._call("close_snapshot")
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `ReplayBuffer.load_state`."""
+        self._call("load_state", dict(state))
 
     def _call(self, method: str, *args: Any, waits_s: float = 0.0, **kwargs: Any) -> Any:
         call = getattr(self._actor, method).remote(*args, **kwargs)
@@ -114,3 +166,7 @@ class RemoteReplayBuffer:
             if isinstance(error.__cause__, DataPlaneError):  # what the buffer itself said
                 raise error.__cause__ from None
             raise
+
+
+def _counts(buffer: ReplayBuffer) -> BufferCounts:
+    return buffer.counts

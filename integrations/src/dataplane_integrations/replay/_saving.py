@@ -24,6 +24,7 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._files import SavedFiles, write_save
 from dataplane_integrations.replay._ids import group_of
+from dataplane_integrations.replay._remote import RemoteReplayBuffer
 
 __all__ = ["RestoredReplay", "restore_replay", "save_replay"]
 
@@ -53,7 +54,7 @@ def save_replay(
     folder: str | os.PathLike[str],
     client: DataPlaneClient,
     *,
-    buffer: ReplayBuffer | None = None,
+    buffer: ReplayBuffer | RemoteReplayBuffer | None = None,
     partition_id: str | None = None,
     fields: Sequence[str] | None = None,
     registration: Mapping[str, Any] | None = None,
@@ -70,7 +71,7 @@ def save_replay(
     Args:
         folder: Holds one save; the former one is replaced in one step, once the new one is whole.
         client: Reads the rows.
-        buffer: The buffer; its ready groups and those in training are saved.
+        buffer: The buffer, or a `RemoteReplayBuffer`; its ready groups and those in training are saved.
         partition_id: Without a buffer: the partition, all of whose rows are saved.
         fields: The columns to save. Default: those that were committed; without a buffer they must be given.
         registration: The arguments of ``register_partition`` besides ``partition_id``; a restore then registers the
@@ -83,6 +84,7 @@ def save_replay(
         InvalidRequestError: Neither a buffer nor a partition, no fields, or ids that are not held.
         MissingDataError: A row lacks one of the columns.
         ReplaySaveError: The disk refuses. The former save is then as it was, as after any other error.
+        OperationTimeoutError, BackendUnavailableError: The store does not answer.
     """
     partition = partition_id if buffer is None else buffer.partition_id
     if partition is None or (buffer is None and not fields):
@@ -151,7 +153,7 @@ def _blocks_of(
 
 
 def restore_replay(
-    folder: str | os.PathLike[str], client: DataPlaneClient, *, buffer: ReplayBuffer | None = None
+    folder: str | os.PathLike[str], client: DataPlaneClient, *, buffer: ReplayBuffer | RemoteReplayBuffer | None = None
 ) -> RestoredReplay:
     """Puts a save's rows back into a store, with their tags and cursors, and its state into a buffer.
 
@@ -161,7 +163,8 @@ def restore_replay(
     Args:
         folder: As for `save_replay`.
         client: Writes the rows.
-        buffer: A new buffer of the same partition and group size; takes the saved state. Start collectors after this.
+        buffer: A new buffer, or a `RemoteReplayBuffer`, of the same partition and group size; takes the saved state.
+            Start collectors after this.
 
     Raises:
         MissingDataError: No save there.

@@ -41,9 +41,10 @@ def test_it_connects_by_name_and_works(clean, project):
 
 
 def test_its_own_test_file_passes_a_taste_of_the_kit(clean, project, tmp_path):
-    counts = run_kit(clean, project, tmp_path, "-k", "order_asked_for or given_once or objects_come_back")
+    select = "order_asked_for or given_once or objects_come_back or overlap or full_store or two_holders"
+    counts = run_kit(clean, project, tmp_path, "-k", select)
     assert counts["fail"] == 0
-    assert counts["pass"] >= 3
+    assert counts["pass"] >= 8
 
 
 @pytest.mark.long

@@ -71,6 +71,44 @@ print(json.dumps([dataplane_core.__file__, consumed]))
 """
 
 
+# Puts in three threads while another process, stopped in the middle of a transaction, holds the file.
+BESIDE_A_STOPPED_PROCESS = """
+import json, signal, subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from dataplane_core import connect
+
+HOLDER = '''
+import sqlite3, sys, time
+database = sqlite3.connect(sys.argv[1], isolation_level=None)
+database.execute("BEGIN IMMEDIATE")
+print("holds", flush=True)
+time.sleep(600)
+'''
+
+def put(name):
+    try:
+        client.put_samples([name], "train", {"x": torch.zeros(1)})
+    except TimeoutError as error:
+        return type(error).__name__
+
+client = connect({"backend": "sqlite_example", "options": {"path": sys.argv[1]}, "op_timeout_s": 2})
+client.register_partition("train", ["x"], None, ["trainer"])
+put("before")
+with subprocess.Popen([sys.executable, "-c", HOLDER, sys.argv[1]], stdout=subprocess.PIPE, text=True) as holder:
+    assert holder.stdout.readline() == "holds\\n"
+    holder.send_signal(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            during = list(pool.map(put, "abc"))
+        read = client.get_samples(["before"], "train", ["x"])["x"].tolist()
+    finally:
+        holder.kill()
+put("after")
+print(json.dumps([during, read, client.list_samples("train").sample_ids]))
+"""
+
+
 @pytest.fixture(scope="module")
 def installed(clean):
     """The clean environment, with the example's wheel in it too."""
@@ -113,6 +151,13 @@ def test_a_job_across_processes_survives_two_kills(installed, tmp_path):
         assert consumed[sample_id] == [tokens, float(number)]
 
 
+@pytest.mark.timeout(60)
+def test_a_process_that_is_stopped_in_a_transaction_holds_others_up_only_to_their_deadline(installed, tmp_path):
+    done = installed.run("python", "-c", BESIDE_A_STOPPED_PROCESS, tmp_path / "run.sqlite")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [["OperationTimeoutError"] * 3, [0.0], ["before", "after"]]
+
+
 def test_a_taste_of_the_kit_passes_by_name(installed, tmp_path):
     options = f"{{path: {tmp_path / 'kit.sqlite'}}}"
     done = installed.run(
@@ -122,15 +167,25 @@ def test_a_taste_of_the_kit_passes_by_name(installed, tmp_path):
     assert "0 failed" in done.stdout
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_the_whole_kit_passes(installed, tmp_path):
+def run_its_own_tests(installed, tmp_path, *select, timeout_s=170):
     file = tmp_path / "test_conformance.py"
     file.write_text((EXAMPLE / "tests" / "test_conformance.py").read_text(encoding="utf-8"), encoding="utf-8")
     report = tmp_path / "report.json"
     words = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", tmp_path, "--dataplane-json", report, file]
-    done = installed.run("python", "-m", "pytest", *words, timeout_s=590)
+    done = installed.run("python", "-m", "pytest", *words, *select, timeout_s=timeout_s)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     (result,) = json.loads(report.read_text(encoding="utf-8"))
     assert result["counts"]["fail"] == 0
-    assert result["counts"]["pass"] > 800
+    return result["counts"]["pass"]
+
+
+def test_its_journal_keeps_the_guarantees_over_processes_and_kills(installed, tmp_path, monkeypatch):
+    monkeypatch.setitem(installed.env, "DATAPLANE_CONFORMANCE_KILLS", "4")
+    select = "killed or after_every_kill or survive_a_crash or one_process or other_room or full_store"
+    assert run_its_own_tests(installed, tmp_path, "-k", select) >= 12
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_whole_kit_passes(installed, tmp_path):
+    assert run_its_own_tests(installed, tmp_path, timeout_s=590) > 800

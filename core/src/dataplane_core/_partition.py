@@ -71,6 +71,11 @@ class View:
         self.queued.discard(entry[0])
         return entry
 
+    def keep(self, entries: list[tuple[int, str]]) -> None:
+        self.heap = entries
+        heapq.heapify(entries)
+        self.queued = {seq for seq, _ in entries}
+
 
 @dataclass(slots=True)
 class Task:
@@ -83,7 +88,6 @@ class Task:
 class Group:
     seq: int
     members: dict[str, Row] = field(default_factory=dict)
-    poisoned: bool = False
 
 
 @dataclass(slots=True)
@@ -96,8 +100,9 @@ class Partition:
         tasks: Task name -> what it was given.
         rows: Sample id -> row.
         specs: Field -> what it keeps, fixed by its first write.
-        seen: Every id ever written, cleared ones included.
-        groups: Group -> its members.
+        seen: Ids ever written, cleared ones included, up to ``num_samples`` of them; none where that is None.
+        groups: Group -> its members, while it has any.
+        poisoned: Names of the groups that lost a member, for good: the one thing that grows with what was cleared.
         expiries: A heap of (time, row's number, id, task): when to look at a lease.
         version: Grows with every change of ``rows``.
     """
@@ -109,6 +114,7 @@ class Partition:
     specs: dict[str, FieldSpec] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     groups: dict[str, Group] = field(default_factory=dict)
+    poisoned: set[str] = field(default_factory=set)
     expiries: list[tuple[float, int, str, str]] = field(default_factory=list)
     version: int = 0
     _next_token: int = 1
@@ -162,16 +168,25 @@ class Partition:
             task = self.tasks[task_name]
             task.num_held -= 1
             task.num_done -= hold.done
+        views = [view for task in self.tasks.values() for view in task.views.values()]
         if row.group is not None:
             group = self.groups[row.group]
             del group.members[sample_id]
-            group.poisoned = True
+            if not group.members:
+                del self.groups[row.group]
+            self.poisoned.add(row.group)
+            for view in views:
+                view.ready_members.pop(row.group, None)
+        for view in views:
+            if len(view.heap) > 2 * len(self.rows):  # most entries are of rows that are gone
+                view.keep([entry for entry in view.heap if self._is_there(entry)])
         return list(dict.fromkeys(row.cells.values()))
 
     def _new_row(self, sample_id: str, seq: int) -> Row:
         row = Row(sample_id, seq, None if self.info.grpo_group_size is None else group_of(sample_id))
         self.rows[sample_id] = row
-        self.seen.add(sample_id)
+        if self.info.num_samples is not None and len(self.seen) < self.info.num_samples:
+            self.seen.add(sample_id)
         if row.group is not None:
             self.groups.setdefault(row.group, Group(seq)).members[sample_id] = row
         return row
@@ -405,8 +420,8 @@ class Partition:
             return sum(matches(row.tags, tag_filter) for row in left) == num_ready
         left = [
             row
-            for group in self.groups.values()
-            if self._is_whole(group) and not any(task_name in row.holds for row in group.members.values())
+            for name, group in self.groups.items()
+            if self._is_whole(name) and not any(task_name in row.holds for row in group.members.values())
             if all(matches(row.tags, tag_filter) for row in group.members.values())
             for row in group.members.values()
         ]
@@ -426,12 +441,14 @@ class Partition:
                     break
         return missing
 
-    def _is_whole(self, group: Group) -> bool:
-        return not group.poisoned and len(group.members) == self.info.grpo_group_size
+    def _is_whole(self, name: str) -> bool:
+        if name in self.poisoned:
+            return False
+        return len(self.groups[name].members) == self.info.grpo_group_size
 
     def _offer(self, view: View, row: Row) -> None:
         """A row became ready for a view: counts it, and queues it once its unit is complete."""
-        if row.group is not None:
+        if row.group is not None and row.group not in self.poisoned:
             view.ready_members[row.group] = view.ready_members.get(row.group, 0) + 1
         self._queue(view, row)
 
@@ -440,20 +457,24 @@ class Partition:
             view.push(row.seq, row.sample_id)
             return
         group = self.groups[row.group]
-        if self._is_whole(group) and view.ready_members.get(row.group, 0) == len(group.members):
+        if self._is_whole(row.group) and view.ready_members.get(row.group, 0) == len(group.members):
             view.push(group.seq, row.group)
+
+    def _is_there(self, entry: tuple[int, str]) -> bool:
+        """Whether what a heap entry names may ever be claimed through it."""
+        seq, name = entry
+        if self.info.grpo_group_size is not None:
+            return name not in self.poisoned
+        row = self.rows.get(name)
+        return row is not None and row.seq == seq
 
     def _unit(self, task_name: str, view: View, entry: tuple[int, str]) -> list[Row] | None:
         """The rows behind a heap entry, or None where it is no longer claimable."""
-        seq, name = entry
-        if self.info.grpo_group_size is None:
-            row = self.rows.get(name)
-            return None if row is None or row.seq != seq or task_name in row.holds else [row]
-        group = self.groups[name]
-        members = list(group.members.values())
-        if not self._is_whole(group) or any(task_name in row.holds for row in members):
+        if not self._is_there(entry):
             return None
-        return members
+        _, name = entry
+        rows = [self.rows[name]] if self.info.grpo_group_size is None else list(self.groups[name].members.values())
+        return None if any(task_name in row.holds for row in rows) else rows
 
     def _task(self, task_name: str) -> Task:
         task = self.tasks.get(task_name)

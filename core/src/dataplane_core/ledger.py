@@ -182,16 +182,9 @@ class Ledger:
             UnsupportedOperationError, CapacityExceededError: As the hook ``put_samples`` says.
         """
         self._reap(now)
-        partition = self._partition(partition_id)
-        if epoch is not None and epoch != partition.info.epoch:
-            raise StalePartitionError(
-                f"put_samples('{partition_id}', {len(sample_ids)} samples) refused: the partition was registered anew "
-                "since the put was checked. Nothing was written.",
-            )
-        known = [partition.rows.get(sample_id) for sample_id in sample_ids]
-        self._check_put(partition_id, partition, sample_ids, specs, known)
+        partition, known = self._check_begin(partition_id, sample_ids, specs, epoch)
         size_bytes = sum(row_bytes)
-        self._check_capacity(partition_id, len(sample_ids), size_bytes)
+        self._check_capacity(partition_id, len(sample_ids), size_bytes, self._capacity_bytes, now)
         write_id = self._next_write
         self._next_write += max(len(sample_ids), 1)
         self._held_bytes += size_bytes
@@ -207,6 +200,25 @@ class Ledger:
             expires_at=now + ttl_s,
         )
         return write_id
+
+    def check_put(
+        self,
+        partition_id: str,
+        sample_ids: Sequence[str],
+        specs: Mapping[str, FieldSpec],
+        row_bytes: Sequence[int],
+        epoch: int | None,
+        *,
+        capacity_bytes: int | None,
+        now: float,
+    ) -> None:
+        """Raises what `begin_put` would raise if ``capacity_bytes`` were the bound; itself changes nothing.
+
+        A host that replays a journal judges a put by its own bound here, before it records the put: a record is then
+        accepted in every process, whatever room each allows.
+        """
+        self._check_begin(partition_id, sample_ids, specs, epoch)
+        self._check_capacity(partition_id, len(sample_ids), sum(row_bytes), capacity_bytes, now)
 
     def commit_put(self, write_id: int) -> list[Ref]:
         """Makes a begun put visible: cells, tags and production at once.
@@ -252,6 +264,19 @@ class Ledger:
             return self._abandon(write_id, pending)
         return [ref for ref in self._garbage if ref[0] == write_id]
 
+    def _check_begin(
+        self, partition_id: str, sample_ids: Sequence[str], specs: Mapping[str, FieldSpec], epoch: int | None
+    ) -> tuple[Partition, list[Row | None]]:
+        partition = self._partition(partition_id)
+        if epoch is not None and epoch != partition.info.epoch:
+            raise StalePartitionError(
+                f"put_samples('{partition_id}', {len(sample_ids)} samples) refused: the partition was registered anew "
+                "since the put was checked. Nothing was written.",
+            )
+        known = [partition.rows.get(sample_id) for sample_id in sample_ids]
+        self._check_put(partition_id, partition, sample_ids, specs, known)
+        return partition, known
+
     def _check_put(
         self,
         partition_id: str,
@@ -291,13 +316,19 @@ class Ledger:
                         "already written, and this backend does not declare 'overwrite'. Nothing was written."
                     )
 
-    def _check_capacity(self, partition_id: str, num_samples: int, size_bytes: int) -> None:
-        if self._capacity_bytes is None or self._held_bytes + size_bytes <= self._capacity_bytes:
+    def _check_capacity(
+        self, partition_id: str, num_samples: int, size_bytes: int, capacity_bytes: int | None, now: float
+    ) -> None:
+        if capacity_bytes is None:
             return
-        never = size_bytes > self._capacity_bytes
+        abandoned = (pending for pending in self._pending.values() if pending.expires_at <= now)
+        held_bytes = self._held_bytes - sum(sum(pending.row_bytes) for pending in abandoned)
+        if held_bytes + size_bytes <= capacity_bytes:
+            return
+        never = size_bytes > capacity_bytes
         raise CapacityExceededError(
             f"put_samples('{partition_id}', {num_samples} samples) refused: {size_bytes} bytes do not fit, "
-            f"{self._held_bytes} of {self._capacity_bytes} bytes are held.",
+            f"{held_bytes} of {capacity_bytes} bytes are held.",
             retryable=not never,
             hint="Write smaller batches or raise capacity_bytes." if never else "Clear samples that are consumed.",
         )

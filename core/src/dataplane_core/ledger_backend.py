@@ -102,6 +102,9 @@ class LedgerService:
     def _do_begin_put(self, *args: Any, ttl_s: float) -> int:
         return self._ledger.begin_put(*args, now=self._clock(), ttl_s=ttl_s)
 
+    def _do_check_put(self, *args: Any, capacity_bytes: int | None) -> None:
+        self._ledger.check_put(*args, capacity_bytes=capacity_bytes, now=self._clock())
+
     def _do_commit_put(self, write_id: int) -> list[Ref]:
         return self._ledger.commit_put(write_id)
 
@@ -327,7 +330,7 @@ class LedgerBackend(Backend, ABC):
         deadline = time.monotonic() + _UNDO_S
         try:
             self._collect(self._ledger(deadline, "abort_put", write_id), deadline)
-        except DataPlaneError:
+        except Exception:  # whatever the engine raises now, why the put failed is what its caller gets
             return
 
     def _collect(self, refs: Sequence[Ref], deadline: float) -> None:

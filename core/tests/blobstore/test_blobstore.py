@@ -1,13 +1,22 @@
 """`BlobStore`: one process without a journal, many with one; every process comes to the same state."""
 
 import itertools
+import threading
 
+import msgpack
 import pytest
 import torch
 
 from dataplane_core import BlobStore, Capability, DataPlaneConfig
+from dataplane_core._partition import Partition
 from dataplane_core.capabilities import Scope
-from dataplane_core.errors import BackendError, BackendUnavailableError, CorruptDataError, LeaseExpiredError
+from dataplane_core.errors import (
+    BackendError,
+    BackendUnavailableError,
+    CapacityExceededError,
+    CorruptDataError,
+    LeaseExpiredError,
+)
 from dataplane_core.registry import connect_backend
 
 
@@ -46,8 +55,9 @@ def journaled():
     return Shared
 
 
-def open_client(cls, bootstrap=True):
-    return connect_backend(cls, DataPlaneConfig(backend="blobs", op_timeout_s=5), bootstrap=bootstrap)
+def open_client(cls, bootstrap=True, op_timeout_s=5, **options):
+    config = DataPlaneConfig(backend="blobs", options=options, op_timeout_s=op_timeout_s)
+    return connect_backend(cls, config, bootstrap=bootstrap)
 
 
 def test_without_a_journal_the_scope_is_process_and_attaching_is_refused():
@@ -105,6 +115,65 @@ def test_a_refused_operation_is_refused_in_replay_too_and_changes_nothing():
             assert two.list_samples("p").sample_ids == ["a"]
 
 
+def test_what_was_refused_for_want_of_room_shifts_nothing_in_a_process_with_more_room():
+    cls = journaled()
+    with open_client(cls, capacity_bytes=100, on_full="raise") as one:
+        one.register_partition("p", ["x"], None, ["t"])
+        for name, value in (("a", 1), ("b", 2)):
+            column = {"x": torch.full((1, 64), value, dtype=torch.uint8)}
+            if name == "b":
+                with pytest.raises(CapacityExceededError):
+                    one.put_samples([name], "p", column)
+                one.clear_samples(["a"], "p")
+            one.put_samples([name], "p", column)
+        with open_client(cls, bootstrap=False, capacity_bytes=1000) as two:  # which replays what came before
+            two.put_samples(["c"], "p", {"x": torch.full((1, 64), 3, dtype=torch.uint8)})
+            for client in (one, two):
+                assert client.get_samples(["b", "c"], "p", ["x"])["x"][:, 0].tolist() == [2, 3]
+            with pytest.raises(CapacityExceededError):
+                one.put_samples(["d"], "p", column)
+            one.put_samples(["c"], "p", tags=[{"n": 1}])  # takes no room
+            assert two.list_samples("p").tags == [{}, {"n": 1}]
+
+
+def test_a_put_that_waits_for_room_leaves_no_record_of_its_tries():
+    cls = journaled()
+    with open_client(cls, capacity_bytes=20, op_timeout_s=0.3) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
+        before = len(client._backend.journal)
+        with pytest.raises(TimeoutError):
+            client.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
+        with pytest.raises(ValueError, match="field 'x'"):  # at once: it will never do
+            client.put_samples(["b"], "p", {"x": torch.zeros(1)})
+        assert len(client._backend.journal) == before
+
+
+def test_what_an_abandoned_put_reserved_is_room_again(monkeypatch):
+    clock = 100.0
+    monkeypatch.setattr("dataplane_core.blobstore.time.time", lambda: clock)
+
+    class Killed(BaseException):
+        pass
+
+    cls = journaled()
+    with open_client(cls, capacity_bytes=20, on_full="raise") as one, open_client(cls, capacity_bytes=20) as two:
+        one.register_partition("p", ["x"], None, ["t"])
+
+        def die(*_):
+            raise Killed
+
+        monkeypatch.setattr(two._backend, "put_many", die)
+        monkeypatch.setattr(two._backend, "_undo", die)
+        with pytest.raises(Killed):
+            two.put_samples(["a"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
+        with pytest.raises(CapacityExceededError):
+            one.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
+        clock += 60
+        one.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
+        assert two.list_samples("p").sample_ids == ["b"]
+
+
 def test_vain_questions_of_a_waiting_claim_are_not_recorded():
     cls = journaled()
     with open_client(cls) as client:
@@ -159,6 +228,86 @@ def test_a_process_that_asked_later_replays_an_earlier_ack_as_it_was(monkeypatch
         assert two.claim_meta("p", "t", ["x"], 1, blocking=False, lease_s=10).sample_ids == []
 
 
+def test_a_call_that_is_interrupted_in_the_middle_leaves_no_half_in_this_process(monkeypatch):
+    cls = journaled()
+    write_row, written = Partition.write_row, []
+
+    def interrupted(partition, *args):
+        if len(written) == 1:
+            written.append(None)
+            raise KeyboardInterrupt
+        written.append(None)
+        return write_row(partition, *args)
+
+    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
+        one.register_partition("p", ["x"], None, ["t"])
+        monkeypatch.setattr(Partition, "write_row", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.put_samples(["a", "b"], "p", {"x": torch.tensor([1, 2])})
+        for client in (two, one):  # the interrupt came after the commit was recorded
+            assert client.list_samples("p").sample_ids == ["a", "b"]
+        one.put_samples(["c"], "p", {"x": torch.tensor([3])})
+        for client in (two, one):
+            assert client.get_samples(["a", "b", "c"], "p", ["x"])["x"].tolist() == [1, 2, 3]
+
+
+def test_threads_wait_for_a_store_that_does_not_answer_no_longer_than_they_may():
+    cls = journaled()
+    asked, answered = threading.Event(), threading.Event()
+
+    class Stuck(cls):
+        def append(self, seq, record):
+            if threading.current_thread() is not threading.main_thread():
+                asked.set()
+                answered.wait(30)
+            return super().append(seq, record)
+
+    with open_client(Stuck, op_timeout_s=0.2) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        stuck = threading.Thread(target=client.clear_samples, args=(["a"], "p"))
+        stuck.start()
+        assert asked.wait(30)
+        with pytest.raises(TimeoutError, match=r"list_samples: other threads .* until the deadline"):
+            client.list_samples("p")
+        answered.set()
+        stuck.join()
+        assert client.list_samples("p").sample_ids == []
+
+
+def test_the_stores_methods_know_how_long_the_operation_may_take():
+    left = {}
+
+    class Asked(journaled()):
+        def put(self, key, data):
+            left["put"] = self.seconds_left()
+            super().put(key, data)
+
+        def get(self, key):
+            left["get"] = self.seconds_left()
+            return super().get(key)
+
+        def delete(self, key):
+            left["delete"] = self.seconds_left()
+            super().delete(key)
+
+        def append(self, seq, record):
+            left["append"] = self.seconds_left()
+            return super().append(seq, record)
+
+        def read(self, from_seq):
+            left["read"] = self.seconds_left()
+            return super().read(from_seq)
+
+    with open_client(Asked, op_timeout_s=500) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.zeros(1)})
+        client.get_samples(["a"], "p", ["x"])
+        client.clear_samples(["a"], "p")
+        assert sorted(left) == ["append", "delete", "get", "put", "read"]
+        assert all(400 < seconds <= 500 for seconds in left.values())
+        assert client._backend.seconds_left() == 60  # no operation
+
+
 @pytest.mark.parametrize("record", [b"", b"\xc1", b"\x93\x01\x02\x03"])
 def test_a_journal_that_cannot_be_read_is_an_error_not_a_crash(record):
     cls = journaled()
@@ -166,6 +315,34 @@ def test_a_journal_that_cannot_be_read_is_an_error_not_a_crash(record):
         client._backend.journal[0] = record
         with pytest.raises(CorruptDataError, match="journal record 0"):
             client.list_samples("p")
+
+
+def test_a_journal_of_another_version_is_refused_with_the_reason():
+    cls = journaled()
+    with open_client(cls) as client:
+        client._backend.journal[0] = msgpack.packb([1, 0.0, "clear", ["p", None], {}])
+        with pytest.raises(CorruptDataError, match=r"of version 1\. Expected 2\. Another dataplane-core wrote it"):
+            client.list_samples("p")
+
+
+@pytest.mark.parametrize(("one", "other"), [("append", "read"), ("read", "append")])
+def test_half_a_journal_is_refused_when_the_class_is_made(one, other):
+    with pytest.raises(TypeError, match=f"Half overrides '{one}' without '{other}'. Expected both"):
+        type("Half", (Plain,), {one: lambda *_: None})
+
+
+def test_why_a_put_failed_is_not_hidden_by_its_undoing():
+    class Failing(Plain):
+        def put(self, key, data):
+            raise OSError(28, "No space left on device")
+
+        def delete(self, key):
+            raise RuntimeError("the engine is gone")
+
+    with open_client(Failing) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        with pytest.raises(BackendError, match="No space left on device"):
+            client.put_samples(["a"], "p", {"x": torch.zeros(1)})
 
 
 def test_a_store_that_fails_reaches_the_user_with_its_cause():

@@ -1,5 +1,7 @@
 """The ledger's rules, one behaviour a test. Time is a plain number here."""
 
+import pickle
+
 import pytest
 
 from dataplane_core.errors import (
@@ -179,6 +181,24 @@ def test_nack_gives_back_at_once_and_renew_extends():
     assert claim(made, 1, now=6.0).sample_ids == ["a"]
 
 
+@pytest.mark.parametrize(("group", "bytes_a_round"), [(None, 2), (2, 25)])
+def test_a_partition_without_end_remembers_of_what_was_cleared_only_the_names_of_groups(group, bytes_a_round):
+    made = ledger(group=group)
+    claim(made, 2)  # asks once, and never again
+    sizes = []
+    for number in range(2000):
+        ids = [f"v{number:05}_g{member}" for member in range(2)]
+        put(made, ids, "x")
+        assert claim(made, 2, task="u").sample_ids == ids
+        _, freed = made.clear("p", ids)
+        made.collected(freed)
+        if number in (999, 1999):
+            sizes.append(len(pickle.dumps(made)))
+    assert sizes[1] - sizes[0] <= 1000 * bytes_a_round
+    put(made, ["v00000_g0", "v00000_g1"], "x")  # its group was given and cleared, however long ago
+    assert claim(made, 2, task="u").sample_ids == ([] if group else ["v00000_g0", "v00000_g1"])
+
+
 def test_groups_are_settled_as_a_whole():
     made = ledger(group=2)
     put(made, ["q_g0", "q_g1"], "x")
@@ -277,6 +297,27 @@ def test_capacity_counts_reservations_and_frees_what_is_cleared():
     made.clear("p", ["a"])
     put(made, ["b"], "x", size=10)
     assert made.held_bytes == 10
+
+
+def test_a_put_is_judged_by_another_bound_without_a_trace():
+    made = ledger()
+    put(made, ["a"], "x", size=6)
+    made.begin_put("p", ["dies"], {"x": INT}, [3], None, None, now=0.0, ttl_s=10.0)
+
+    def judge(size, now, epoch=None, spec=INT):
+        made.check_put("p", ["b"], {"x": spec}, [size], epoch, capacity_bytes=10, now=now)
+
+    before = pickle.dumps(made)
+    judge(1, now=9.0)
+    with pytest.raises(CapacityExceededError, match="2 bytes do not fit, 9 of 10 bytes are held") as full:
+        judge(2, now=9.0)
+    assert full.value.retryable
+    judge(4, now=10.0)  # what the dead put reserved is free by then
+    with pytest.raises(SchemaMismatchError):
+        judge(99, now=9.0, spec=FLOAT)
+    with pytest.raises(StalePartitionError):
+        judge(99, now=9.0, epoch=7)
+    assert pickle.dumps(made) == before
 
 
 def test_an_overwrite_frees_the_row_it_replaces_once_no_cell_names_it():

@@ -20,9 +20,6 @@ class TestSQLite(BackendConformance):
     def options(self, tmp_path_factory):
         return {"path": str(tmp_path_factory.getbasetemp() / "store.sqlite")}
 
-    def conflicting_options(self, options):
-        return {**options, "capacity_bytes": 1 << 30}
-
     def raw_get(self, backend, partition_id, sample_id, field):
         (part,) = backend._ledger(time.monotonic() + 60, "locate", partition_id, [sample_id], [field]).parts
         key = f"row{part.write_id + part.positions[0]}"

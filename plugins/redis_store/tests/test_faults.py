@@ -165,6 +165,18 @@ def test_clearing_leaves_no_keys(plain, connect):
     assert int(plain.admin("GET", "dp:{tidy}:held")) == 0
 
 
+@pytest.mark.parametrize("num_samples", [None, 4])
+def test_ids_that_were_cleared_are_kept_only_where_they_are_counted(plain, connect, num_samples):
+    made = connect(url=plain.url, namespace=f"gone{num_samples}")
+    made.register_partition("p", ["x"], num_samples, ["train"])
+    made.put_samples(["a", "b"], "p", columns(2, 10))
+    made.clear_samples(["a"], "p")
+    made.put_samples(["a", "c", "d"], "p", columns(3, 10))
+    names = {key.decode().rpartition(":")[2] for key in plain.admin("KEYS", f"dp:{{gone{num_samples}}}:*")}
+    assert ("x" in names) == (num_samples is not None)
+    assert made.claim_meta("p", "train", ["x"], 9, blocking=num_samples is not None).size == 4
+
+
 def test_a_million_bytes_more_than_a_buffer_come_back(client):
     """Reads through many writes, in one go, with repeats."""
     for number in range(40):

@@ -1,5 +1,8 @@
 """The metrics middleware: one event per operation, totals, and the bytes that this client keeps in each partition.
 
+Live bytes are what this client put, less what it cleared or registered anew itself. It does not hear of what other
+clients clear: in a client whose samples others clear they only rise, and the middleware keeps one small dict per sample.
+
 Its cost is one dict update per cell written and two clock reads per operation; `benchmarks/backends.py` prints it.
 """
 
@@ -96,7 +99,10 @@ class Metrics(Middleware):
         self._held: dict[str, _Held] = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """Totals per operation, and live and peak payload bytes per partition, of what this client did so far."""
+        """Totals per operation, and live and peak payload bytes per partition, of what this client did so far.
+
+        Where other clients clear what this one put, its live and peak bytes are upper bounds.
+        """
         with self._lock:
             return {
                 "operations": {

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dataplane_core import BlobStore
 from dataplane_core.diagnosis import Finding
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_core.ledger_backend import CapacityOptions
 
 __all__ = ["SQLiteOptions", "SQLiteStore"]
@@ -18,7 +20,6 @@ __all__ = ["SQLiteOptions", "SQLiteStore"]
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS blobs (key TEXT PRIMARY KEY, data BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS journal (seq INTEGER PRIMARY KEY, record BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value INTEGER);
 """
 
 
@@ -56,22 +57,17 @@ class SQLiteStore(BlobStore):
         """Opens the file; bootstrapping makes it where it is not there, and goes on with what it holds where it is."""
         if not bootstrap and not self.config.path.exists():
             raise BackendUnavailableError(f"there is no store at '{self.config.path}'.", hint="Bootstrap it first.")
+        left = max(0.0, deadline - time.monotonic())
         try:
             self._database = sqlite3.connect(
-                self.config.path, timeout=60, isolation_level=None, check_same_thread=False
+                self.config.path, timeout=left, isolation_level=None, check_same_thread=False
             )
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = FULL")
             self._database.executescript(_SCHEMA)
         except sqlite3.Error as error:
-            raise BackendUnavailableError(f"'{self.config.path}' cannot be opened: {error}", retryable=False) from error
-        # every process replays the journal, so all must refuse the same puts
-        mine = self.config.capacity_bytes
-        self._database.execute("INSERT OR IGNORE INTO settings VALUES ('capacity_bytes', ?)", (mine,))
-        (theirs,) = self._database.execute("SELECT value FROM settings").fetchone()
-        if theirs != mine:
-            message = f"the store at '{self.config.path}' has capacity_bytes {theirs}. Expected {mine}."
-            raise AlreadyRunningError(message) if bootstrap else ConfigError(message)
+            message = f"'{self.config.path}' cannot be opened: {error}"
+            raise BackendUnavailableError(message, retryable=_is_busy(error)) from error
 
     def stop(self) -> None:
         """Closes the file, which stays."""
@@ -100,9 +96,9 @@ class SQLiteStore(BlobStore):
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Reads blobs, in order."""
-        with self._lock:
+        with self._connection() as database:
             select = "SELECT data FROM blobs WHERE key = ?"
-            rows = [self._open().execute(select, (key,)).fetchone() for key in keys]
+            rows = [database.execute(select, (key,)).fetchone() for key in keys]
         return [None if row is None else row[0] for row in rows]
 
     def delete_many(self, keys: Sequence[str]) -> None:
@@ -117,18 +113,34 @@ class SQLiteStore(BlobStore):
 
     def read(self, from_seq: int) -> list[bytes]:
         """The records from a place on."""
-        with self._lock:
+        with self._connection() as database:
             select = "SELECT record FROM journal WHERE seq >= ? ORDER BY seq"
-            return [record for (record,) in self._open().execute(select, (from_seq,))]
+            return [record for (record,) in database.execute(select, (from_seq,))]
 
     def _write(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> int:
-        with self._lock:
-            database = self._open()
+        with self._connection() as database:
             database.execute("BEGIN IMMEDIATE")
             with database:  # commits, or rolls back
                 return database.executemany(statement, rows).rowcount
 
-    def _open(self) -> sqlite3.Connection:
-        if self._database is None:
-            raise BackendUnavailableError("the store is closed.", retryable=False)
-        return self._database
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        """The connection, for this thread alone; other threads and processes are waited for until the deadline."""
+        busy = f"'{self.config.path}' was busy until the deadline. Nothing was written."
+        if not self._lock.acquire(timeout=self.seconds_left()):
+            raise OperationTimeoutError(busy)
+        try:
+            if self._database is None:
+                raise BackendUnavailableError("the store is closed.", retryable=False)
+            self._database.execute(f"PRAGMA busy_timeout = {int(1000 * self.seconds_left())}")
+            yield self._database
+        except sqlite3.OperationalError as error:
+            if _is_busy(error):
+                raise OperationTimeoutError(busy) from error
+            raise
+        finally:
+            self._lock.release()
+
+
+def _is_busy(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from dataplane_core.capabilities import Capability
+from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import CapacityExceededError
+from dataplane_core.errors import CapacityExceededError, DataPlaneError
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import batch, ids
 from dataplane_core.testing._store import BOUNDED_BYTES, Store
@@ -89,6 +89,28 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         client.clear_samples(None, partition)
         other = store.register("x", client=client)
         _put(client, other, ids(_ROWS_THAT_FIT, "m"))
+
+    @proves(Capability.CAPACITY, Scope.HOST)
+    def test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room(self, store: Store) -> None:
+        """Contract: "never torn or foreign data" and "capacity_bytes with on_full: block | raise."
+
+        Check first: whether a put fits is judged once, where it is made; no client judges it again by its own options.
+        """
+        client, partition = _full(store)
+        with store.refusal(RuntimeError):
+            _put(client, partition, ids(4, "n"))
+        client.clear_samples(ids(4), partition)
+        _put(client, partition, ["n0"], 2)
+        _put(client, partition, ["n1"], 3)
+        options = store.case.attach_options(dict(client.config.options), client._backend)
+        try:
+            other = store.deployment.connect({**options, "capacity_bytes": 2 * _CAPACITY}, bootstrap=False)
+        except DataPlaneError:
+            return  # no client has other room
+        with other:
+            for each in (client, other):
+                found = each.get_samples(["n0", "n1", "s7"], partition, ["x"])["x"]
+                assert found[:, 0].tolist() == [2, 3, 1], "a row of another put was read"
 
     def test_room_does_not_leak(self, store: Store) -> None:
         """Contract: "capacity_bytes with on_full: block | raise."

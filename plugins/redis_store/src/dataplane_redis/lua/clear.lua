@@ -58,7 +58,7 @@ if #gone > 0 then
   batched('HDEL', P.at .. 'r', gone)
   batched('HDEL', P.at .. 't', gone)
   batched('ZREM', P.at .. 'o', gone)
-  batched('SADD', P.at .. 'x', gone)
+  if P.num then batched('SADD', P.at .. 'x', gone) end
   free_refs(P, refs)
 end
 return {'ok', #gone, call('EXISTS', BASE .. ':trash')}

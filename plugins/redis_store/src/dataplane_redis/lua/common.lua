@@ -7,7 +7,7 @@
 --   base:e:<epoch>:      r   hash   id -> row: seq, then one ref (write, position, layout, bytes) per live write
 --                        t   hash   id -> msgpack map of tags
 --                        o   zset   id by seq: the order of first writes
---                        x   set    ids that were cleared
+--                        x   set    ids that were cleared, where num is set
 --                        s   hash   field -> spec
 --                        l   list   layouts: the field names of a write, in order; li: hash layout -> index
 --                        u   set    writes that a row names

@@ -198,7 +198,7 @@ batched('HSET', P.at .. 'r', row_args)
 batched('ZADD', P.at .. 'o', order_args)
 batched('HSET', P.at .. 't', tag_args)
 if #group_names > 0 then save_groups(P, group_names, groups) end
-if #new_ids > 0 then
+if P.num and #new_ids > 0 then
   local fresh = #new_ids
   if call('EXISTS', P.at .. 'x') == 1 then
     for first = 1, #new_ids, CHUNK do

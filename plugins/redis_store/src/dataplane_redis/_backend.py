@@ -85,7 +85,7 @@ _ABANDON_GRACE_S: Final = 30.0
 _UNDO_S: Final = 5.0
 #: Seconds between two tries of a put that waits for room.
 _FULL_POLL_S: Final = 0.01
-#: Rows that one claim script looks at, and writes that one collect script deletes.
+#: Rows that one claim script looks at besides those it gives, and writes that one collect script deletes.
 _SCAN_ROWS: Final = 20_000
 _COLLECT_WRITES: Final = 10_000
 #: Seconds that ending an instance's marker may take on close.
@@ -422,6 +422,7 @@ class RedisBackend(Backend):
         """Hands out ready samples."""
         what = f"claim_meta('{request.partition_id}', '{request.task_name}')"
         required = sorted(set(request.required_fields))
+        state = b""
         while True:
             reply = self._run(
                 what,
@@ -436,9 +437,11 @@ class RedisBackend(Backend):
                 pack_layout(required),
                 pack_filter(request.tag_filter),
                 _SCAN_ROWS,
+                state,
             )
             if reply[0] != b"again":
                 break
+            state = reply[1]
         if reply[0] == b"wait":
             missing = {text_of(each[0]): tuple(sorted(map(text_of, each[1:]))) for each in reply[2]}
             return Claim(num_ready=int(reply[1]), missing_cells=missing)

@@ -125,6 +125,37 @@ class GetSuite(Suite, chapter="get"):
             store.get(partition, ids(6), "y", "x")
         assert caught.value.missing_cells == {"s0": ("y",), "s2": ("y",), "s3": ("y",)}
 
+    def test_get_names_what_is_missing_behind_a_large_row(self, store: Store) -> None:
+        """Contract: "A missing sample or a cell not yet produced: a KeyError subclass".
+
+        Check first: engines that send small rows another way than large ones look at every row before they choose.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ["large"], x=torch.zeros(1, 1 << 16, dtype=torch.uint8))
+        store.put(partition, ["bare"], y=torch.zeros(1))
+        with store.refusal(MissingDataError, "'gone'") as caught:
+            store.get(partition, ["large", "gone"])
+        assert caught.value.missing_samples == ("gone",)
+        with store.refusal(MissingDataError, "'bare'", "x") as caught:
+            store.get(partition, ["large", "bare"])
+        assert caught.value.missing_cells == {"bare": ("x",)}
+
+    def test_get_names_what_is_missing_at_the_end_of_many(self, store: Store) -> None:
+        """Contract: "A missing sample or a cell not yet produced: a KeyError subclass".
+
+        Check first: the last of the ids is looked at as the first is, however many there are.
+        """
+        partition = store.register("x", "y")
+        there = ids(999)
+        store.put(partition, there, x=torch.arange(999))
+        store.put(partition, ["bare"], y=torch.zeros(1))
+        with store.refusal(MissingDataError, "'gone'") as caught:
+            store.get(partition, [*there, "gone"])
+        assert caught.value.missing_samples == ("gone",)
+        with store.refusal(MissingDataError, "'bare'", "x") as caught:
+            store.get(partition, [*there, "bare"])
+        assert caught.value.missing_cells == {"bare": ("x",)}
+
     def test_get_of_a_field_that_nobody_wrote_raises(self, store: Store) -> None:
         """Contract: "A missing sample or a cell not yet produced: a KeyError subclass".
 

@@ -248,6 +248,43 @@ class RaceSuite(Suite, chapter="races"):
 
         in_threads(churn, read, read)
 
+    def test_reads_of_large_rows_that_overlap_partial_clears_are_whole_or_keyerrors(self, store: Store) -> None:
+        """Contract: "A read that overlaps a clear returns whole rows or a KeyError, never torn or foreign data."
+
+        Check first: some rows of a read may be gone while others stay, wherever they stand and however large they are.
+        """
+        partition = store.register("x")
+        stays, goes = ids(3, "stays"), ids(3, "goes")
+        length = 6400  # int64: 51.2 KB
+        store.put(partition, stays, x=torch.zeros(3, length, dtype=torch.int64))
+        done = threading.Event()
+
+        def churn() -> int:
+            try:
+                for value in range(1, 1 + 40 * _FACTOR):
+                    store.put(partition, goes, x=torch.full((3, length + value % 3), value))
+                    store.client.clear_samples(goes if value % 2 else goes[1:], partition)
+                    store.client.clear_samples(goes[:1], partition)
+            finally:
+                done.set()
+            return 0
+
+        def read(names: list[str]) -> int:
+            while not done.is_set():
+                try:
+                    rows = rows_of(store.get(partition, names)["x"], len(names))
+                except KeyError:
+                    continue
+                for name, row in zip(names, rows, strict=True):
+                    value = int(row[0])
+                    assert (value > 0) == (name in goes), "a read returned another sample's row"
+                    assert len(row) == length + value % 3, "a torn row"
+                    assert bool((row == value).all()), "a torn row"
+            return 0
+
+        in_threads(churn, partial(read, stays + goes), partial(read, goes + stays))
+        assert store.get(partition, stays)["x"].sum() == 0, "rows that were not cleared are gone"
+
     @proves(Capability.OVERWRITE)
     def test_racing_overwrites_leave_whole_cells(self, store: Store) -> None:
         """Contract: "with overwrite, replace cells (last committed write wins)."

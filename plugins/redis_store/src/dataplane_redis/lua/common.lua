@@ -2,7 +2,7 @@
 -- Requests are one msgpack array in ARGV[1].
 --
 --   base:p:<partition>   hash: epoch, num, group, info, ntasks, seen, bytes, whole, t:<task> -> index,
---                        d:<index> -> samples done, w:<index> -> whole groups held
+--                        d:<index> -> samples done, w:<index> -> whole groups held, turn: see next_turn
 --   base:w:<write>       hash: position -> joined cells of one row; written before the commit, never changed
 --   base:e:<epoch>:      r   hash   id -> row: seq, then one ref (write, position, layout, bytes) per live write
 --                        t   hash   id -> msgpack map of tags
@@ -57,6 +57,11 @@ local function open_partition(name)
     name = name, meta = meta, epoch = tonumber(m[1]), num = tonumber(m[2]), group = tonumber(m[3]),
     ntasks = tonumber(m[4]), at = BASE .. ':e:' .. m[1] .. ':', memo = {},
   }
+end
+
+-- Counts what may make known rows claimable, so that a claim of several scripts knows whether something did meanwhile.
+local function next_turn(P)
+  call('HINCRBY', P.meta, 'turn', 1)
 end
 
 local function unknown_partition()
@@ -297,6 +302,7 @@ local function give_back(P, task, ids)
   for i, id in ipairs(ids) do marks[i] = task .. ':' .. id end
   batched('HDEL', P.at .. 'h:' .. task, ids)
   batched('ZREM', P.at .. 'q', marks)
+  next_turn(P)
   if P.group then
     local names = distinct_groups(ids)
     local groups = load_groups(P, names)

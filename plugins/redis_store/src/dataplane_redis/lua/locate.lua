@@ -8,8 +8,9 @@ local payload, total = {}, 0
 for i = 1, #ids do
   local row = rows[i]
   if not row then return {'missing', rows, call('LRANGE', P.at .. 'l', 0, -1)} end
-  for at = 9 + 16, #row, REF do total = total + struct.unpack('<I8', row, at) end
-  if total > most then break end
+  if total <= most then
+    for at = 9 + 16, #row, REF do total = total + struct.unpack('<I8', row, at) end
+  end
 end
 if total <= most then
   for i = 1, #ids do

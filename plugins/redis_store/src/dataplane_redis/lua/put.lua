@@ -210,4 +210,5 @@ if P.num and #new_ids > 0 then
 end
 free_refs(P, freed)
 offer(P, views, old_ids, old_rows)
+if P.group or #new_ids < #ids then next_turn(P) end  -- a row that is whole or matches now may stand far ahead
 return {'ok', P.epoch}

@@ -180,7 +180,7 @@ def run_its_own_tests(installed, tmp_path, *select, timeout_s=170):
 
 
 def test_its_journal_keeps_the_guarantees_over_processes_and_kills(installed, tmp_path, monkeypatch):
-    monkeypatch.setitem(installed.env, "DATAPLANE_CONFORMANCE_KILLS", "4")
+    monkeypatch.setitem(installed.env, "DATAPLANE_CONFORMANCE_KILLS", "2")
     select = "killed or after_every_kill or survive_a_crash or one_process or other_room or full_store"
     assert run_its_own_tests(installed, tmp_path, "-k", select) >= 12
 

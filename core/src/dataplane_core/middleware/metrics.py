@@ -1,7 +1,7 @@
 """The metrics middleware: one event per operation, totals, and the bytes that this client keeps in each partition.
 
 Live bytes are what this client put, less what it cleared or registered anew itself. It does not hear of what other
-clients clear: in a client whose samples others clear they only rise, and the middleware keeps one small dict per sample.
+clients clear: in a client whose samples others clear they only rise, and the middleware keeps a small dict per sample.
 
 Its cost is one dict update per cell written and two clock reads per operation; `benchmarks/backends.py` prints it.
 """

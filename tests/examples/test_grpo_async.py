@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -25,38 +26,56 @@ def run_ahead(
     return read_metrics(folder), json.loads((folder / "summary.json").read_text())["evaluation"]
 
 
+def ahead(run: list[dict[str, Any]]) -> list[bool]:
+    """Per step but the last, whether generating for the next one began before training on this one had ended."""
+    return [later["spans"]["generate"][0] < step["spans"]["train"][1] for step, later in itertools.pairwise(run)]
+
+
+def overlap(run: list[dict[str, Any]]) -> bool:
+    """Whether answers of some step were being generated while the workers trained on an earlier one."""
+    pairs = [(step["spans"]["train"], later["spans"]["generate"]) for step, later in itertools.combinations(run, 2)]
+    return any(generating < ended and began < generated for (began, ended), (generating, generated) in pairs)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("path", ["tq_simple", "redis_store"])
+@pytest.mark.parametrize("path", ["tq_simple", "redis_store", "tq_mooncake"])
 def test_staleness_0_is_the_synchronous_run_bit_for_bit(tmp_path: Path, in_memory: Finished, path: str) -> None:
     records, evaluation = run_ahead(tmp_path / "out", in_memory.config, 0, path)
     assert [record.pop("staleness") for record in records] == [0, 0, 0, 0]
     assert results(records) == results(read_metrics(in_memory.folder))
     assert evaluation == json.loads((in_memory.folder / "summary.json").read_text())["evaluation"]
+    assert ahead(records) == [False] * 3
+    assert not overlap(records)
 
 
-@pytest.mark.timeout(540)  # two whole runs
+@pytest.mark.timeout(540)  # two or three whole runs
 @pytest.mark.parametrize(
-    ("staleness", "made_with"), [(1, [0, 1, 1, 1]), pytest.param(3, [0, 1, 2, 3], marks=pytest.mark.long)]
+    ("staleness", "made_with", "others"),
+    [
+        (1, [0, 1, 1, 1], ["tq_simple"]),
+        pytest.param(3, [0, 1, 2, 3], ["tq_simple", "tq_mooncake"], marks=pytest.mark.long),
+    ],
 )
 def test_stale_rollouts_are_made_with_the_weights_of_a_fixed_step_and_repeat_over_backends(
-    tmp_path: Path, in_memory: Finished, staleness: int, made_with: list[int]
+    tmp_path: Path, in_memory: Finished, staleness: int, made_with: list[int], others: list[str]
 ) -> None:
-    runs = {
-        path: run_ahead(tmp_path / path, in_memory.config, staleness, path) for path in ("redis_store", "tq_simple")
-    }
+    runs = {path: run_ahead(tmp_path / path, in_memory.config, staleness, path) for path in ("redis_store", *others)}
     records, evaluation = runs["redis_store"]
     assert [record["staleness"] for record in records] == made_with
     for record in records:
         fresh = record["generation_logprob_error"] < 1e-5
         assert fresh == (record["staleness"] == 0), "the rollout worker had the weights that it should have"
-    assert results(records) == results(runs["tq_simple"][0])
-    assert evaluation == runs["tq_simple"][1]
+    for other in others:
+        assert results(records) == results(runs[other][0]), other
+        assert evaluation == runs[other][1], other
     synchronous = results(read_metrics(in_memory.folder))
     assert records[0]["loss"] == synchronous[0]["loss"]
     assert records[2]["loss"] != synchronous[2]["loss"]
     for record in records:
         (generating, generated), (began, ended) = record["spans"]["generate"], record["spans"]["train"]
         assert generating < generated <= began < ended
+    assert [ahead(run) for run, _ in runs.values()] == [[True] * 3] * len(runs)
+    assert any(overlap(run) for run, _ in runs.values()), "both at the same time, not only in another order"
     assert (tmp_path / "redis_store" / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -64,6 +64,7 @@ def _assert_like(plain: list[dict[str, Any]], records: list[dict[str, Any]]) -> 
     ("path", "arguments"),
     [
         pytest.param("redis_store", ["--tp", "2", "--packing"], marks=pytest.mark.long),
+        pytest.param("tq_mooncake", ["--tp", "2"], marks=pytest.mark.long),
         pytest.param("tq_simple", ["--tp", "2"], marks=pytest.mark.long),
         pytest.param("tq_simple", [], marks=pytest.mark.long),
         pytest.param("in-memory", [], marks=pytest.mark.long),
@@ -79,7 +80,14 @@ def test_runs_on_megatron_train_as_the_run_on_fsdp2_does(
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("arguments", [["--backend", "tq_simple"], ["--backend", "redis_store", "--tp", "2"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--backend", "tq_simple"],
+        ["--backend", "redis_store", "--tp", "2"],
+        ["--backend", "tq_mooncake", "--tp", "2"],
+    ],
+)
 def test_a_whole_run_on_megatron_raises_the_reward(tmp_path: Path, arguments: list[str]) -> None:
     code = main(["--workers", "megatron", "--out", str(tmp_path / "out"), *arguments])
     assert code == 0

@@ -96,8 +96,9 @@ class RedisBackend(Backend):
     """Every client speaks to one Redis server, from any host that reaches it; of a cluster to the node that serves the
     namespace.
 
-    ``durable`` holds as the server is set: a committed put survives the server's death where it runs with
-    ``appendonly yes`` and ``appendfsync always``; `durability` says what holds.
+    ``durable`` holds as the server of a ``url`` is set: a committed put survives the server's death where it runs with
+    ``appendonly yes`` and ``appendfsync always``. A private server's data live as long as it, since nobody starts it
+    again. `durability` says what holds.
     """
 
     wire = WireFormat(bytes=True)
@@ -158,7 +159,7 @@ class RedisBackend(Backend):
 
     def durability(self, deadline: float) -> Durability:
         """How the server keeps data, as it is set now."""
-        return durability_of(self._connected()[0], deadline)
+        return durability_of(self._connected()[0], self.config, deadline)
 
     # --- registration -------------------------------------------------------------------------------------------------
 

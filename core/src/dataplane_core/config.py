@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dataplane_core.errors import ConfigError
 
-__all__ = ["DataPlaneConfig", "load_config", "validate_model"]
+__all__ = ["DataPlaneConfig", "load_config", "validate_model", "yaml_problem"]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -23,16 +24,16 @@ class DataPlaneConfig(BaseModel):
 
     Attributes:
         backend: Entry-point name of the backend.
-        options: The backend's own options, checked by its ``Config``.
+        options: The backend's own options, checked by its ``Config``. Not printed: there may be secrets among them.
         middleware: Outermost first: a name, ``{name: options}``, or in code an object.
         op_timeout_s: Deadline of one operation in seconds; a blocking claim has its own.
         allow_pickle: Lets object columns hold items outside the closed set, which then travel pickled.
     """
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
 
     backend: str = Field(min_length=1)
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict, repr=False)
     middleware: list[Any] = Field(default_factory=list)
     op_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     allow_pickle: bool = False
@@ -58,8 +59,8 @@ def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{label} cannot be read: {error.strerror or error}.") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{label} is not valid YAML: {error}") from error
+        except (yaml.YAMLError, ValueError) as error:
+            raise ConfigError(f"{label} is not valid YAML: {yaml_problem(error)}.") from None
     elif type(source).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import OmegaConf
 
@@ -67,6 +68,14 @@ def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[
     if not isinstance(values, Mapping):
         raise ConfigError(f"{label} must be a mapping with the key 'backend', got {type(values).__name__}.")
     return validate_model(DataPlaneConfig, values, label)
+
+
+def yaml_problem(error: yaml.YAMLError | ValueError) -> str:
+    """What is wrong with a YAML text, and where. Quotes nothing of the text, which may hold secrets."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "a value is not what its tag says"
+    words = re.split(r""" ['"]""", problem)[0]  # what follows may be the text's own
+    return words if mark is None else f"{words} (line {mark.line + 1}, column {mark.column + 1})"
 
 
 def validate_model(model: type[M], values: Mapping[str, Any], label: str) -> M:

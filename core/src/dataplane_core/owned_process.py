@@ -9,8 +9,8 @@ from typing import Final
 
 __all__ = ["OwnedProcess", "last_words"]
 
-#: Ends the process, and removes the folder if one is named, once standard input closes: then the owner is gone.
-_WATCHER: Final = 'read line; kill -"$1" "$2"; [ -z "$3" ] || rm -rf "$3"'
+#: Ends the process, and removes the folder and the lock file named, once standard input closes: then the owner is gone.
+_WATCHER: Final = 'read line; kill -"$1" "$2"; [ -z "$3" ] || rm -rf "$3"; [ -z "$4" ] || rm -f "$4"'
 
 
 class OwnedProcess:
@@ -23,14 +23,23 @@ class OwnedProcess:
         command: The program and its arguments.
         log: The file that takes its output; None: nothing does.
         end_s: Seconds that it may take to end when asked, after which it is killed; 0: it is killed at once.
-        folder: What the watcher removes after a killed owner, if anything.
+        folder: What the watcher removes after a killed owner, if anything. It then kills the process at once, so that
+            this cannot touch what the next owner puts in that place.
+        lock: A lock file, open and locked, and its path. The watcher shares the lock, so that it holds until the folder
+            is removed, and then removes the file.
 
     Raises:
         OSError: The program cannot be started.
     """
 
     def __init__(
-        self, command: Sequence[str], *, log: Path | None = None, end_s: float = 0.0, folder: Path | None = None
+        self,
+        command: Sequence[str],
+        *,
+        log: Path | None = None,
+        end_s: float = 0.0,
+        folder: Path | None = None,
+        lock: tuple[int, Path] | None = None,
     ) -> None:
         self._end_s = end_s
         output = subprocess.DEVNULL if log is None else log.open("wb")
@@ -41,10 +50,12 @@ class OwnedProcess:
         finally:
             if not isinstance(output, int):
                 output.close()
-        signal = "TERM" if end_s else "KILL"
+        signal = "TERM" if end_s and folder is None else "KILL"
+        paths = ["" if folder is None else str(folder), "" if lock is None else str(lock[1])]
         try:
             self._watcher = subprocess.Popen(
-                ["/bin/sh", "-c", _WATCHER, "sh", signal, str(self.pid), "" if folder is None else str(folder)],
+                ["/bin/sh", "-c", _WATCHER, "sh", signal, str(self.pid), *paths],
+                pass_fds=() if lock is None else (lock[0],),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -1,5 +1,7 @@
 """Configs from dict, YAML and OmegaConf; errors that name the key."""
 
+import traceback
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -50,6 +52,35 @@ def test_a_missing_or_broken_file_is_named(tmp_path):
     broken.write_text("backend: [noop")
     with pytest.raises(ConfigError, match=r"broken\.yaml.*not valid YAML"):
         load_config(broken)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("{url: redis://:hunter2@h, x: [}", "line 2, column"),
+        ("{url: *hunter2}", "found undefined alias"),
+        ("{url: !hunter2!x a}", "found undefined tag handle"),
+        ("{url: !hunter2 a}", "could not determine a constructor"),
+        ("{capacity_bytes: !!int hunter2}", "a value is not what its tag says"),
+        ("{url: hunter2\x07}", "special characters are not allowed"),
+    ],
+)
+def test_what_is_no_yaml_is_placed_and_not_quoted(tmp_path, options, words):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"backend: noop\noptions: {options}\n")
+    with pytest.raises(ConfigError, match="not valid YAML") as refused:
+        load_config(path)
+    assert words in str(refused.value)
+    assert "hunter2" not in "".join(traceback.format_exception(refused.value)) + repr(refused.value)
+
+
+def test_a_config_does_not_print_its_options():
+    url = "redis://:hunter2@h"
+    config = load_config({"backend": "noop", "options": {"url": url}})
+    assert "hunter2" not in repr(config) + str(config)
+    with pytest.raises(ValueError, match="options") as refused:
+        DataPlaneConfig(backend="noop", options=url)
+    assert "hunter2" not in "".join(traceback.format_exception(refused.value)) + repr(refused.value)
 
 
 def test_backend_options_are_checked_and_secrets_are_not_shown():

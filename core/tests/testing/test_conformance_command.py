@@ -50,6 +50,14 @@ def test_wrong_arguments_are_explained(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", ["{url: redis://:hunter2@h", "redis://:hunter2@h", "{url: *hunter2}"])
+def test_wrong_options_are_not_quoted(options, capsys):
+    assert main(["conformance", "noop", "--options", options]) == 1
+    printed = capsys.readouterr()
+    assert "--options" in printed.err
+    assert "hunter2" not in printed.out + printed.err
+
+
 def test_without_pytest_it_says_what_to_install(monkeypatch, capsys):
     found = importlib.util.find_spec
     monkeypatch.setattr(

@@ -1,5 +1,6 @@
 """Servers that stop, die, fill up or forget; and what a client's memory takes."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -7,6 +8,7 @@ import time
 import tracemalloc
 
 import pytest
+import redis
 import torch
 from tensordict import TensorDict
 
@@ -58,6 +60,84 @@ def test_a_stopped_server_meets_the_deadline(start_server, connect):
     finally:
         os.kill(server.process.pid, signal.SIGCONT)
     assert made.get_samples(["a"], "p", ["x"])["x"].tolist() == [[0]]
+
+
+def is_busy(server):
+    with redis.Redis(unix_socket_path=str(server.socket)) as probe:
+        try:
+            return not probe.ping()
+        except redis.ResponseError as error:
+            return str(error).startswith("BUSY")
+
+
+@contextlib.contextmanager
+def a_long_script(server):
+    """A script of somebody else's that runs until it is killed, and for which the server refuses other commands."""
+    server.admin("CONFIG", "SET", "busy-reply-threshold", "10")
+
+    def run():
+        with contextlib.suppress(redis.RedisError):  # killed
+            server.admin("EVAL", "while true do end", "0")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        give_up = time.monotonic() + 20
+        while not is_busy(server):
+            assert time.monotonic() < give_up
+        yield
+    finally:
+        server.admin("SCRIPT", "KILL")
+        thread.join(20)
+
+
+def test_a_server_busy_with_a_script_is_waited_for(start_server, connect):
+    server = start_server()
+    made = connect(url=server.url)
+    hasty = connect(url=server.url, op_timeout_s=1.0)
+    made.register_partition("p", ["x"], None, ["train"])
+    made.put_samples(["a"], "p", columns(1, 100_000))
+    done = []
+    calls = (
+        lambda: made.put_samples(["b"], "p", columns(1)),
+        lambda: made.put_samples(["c"], "p", columns(1, 100_000)),
+        lambda: made.get_samples(["a"], "p", ["x"]),
+        lambda: made.claim_meta("p", "train", ["x"], 1),
+        lambda: connect(url=f"redis://127.0.0.1:{server.port}/1"),  # the database is chosen when a connection opens
+    )
+    threads = [threading.Thread(target=lambda call=call: done.append(call())) for call in calls]
+    with a_long_script(server):
+        for thread in threads:
+            thread.start()
+        with pytest.raises(OperationTimeoutError) as caught:
+            hasty.list_samples("p")
+        assert caught.value.retryable
+        assert not done
+    for thread in threads:
+        thread.join(20)
+    assert len(done) == len(calls)
+
+
+@pytest.mark.parametrize("name", ["commands", "_fetch_once"])
+def test_a_script_that_starts_between_two_steps_is_waited_for(start_server, connect, monkeypatch, name):
+    server = start_server()
+    made = connect(url=server.url)
+    made.register_partition("p", ["x"], None, ["train"])
+    made.put_samples(["a"], "p", columns(1, 100_000))
+    link = made._backend._link
+    step, met = getattr(link, name), []
+
+    def busy_at_first(what, deadline, packed, *count):
+        if met or count == (1,):
+            return step(what, deadline, packed, *count)
+        met.append(name)
+        with a_long_script(server):
+            return step(what, deadline, packed, *count)
+
+    monkeypatch.setattr(link, name, busy_at_first)
+    made.put_samples(["b"], "p", columns(1, 100_000, 1))
+    assert made.get_samples(["a", "b"], "p", ["x"])["x"].sum() == 100_000
+    assert met == [name]
 
 
 def test_a_dead_server_is_named_and_a_restarted_one_found(start_server, connect):

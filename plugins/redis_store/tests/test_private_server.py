@@ -76,7 +76,9 @@ def test_a_second_owner_is_refused(connect):
         connect(server="private", namespace="twice")
 
 
-def test_the_server_ends_with_an_owner_that_is_killed(connect):
+@pytest.fixture
+def killed_owner():
+    """Namespace and server of an owner that was just killed."""
     namespace = f"orphan-{uuid.uuid4().hex[:8]}"
     owner = subprocess.Popen([sys.executable, "-c", _OWNER, namespace], stdout=subprocess.PIPE)
     try:
@@ -86,8 +88,21 @@ def test_the_server_ends_with_an_owner_that_is_killed(connect):
         owner.kill()
         owner.wait()
         owner.stdout.close()
+    return namespace, pid
+
+
+def test_the_server_ends_with_an_owner_that_is_killed(killed_owner):
+    namespace, pid = killed_owner
+    folder = _folder(namespace)
+    wait_until(lambda: not runs(pid) and not folder.exists() and not folder.with_name(f"{namespace}.lock").exists())
+
+
+def test_the_next_owner_need_not_wait_for_one_that_was_killed(connect, killed_owner):
+    namespace, pid = killed_owner
+    client = connect(server="private", namespace=namespace)
     wait_until(lambda: not runs(pid))
-    connect(server="private", namespace=namespace).close()  # what it left is in nobody's way
+    client.register_partition("p", ["x"], None, ["train"])  # nothing removed what is the new owner's
+    assert connect(bootstrap=False, server="private", namespace=namespace).list_samples("p").size == 0
 
 
 def test_no_binary_says_how_to_install_it(connect, monkeypatch):
@@ -117,13 +132,16 @@ def test_wrong_options_are_refused(connect, options):
         connect(**options)
 
 
-def test_durability_is_stated(connect):
-    deadline = time.monotonic() + 20
-    plain = connect(server="private", namespace="plain")._backend.durability(deadline)
-    assert not plain.survives_kill
-    assert "no persistence" in plain.describe()
-    synced = connect(server="private", namespace="synced", appendonly=True)._backend.durability(deadline)
-    assert synced.survives_kill
-    assert "durable" in synced.describe()
-    lazy = connect(server="private", namespace="lazy", appendonly=True, appendfsync="everysec")
-    assert not lazy._backend.durability(deadline).survives_kill
+def test_durability_is_stated(connect, caplog):
+    caplog.set_level("INFO", logger="dataplane_redis")
+    for options in ({}, {"appendonly": True}):
+        owner = connect(server="private", namespace="stated", **options)
+        attached = connect(bootstrap=False, server="private", namespace="stated", **options)
+        for client in (owner, attached):
+            found = client._backend.durability(time.monotonic() + 20)
+            assert found.appendonly == bool(options)
+            assert not found.survives_kill
+            assert "its data live as long as the server" in found.describe()
+        owner.close()
+    assert caplog.text.count("its data live as long as the server") == 4
+    assert "durable" not in caplog.text

@@ -1,15 +1,19 @@
 """Servers of an operator: TCP, unix sockets, ACL, TLS; what is refused, and that no secret is told."""
 
+import json
 import shutil
 import socket
 import subprocess
 import time
 import traceback
+from urllib.parse import quote
 
 import pytest
 import torch
 from tensordict import TensorDict
 
+from dataplane_core.cli import main
+from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError
 from dataplane_redis import RedisConfig
 from dataplane_redis._instance import check_server
@@ -83,6 +87,44 @@ def test_a_wrong_password_is_refused_without_telling_it(start_server, connect, w
 def test_a_config_does_not_print_its_url():
     config = RedisConfig(url=f"redis://user:{_SECRET}@host:1/0")
     assert _SECRET not in repr(config) + str(config) + config.model_dump_json()
+    assert _SECRET not in repr(DataPlaneConfig(backend="redis_store", options={"url": f"redis://:{_SECRET}@host"}))
+
+
+@pytest.mark.parametrize("character", ["#", "/", "?"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("redis://:{0}@host", "rediss://user:{0}@host:1/0", "redis://:12{1}{0}@host", "redis://:a@{0}@host"),
+        *("redis://:a@1{1}{0}@host", "unix://:{0}@/redis.sock", "redis://user{1}:{0}@host:1"),
+    ],
+)
+def test_a_password_that_ends_the_url_early_is_refused_without_telling_it(connect, capsys, tmp_path, where, character):
+    url = where.format(f"s3cret{character}of-the-test", character)
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"backend": "redis_store", "options": {"url": url}}))
+    with pytest.raises(ConfigError, match="write '#' as %23") as caught:
+        connect(url=url)
+    assert main(["doctor", "redis_store", "--config", str(config)]) == 1
+    printed = capsys.readouterr()
+    with pytest.raises(ValueError, match="write '#' as %23") as direct:
+        RedisConfig(url=url)
+    for text in (told(caught.value), told(direct.value), printed.out, printed.err):
+        assert "s3cret" not in text
+        assert "of-the-test" not in text
+
+
+def test_reserved_characters_in_a_password_are_percent_encoded(start_server, connect):
+    password = "a#b/c?d@e%f:g"
+    server = start_server("--requirepass", password)
+    round_trip(connect(url=f"redis://:{quote(password, safe='')}@127.0.0.1:{server.port}/0"))
+    round_trip(connect(url=f"unix://{server.socket}?password={quote(password, safe='')}"))
+
+
+@pytest.mark.parametrize("url", ["redis://h:port", f"redis://:{_SECRET}@h/0?no_such_parameter=1", "redis://h?db=x"])
+def test_a_url_that_redis_does_not_read_is_refused(connect, url):
+    with pytest.raises(ConfigError, match="redis://user:password@host:port/db") as caught:
+        connect(url=url)
+    assert _SECRET not in told(caught.value)
 
 
 def test_tls(start_server, connect, tmp_path):
@@ -101,6 +143,22 @@ def test_tls(start_server, connect, tmp_path):
     round_trip(connect(url=f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"))
     with pytest.raises(BackendUnavailableError, match="certificate"):
         connect(url=f"rediss://127.0.0.1:{port}/0")
+
+
+def test_durability_is_stated(plain, start_server, connect, caplog):
+    caplog.set_level("INFO", logger="dataplane_redis")
+
+    def found(server):
+        return connect(url=server.url)._backend.durability(time.monotonic() + 20)
+
+    assert not found(plain).survives_kill
+    assert "no persistence" in caplog.text
+    server = start_server("--appendonly", "yes", "--appendfsync", "always")
+    assert found(server).survives_kill
+    assert "durable: every put is synced" in caplog.text
+    server.admin("CONFIG", "SET", "appendfsync", "everysec")
+    assert not found(server).survives_kill
+    assert "a crash may lose the last writes" in caplog.text
 
 
 def test_an_evicting_server_is_refused_unless_allowed(start_server, connect):

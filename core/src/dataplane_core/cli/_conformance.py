@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dataplane_core.config import validate_model
+from dataplane_core.config import validate_model, yaml_problem
 from dataplane_core.errors import ConfigError, DataPlaneError
 from dataplane_core.registry import load_backend
 
@@ -74,12 +74,12 @@ def run(name: str, *, options: str, json_path: str | None, markdown_path: str | 
 def _options_of(text: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--options is not valid YAML: {error}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"--options is not valid YAML: {yaml_problem(error)}.") from None
     if values is None:
         values = {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"--options must be a mapping such as '{{url: ...}}', got {text!r}.")
+        raise ConfigError(f"--options must be a mapping such as '{{url: ...}}', got {type(values).__name__}.")
     try:
         json.dumps(values)
     except (TypeError, ValueError) as error:

@@ -96,8 +96,9 @@ class RedisBackend(Backend):
     """Every client speaks to one Redis server, from any host that reaches it; of a cluster to the node that serves the
     namespace.
 
-    ``durable`` holds as the server is set: a committed put survives the server's death where it runs with
-    ``appendonly yes`` and ``appendfsync always``; `durability` says what holds.
+    ``durable`` holds as the server of a ``url`` is set: a committed put survives the server's death where it runs with
+    ``appendonly yes`` and ``appendfsync always``. A private server's data live as long as it, since nobody starts it
+    again. `durability` says what holds.
     """
 
     wire = WireFormat(bytes=True)
@@ -158,7 +159,7 @@ class RedisBackend(Backend):
 
     def durability(self, deadline: float) -> Durability:
         """How the server keeps data, as it is set now."""
-        return durability_of(self._connected()[0], deadline)
+        return durability_of(self._connected()[0], self.config, deadline)
 
     # --- registration -------------------------------------------------------------------------------------------------
 
@@ -223,15 +224,22 @@ class RedisBackend(Backend):
                 rows = [view[cuts[row] : cuts[row + 1]] for row in range(num_samples)]
             self._reserve(what, request, total, "inline", pack_request("inline", *common, 0, b""), rows)
             return PutReply(num_samples=num_samples)
+        link, _ = self._connected()
+        link.again_where_refused(request.deadline, lambda: self._put_rows(what, request, total, frames, common))
+        return PutReply(num_samples=num_samples)
+
+    def _put_rows(
+        self, what: str, request: PutRequest, total: int, frames: Sequence[Sequence[Any]], common: Sequence[Any]
+    ) -> None:
+        """Reserves, writes the rows, commits; where that fails, undoes it."""
         reply = self._reserve(what, request, total, "begin", pack_request("begin", *common, 0, b""), ())
         write, epoch, known = int(reply[1]), int(reply[2]), reply[3]
         try:
-            commit = pack_request("commit", common[0], epoch, *common[2:6], common[6], *common[7:], write, known)
+            commit = pack_request("commit", common[0], epoch, *common[2:], write, known)
             self._write(what, write, frames, total, commit, request)
         except BaseException:
             self._undo(write)
             raise
-        return PutReply(num_samples=num_samples)
 
     def _reserve(
         self, what: str, request: PutRequest, total: int, mode: str, packed: bytes, rows: Sequence[memoryview]

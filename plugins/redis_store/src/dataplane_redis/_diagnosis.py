@@ -27,12 +27,12 @@ _BINARY: Final = "redis-server"
 def diagnose(config: RedisConfig, deadline: float) -> Iterator[Finding]:
     """Findings for these options; see `Backend.diagnose`."""
     if config.url is None:
-        yield from _private(config, deadline)
+        yield from _private(deadline)
     else:
         yield from _running(config, config.url.get_secret_value(), deadline)
 
 
-def _private(config: RedisConfig, deadline: float) -> Iterator[Finding]:
+def _private(deadline: float) -> Iterator[Finding]:
     path = shutil.which(_BINARY)
     if path is None:
         folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
@@ -57,17 +57,11 @@ def _private(config: RedisConfig, deadline: float) -> Iterator[Finding]:
     version = next((word.removeprefix("v=") for word in done.stdout.split() if word.startswith("v=")), "unknown")
     refused = refuse_version(path, version)
     yield Finding.ok(f"{path} is Redis {version}.") if refused is None else _error(refused)
-    if not config.appendonly:
-        yield Finding.warning(
-            "The private server keeps no append-only file: everything is lost with it.",
-            "To keep committed samples, set the options appendonly: true and appendfsync: always.",
-        )
-    elif config.appendfsync != "always":
-        yield Finding.warning(
-            f"The private server syncs its append-only file with appendfsync '{config.appendfsync}': a crash may lose "
-            "the last writes.",
-            "To keep every committed sample, set the option appendfsync: always.",
-        )
+    yield Finding.warning(
+        "A private server's data live as long as the server, at most as long as the client that started it.",
+        "For data that must outlive it, run a server with appendonly yes and appendfsync always, and name it in the "
+        "option url.",
+    )
 
 
 def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding]:
@@ -75,7 +69,7 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
     try:
         link.follow("doctor", deadline, f"dp:{{{config.namespace}}}".encode())
         version = version_of(link, deadline)
-        durability = durability_of(link, deadline)
+        durability = durability_of(link, config, deadline)
     except DataPlaneError as error:
         yield _error(error)
         return

@@ -42,18 +42,23 @@ class Durability:
             tell (its ACL may forbid CONFIG).
         snapshots: The ``save`` setting; empty: none.
         maxmemory_policy: What the server does when it is full.
-        survives_kill: Whether no committed put is lost when the server is killed: ``appendfsync always``.
+        private: Whether the server is a private one, which nobody starts again on its data.
+        survives_kill: Whether no committed put is lost when the server is killed: ``appendfsync always``, on a server
+            that is not private.
     """
 
     appendonly: bool
     appendfsync: str
     snapshots: str
     maxmemory_policy: str
+    private: bool
     survives_kill: bool
 
     def describe(self) -> str:
         """One line for people."""
-        if self.survives_kill:
+        if self.private:
+            kept = "private: its data live as long as the server, at most as long as the client that started it"
+        elif self.survives_kill:
             kept = "durable: every put is synced to the append-only file before it returns"
         elif self.appendonly:
             kept = f"append-only file with appendfsync {self.appendfsync}: a crash may lose the last writes"
@@ -82,17 +87,19 @@ def _setting(link: Link, deadline: float, name: str) -> str | None:
     return str(reply[1].decode()) if len(reply) >= 2 else None
 
 
-def durability_of(link: Link, deadline: float) -> Durability:
+def durability_of(link: Link, config: RedisConfig, deadline: float) -> Durability:
     """Asks the server."""
     persistence = _info(link, deadline, b"persistence")
     appendonly = persistence.get("aof_enabled") == "1"
     appendfsync = _setting(link, deadline, "appendfsync") or "unknown"
+    private = config.url is None
     return Durability(
         appendonly=appendonly,
         appendfsync=appendfsync,
         snapshots=_setting(link, deadline, "save") or "",
         maxmemory_policy=_info(link, deadline, b"memory").get("maxmemory_policy", "unknown"),
-        survives_kill=appendonly and appendfsync == "always",
+        private=private,
+        survives_kill=appendonly and appendfsync == "always" and not private,
     )
 
 
@@ -104,7 +111,7 @@ def check_server(link: Link, config: RedisConfig, deadline: float) -> Durability
         ConfigError: Older than 7.0, or it may evict.
     """
     _refuse(refuse_version(link.label, version_of(link, deadline)))
-    durability = durability_of(link, deadline)
+    durability = durability_of(link, config, deadline)
     _refuse(refuse_policy(link.label, config, durability))
     return durability
 

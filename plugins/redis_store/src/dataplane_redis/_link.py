@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import redis
 from redis.connection import Connection, ConnectionPool, UnixDomainSocketConnection
@@ -47,8 +47,10 @@ __all__ = ["Command", "Link", "Read", "pack"]
 #: A command: its words; or one that is packed already.
 Command: TypeAlias = Sequence[bytes | bytearray | memoryview]
 
-#: Seconds between two tries where the server is still loading its data.
-_LOADING_POLL_S: Final = 0.05
+_R = TypeVar("_R")
+
+#: Seconds between two tries where the server refuses for now: it is still loading its data, or busy with a long script.
+_REFUSED_POLL_S: Final = 0.05
 #: The least socket timeout in seconds: zero would mean not to wait at all, which TLS cannot.
 _LEAST_S: Final = 0.001
 #: How often a call follows its slot from node to node before it gives up.
@@ -188,22 +190,40 @@ class Link:
         return reply
 
     def _ask(self, what: str, deadline: float, packed: Sequence[bytes | bytearray | memoryview]) -> Any:
-        """One reply. A server that loads its data, or does not serve the slot, refuses before it does anything, so it,
+        """One reply. A server that refuses for now, or does not serve the slot, does so before it does anything, so it,
         or the one that it names, is asked again."""
         moves = 0
         while True:
+            reply = self.again_where_refused(deadline, lambda: self._ask_once(what, deadline, packed))
+            if moves == _MOST_MOVES or not (isinstance(reply, Exception) and self._turn_as_told(reply)):
+                return reply
+            moves += 1
+
+    def _ask_once(self, what: str, deadline: float, packed: Sequence[bytes | bytearray | memoryview]) -> Any:
+        (reply,) = self.commands(what, deadline, [packed], 1)
+        if isinstance(reply, Exception) and _refuses_for_now(reply):
+            self.refuse(what, reply)
+        return reply
+
+    def again_where_refused(self, deadline: float, call: Callable[[], _R]) -> _R:
+        """What ``call`` returns; called again while the server refuses for now, since it loads its data or is busy with
+        a long script.
+
+        Args:
+            deadline: On `time.monotonic`'s clock, in seconds.
+            call: May be called several times: a command that is refused for now has done nothing.
+
+        Raises:
+            OperationTimeoutError: The server refused until the deadline.
+            Exception: What ``call`` raises else.
+        """
+        while True:
             try:
-                (reply,) = self.commands(what, deadline, [packed], 1)
-                if moves == _MOST_MOVES or not (isinstance(reply, Exception) and self._turn_as_told(reply)):
-                    return reply
-                moves += 1
-                continue
+                return call()
             except OperationTimeoutError as error:
-                if not isinstance(error.__cause__, BusyLoadingError):
+                if not _refuses_for_now(error.__cause__) or time.monotonic() + _REFUSED_POLL_S >= deadline:
                     raise
-                if time.monotonic() + _LOADING_POLL_S >= deadline:
-                    raise
-            time.sleep(_LOADING_POLL_S)
+            time.sleep(_REFUSED_POLL_S)
 
     def commands(
         self, what: str, deadline: float, packed: Iterable[Iterable[bytes | bytearray | memoryview]], count: int
@@ -270,6 +290,9 @@ class Link:
         Raises:
             As `commands`.
         """
+        return self.again_where_refused(deadline, lambda: self._fetch_once(what, deadline, reads))
+
+    def _fetch_once(self, what: str, deadline: float, reads: Sequence[Read]) -> list[list[memoryview | None]]:
         lots = _lots(reads)
         arrays: list[list[memoryview | None]] = []
         connection = self._acquire(what, deadline)
@@ -310,6 +333,8 @@ class Link:
         if isinstance(error, BusyLoadingError):
             return OperationTimeoutError(f"{what} timed out: {self.label} is still loading its data.")
         text = str(error)
+        if _refuses_for_now(error):
+            return OperationTimeoutError(f"{what} timed out: {self.label} is busy with a script that takes long.")
         if text.startswith(("OOM", "command not allowed when used memory")):
             return CapacityExceededError(
                 f"{what} refused: {self.label} has reached its maxmemory. Nothing was written.",
@@ -355,13 +380,13 @@ class Link:
             try:
                 connection.connect()
                 return connection
-            except BusyLoadingError as error:
-                connection.disconnect()
-                if time.monotonic() + _LOADING_POLL_S >= deadline:
-                    self.refuse(what, error)
-                time.sleep(_LOADING_POLL_S)
             except (RedisError, OSError) as error:
                 connection.disconnect()
+                if _refuses_for_now(error):
+                    if time.monotonic() + _REFUSED_POLL_S >= deadline:
+                        self.refuse(what, error)
+                    time.sleep(_REFUSED_POLL_S)
+                    continue
                 node = next(elsewhere, None) if isinstance(error, (LostConnectionError, OSError)) else None
                 if node is None:
                     self.refuse(what, error)
@@ -380,6 +405,11 @@ class Link:
                 self._idle.append(connection)
         if not keep:
             connection.disconnect()
+
+
+def _refuses_for_now(error: BaseException | None) -> bool:
+    """Whether the server refused before it did anything, and will not for long."""
+    return isinstance(error, BusyLoadingError) or (isinstance(error, ResponseError) and str(error).startswith("BUSY "))
 
 
 def _left_s(deadline: float) -> float:

@@ -36,11 +36,7 @@ def label_of(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return f"the Redis server at {parts.path}"
-    try:
-        port = parts.port or 6379
-    except ValueError:
-        port = 6379
-    return f"the Redis server at {parts.hostname or 'localhost'}:{port}"
+    return f"the Redis server at {parts.hostname or 'localhost'}:{parts.port or 6379}"
 
 
 def raise_partition(partition_id: str, reply: Sequence[Any]) -> NoReturn:

@@ -1,7 +1,7 @@
 """A private `redis-server`: started on a unix socket in a temporary folder, ended by process id.
 
 The folder's place follows from the user and the namespace, so that other processes of the user on this host find the
-socket with the same options. The owner holds a lock on it.
+socket with the same options. The owner holds a lock on it; after one that was killed its watcher removes both.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ INSTALL_HINT: Final = (
 _POLL_S: Final = 0.01
 #: Seconds that the server may take to end when asked; then it is killed.
 _END_S: Final = 5.0
+#: Seconds that the watcher of a killed owner may take to remove what that left.
+_LET_GO_S: Final = 0.5
 #: The longest path of a unix socket.
 _MOST_PATH: Final = 100
 
@@ -84,8 +86,8 @@ class PrivateServer:
                 retryable=False,
                 hint=INSTALL_HINT,
             )
-        self._claim_folder()
-        shutil.rmtree(self._folder, ignore_errors=True)  # of an owner that died
+        self._claim_folder(deadline)
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an owner that died with its watcher
         self._folder.mkdir(mode=0o700)
         self.launch(deadline)
 
@@ -108,7 +110,9 @@ class PrivateServer:
             "appendfsync": self._config.appendfsync,
         }
         words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        self._process = OwnedProcess([binary, *words], end_s=_END_S)
+        assert self._lock is not None
+        lock = (self._lock, self._lock_path)
+        self._process = OwnedProcess([binary, *words], end_s=_END_S, folder=self._folder, lock=lock)
         self._wait(deadline)
 
     def stop(self) -> None:
@@ -127,7 +131,7 @@ class PrivateServer:
     def _lock_path(self) -> Path:
         return self._folder.with_name(f"{self._folder.name}.lock")
 
-    def _claim_folder(self) -> None:
+    def _claim_folder(self, deadline: float) -> None:
         home = self._folder.parent
         home.mkdir(mode=0o700, exist_ok=True)
         status = home.lstat()
@@ -136,6 +140,7 @@ class PrivateServer:
                 f"connect refused: the folder {home} is not this user's alone. Expected mode 700.", retryable=False
             )
         path = self._lock_path
+        give_up = min(deadline, time.monotonic() + _LET_GO_S)
         while self._lock is None:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -145,14 +150,16 @@ class PrivateServer:
             except FileNotFoundError:
                 pass  # removed between the two questions, as below
             except BlockingIOError:
-                os.close(lock)
-                raise AlreadyRunningError(
-                    f"connect(bootstrap=True) refused: another client runs the private server of namespace "
-                    f"'{self._folder.name}'.",
-                    hint="Attach with bootstrap=False, or choose another namespace.",
-                ) from None
+                if time.monotonic() >= give_up:
+                    os.close(lock)
+                    raise AlreadyRunningError(
+                        f"connect(bootstrap=True) refused: another client runs the private server of namespace "
+                        f"'{self._folder.name}'.",
+                        hint="Attach with bootstrap=False, or choose another namespace.",
+                    ) from None
+                time.sleep(_POLL_S)
             if self._lock is None:
-                os.close(lock)  # its owner removed the file while it was opened here
+                os.close(lock)  # held still, or removed by its owner while it was opened here
 
     def _wait(self, deadline: float) -> None:
         link = Link(private_url(self._folder.name), "the private server")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
+from redis.connection import ConnectionPool
+from redis.exceptions import RedisError
 
 from dataplane_core.ledger_backend import CapacityOptions
 
@@ -14,16 +17,31 @@ __all__ = ["RedisConfig"]
 _SCHEMES = ("redis://", "rediss://", "unix://")
 
 
+def _is_read_as_meant(url: str) -> bool:
+    """False where redis-py does not read it, or takes a part of the password for host, port or path: a reserved
+    character in it ends it early."""
+    try:
+        parts = urlsplit(url)
+        pool = ConnectionPool.from_url(url)
+        pool.connection_class(**pool.connection_kwargs)  # connects only when told to
+    except (RedisError, TypeError, ValueError):  # not chained: they quote the url
+        return False
+    late = "@" in parts.path + parts.query and (parts.scheme != "unix" or parts.netloc != "")
+    return not late and "#" not in url
+
+
 class RedisConfig(CapacityOptions):
     """Which server, and which part of it: a ``url``, or else a private server.
 
     ``capacity_bytes`` and ``on_full`` shape the instance: an attaching client reads them from the server.
     """
 
+    model_config = ConfigDict(hide_input_in_errors=True)
+
     url: SecretStr | None = None
     """``redis://[user:password@]host:port/db``, ``rediss://...`` (TLS; ``?ssl_ca_certs=...``) or
-    ``unix:///path?db=0&username=...&password=...``. The server is its operator's: this backend neither starts nor ends
-    it. Kept as a secret: never printed or logged."""
+    ``unix:///path?db=0&username=...&password=...``; ``#``, ``/``, ``?`` and ``@`` in user and password percent-encoded.
+    The server is its operator's: this backend neither starts nor ends it. Kept as a secret: never printed or logged."""
 
     server: Literal["private"] | None = None
     """``private``, the default without a ``url``: the bootstrapping client starts a ``redis-server`` of its own on a
@@ -37,7 +55,8 @@ class RedisConfig(CapacityOptions):
     """Accept a server whose ``maxmemory-policy`` may evict keys, and so lose samples that nobody has consumed."""
 
     appendonly: bool = False
-    """Of a private server: keep an append-only file."""
+    """Of a private server: keep an append-only file, to see what it costs. It lies in the server's folder and goes with
+    it: what shall outlive the server belongs on one with a ``url``."""
 
     appendfsync: Literal["always", "everysec", "no"] = "always"
     """Of a private server with ``appendonly``: when the file is synced. ``always``: before a put returns."""
@@ -47,6 +66,11 @@ class RedisConfig(CapacityOptions):
     def _is_a_redis_url(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and not value.get_secret_value().startswith(_SCHEMES):
             raise ValueError(f"expected a URL that starts with {', '.join(_SCHEMES)}")
+        if value is not None and not _is_read_as_meant(value.get_secret_value()):
+            raise ValueError(
+                "expected redis://user:password@host:port/db or unix:///path, with parameters that redis-py knows; in "
+                "user and password, write '#' as %23, '/' as %2F, '?' as %3F and '@' as %40"
+            )
         return value
 
     @model_validator(mode="before")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dataplane_core.config import DataPlaneConfig
+from dataplane_core.config import DataPlaneConfig, yaml_problem
 
 from .errors import UserError
 
@@ -206,7 +206,9 @@ def load_config(path: Path, overrides: dict[str, Any]) -> RunConfig:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"configuration {path} does not exist. Give a YAML file with --config FILE.") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"configuration {path} cannot be read: {yaml_problem(error)}.") from None
+    except OSError as error:
         raise UserError(f"configuration {path} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise UserError(f"configuration {path}: expected a mapping of sections, got {type(raw).__name__}.")

@@ -104,7 +104,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         _put(client, partition, ["n1"], 3)
         options = store.case.attach_options(dict(client.config.options), client._backend)
         try:
-            other = store.deployment.connect({**options, "capacity_bytes": 2 * _CAPACITY}, bootstrap=False)
+            other = store.deployment.connect({**options, "capacity_bytes": 2 * BOUNDED_BYTES}, bootstrap=False)
         except DataPlaneError:
             return  # no client has other room
         with other:

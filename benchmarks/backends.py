@@ -2,8 +2,7 @@
 
 Run:  python benchmarks/backends.py [--rounds 7] [--batches A B] [--backends noop redis_store tq_simple tq_mooncake]
 
-Batch A: 512 samples, 6 jagged fields (1 int64, 5 float32) of 256 to 2,048 tokens and 2 per-sample fields, 16 MB. Batch
-B: the same up to 8,192 tokens, 61 MB. Everything that a user gets is in the client's figures: checks, codec, ledger,
+The batches are those of `batches.py`. Everything that a user gets is in the client's figures: checks, codec, ledger,
 confirmed commits. Peers: ``transfer_queue.kv_batch_put`` and ``kv_batch_get`` of the same columns with one storage
 unit, which do none of that; and cloning the bytes once each way. Rounds are interleaved, so a busy machine slows all
 alike; medians are printed. Last come the costs of one small put, and of the metrics middleware.
@@ -16,61 +15,20 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
 
 os.environ.setdefault("TQ_NUM_THREADS", "2")  # else the peer warns at every request
 
 import ray
 import torch
 import transfer_queue
+from batches import MAX_TOKENS, NUM_SAMPLES, Step, batch, client_steps, describe, medians_ms, size_bytes
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
 
-NUM_SAMPLES = 512
-MAX_TOKENS = {"A": 2048, "B": 8192}
 #: Options of backends that need some.
 OPTIONS = {"redis_store": {"server": "private"}}
-Step = Callable[[], Any]
-
-
-def batch(name: str) -> TensorDict:
-    """The columns of batch A or B."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(256, MAX_TOKENS[name] + 1, (NUM_SAMPLES,), generator=generator)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    total = int(offsets[-1])
-
-    def jagged(values: torch.Tensor) -> torch.Tensor:
-        shortest, longest = int(lengths.min()), int(lengths.max())
-        return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=shortest, max_seqlen=longest)
-
-    columns = {"input_ids": jagged(torch.randint(0, 50_000, (total,), generator=generator))}
-    for number in range(5):
-        columns[f"column{number}"] = jagged(torch.randn(total, generator=generator))
-    columns["reward"] = torch.randn(NUM_SAMPLES, generator=generator)
-    columns["input_lengths"] = lengths
-    return TensorDict(columns, batch_size=[NUM_SAMPLES])
-
-
-def size_bytes(columns: TensorDict) -> int:
-    """Payload bytes."""
-    values = (column.values() if column.is_nested else column for _, column in columns.items())
-    return sum(column.numel() * column.element_size() for column in values)
-
-
-def client_steps(client: DataPlaneClient, columns: TensorDict) -> tuple[Step, Step, Step]:
-    """Put, get and clear by the client."""
-    ids = [f"prompt{i // 8}_g{i % 8}" for i in range(NUM_SAMPLES)]
-    names = list(columns.keys())
-    client.register_partition("bench", names, None, ["train"])
-    return (
-        lambda: client.put_samples(ids, "bench", columns),
-        lambda: client.get_samples(ids, "bench", names),
-        lambda: client.clear_samples(ids, "bench"),
-    )
 
 
 def raw_steps(columns: TensorDict) -> tuple[Step, Step, Step]:
@@ -91,18 +49,9 @@ def copy_steps(columns: TensorDict) -> tuple[Step, Step, Step]:
 
 
 def compare(columns: TensorDict, contestants: dict[str, tuple[Step, Step, Step]], rounds: int) -> None:
-    """Interleaves the contestants and prints their medians."""
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contestants}
-    for number in range(rounds + 1):
-        for name, (put, get, clear) in contestants.items():
-            for step, kept in zip((put, get), times[name], strict=True):
-                started = time.perf_counter()
-                step()
-                if number:  # the first round warms up
-                    kept.append((time.perf_counter() - started) * 1e3)
-            clear()
+    """Prints the contestants' medians."""
     megabytes = size_bytes(columns) / 1e6
-    medians = {name: (statistics.median(put), statistics.median(get)) for name, (put, get) in times.items()}
+    medians = medians_ms(contestants, rounds)
     raw, copied = medians["raw kv_batch"], medians["copy"]
     heads = ["put ms", "get ms", "put MB/s", "get MB/s", "put x raw", "get x raw", "both / copy"]
     print(f"{'':16}" + "".join(f"{head:>12}" for head in heads))
@@ -141,7 +90,7 @@ def main() -> None:
         clients = {name: stack.enter_context(connect(config)) for name, config in configs.items()}
         for name in options.batches:
             columns = batch(name)
-            print(f"\nbatch {name}: {NUM_SAMPLES} samples, 8 fields, {size_bytes(columns) / 1e6:.0f} MB")
+            print(f"\n{describe(name, columns)}")
             contestants = {backend: client_steps(client, columns) for backend, client in clients.items()}
             compare(
                 columns,

@@ -2,7 +2,7 @@
 
 Run:  python benchmarks/redis_store.py [--rounds 7] [--batches A B] [--samples 10000 1000000]
 
-The batches are those of `benchmarks/backends.py`: A, 512 samples and 16 MB; B, 61 MB. The peer does what one would
+The batches are those of `batches.py`: A, 512 samples and 16 MB; B, 61 MB. The peer does what one would
 write by hand: one HSET of all cells per sample, one HMGET per sample, in one pipeline each, over the same unix socket;
 the cells are framed before the clock starts, and what comes back stays bytes. So it does less: no checks, no codec, no
 schema, no commit. Rounds are interleaved, so a busy machine slows both alike; medians are printed.
@@ -18,57 +18,15 @@ import os
 import statistics
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any
 
 import redis
 import torch
+from batches import MAX_TOKENS, NUM_SAMPLES, Step, batch, client_steps, describe, medians_ms, size_bytes
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
 from dataplane_core.capabilities import WireFormat
 from dataplane_core.codec.wire import lower
-
-NUM_SAMPLES = 512
-MAX_TOKENS = {"A": 2048, "B": 8192}
-Step = Callable[[], Any]
-
-
-def batch(name: str) -> TensorDict:
-    """The columns of batch A or B."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(256, MAX_TOKENS[name] + 1, (NUM_SAMPLES,), generator=generator)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    total = int(offsets[-1])
-
-    def jagged(values: torch.Tensor) -> torch.Tensor:
-        shortest, longest = int(lengths.min()), int(lengths.max())
-        return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=shortest, max_seqlen=longest)
-
-    columns = {"input_ids": jagged(torch.randint(0, 50_000, (total,), generator=generator))}
-    for number in range(5):
-        columns[f"column{number}"] = jagged(torch.randn(total, generator=generator))
-    columns["reward"] = torch.randn(NUM_SAMPLES, generator=generator)
-    columns["input_lengths"] = lengths
-    return TensorDict(columns, batch_size=[NUM_SAMPLES])
-
-
-def size_bytes(columns: TensorDict) -> int:
-    """Payload bytes."""
-    values = (column.values() if column.is_nested else column for _, column in columns.items())
-    return sum(column.numel() * column.element_size() for column in values)
-
-
-def client_steps(client: DataPlaneClient, columns: TensorDict) -> tuple[Step, Step, Step]:
-    """Put, get and clear by the client."""
-    ids = [f"prompt{i // 8}_g{i % 8}" for i in range(NUM_SAMPLES)]
-    names = list(columns.keys())
-    client.register_partition("bench", names, None, ["train"])
-    return (
-        lambda: client.put_samples(ids, "bench", columns),
-        lambda: client.get_samples(ids, "bench", names),
-        lambda: client.clear_samples(ids, "bench"),
-    )
 
 
 def pipeline_steps(server: redis.Redis, columns: TensorDict) -> tuple[Step, Step, Step]:
@@ -84,7 +42,7 @@ def pipeline_steps(server: redis.Redis, columns: TensorDict) -> tuple[Step, Step
             pipeline.hset(key, mapping=row)
         pipeline.execute()
 
-    def get() -> Any:
+    def get() -> list[list[bytes | None]]:
         pipeline = server.pipeline(transaction=False)
         for key in keys:
             pipeline.hmget(key, names)
@@ -94,18 +52,9 @@ def pipeline_steps(server: redis.Redis, columns: TensorDict) -> tuple[Step, Step
 
 
 def compare(columns: TensorDict, contestants: dict[str, tuple[Step, Step, Step]], rounds: int) -> None:
-    """Interleaves the contestants and prints their medians."""
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contestants}
-    for number in range(rounds + 1):
-        for name, (put, get, clear) in contestants.items():
-            for step, kept in zip((put, get), times[name], strict=True):
-                started = time.perf_counter()
-                step()
-                if number:  # the first round warms up
-                    kept.append((time.perf_counter() - started) * 1e3)
-            clear()
+    """Prints the contestants' medians."""
     megabytes = size_bytes(columns) / 1e6
-    medians = {name: (statistics.median(put), statistics.median(get)) for name, (put, get) in times.items()}
+    medians = medians_ms(contestants, rounds)
     peer = medians["redis-py pipeline"]
     heads = ["put ms", "get ms", "put MB/s", "get MB/s", "put x peer", "get x peer"]
     print(f"{'':18}" + "".join(f"{head:>12}" for head in heads))
@@ -154,7 +103,7 @@ def main() -> None:
         server = redis.Redis.from_url(private_url(namespace))
         for name in options.batches:
             columns = batch(name)
-            print(f"\nbatch {name}: {NUM_SAMPLES} samples, 8 fields, {size_bytes(columns) / 1e6:.0f} MB")
+            print(f"\n{describe(name, columns)}")
             contestants = {
                 "redis_store": client_steps(client, columns),
                 "redis-py pipeline": pipeline_steps(server, columns),

@@ -1,59 +1,61 @@
 """What the wire guard costs: puts and gets of whole batches with it and without it, on every backend.
 
-Run:  python benchmarks/wire_guard.py [--rounds 7] [--batches A B] [--backends noop redis_store tq_simple]
+Run:  python benchmarks/wire_guard.py [--rounds 15] [--batches A B] [--backends noop redis_store tq_simple tq_mooncake]
 
-The batches are those of `backends.py`. Rounds with and without alternate, so that a busy moment of the machine hits
-both; medians are printed.
+The batches are those of `batches.py`. Each backend has two stores, side by side; rounds with and without alternate, so
+that a busy moment of the machine hits both; medians are printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import statistics
-import time
 
-from backends import MAX_TOKENS, OPTIONS, batch, client_steps, size_bytes
+import ray
+from batches import MAX_TOKENS, batch, client_steps, describe, medians_ms
 from tensordict import TensorDict
 
 from dataplane_core import connect
 
-WAYS = ([], ["wire_guard"])
+#: Options of two stores that share nothing, by backend; {} stands for its name.
+OPTIONS = {
+    "redis_store": {"server": "private", "namespace": "guard{}"},
+    "tq_simple": {"instance": "guard{}"},
+    "tq_mooncake": {"instance": "guard{}"},
+}
 
 
 def compare(backend: str, columns: TensorDict, rounds: int) -> None:
     """One line: median milliseconds of a put and a get, without and with."""
-    times: dict[tuple[int, str], list[float]] = {}
-    options = OPTIONS.get(backend, {})
-    for number in range(rounds + 1):
-        for way, middleware in enumerate(WAYS):
-            with connect({"backend": backend, "options": options, "middleware": middleware}) as client:
-                put, get, _ = client_steps(client, columns)
-                put()  # warms up
-                for name, step in (("put", put), ("get", get)):
-                    started = time.perf_counter()
-                    step()
-                    if number:
-                        times.setdefault((way, name), []).append((time.perf_counter() - started) * 1e3)
-    cells = [f"{backend:14}"]
-    for name in ("put", "get"):
-        plain, guarded = (statistics.median(times[way, name]) for way in range(len(WAYS)))
-        cells.append(f"{name} {plain:6.1f} -> {guarded:6.1f} ms (+{guarded - plain:.1f})")
-    print("   ".join(cells))
+    with contextlib.ExitStack() as stack:
+        contestants = {}
+        for way, middleware in (("plain", []), ("guarded", ["wire_guard"])):
+            options = {key: value.format(way) for key, value in OPTIONS.get(backend, {}).items()}
+            client = stack.enter_context(connect({"backend": backend, "options": options, "middleware": middleware}))
+            contestants[way] = client_steps(client, columns)
+        medians = medians_ms(contestants, rounds)
+    cells = [
+        f"{name} {plain:6.1f} -> {guarded:6.1f} ms ({guarded - plain:+.1f})"
+        for name, plain, guarded in zip(("put", "get"), medians["plain"], medians["guarded"], strict=True)
+    ]
+    print("   ".join([f"{backend:14}", *cells]))
 
 
 def main() -> None:
     """Runs the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batches", nargs="+", choices=sorted(MAX_TOKENS), default=sorted(MAX_TOKENS))
-    parser.add_argument("--backends", nargs="+", default=["noop", "redis_store", "tq_simple"])
+    parser.add_argument("--backends", nargs="+", default=["noop", "redis_store", "tq_simple", "tq_mooncake"])
     options = parser.parse_args()
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     for name in options.batches:
         columns = batch(name)
-        print(f"\nbatch {name}: 512 samples, 8 fields, {size_bytes(columns) / 1e6:.0f} MB")
+        print(f"\n{describe(name, columns)}")
         for backend in options.backends:
             compare(backend, columns, options.rounds)
+    ray.shutdown()
     print(f"\n{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -67,17 +67,24 @@ def _serve(pipe: Connection) -> None:
             dist.destroy_process_group()
 
 
+_PRELOADED = [
+    "torch.distributed.fsdp",
+    "megatron.core.hyper_comm_grid",
+    "megatron.core.models.gpt",
+    "dataplane_integrations.worker",
+    "dataplane_redis",
+]
+
+
 class Ranks:
     """Runs a function on several ranks that form a process group.
 
-    Args:
-        preload: Modules that take long to import: they are imported once, in a process from which the ranks are forked.
+    The ranks are forked from a process that has imported, once, what takes long to import.
     """
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
-        self._context: Any = mp.get_context("forkserver" if preload else "spawn")
-        if preload:
-            self._context.set_forkserver_preload(list(preload))
+    def __init__(self) -> None:
+        self._context: Any = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
         self._processes: list[tuple[Any, Connection]] = []
 
     def _ensure(self, count: int) -> None:
@@ -142,20 +149,6 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
-
-
-@pytest.fixture(scope="session")
-def ranks_that_preload() -> Iterator[Callable[..., Ranks]]:
-    """``ranks_that_preload(*modules)`` is a further `ranks`, for what takes long to import."""
-    pools: list[Ranks] = []
-
-    def make(*modules: str) -> Ranks:
-        pools.append(Ranks(modules))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
 
 
 # --- a policy worker without a model, for what does not need one ------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -30,11 +30,9 @@ PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def ranks(ranks_that_preload: Any) -> Iterator[Any]:
-    """8 ranks with Megatron imported, for all tests here."""
-    pool = ranks_that_preload("megatron.core.hyper_comm_grid", "dataplane_integrations.mimo", "dataplane_redis")
-    yield lambda fn, *args: pool(WORLD, fn, *args, timeout_s=PATIENCE_S)
-    pool.close()
+def eight_ranks(ranks: Any) -> Callable[..., list[Any]]:
+    """``eight_ranks(fn, *args)``: per rank what ``fn(rank, *args)`` returned."""
+    return lambda fn, *args: ranks(WORLD, fn, *args, timeout_s=PATIENCE_S)
 
 
 def make_grids(layout: Layout, groups: Sequence[str] = ("pp", "dp")) -> dict[str, Any]:
@@ -68,8 +66,8 @@ def stand(rank: int, layout: Layout) -> dict[str, Any]:
 APART: Layout = {"vision": ((1, 1, 4), 0), "language": ((2, 1, 2), 4)}
 
 
-def test_vision_dp4_beside_language_tp2_dp2(ranks: Any) -> None:
-    found = ranks(stand, APART)
+def test_vision_dp4_beside_language_tp2_dp2(eight_ranks: Any) -> None:
+    found = eight_ranks(stand, APART)
     assert [each["module"] for each in found] == ["vision"] * 4 + ["language"] * 4
     assert [each["info"] for each in found] == [
         *[(rank, 4, True, "vision") for rank in range(4)],
@@ -81,8 +79,8 @@ def test_vision_dp4_beside_language_tp2_dp2(ranks: Any) -> None:
     assert [each["needs"]["language"] for each in found] == [False] * 4 + [True] * 4
 
 
-def test_language_tp2_pp2_and_ranks_outside_every_grid(ranks: Any) -> None:
-    found = ranks(stand, {"language": ((2, 2, 1), 0), "vision": ((1, 2, 1), 4)})
+def test_language_tp2_pp2_and_ranks_outside_every_grid(eight_ranks: Any) -> None:
+    found = eight_ranks(stand, {"language": ((2, 2, 1), 0), "vision": ((1, 2, 1), 4)})
     # first stage and last: tokens go into the one, labels into the other
     assert [each["info"] for each in found[:4]] == [(0, 1, True, "language")] * 4
     # an encoder's later stages get no data
@@ -93,8 +91,8 @@ def test_language_tp2_pp2_and_ranks_outside_every_grid(ranks: Any) -> None:
     assert [each["shared"] for each in found[6:]] == [{}, {}]
 
 
-def test_modules_that_share_ranks_have_each_their_own_parallelism(ranks: Any) -> None:
-    found = ranks(stand, {"language": ((1, 4, 2), 0), "vision": ((1, 1, 8), 0)})
+def test_modules_that_share_ranks_have_each_their_own_parallelism(eight_ranks: Any) -> None:
+    found = eight_ranks(stand, {"language": ((1, 4, 2), 0), "vision": ((1, 1, 8), 0)})
     for rank, each in enumerate(found):
         stage, language_rank = rank % 4, rank // 4
         inner = stage in (1, 2)
@@ -106,7 +104,7 @@ def test_modules_that_share_ranks_have_each_their_own_parallelism(ranks: Any) ->
         assert each["sampling"] == (0, 1, True)
 
 
-def test_groups_that_were_not_created_are_named_with_what_to_call(ranks: Any) -> None:
+def test_groups_that_were_not_created_are_named_with_what_to_call(eight_ranks: Any) -> None:
     def run(rank: int) -> tuple[Any, ...]:
         grids = make_grids(APART, groups=["pp"])
         messages = []
@@ -116,13 +114,13 @@ def test_groups_that_were_not_created_are_named_with_what_to_call(ranks: Any) ->
             messages.append(str(error.value))
         return _find_rank_module(grids)[1], messages
 
-    for module, messages in ranks(run):
+    for module, messages in eight_ranks(run):
         for message in messages:
             assert f"the grid of module '{module}' has no process group 'dp'" in message
             assert "grid.create_pg(['dp'])" in message
 
 
-def test_a_grid_without_a_pipeline_has_one_stage(ranks: Any) -> None:
+def test_a_grid_without_a_pipeline_has_one_stage(eight_ranks: Any) -> None:
     def run(rank: int) -> tuple[Any, ...]:
         from megatron.core.hyper_comm_grid import HyperCommGrid
 
@@ -130,7 +128,7 @@ def test_a_grid_without_a_pipeline_has_one_stage(ranks: Any) -> None:
         grid.create_pg(["dp"])
         return get_megatron_mimo_dp_info(None, {"vision": grid})
 
-    assert ranks(run) == [(rank // 2, 4, True, "vision") for rank in range(WORLD)]
+    assert eight_ranks(run) == [(rank // 2, 4, True, "vision") for rank in range(WORLD)]
 
 
 # --- one global micro-batch through the data plane --------------------------------------------------------------------
@@ -199,7 +197,7 @@ def stored() -> Iterator[tuple[dict[str, Any], KVBatchMeta]]:
         yield config, kv_first_write(rollout(), sample_ids=IDS, dp_client=client, partition_id="train")
 
 
-def test_vision_and_language_ranks_slice_one_micro_batch_that_they_fetched(ranks: Any, stored: Any) -> None:
+def test_vision_and_language_ranks_slice_one_micro_batch_that_they_fetched(eight_ranks: Any, stored: Any) -> None:
     def run(rank: int, config: dict[str, Any], meta: KVBatchMeta) -> Any:
         grids = make_grids(APART)
         dp_rank, dp_size, needs_data, module = get_megatron_mimo_dp_info(None, grids)
@@ -223,13 +221,13 @@ def test_vision_and_language_ranks_slice_one_micro_batch_that_they_fetched(ranks
     assert alone.unique().numel() == len(IDS), "rows that look alike would hide a wrong slice"
 
     config, meta = stored
-    outcomes = ranks(run, config, meta)
+    outcomes = eight_ranks(run, config, meta)
     assert outcomes[:4] == [3] * 4, "each vision rank encodes its 3 of 12 images"
     torch.testing.assert_close(torch.cat([outcomes[4], outcomes[6]]), alone)
     torch.testing.assert_close(torch.cat([outcomes[5], outcomes[7]]), alone)
 
 
-def test_modules_that_share_ranks_slice_one_micro_batch_each_for_itself(ranks: Any, stored: Any) -> None:
+def test_modules_that_share_ranks_slice_one_micro_batch_each_for_itself(eight_ranks: Any, stored: Any) -> None:
     layout: Layout = {"vision": ((1, 1, 4), 0), "language": ((2, 1, 2), 0)}
 
     def run(rank: int, config: dict[str, Any], meta: KVBatchMeta) -> Any:
@@ -244,7 +242,7 @@ def test_modules_that_share_ranks_slice_one_micro_batch_each_for_itself(ranks: A
 
     whole = micro_batch(rollout())
     config, meta = stored
-    outcomes = ranks(run, config, meta)
+    outcomes = eight_ranks(run, config, meta)
     assert outcomes[4:] == [None] * 4, "ranks outside the grids load nothing"
     for twins in ((0, 2), (1, 3)):  # the data-parallel ranks of the language model, by tensor-parallel rank
         ids, positions = ([outcomes[rank][column] for rank in twins] for column in (0, 1))

@@ -51,7 +51,10 @@ def _recorded() -> Tensor:
 # --- the column -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["noop", "redis_store", "tq_simple", "tq_mooncake"])
+@pytest.fixture(
+    scope="module",
+    params=["noop", "redis_store", "tq_simple", pytest.param("tq_mooncake", marks=pytest.mark.long)],
+)
 def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
     """The driver's client of each backend."""
     if request.param.startswith("tq_"):

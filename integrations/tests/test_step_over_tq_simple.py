@@ -24,6 +24,8 @@ from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
 from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
 
+pytestmark = pytest.mark.long  # `make test` has a whole run of the example over the same backend and workers
+
 LENGTHS = [4, 1, 3, 2, 6, 5, 2, 7]
 CONFIG = {"backend": "tq_simple", "options": {"instance": "integrations-step"}, "op_timeout_s": 30}
 

@@ -82,7 +82,8 @@ def test_a_run_repeats_bit_for_bit(tmp_path: Path, in_memory: Finished) -> None:
     assert results(read_metrics(tmp_path / "out")) == results(read_metrics(in_memory.folder))
 
 
-@pytest.mark.parametrize("path", ["tq_simple", pytest.param("in-memory", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("path", ["tq_simple", "in-memory"])
 def test_a_worker_that_dies_ends_the_run_with_its_name(running: Running, tmp_path: Path) -> None:
     os.kill(running.pids["policy worker 1"], signal.SIGKILL)
     died = time.monotonic()

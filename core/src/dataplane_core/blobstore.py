@@ -89,7 +89,11 @@ class BlobStore(RowStoreBackend):
         """Deletes a blob; a key that is not there is ignored."""
 
     def append(self, seq: int, record: bytes) -> bool:
-        """Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is taken."""
+        """Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is taken.
+
+        False is another's record under that number: the call is then judged anew and appended again. So a store that
+        tries again by itself, after a reply was lost, looks whether the record that stands there is this one.
+        """
         raise UnsupportedOperationError(f"{type(self).__name__} keeps no journal.")
 
     def read(self, from_seq: int) -> Iterable[bytes]:

@@ -24,12 +24,13 @@ WAIT_S = 60.0
 
 
 def train_on_all(buffer: ReplayBuffer, num_groups: int = 2) -> list[int]:
-    """Trains to the end; the prompts in the order of training."""
+    """Trains to the end, on two groups per version; the prompts in the order of training."""
     prompts: list[int] = []
     while (meta := buffer.select(num_groups, timeout_s=WAIT_S)).size:
         prompts += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
         buffer.consume(meta)
-        buffer.set_weight_version(buffer.weight_version + 1)
+        if len(prompts) % 2 == 0:
+            buffer.set_weight_version(buffer.weight_version + 1)
     return prompts
 
 

@@ -68,6 +68,7 @@ def test_options_are_checked() -> None:
         TQSimpleConfig(ray_address="ray://127.0.0.1:10001")
 
 
+@pytest.mark.long
 def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster: str, stand_in: type) -> None:
     with (
         Engine.bootstrap(TQSimpleConfig(instance="one", ray_address=ray_cluster), stand_in) as one,
@@ -115,6 +116,7 @@ def attach_and_ask_for_the_pid(config: TQSimpleConfig) -> int:
         return int(engine.call("pid", timeout_s=10))
 
 
+@pytest.mark.long
 def test_close_ends_the_processes_and_the_name_can_be_used_again(
     ray_cluster: str, stand_in: type, unit_pid: Callable[[str, int], int], wait_until_gone: Callable[..., None]
 ) -> None:

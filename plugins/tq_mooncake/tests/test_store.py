@@ -100,6 +100,15 @@ def test_rows_of_all_sizes_come_back_and_repeated_ids_are_right(client):
     assert all(torch.equal(row, values[i]) for row, i in zip(got, order, strict=True))
 
 
+def test_thousands_of_small_rows_go_in_one_operation(client):
+    """More than the engine can take in one transfer: it opens a connection for each row."""
+    names = ids(6000)
+    client.put_samples(names, "p", rows(6000, 4))
+    for _ in range(3):
+        assert torch.equal(client.get_samples(names, "p", ["x"])["x"], rows(6000, 4)["x"])
+    client.clear_samples(names, "p")
+
+
 def test_overwriting_with_other_sizes_reads_the_new_rows(client):
     client.put_samples(ids(8), "p", rows(8, 1000))
     for size in (10, 100_000, 1):

@@ -62,6 +62,9 @@ _POLL_S: Final = 0.1
 _PATIENCE_S: Final = 1.0
 #: Keys in one request to the master.
 _KEYS_PER_REQUEST: Final = 4096
+#: Rows in one transfer. Over TCP the engine opens a connection for each, all at once: with 3,000 it stood still for a
+#: minute, and failed from then on, while 2,000 went well; several processes may read from one storage unit at a time.
+_ROWS_PER_TRANSFER: Final = 256
 
 
 class StoreSettings(NamedTuple):
@@ -320,14 +323,15 @@ class Store:
     # --- parts of these ----------------------------------------------------------------------------------------------
 
     def _parts(self, sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-        """Cuts rows of these sizes into runs that fit a slot each, or hold a single row that does not."""
+        """Cuts rows of these sizes into transfers: runs that fit a slot, or a single row that does not."""
         ends = np.cumsum(sizes)
         first = 0
         while first < len(sizes):
             begin = int(ends[first - 1]) if first else 0
             stop = int(np.searchsorted(ends, begin + self._slot_size, side="right"))
-            yield first, max(stop, first + 1)
-            first = max(stop, first + 1)
+            stop = max(first + 1, min(stop, first + _ROWS_PER_TRANSFER))
+            yield first, stop
+            first = stop
 
     @contextlib.contextmanager
     def _registered(self, size: int, call: Call) -> Iterator[_Bytes]:

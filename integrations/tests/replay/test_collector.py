@@ -246,7 +246,7 @@ def stalling_store() -> Iterator[tuple[DataPlaneClient, Callable[[], None]]]:
     """A Redis, and what makes it stop answering; it goes on with the end of the test."""
     with connect({"backend": "redis_store", "op_timeout_s": 0.2}) as client:
         client.register_partition("replay", ["input_ids", "input_lengths"], None, ["train"], grpo_group_size=2)
-        pid = client._backend._server.pid  # type: ignore[attr-defined]
+        pid = client._backend._server.pid
         yield client, lambda: os.kill(pid, signal.SIGSTOP)
         os.kill(pid, signal.SIGCONT)
 

@@ -1,4 +1,8 @@
-"""`ReplayBuffer`: the book of groups between rollouts and training. Metas and states, never a tensor."""
+"""`ReplayBuffer`: the book of groups between rollouts and training. Metas and states, never a tensor.
+
+One class, since every operation is a step of one book under one lock. What it keeps of a group is in `_groups`, what
+policies decide in `_policies`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from dataplane_core.batch import BatchedDataDict
@@ -22,43 +25,14 @@ from dataplane_integrations.errors import (
     ReplayTimeoutError,
     ReservationLostError,
 )
+from dataplane_integrations.replay._groups import BufferCounts, Group
 from dataplane_integrations.replay._ids import INCARNATION_TAG, Reservation, group_name, group_of
 from dataplane_integrations.replay._policies import BufferView, GroupView, StalenessPolicy
 from dataplane_integrations.rollout import mint_sample_ids
 
-__all__ = ["BufferCounts", "ReplayBuffer"]
+__all__ = ["ReplayBuffer"]
 
 _T = TypeVar("_T")
-
-
-@dataclass(slots=True, kw_only=True)
-class BufferCounts:
-    """What became of the groups so far.
-
-    Attributes:
-        reserved: Reservations given.
-        committed: Groups committed.
-        trained: Groups consumed.
-        discarded: Groups that the trainer took and did not want.
-        evicted: Groups that had become too stale; their rows were cleared.
-        abandoned: Reservations given up, those of dead collectors among them.
-    """
-
-    reserved: int = 0
-    committed: int = 0
-    trained: int = 0
-    discarded: int = 0
-    evicted: int = 0
-    abandoned: int = 0
-
-
-@dataclass(slots=True)
-class _Group:
-    """A group that is held: being made (``meta`` is None), ready, or in training."""
-
-    reservation: Reservation
-    view: GroupView
-    meta: KVBatchMeta | None = None
 
 
 class ReplayBuffer(DataPlaneClientMixin):
@@ -115,7 +89,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         # all below: guarded by _changed
         self._weight_version = weight_version
         self._trained_since = 0
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, Group] = {}
         self._next_prompt = 0
         self._next_order = 0
         self._next_commit = 0
@@ -208,7 +182,7 @@ class ReplayBuffer(DataPlaneClientMixin):
             self._check_incarnation(collector, incarnation)
             wanted = min(num_groups, self._prompts_left(num_groups))
             if wanted == 0:
-                return 0 if all(each.meta is not None for each in self._groups.values()) else None
+                return 0 if self._drained() else None
             return wanted if self._policy.admit(self._view()) >= wanted else None
 
         with self._changed:
@@ -552,16 +526,8 @@ class ReplayBuffer(DataPlaneClientMixin):
             self._again = deque((prompt, attempt) for prompt, attempt in state["again"])
             self._incarnations = dict(state["incarnations"])
             self._counts = BufferCounts(**state["counts"])
-            self._groups = {}
-            for each in state["groups"]:
-                reservation = Reservation(**{**each["reservation"], "sample_ids": tuple(each["meta"]["sample_ids"])})
-                view = GroupView(
-                    group=reservation.group,
-                    weight_version=reservation.weight_version,
-                    order=reservation.order,
-                    committed=each["committed"],
-                )
-                self._groups[reservation.group] = _Group(reservation, view, KVBatchMeta(**each["meta"]))
+            groups = [Group.from_state(each) for each in state["groups"]]
+            self._groups = {each.reservation.group: each for each in groups}
             self._changed.notify_all()
 
     def _state(self) -> dict[str, Any]:
@@ -577,19 +543,7 @@ class ReplayBuffer(DataPlaneClientMixin):
             "again": [[each.prompt, each.attempt + 1] for each in being_made] + [list(each) for each in self._again],
             "incarnations": dict(self._incarnations),
             "counts": dataclasses.asdict(self._counts),
-            "groups": [
-                {
-                    "reservation": {
-                        name: value
-                        for name, value in dataclasses.asdict(each.reservation).items()
-                        if name != "sample_ids"
-                    },
-                    "committed": each.view.committed,
-                    "meta": dataclasses.asdict(each.meta),
-                }
-                for each in self._groups.values()
-                if each.meta is not None
-            ],
+            "groups": [each.state(each.meta) for each in self._groups.values() if each.meta is not None],
         }
 
     # --- inside; the lock is held -------------------------------------------------------------------------------------
@@ -658,7 +612,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         )
         view = GroupView(group=name, weight_version=self._weight_version, order=self._next_order)
         self._next_order += 1
-        self._groups[name] = _Group(reservation, view)
+        self._groups[name] = Group(reservation, view)
         self._counts.reserved += 1
         return reservation
 

@@ -11,7 +11,8 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.errors import WorkerFailedError
 from dataplane_integrations.ray import wait_for_all
-from dataplane_integrations.replay._buffer import BufferCounts, ReplayBuffer
+from dataplane_integrations.replay._buffer import ReplayBuffer
+from dataplane_integrations.replay._groups import BufferCounts
 from dataplane_integrations.replay._ids import Reservation
 from dataplane_integrations.replay._policies import BufferView
 

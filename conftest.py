@@ -1,21 +1,224 @@
-"""What all tests of the workspace share: a temporary folder for each process that runs tests."""
+"""What all tests of the workspace share: a temporary folder for each process that runs tests, a Ray, and a rule.
+
+The rule: a test file leaves nothing behind. Processes, threads, entries in the temporary folder, variables of the
+environment, warnings about what was never closed: the file that caused them is the one that fails. Else they meet a
+test of another file, which then fails by chance. What fixtures of the session or of a package start may stay.
+"""
 
 from __future__ import annotations
 
+import gc
+import glob
+import multiprocessing.util
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+#: Is in the environment of all that this process starts, directly or not.
+_RUN = "DATAPLANE_TEST_RUN"
+#: Seconds that what is ending may take to be gone.
+_GRACE_S = 30.0
+#: Processes that serve this one until its end: those of `multiprocessing`.
+_SERVERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+#: Folders that pytest, Ray, torch, `multiprocessing` and the private Redis servers keep for their next start.
+_FOLDERS = ("pytest-of-", "ray", "torchinductor_", "pymp-", "dataplane-redis-")
+#: Threads that are kept for the process, by class or name: ZeroMQ's frees what it sent without copying, tq_mooncake's
+#: wait for its next call.
+_THREADS = ("GarbageCollectorThread", "dataplane-mooncake")
+
+#: A kind, and what names a thing of that kind.
+Thing = tuple[str, Any]
+
+_lasting: set[Thing] = set()
+_met: dict[Thing, str] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps test processes side by side apart: private Redis servers and Ray clusters are found by this folder.
 
-    Its name is short, since the paths of Unix sockets below it may have 107 bytes only.
+    Its name is short, since the paths of Unix sockets below it may have 107 bytes only. A token in the environment
+    keeps Ray from making one in the home folder, where the one of another process that starts would replace it.
     """
-    if not hasattr(config, "workerinput"):
-        return
+    os.environ[_RUN] = str(os.getpid())
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", uuid.uuid4().hex)
+    if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
+        return  # it runs no tests, others do for it
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # what `tmp_path` gives is kept for a while
     folder = tempfile.mkdtemp(prefix="dp")
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # after the folder that `multiprocessing` has in it, which goes with priority -100
+    multiprocessing.util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
+
+
+# --- Ray --------------------------------------------------------------------------------------------------------------
+
+#: Keeps a Ray until nobody holds its standard input any more.
+_KEEPER = """
+import sys
+import ray
+ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=1 << 27, logging_level="ERROR")
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+ray.shutdown(wait_for_processes=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def ray_server() -> Iterator[str]:
+    """The address of a Ray with 8 logical CPUs that all files share: each connects as a job of its own.
+
+    Its processes inherit an address for Mooncake that no node has, as they do from a driver elsewhere.
+    """
+    env = os.environ | {"OMP_NUM_THREADS": "1", "MC_TCP_BIND_ADDRESS": "169.254.7.7"}
+    command = [sys.executable, "-c", _KEEPER]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        yield keeper.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def ray_address(ray_server: str) -> Iterator[str]:
+    """The address of the shared Ray, to which this process is connected; what the file's job started ends with it."""
+    import ray
+
+    variables, handler = set(os.environ), signal.getsignal(signal.SIGTERM)
+    ray.init(address=ray_server, log_to_driver=False, logging_level="ERROR")
+    give_up = time.monotonic() + _GRACE_S
+    while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"]:
+        assert time.monotonic() < give_up, "what the file before ran on Ray does not end"
+        time.sleep(0.05)
+    yield ray_server
+    ray.shutdown()
+    signal.signal(signal.SIGTERM, handler)  # Ray leaves both as it set them
+    for name in set(os.environ) - variables:
+        del os.environ[name]
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+def pytest_collection_finish() -> None:
+    """Spares later collections of garbage what the imports made, which stays."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any) -> Generator[None, Any, Any]:
+    """Notes what the fixtures that outlive a file start."""
+    if fixturedef.scope not in ("session", "package"):
+        return (yield)
+    before = _things()
+    try:
+        return (yield)
+    finally:
+        _lasting.update(_things() - before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Notes which test started what."""
+    try:
+        return (yield)
+    finally:
+        for thing in _things():
+            _met.setdefault(thing, item.name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leaves_nothing() -> Iterator[None]:
+    """Fails the last test of a file that left something behind, with what it is and which test started it."""
+    before, settings = _things() | _descendants(), _settings()
+    yield
+    gc.collect()  # warns of what was forgotten here, not in another file
+    give_up = time.monotonic() + _GRACE_S
+    while (left := _left(before)) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    now = _settings()
+    found = [_name(thing) for thing in left]
+    found += [
+        f"{name} is {now.get(name)!r}, was {settings.get(name)!r}"
+        for name in now.keys() | settings.keys()
+        if now.get(name) != settings.get(name)
+    ]
+    assert not found, "this file left behind:\n" + "\n".join(sorted(found))
+
+
+def _left(before: set[Thing]) -> set[Thing]:
+    now = {thing for thing in _things() if thing[0] != "process" or not _may_stay(thing[1])}
+    return (now | _descendants()) - before - _lasting
+
+
+def _things() -> set[Thing]:
+    """What runs and lies about: own children, threads, entries of the temporary folder."""
+    found: set[Thing] = {
+        ("thread", thread)
+        for thread in threading.enumerate()
+        if type(thread).__name__ not in _THREADS and thread.name not in _THREADS
+    }
+    for children in glob.glob("/proc/self/task/*/children"):
+        with suppress(OSError):  # the thread has ended
+            found |= {("process", int(pid)) for pid in Path(children).read_text().split()}
+    entries = os.listdir(tempfile.gettempdir())
+    return found | {("entry", name) for name in entries if not name.startswith(_FOLDERS)}
+
+
+def _descendants() -> set[Thing]:
+    """The processes that this one started, directly or not, but for those of what may stay."""
+    mark = f"{_RUN}={os.getpid()}".encode()
+    found = set()
+    for folder in glob.glob("/proc/[0-9]*"):
+        pid = int(folder[6:])
+        with suppress(OSError):  # ended, or of another user
+            if pid != os.getpid() and mark in Path(folder, "environ").read_bytes().split(b"\0") and not _may_stay(pid):
+                found.add(("process", pid))
+    return found
+
+
+def _may_stay(pid: int) -> bool:
+    """Whether a process or one that it comes from is a server of `multiprocessing` or was started to last."""
+    while pid > 1 and pid != os.getpid():
+        if ("process", pid) in _lasting or any(server in _command(pid) for server in _SERVERS):
+            return True
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return False
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip() or "(ended, not waited for)"
+    return "(gone)"
+
+
+def _name(thing: Thing) -> str:
+    kind, what = thing
+    name = f"{what} {_command(what)[:200]}" if kind == "process" else repr(what)
+    return f"{kind} {name}, first seen in {_met.get(thing, 'no test')}"
+
+
+def _settings() -> dict[str, Any]:
+    """What is set for the whole process."""
+    kept = ("PYTEST_", "RAY_CLIENT_MODE")  # the second is set by Ray's import
+    found: dict[str, Any] = {f"${name}": value for name, value in os.environ.items() if not name.startswith(kept)}
+    found["the working directory"] = os.getcwd()
+    found |= {f"the handler of {number.name}": signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if torch := sys.modules.get("torch"):
+        found["torch's number of threads"] = torch.get_num_threads()
+    return found

@@ -101,7 +101,7 @@ def ray_session(config: RaySection, cpus: float) -> Iterator[None]:
             _check_cpus(cpus, config.address)
         yield
     finally:
-        ray.shutdown()
+        ray.shutdown(wait_for_processes=True)
         signal.signal(signal.SIGTERM, previous)
 
 

@@ -96,12 +96,10 @@ def test_siblings_of_a_leader_that_dies_raise_instead_of_hanging(ranks: Any) -> 
     def produce() -> BatchedDataDict:
         os._exit(1)
 
-    start = time.monotonic()
     leader, sibling = ranks.outcomes(2, _run, produce, timeout_s=20)
     assert isinstance(leader, (EOFError, ConnectionResetError))
     assert sibling[0] is ReplicaLeaderError
     assert "its replica group broke" in sibling[1]
-    assert time.monotonic() - start < 25
 
 
 def test_a_sibling_that_runs_out_of_memory_says_so_and_does_not_blame_the_leader(ranks: Any) -> None:

@@ -186,7 +186,7 @@ def test_numbers_below_one_are_refused(client: DataPlaneClient, name: str) -> No
 
 
 def test_over_a_store_of_several_processes(local_ray: Any) -> None:
-    config = {"backend": "tq_simple", "options": {"instance": "dynamic-sampling"}, "op_timeout_s": 30}
+    config = {"backend": "tq_simple", "options": {"instance": "dynamic-sampling"}, "op_timeout_s": 120}
     with connect(config) as client:
         client.register_partition("train", ["input_ids"], None, ["train"], grpo_group_size=2)
         plan = [[GOOD, SOLVED], [HOPELESS, GOOD, GOOD]]

@@ -28,7 +28,7 @@ from dataplane_integrations.errors import ReplicaLeaderError
 LENGTHS = [5, 2, 7, 3, 6, 4, 8, 2]
 STEPS = 3
 DTYPES = sorted(ALL_DTYPES, key=str)
-OP_TIMEOUT_S = 20.0
+OP_TIMEOUT_S = 120.0
 
 LAYOUTS = [
     pytest.param((2, 1, 2), Batching(dynamic=DynamicBatching(train_mb_tokens=16, sequence_length_round=4)), id="2x1x2"),

@@ -62,7 +62,7 @@ def wheel(local_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def test_a_backend_that_the_nodes_have_is_reported_with_its_version(local_ray: Any) -> None:
-    [report] = require_backend_on_nodes("tq_simple", timeout_s=60)
+    [report] = require_backend_on_nodes("tq_simple", timeout_s=150)
     assert report.problem is None
     assert report.command is None
     assert report.version
@@ -71,7 +71,7 @@ def test_a_backend_that_the_nodes_have_is_reported_with_its_version(local_ray: A
 
 def test_a_node_without_the_package_says_so_with_the_command(wheel: Path) -> None:
     with pytest.raises(PlacementError, match="cannot run on 1 of 1 nodes") as caught:
-        require_backend_on_nodes("elsewhere", timeout_s=60)
+        require_backend_on_nodes("elsewhere", timeout_s=150)
     message = str(caught.value)
     assert "no distribution there registers it; found: noop" in message
     assert "Run there: pip install dataplane-elsewhere==1.2" in message
@@ -87,7 +87,7 @@ from dataplane_integrations.ray_nodes import backend_runtime_env, require_backen
 env = backend_runtime_env("elsewhere", packages=[sys.argv[3]])
 ray.init(address=sys.argv[1], runtime_env=env, log_to_driver=False, logging_level="ERROR")
 sys.path.pop(0)
-print(require_backend_on_nodes("elsewhere", timeout_s=60)[0].version)
+print(require_backend_on_nodes("elsewhere", timeout_s=150)[0].version)
 """
 
 
@@ -103,20 +103,20 @@ def test_a_node_without_the_package_gets_it(local_ray: Any, wheel: Path, tmp_pat
 
 def test_an_import_that_fails_on_the_node_keeps_its_cause(wheel: Path, tmp_path: Path) -> None:
     env = _installed(tmp_path / "broken", "raise ImportError('libibverbs.so.1: cannot open shared object file')\n")
-    [report] = check_backend_on_nodes("elsewhere", runtime_env=env, timeout_s=60)
+    [report] = check_backend_on_nodes("elsewhere", runtime_env=env, timeout_s=150)
     assert report.problem is not None
     assert "ImportError: libibverbs.so.1: cannot open" in report.problem
 
 
 def test_another_version_on_the_node_is_a_problem(wheel: Path, tmp_path: Path) -> None:
     env = _installed(tmp_path / "old", GOOD, version="1.1")
-    [report] = check_backend_on_nodes("elsewhere", runtime_env=env, timeout_s=60)
+    [report] = check_backend_on_nodes("elsewhere", runtime_env=env, timeout_s=150)
     assert report.problem == "it has dataplane-elsewhere 1.1, this process 1.2."
 
 
 def test_an_environment_that_cannot_be_made_is_told(wheel: Path) -> None:
     env = {"py_modules": ["gcs://_ray_pkg_0123456789abcdef.zip"]}
-    [report] = check_backend_on_nodes("elsewhere", runtime_env=env, timeout_s=60)
+    [report] = check_backend_on_nodes("elsewhere", runtime_env=env, timeout_s=150)
     assert report.problem is not None
     assert "RuntimeEnvSetupError" in report.problem
 

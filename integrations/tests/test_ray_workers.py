@@ -21,9 +21,10 @@ class Actor:
     def echo(self, value: int, scale: int = 1) -> int:
         return value * scale
 
-    def sleep(self, seconds: float) -> float:
+    def sleep(self, seconds: float) -> tuple[float, float]:
+        begun = time.monotonic()
         time.sleep(seconds)
-        return seconds
+        return begun, time.monotonic()
 
     def fail(self, how: str) -> None:
         if how == "leader":
@@ -62,15 +63,14 @@ def test_every_worker_gets_its_own_arguments_and_results_keep_the_order(group: R
 
 
 def test_calls_run_at_the_same_time(group: RayWorkerGroup) -> None:
-    start = time.monotonic()
-    group.call("sleep", [(1.0,)] * 3, timeout_s=30, doing="sleeping")
-    assert time.monotonic() - start < 2.5
+    spans = group.call("sleep", [(1.0,)] * 3, timeout_s=30, doing="sleeping")
+    assert max(begun for begun, _ in spans) < min(ended for _, ended in spans)
 
 
 def test_the_first_failure_ends_the_wait_and_is_the_cause(group: RayWorkerGroup) -> None:
     start = time.monotonic()
     error = _fail(group, "hang", "leader", "hang")
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 25  # not the 30 s that the call may take
     assert str(error).startswith("policy worker 1 failed while training: MissingDataError: [tq_simple] 'a_g0' lacks")
     assert isinstance(error.__cause__, MissingDataError)
     assert error.worker == "policy worker 1"

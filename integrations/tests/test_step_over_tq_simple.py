@@ -27,7 +27,7 @@ from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt
 pytestmark = pytest.mark.long  # `make test` has a whole run of the example over the same backend and workers
 
 LENGTHS = [4, 1, 3, 2, 6, 5, 2, 7]
-CONFIG = {"backend": "tq_simple", "options": {"instance": "integrations-step"}, "op_timeout_s": 30}
+CONFIG = {"backend": "tq_simple", "options": {"instance": "integrations-step"}, "op_timeout_s": 120}
 
 
 def make_model() -> nn.Sequential:

@@ -72,9 +72,18 @@ def test_the_guides_snippets_run_one_after_the_other():
     assert names["client"].scope == "process"
 
 
-def test_the_guides_program_of_two_processes_runs(tmp_path):
-    (program,) = [block for block in blocks("docs/guide.md") if MAIN in block]
-    assert run_as_a_program(program, tmp_path) == "['q0_g0', 'q0_g1'] [0.5, 1.0]\n"
+SAID_BY_PROGRAMS = {
+    "of two processes": "['q0_g0', 'q0_g1'] [0.5, 1.0]\n",
+    "with a DataLoader": "[[0, 1, 2, 3], [4, 5, 6, 7]]\n[0, 1, 2, 3, 4, 5, 6, 7]\n",
+}
+
+
+@pytest.mark.parametrize("program", SAID_BY_PROGRAMS)
+def test_the_guides_programs_run(tmp_path, program):
+    programs = [block for block in blocks("docs/guide.md") if MAIN in block]
+    source = programs[list(SAID_BY_PROGRAMS).index(program)]
+    assert len(programs) == len(SAID_BY_PROGRAMS)
+    assert run_as_a_program(source, tmp_path) == SAID_BY_PROGRAMS[program]
 
 
 def test_the_guides_config_file_is_one(tmp_path):

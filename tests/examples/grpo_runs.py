@@ -51,14 +51,16 @@ def start(config: Path, out: Path, *arguments: str, path: str = "in-memory") -> 
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out.parent)
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 170.0) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = 240.0) -> tuple[int, str, str]:
     """Exit status, standard output, standard error; a run that does not end is ended and fails the test."""
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
         pytest.fail(f"the run did not end within {timeout_s:g} s")
+    finally:
+        if process.returncode is None:  # that, or the test's own time is up
+            process.kill()
+            process.communicate()
     return process.returncode, out, err
 
 

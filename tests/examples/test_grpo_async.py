@@ -58,9 +58,10 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(tmp_path: Path, in_memor
     ],
 )
 def test_stale_rollouts_are_made_with_the_weights_of_a_fixed_step_and_repeat_over_backends(
-    tmp_path: Path, in_memory: Finished, staleness: int, made_with: list[int], others: list[str]
+    tmp_path: Path, in_memory: Finished, ray_server: str, staleness: int, made_with: list[int], others: list[str]
 ) -> None:
-    runs = {path: run_ahead(tmp_path / path, in_memory.config, staleness, path) for path in ("redis_store", *others)}
+    config = write_config(tmp_path, ray={"address": ray_server})
+    runs = {path: run_ahead(tmp_path / path, config, staleness, path) for path in ("redis_store", *others)}
     records, evaluation = runs["redis_store"]
     assert [record["staleness"] for record in records] == made_with
     for record in records:

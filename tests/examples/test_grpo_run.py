@@ -15,6 +15,9 @@ import pytest
 from grpo.train import main
 from grpo_runs import Finished, Running, assert_gone, finish, read_metrics, results, running_past, start, write_config
 
+#: Up to two whole runs, of which the first is the one that tests share.
+pytestmark = pytest.mark.timeout(540)
+
 
 @pytest.fixture
 def path() -> str:
@@ -60,9 +63,10 @@ def test_a_run_trains_reports_and_evaluates(in_memory: Finished) -> None:
     ["tq_simple", *(pytest.param(name, marks=pytest.mark.long) for name in ("redis_store", "tq_mooncake"))],
 )
 def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(
-    tmp_path: Path, in_memory: Finished, backend: str
+    tmp_path: Path, in_memory: Finished, ray_server: str, backend: str
 ) -> None:
-    code, out, err = finish(start(in_memory.config, tmp_path / "out", path=backend))
+    config = write_config(tmp_path, ray={"address": ray_server})
+    code, out, err = finish(start(config, tmp_path / "out", path=backend))
     assert (code, err) == (0, "")
     assert f"running over {backend}: " in out
     records = read_metrics(tmp_path / "out")
@@ -109,7 +113,7 @@ def test_a_worker_that_stops_answering_ends_the_run_at_the_deadline(running: Run
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_an_interrupted_run_leaves_no_process(running: Running, signum: signal.Signals) -> None:
     running.process.send_signal(signum)
-    code, _, err = finish(running.process, timeout_s=30)
+    code, _, err = finish(running.process)
     assert (code, err) == (130, "interrupted\n")
     assert_gone(running.family)
 

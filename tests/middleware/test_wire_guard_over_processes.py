@@ -8,7 +8,6 @@ import uuid
 
 import numpy as np
 import pytest
-import ray
 
 from dataplane_core import connect
 from dataplane_core.codec.frames import split_rows
@@ -55,7 +54,7 @@ class Redis:
         base = backend._base
         at = base + b":e:" + ask(b"HGET", base + b":p:p", b"epoch") + b":"
         (((write, position, _, _), *_),) = unpack_rows([ask(b"HGET", at + b"r", to_bytes(sample_id))])
-        key, field = b"%s:w:%d" % (base, write), b"%d" % position
+        key, field = b"%s:w:%s" % (base, write.hex().encode()), b"%d" % position
         ask(b"HSET", key, field, change(bytearray(ask(b"HGET", key, field))))
 
 
@@ -73,13 +72,6 @@ class TQSimple:
         backend._engine.put_rows([handle], changed, np.array([0, len(changed)]), column="dataplane", timeout_s=60)
 
 
-@pytest.fixture(scope="module")
-def local_ray():
-    context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
-
-
 @pytest.fixture(scope="module", params=["redis_store", pytest.param("tq_simple", marks=pytest.mark.long)])
 def stored(request):
     """A guarded client of a store into which another process has put, and the store."""
@@ -87,7 +79,7 @@ def stored(request):
     config = {**store.config, "middleware": ["wire_guard"], "op_timeout_s": 120.0}
     other = dict(config)
     if request.param == "tq_simple":
-        address = request.getfixturevalue("local_ray")
+        address = request.getfixturevalue("ray_address")
         other["options"] = {**config["options"], "ray_address": address}
     with connect(config) as client:
         client.register_partition("p", FIELDS, len(IDS), ["train"])

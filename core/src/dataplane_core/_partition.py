@@ -2,92 +2,52 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
+from dataplane_core._leases import Leases
+from dataplane_core._rows import Group, Hold, Ref, Row, Unit, group_of
+from dataplane_core._shortfall import find_shortfall
+from dataplane_core._views import ReadySet, View
 from dataplane_core.errors import InvalidRequestError, LeaseExpiredError, UnknownTaskError, preview
 from dataplane_core.fields import FieldSpec
-from dataplane_core.hookspecs import Claim, PartitionInfo
-from dataplane_core.tags import TagValue, matches
+from dataplane_core.hookspecs import Claim, PartitionInfo, Shortfall
+from dataplane_core.tags import TagValue
 
-__all__ = ["Partition", "Ref", "Row", "Task", "group_of"]
-
-#: Names the payload of one row of one put: ``(write_id, pos)``.
-Ref: TypeAlias = tuple[int, int]
-
-
-def group_of(sample_id: str) -> str:
-    """The group of an id: what stands before the last ``_g``.
-
-    Raises:
-        InvalidRequestError: The id holds no ``_g``.
-    """
-    group, mark, _ = sample_id.rpartition("_g")
-    if not mark:
-        raise InvalidRequestError(
-            f"sample id '{sample_id}' holds no '_g', but the partition has a GRPO group size. "
-            "Expected ids such as 'prompt7_g0'."
-        )
-    return group
-
-
-@dataclass(slots=True)
-class Hold:
-    """What a task has of a row: a lease until ``expires_at``, or for good (``done``)."""
-
-    token: str
-    expires_at: float
-    done: bool
-
-
-@dataclass(slots=True)
-class Row:
-    sample_id: str
-    seq: int
-    group: str | None
-    cells: dict[str, Ref] = field(default_factory=dict)
-    tags: dict[str, TagValue] = field(default_factory=dict)
-    holds: dict[str, Hold] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class View:
-    """Ready units of one task for one set of required fields: a lazily cleaned heap of (seq, id or group)."""
-
-    required: frozenset[str]
-    heap: list[tuple[int, str]] = field(default_factory=list)
-    queued: set[int] = field(default_factory=set)
-    ready_members: dict[str, int] = field(default_factory=dict)
-
-    def push(self, seq: int, name: str) -> None:
-        if seq not in self.queued:
-            self.queued.add(seq)
-            heapq.heappush(self.heap, (seq, name))
-
-    def pop(self) -> tuple[int, str]:
-        entry = heapq.heappop(self.heap)
-        self.queued.discard(entry[0])
-        return entry
-
-    def keep(self, entries: list[tuple[int, str]]) -> None:
-        self.heap = entries
-        heapq.heapify(entries)
-        self.queued = {seq for seq, _ in entries}
+__all__ = ["Partition", "Task"]
 
 
 @dataclass(slots=True)
 class Task:
+    """What a task was given.
+
+    Attributes:
+        views: Required fields -> what is ready.
+        num_held: Rows that it holds, leased or for good.
+        num_done: Those that it has for good.
+    """
+
     views: dict[frozenset[str], View] = field(default_factory=dict)
     num_held: int = 0
     num_done: int = 0
 
 
-@dataclass(slots=True)
-class Group:
-    seq: int
-    members: dict[str, Row] = field(default_factory=dict)
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a claim finds.
+
+    Attributes:
+        ready: The units that it may have.
+        num_units: How many of them it gets, were it to hand out what is ready.
+        gives: Whether it hands them out.
+        exhausted: Whether the partition can give the task no more.
+    """
+
+    ready: ReadySet
+    num_units: int
+    gives: bool
+    exhausted: bool
 
 
 @dataclass(slots=True)
@@ -98,26 +58,27 @@ class Partition:
         partition_id: Its name.
         info: The registration.
         tasks: Task name -> what it was given.
-        rows: Sample id -> row.
+        rows: Sample id -> row, in order of first write.
         specs: Field -> what it keeps, fixed by its first write.
         seen: Ids ever written, cleared ones included, up to ``num_samples`` of them; none where that is None.
         groups: Group -> its members, while it has any.
         poisoned: Names of the groups that lost a member, for good: the one thing that grows with what was cleared.
-        expiries: A heap of (time, row's number, id, task): when to look at a lease.
+        leases: When which lease may end.
         version: Grows with every change of ``rows``.
+        self_expiring: Whether a lease ends by itself once its time is over, or by `end_lease` alone.
     """
 
     partition_id: str
     info: PartitionInfo
     tasks: dict[str, Task]
+    self_expiring: bool = True
     rows: dict[str, Row] = field(default_factory=dict)
     specs: dict[str, FieldSpec] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     groups: dict[str, Group] = field(default_factory=dict)
     poisoned: set[str] = field(default_factory=set)
-    expiries: list[tuple[float, int, str, str]] = field(default_factory=list)
+    leases: Leases = field(default_factory=Leases)
     version: int = 0
-    _next_token: int = 1
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -149,10 +110,16 @@ class Partition:
                 replaced = [old for old in dict.fromkeys(before.values()) if old not in live]
         if tags is not None:
             row.tags.update(tags)
-        for task in self.tasks.values():
+        unit = self._unit_of(row)
+        for task_name, task in self.tasks.items():
             for view in task.views.values():
-                if view.required <= row.cells.keys() and (is_new or not view.required <= before.keys()):
-                    self._offer(view, row)
+                if not view.required <= row.cells.keys():
+                    continue
+                if is_new or not view.required <= before.keys():
+                    self._count_member(view, row)
+                    self._offer(view, unit, task_name)
+                if tags is not None:
+                    view.touch(unit.seq)
         return replaced
 
     def remove_row(self, sample_id: str) -> list[Ref] | None:
@@ -164,22 +131,19 @@ class Partition:
         row = self.rows.pop(sample_id, None)
         if row is None:
             return None
+        unit = self._unit_of(row)
+        for task in self.tasks.values():
+            for view in task.views.values():
+                view.discard(unit.seq)
+                view.ready_members.pop(unit.seq, None)
         for task_name, hold in row.holds.items():
-            task = self.tasks[task_name]
-            task.num_held -= 1
-            task.num_done -= hold.done
-        views = [view for task in self.tasks.values() for view in task.views.values()]
+            self._forget_hold(row, task_name, hold)
         if row.group is not None:
             group = self.groups[row.group]
             del group.members[sample_id]
             if not group.members:
                 del self.groups[row.group]
             self.poisoned.add(row.group)
-            for view in views:
-                view.ready_members.pop(row.group, None)
-        for view in views:
-            if len(view.heap) > 2 * len(self.rows):  # most entries are of rows that are gone
-                view.keep([entry for entry in view.heap if self._is_there(entry)])
         return list(dict.fromkeys(row.cells.values()))
 
     def _new_row(self, sample_id: str, seq: int) -> Row:
@@ -203,52 +167,29 @@ class Partition:
         lease_s: float | None,
         tag_filter: Mapping[str, tuple[str, Any]] | None,
         explain: bool,
+        token: str,
+        holder: str,
         now: float,
     ) -> Claim:
         """Hands out ready samples to a task, as the hook ``claim`` says.
 
-        Amortised cost: O(k log n) for k samples handed out of n ready; with a tag filter, also the ready samples
-        before them that do not match.
+        Amortised cost: O(k log n) for k samples handed out of n; with a tag filter, also a look at each unit that
+        changed since the filter was last asked with. What is ready and not handed out costs nothing.
         """
-        task = self._task(task_name)
-        group_size = self.info.grpo_group_size or 1
-        if batch_size % group_size:
-            raise InvalidRequestError(
-                f"claim_meta('{self.partition_id}', '{task_name}') refused: batch_size {batch_size} is not a "
-                f"multiple of the group size {group_size}."
-            )
         self._expire(now)
-        view = self._view(task, frozenset(required_fields))
-        units: list[list[Row]] = []
-        taken: list[tuple[int, str]] = []
-        passed: list[tuple[int, str]] = []
-        while view.heap and len(units) < batch_size // group_size:
-            entry = view.pop()
-            unit = self._unit(task_name, view, entry)
-            if unit is None:
-                continue
-            if tag_filter is None or all(matches(row.tags, tag_filter) for row in unit):
-                units.append(unit)
-                taken.append(entry)
-            else:
-                passed.append(entry)
-        for entry in passed:
-            view.push(*entry)
-        num_ready = len(units) * group_size
-        exhausted = num_ready < batch_size and self._is_exhausted(task_name, num_ready, tag_filter)
-        if all_or_nothing and num_ready < batch_size and not exhausted:
-            for entry in taken:
-                view.push(*entry)
-            missing = self._missing(task_name, view, tag_filter) if explain else {}
-            return Claim(num_ready=num_ready, missing_cells=missing)
-        rows = [row for unit in units for row in unit]
-        tokens = self._hold(task, task_name, rows, lease_s, now)
+        found = self._find(task_name, required_fields, batch_size, all_or_nothing, tag_filter, now)
+        units = found.ready.first(found.num_units) if found.gives else []
+        rows = [row for unit in units for row in unit.rows]
+        self._hold(task_name, units, lease_s, token, holder, now)
+        for unit in units:
+            found.ready.discard(unit.seq)
         return Claim(
             sample_ids=[row.sample_id for row in rows],
             tags=[dict(row.tags) for row in rows],
-            lease_tokens=tokens,
-            exhausted=exhausted,
-            num_ready=num_ready,
+            lease_tokens=None if lease_s is None else [token] * len(rows),
+            exhausted=found.exhausted,
+            num_ready=found.num_units * self._group_size,
+            shortfall=self._shortfall(task_name, required_fields, tag_filter, now) if explain and not rows else None,
         )
 
     def may_claim(
@@ -261,37 +202,72 @@ class Partition:
         tag_filter: Mapping[str, tuple[str, Any]] | None,
         now: float,
     ) -> bool:
-        """Whether `claim` would change anything: hand out samples, end leases, refuse, or find the end."""
-        task = self._task(task_name)
-        group_size = self.info.grpo_group_size or 1
-        if batch_size % group_size or (self.expiries and self.expiries[0][0] <= now):
-            return True
-        view = self._view(task, frozenset(required_fields))
-        needed = batch_size // group_size if all_or_nothing else 1
-        found = 0
-        for entry in view.heap:
-            unit = self._unit(task_name, view, entry)
-            if unit is not None and all(matches(row.tags, tag_filter) for row in unit):
-                found += 1
-                if found >= needed:
-                    return True
-        return self._is_exhausted(task_name, found * group_size, tag_filter)
+        """Whether `claim` would change anything: hand out samples, or end leases; errors as `claim`."""
+        found = self._find(task_name, required_fields, batch_size, all_or_nothing, tag_filter, now)
+        return found.gives or (self.self_expiring and self.leases.next_due(self._lease, now) is not None)
 
-    def _hold(self, task: Task, task_name: str, rows: list[Row], lease_s: float | None, now: float) -> list[str] | None:
-        task.num_held += len(rows)
-        if lease_s is None:
-            task.num_done += len(rows)
-            for row in rows:
-                row.holds[task_name] = Hold("", 0.0, True)
+    def _find(
+        self,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        all_or_nothing: bool,
+        tag_filter: Mapping[str, tuple[str, Any]] | None,
+        now: float,
+    ) -> _Answer:
+        task = self._task(task_name)
+        wanted, rest = divmod(batch_size, self._group_size)
+        if rest:
+            raise InvalidRequestError(
+                f"claim_meta('{self.partition_id}', '{task_name}') refused: batch_size {batch_size} is not a "
+                f"multiple of the group size {self._group_size}."
+            )
+        ready = self._view(task_name, task, frozenset(required_fields)).of(tag_filter, now)
+        num_units = min(len(ready), wanted)
+        exhausted = num_units < wanted and self._num_left(task_name, task, tag_filter, now) == num_units
+        gives = num_units > 0 and (num_units == wanted or exhausted or not all_or_nothing)
+        return _Answer(ready, num_units, gives, exhausted)
+
+    def _num_left(
+        self, task_name: str, task: Task, tag_filter: Mapping[str, tuple[str, Any]] | None, now: float
+    ) -> int | None:
+        """How many units the task may still be given one day, ready or not; None where more may be written."""
+        if self.info.num_samples is None or len(self.seen) < self.info.num_samples:
             return None
-        if not rows:  # nothing may change: a journal does not record a claim that hands out nothing
-            return []
-        token = f"{self.info.epoch}.{self._next_token}"
-        self._next_token += 1
-        for row in rows:
-            row.holds[task_name] = Hold(token, now + lease_s, False)
-            heapq.heappush(self.expiries, (now + lease_s, row.seq, row.sample_id, task_name))
-        return [token] * len(rows)
+        if self.info.grpo_group_size is None and not tag_filter:
+            return len(self.rows) - task.num_held
+        return len(self._view(task_name, task, frozenset()).of(tag_filter, now))
+
+    def _shortfall(
+        self,
+        task_name: str,
+        required_fields: Sequence[str],
+        tag_filter: Mapping[str, tuple[str, Any]] | None,
+        now: float,
+    ) -> Shortfall:
+        return find_shortfall(
+            self._units(), task_name, frozenset(required_fields), tag_filter, lambda unit: self._is_whole(unit), now
+        )
+
+    def _hold(
+        self, task_name: str, units: Iterable[Unit], lease_s: float | None, token: str, holder: str, now: float
+    ) -> None:
+        task = self.tasks[task_name]
+        for unit in units:
+            for view in task.views.values():
+                view.discard(unit.seq)
+            for row in unit.rows:
+                if lease_s is None:
+                    row.holds[task_name] = Hold("", holder, 0.0, True)
+                    task.num_done += 1
+                else:
+                    row.holds[task_name] = Hold(token, holder, now + lease_s, False)
+                    self.leases.add(now + lease_s, row, task_name)
+                task.num_held += 1
+            if isinstance(unit, Group):
+                unit.num_held[task_name] = len(unit.members)
+
+    # --- leases -------------------------------------------------------------------------------------------------------
 
     def ack(self, task_name: str, sample_ids: Sequence[str], tokens: Sequence[str], now: float) -> None:
         """Settles leases for good; acking again with the same token is allowed, since a reply may be lost.
@@ -306,12 +282,14 @@ class Partition:
             if not hold.done:
                 hold.done = True
                 task.num_done += 1
+        self.tidy()
 
     def nack(self, task_name: str, sample_ids: Sequence[str], tokens: Sequence[str], now: float) -> None:
         """Gives leased samples back to the pool; errors as `ack`."""
         _, rows = self._leased(task_name, sample_ids, tokens, now, "nack")
         for row in rows:
             self._give_back(row, task_name)
+        self.tidy()
 
     def renew(
         self,
@@ -324,8 +302,15 @@ class Partition:
         """Extends leases to ``lease_s`` from now; errors as `ack`."""
         _, rows = self._leased(task_name, sample_ids, tokens, now, "renew")
         for row in rows:
-            row.holds[task_name].expires_at = now + lease_s
-            heapq.heappush(self.expiries, (now + lease_s, row.seq, row.sample_id, task_name))
+            hold = row.holds[task_name]
+            if now + lease_s < hold.expires_at:  # a later end is found when the earlier one comes
+                self.leases.add(now + lease_s, row, task_name)
+            hold.expires_at = now + lease_s
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Drops what is kept of leases that are settled or cleared, once it is most of what is kept."""
+        self.leases.tidy(self._lease, sum(task.num_held - task.num_done for task in self.tasks.values()))
 
     def consumed(self, task_names: Sequence[str]) -> bool:
         """Whether every task was given (leased: has acked) every row; False while there is none."""
@@ -369,112 +354,108 @@ class Partition:
         for row in rows:
             assert row.group is not None
             counts[row.group] = counts.get(row.group, 0) + 1
-        for key, count in counts.items():
-            held = sum(task_name in member.holds for member in self.groups[key].members.values())
+        for name, count in counts.items():
+            held = self.groups[name].num_held[task_name]
             if count != held:
                 raise InvalidRequestError(
-                    f"{action} refused: it names {count} of the {held} samples held of group '{key}'. Groups are "
+                    f"{action} refused: it names {count} of the {held} samples held of group '{name}'. Groups are "
                     "handed out, settled and renewed as a whole. No row was changed."
                 )
 
-    def _expire(self, now: float) -> None:
-        while self.expiries and self.expiries[0][0] <= now:
-            _, seq, sample_id, task_name = heapq.heappop(self.expiries)
+    def due(self, now: float) -> list[tuple[str, str, list[str]]]:
+        """Leases whose time is over: task, token and samples of each. Changes nothing that another call could see."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for row, task_name in self.leases.all_due(self._lease, now):
+            found.setdefault((task_name, row.holds[task_name].token), []).append(row.sample_id)
+        return [(task_name, token, ids) for (task_name, token), ids in found.items()]
+
+    def end_lease(self, task_name: str, token: str, sample_ids: Sequence[str]) -> None:
+        """Gives back what is still held under a lease; the rest is passed over."""
+        for sample_id in sample_ids:
             row = self.rows.get(sample_id)
-            if row is None or row.seq != seq:
-                continue
-            hold = row.holds.get(task_name)
-            if hold is not None and not hold.done and hold.expires_at <= now:
+            hold = None if row is None else row.holds.get(task_name)
+            if row is not None and hold is not None and not hold.done and hold.token == token:
                 self._give_back(row, task_name)
 
+    def _expire(self, now: float) -> None:
+        while self.self_expiring and (due := self.leases.next_due(self._lease, now)) is not None:
+            self._give_back(*due)
+
+    def _lease(self, sample_id: str, seq: int, task_name: str) -> tuple[Row, Hold] | None:
+        """A lease that is neither settled nor cleared."""
+        row = self.rows.get(sample_id)
+        hold = row.holds.get(task_name) if row is not None and row.seq == seq else None
+        return None if row is None or hold is None or hold.done else (row, hold)
+
     def _give_back(self, row: Row, task_name: str) -> None:
-        del row.holds[task_name]
+        self._forget_hold(row, task_name, row.holds.pop(task_name))
+        unit = self._unit_of(row)
+        for view in self.tasks[task_name].views.values():
+            self._offer(view, unit, task_name)
+
+    def _forget_hold(self, row: Row, task_name: str, hold: Hold) -> None:
         task = self.tasks[task_name]
         task.num_held -= 1
-        for view in task.views.values():
-            if view.required <= row.cells.keys():
-                self._queue(view, row)
+        task.num_done -= hold.done
+        if row.group is not None:
+            self.groups[row.group].num_held[task_name] -= 1
 
-    def _view(self, task: Task, required: frozenset[str]) -> View:
+    def restore_hold(self, row: Row, task_name: str, hold: Hold) -> None:
+        """Puts a hold in place while the partition is made from a saved state, before anything is asked."""
+        row.holds[task_name] = hold
+        task = self.tasks[task_name]
+        task.num_held += 1
+        task.num_done += hold.done
+        if row.group is not None:
+            num_held = self.groups[row.group].num_held
+            num_held[task_name] = num_held.get(task_name, 0) + 1
+        if not hold.done:
+            self.leases.add(hold.expires_at, row, task_name)
+
+    # --- what is ready ------------------------------------------------------------------------------------------------
+
+    def _view(self, task_name: str, task: Task, required: frozenset[str]) -> View:
         view = task.views.get(required)
         if view is None:
             view = task.views[required] = View(required)
             for row in self.rows.values():
                 if required <= row.cells.keys():
-                    self._offer(view, row)
+                    self._count_member(view, row)
+            for unit in self._units():
+                self._offer(view, unit, task_name)
         return view
 
-    def _is_exhausted(
-        self,
-        task_name: str,
-        num_ready: int,
-        tag_filter: Mapping[str, tuple[str, Any]] | None,
-    ) -> bool:
-        total = self.info.num_samples
-        if total is None or len(self.seen) < total:
-            return False
-        if self.info.grpo_group_size is None:
-            if tag_filter is None:
-                return len(self.rows) - self.tasks[task_name].num_held == num_ready
-            left = [row for row in self.rows.values() if task_name not in row.holds]
-            return sum(matches(row.tags, tag_filter) for row in left) == num_ready
-        left = [
-            row
-            for name, group in self.groups.items()
-            if self._is_whole(name) and not any(task_name in row.holds for row in group.members.values())
-            if all(matches(row.tags, tag_filter) for row in group.members.values())
-            for row in group.members.values()
-        ]
-        return len(left) == num_ready
-
-    def _missing(
-        self, task_name: str, view: View, tag_filter: Mapping[str, tuple[str, Any]] | None
-    ) -> dict[str, tuple[str, ...]]:
-        missing: dict[str, tuple[str, ...]] = {}
-        for row in self.rows.values():
-            if task_name in row.holds or not matches(row.tags, tag_filter):
-                continue
-            lacking = tuple(sorted(view.required - row.cells.keys()))
-            if lacking:
-                missing[row.sample_id] = lacking
-                if len(missing) == 3:
-                    break
-        return missing
-
-    def _is_whole(self, name: str) -> bool:
-        if name in self.poisoned:
-            return False
-        return len(self.groups[name].members) == self.info.grpo_group_size
-
-    def _offer(self, view: View, row: Row) -> None:
-        """A row became ready for a view: counts it, and queues it once its unit is complete."""
+    def _count_member(self, view: View, row: Row) -> None:
+        """A row of a group has the fields of a view."""
         if row.group is not None and row.group not in self.poisoned:
-            view.ready_members[row.group] = view.ready_members.get(row.group, 0) + 1
-        self._queue(view, row)
+            seq = self.groups[row.group].seq
+            view.ready_members[seq] = view.ready_members.get(seq, 0) + 1
 
-    def _queue(self, view: View, row: Row) -> None:
-        if row.group is None:
-            view.push(row.seq, row.sample_id)
-            return
-        group = self.groups[row.group]
-        if self._is_whole(row.group) and view.ready_members.get(row.group, 0) == len(group.members):
-            view.push(group.seq, row.group)
+    def _offer(self, view: View, unit: Unit, task_name: str) -> None:
+        """Something changed for a unit: adds it to a view, if it is ready now."""
+        if isinstance(unit, Row):
+            is_ready = view.required <= unit.cells.keys() and task_name not in unit.holds
+        else:
+            # members of a group that lost one are not counted, so that it is never ready
+            is_ready = view.ready_members.get(unit.seq, 0) == self._group_size and not unit.num_held.get(task_name)
+        if is_ready:
+            view.add(unit)
 
-    def _is_there(self, entry: tuple[int, str]) -> bool:
-        """Whether what a heap entry names may ever be claimed through it."""
-        seq, name = entry
-        if self.info.grpo_group_size is not None:
-            return name not in self.poisoned
-        row = self.rows.get(name)
-        return row is not None and row.seq == seq
+    def _units(self) -> Iterable[Unit]:
+        return self.rows.values() if self.info.grpo_group_size is None else self.groups.values()
 
-    def _unit(self, task_name: str, view: View, entry: tuple[int, str]) -> list[Row] | None:
-        """The rows behind a heap entry, or None where it is no longer claimable."""
-        if not self._is_there(entry):
-            return None
-        _, name = entry
-        rows = [self.rows[name]] if self.info.grpo_group_size is None else list(self.groups[name].members.values())
-        return None if any(task_name in row.holds for row in rows) else rows
+    def _unit_of(self, row: Row) -> Unit:
+        return row if row.group is None else self.groups[row.group]
+
+    def _is_whole(self, unit: Unit) -> bool:
+        if isinstance(unit, Row):
+            return True
+        name = next(iter(unit.members.values())).group
+        return name not in self.poisoned and len(unit.members) == self._group_size
+
+    @property
+    def _group_size(self) -> int:
+        return self.info.grpo_group_size or 1
 
     def _task(self, task_name: str) -> Task:
         task = self.tasks.get(task_name)

@@ -38,10 +38,17 @@ class Backend:
             in reports.
         deviations: Test of the conformance kit -> the fact of the engine for which this backend departs from what it
             says. The kit expects these tests to fail, and says why.
+        opens_in_forks: Whether a process that was forked from one with an open client may open one of its own. False
+            where the engine's library does not survive a fork; core then refuses at once, and says to spawn.
         contract_version: The contract's version that this class was written for.
         Config: A pydantic model of the backend's own options.
         name: The entry-point name that the config chose; set by core before `start`.
         allow_pickle: Whether the config allows object items that travel pickled; set by core before `start`.
+        exclusive: Whether bootstrapping must fail where anything runs already, also of equal options: of several
+            processes that connect with ``bootstrap="auto"``, one bootstraps; set by core before `start`.
+        attach_wait_s: How long an attach may wait for an owner that is not there yet, in seconds; set by core before
+            `start`. Core itself waits, by starting another object of this class again and again, so only a backend to
+            which a try is costly needs to look at it.
     """
 
     wire: ClassVar[WireFormat] = WireFormat()
@@ -49,11 +56,14 @@ class Backend:
     scope: ClassVar[Scope] = Scope.PROCESS
     facts: ClassVar[Mapping[str, str]] = MappingProxyType({})
     deviations: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    opens_in_forks: ClassVar[bool] = True
     contract_version: ClassVar[int] = CONTRACT_VERSION
     Config: ClassVar[type[BaseModel]] = NoOptions
 
     name: str = ""
     allow_pickle: bool = False
+    exclusive: bool = False
+    attach_wait_s: float = 0.0
 
     def __init__(self, config: Any) -> None:
         """Keeps the validated options; opens nothing.
@@ -71,8 +81,10 @@ class Backend:
             deadline: On `time.monotonic`'s clock, in seconds.
 
         Raises:
-            BackendUnavailableError: Nothing to attach to.
-            AlreadyRunningError: Bootstrapping over a running instance of other options.
+            BackendUnavailableError: Nothing to attach to; retryable, which it is unless said otherwise, where that may
+                change, since its owner may be about to start.
+            AlreadyRunningError: Bootstrapping over a running instance of other options, or over any where `exclusive`;
+                retryable where another process was only faster, so that `connect("auto")` tries to attach again.
         """
 
     def stop(self) -> None:

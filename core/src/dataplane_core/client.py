@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import pluggy
 from tensordict import TensorDict, TensorDictBase
@@ -25,13 +25,15 @@ from dataplane_core._checks import (
     check_seconds,
     strings_of,
 )
+from dataplane_core._forks import fork_hint, open_clients
+from dataplane_core._pacing import Pacer
+from dataplane_core._waiting import wait_for_claim
 from dataplane_core.backend import Backend
 from dataplane_core.capabilities import Capability, Scope, WireFormat
 from dataplane_core.codec.wire import lower, raise_columns, take_rows
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import (
     BackendError,
-    ClaimTimeoutError,
     ClientClosedError,
     DataPlaneError,
     InvalidRequestError,
@@ -60,6 +62,7 @@ from dataplane_core.hookspecs import (
     SampleList,
     SettleReply,
     WireBatch,
+    new_id,
 )
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.middleware import MiddlewareContext
@@ -68,12 +71,6 @@ from dataplane_core.tags import TagFilter, TagValue, check_tag_filter, check_tag
 __all__ = ["DataPlaneClient"]
 
 _R = TypeVar("_R")
-
-#: A waiting claim asks again after these many seconds at first, and at most.
-_POLL_FIRST_S: Final = 0.0005
-_POLL_MOST_S: Final = 0.02
-#: What the last question of a waiting claim may take, when its own time is up.
-_LAST_ASK_S: Final = 1.0
 
 
 class DataPlaneClient:
@@ -110,10 +107,13 @@ class DataPlaneClient:
         client._middleware = []
         client._infos = {}
         client._closed = False
+        client._bootstrapped = bootstrap
         client._pid = os.getpid()
         client._in_flight = 0
         client._state = threading.Condition(threading.Lock())
         client._close_lock = threading.Lock()
+        client._closing = threading.Event()
+        client._pacer = Pacer()
         try:
             backend.start(bootstrap=bootstrap, deadline=deadline)
             for plugin in middleware:
@@ -132,6 +132,7 @@ class DataPlaneClient:
                     backend=config.backend,
                 ) from error
             raise
+        open_clients.add(client)
         return client
 
     _config: DataPlaneConfig
@@ -141,11 +142,14 @@ class DataPlaneClient:
     _capabilities: frozenset[Capability]
     _middleware: list[Any]
     _infos: dict[str, PartitionInfo]
-    _closed: bool  # guarded by _state; read without it by waiting claims
+    _closed: bool  # guarded by _state
+    _bootstrapped: bool
     _pid: int
     _in_flight: int
     _state: threading.Condition
     _close_lock: threading.Lock
+    _closing: threading.Event  # wakes those who wait
+    _pacer: Pacer
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
@@ -163,6 +167,11 @@ class DataPlaneClient:
     def scope(self) -> Scope:
         """How far apart clients of this store may be."""
         return type(self._backend).scope
+
+    @property
+    def bootstrapped(self) -> bool:
+        """Whether this client started what the backend needs, and ends it on close; else it attached."""
+        return self._bootstrapped
 
     @property
     def config(self) -> DataPlaneConfig:
@@ -237,7 +246,8 @@ class DataPlaneClient:
             sample_ids: N unique ids. None at all: an empty meta, no I/O.
             partition_id: A registered partition.
             fields: Columns of batch size ``[N]``: tensors (dense, jagged or strided nested), or row-aligned object
-                columns. The caller may reuse its memory as soon as this returns.
+                columns; in a dict also lists, where numbers and lists of numbers become tensor columns
+                (`codec.lists.column_of_list`). The caller may reuse its memory as soon as this returns.
             tags: N dicts of primitives, merged key by key into what is there.
 
         Returns:
@@ -272,21 +282,24 @@ class DataPlaneClient:
             columns, specs = ({}, {}) if fields is None else self._lower(where, fields, len(ids))
             if not columns and rows is None:
                 raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
-            request = PutRequest(
-                partition_id=partition_id,
-                sample_ids=ids,
-                columns=columns,
-                specs=specs,
-                tags=rows,
-                deadline=self._deadline(),
-            )
-            written = list(columns)
+            deadline = self._deadline()
+
+            def request() -> PutRequest:
+                return PutRequest(
+                    partition_id=partition_id,
+                    sample_ids=list(ids),
+                    columns={name: list(each) if isinstance(each, list) else each for name, each in columns.items()},
+                    specs=dict(specs),
+                    tags=None if rows is None else [dict(row) for row in rows],
+                    deadline=deadline,
+                )
+
             self._put(where, request, fields)
             return KVBatchMeta(
                 partition_id,
                 None,
-                list(ids),
-                fields=written,
+                ids,
+                fields=list(columns),
                 sequence_lengths=lengths_of(rows),
                 tags=rows,
             )
@@ -374,7 +387,7 @@ class DataPlaneClient:
             task_name: A task named at its registration.
             required_fields: Fields that must be produced.
             batch_size: How many; a multiple of the group size where the partition has one.
-            dp_rank: Reserved.
+            dp_rank: Reserved: any value but None is refused.
             blocking: Wait, or return what is ready now, up to ``batch_size``.
             timeout_s: How long a blocking claim waits, in seconds.
             lease_s: Seconds after which an unsettled claim goes back to the pool; None: delivery at most once.
@@ -385,7 +398,7 @@ class DataPlaneClient:
             ``input_lengths``.
 
         Raises:
-            ClaimTimeoutError: Says how many were ready and which fields the next ones miss.
+            ClaimTimeoutError: Says how many were ready, and what keeps the others back.
             UnknownPartitionError, UnknownTaskError: Not registered, or cleared while waiting.
             InvalidRequestError: A batch size below 1 or no multiple of the group size.
         """
@@ -393,6 +406,13 @@ class DataPlaneClient:
             self._require(Capability.CLAIMS, "claim_meta")
             check_name("partition_id", partition_id)
             check_name("task_name", task_name)
+            if dp_rank is not None:
+                raise UnsupportedOperationError(
+                    f"claim_meta('{partition_id}', '{task_name}') refused: dp_rank={dp_rank!r}, but dp_rank is "
+                    "reserved and chooses nothing. Expected None.",
+                    hint="Leave it out. Each rank claims rows of its own, or one claims for all and shards the meta "
+                    "(shard_meta_for_dp).",
+                )
             names = check_names("required_fields", required_fields)
             check_count("batch_size", batch_size)
             check_seconds("timeout_s", timeout_s, at_least_zero=True)
@@ -402,17 +422,24 @@ class DataPlaneClient:
             condition = check_tag_filter(tag_filter)
             if condition is not None:
                 self._require(Capability.TAG_FILTERS, "claim_meta(tag_filter=...)")
-            request = ClaimRequest(
-                partition_id=partition_id,
-                task_name=task_name,
-                required_fields=names,
-                batch_size=batch_size,
-                all_or_nothing=blocking,
-                lease_s=lease_s,
-                tag_filter=condition,
-                deadline=0.0,
-            )
-            claim = self._wait_claim(request, timeout_s) if blocking else self._claim_once(request)
+
+            def request(deadline: float, token: str) -> ClaimRequest:
+                return ClaimRequest(
+                    partition_id=partition_id,
+                    task_name=task_name,
+                    required_fields=list(names),
+                    batch_size=batch_size,
+                    all_or_nothing=blocking,
+                    lease_s=lease_s,
+                    tag_filter=None if condition is None else dict(condition),
+                    token=token,
+                    deadline=min(self._deadline(), deadline),
+                )
+
+            if blocking:
+                claim = wait_for_claim(request, self._claim_once, timeout_s, self._pacer, self._closing)
+            else:
+                claim = self._claim_once(request(float("inf"), new_id()))
             tags = [dict(row) for row in claim.tags]
             return KVBatchMeta(
                 partition_id,
@@ -502,7 +529,9 @@ class DataPlaneClient:
                 return
             with self._state:
                 self._closed = True
+                self._closing.set()
                 self._state.wait_for(lambda: self._in_flight == 0, timeout=self._config.op_timeout_s)
+            open_clients.discard(self)
             self._stop_all(suppress=False)
 
     def __enter__(self) -> DataPlaneClient:
@@ -532,7 +561,7 @@ class DataPlaneClient:
             raise ClientClosedError(
                 f"this client was opened in process {self._pid} and is used in its fork {os.getpid()}.",
                 backend=self.backend_name,
-                hint="Call connect(config, bootstrap=False) after the fork.",
+                hint=fork_hint(type(self._backend)),
             )
         with self._state:
             if self._closed:
@@ -593,7 +622,9 @@ class DataPlaneClient:
             allow_pickle=self._config.allow_pickle,
         )
 
-    def _put(self, where: str, request: PutRequest, fields: Any) -> None:
+    def _put(self, where: str, make_request: Callable[[], PutRequest], fields: Any) -> None:
+        """Commits a put; each attempt is a request of its own, since middleware changes those that it is given."""
+        request = make_request()
         words = {
             name: strings
             for name, spec in request.specs.items()
@@ -604,6 +635,7 @@ class DataPlaneClient:
             return
         # only strings can break an enum; the vocabulary belongs to one registration, so the put is tied to it
         for attempt in (0, 1):
+            request = make_request()
             info = self._infos.get(request.partition_id)
             if info is None or attempt:
                 info = self._infos[request.partition_id] = self._describe(request)
@@ -627,7 +659,6 @@ class DataPlaneClient:
         return self._call("describe_partition", describe, PartitionInfo)
 
     def _claim_once(self, request: ClaimRequest) -> Claim:
-        request.deadline = min(self._deadline(), request.deadline or float("inf"))
         leased = request.lease_s is not None  # as asked: middleware may change the request
         claim = self._call("claim", request, Claim)
         where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
@@ -636,32 +667,6 @@ class DataPlaneClient:
             counts["lease tokens"] = len(claim.lease_tokens or ())
         check_counts(where, len(claim.sample_ids), **counts)
         return claim
-
-    def _wait_claim(self, request: ClaimRequest, timeout_s: float) -> Claim:
-        start = time.monotonic()
-        give_up = start + timeout_s
-        pause_s = _POLL_FIRST_S
-        while True:
-            left_s = give_up - time.monotonic()
-            request.explain = left_s <= pause_s
-            request.deadline = max(give_up, time.monotonic() + _LAST_ASK_S)
-            claim = self._claim_once(request)
-            if claim.sample_ids or claim.exhausted:
-                return claim
-            if self._closed:
-                raise ClientClosedError("the client was closed while a claim waited.")
-            if request.explain and time.monotonic() >= give_up:
-                lacking = "; ".join(f"'{each}' lacks {preview(names)}" for each, names in claim.missing_cells.items())
-                outlook = f"Next: {lacking}" if lacking else "No further samples were written"
-                raise ClaimTimeoutError(
-                    f"claim_meta('{request.partition_id}', '{request.task_name}') timed out after {timeout_s:g} s: "
-                    f"{claim.num_ready} of {request.batch_size} samples were ready with "
-                    f"{preview(request.required_fields)}. {outlook}.",
-                    num_ready=claim.num_ready,
-                    missing_cells=claim.missing_cells,
-                )
-            time.sleep(max(0.0, min(pause_s, give_up - time.monotonic())))
-            pause_s = min(pause_s * 1.5, _POLL_MOST_S)
 
     def _settle(self, operation: str, request_type: Callable[..., Any], meta: KVBatchMeta, **extra: Any) -> None:
         with self._operation():

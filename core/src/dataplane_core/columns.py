@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.codec.jagged import as_lengths, materialize, pack_jagged_fields, to_tensordict
+from dataplane_core.codec.lists import column_of_list
 from dataplane_core.codec.tensors import byte_array, host_tensor, is_jagged, jagged_parts
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta
@@ -170,8 +171,9 @@ def write_columns(
     Args:
         client: An open client.
         meta: N rows, each id once.
-        fields: Columns of N rows: tensors, and objects as lists, object arrays or ``NonTensorStack``. May be padded
-            beyond the longest row.
+        fields: Columns of N rows: tensors, possibly padded beyond the longest row; lists, where numbers and lists of
+            numbers become tensor columns (`codec.lists.column_of_list`); objects as any other list, object arrays or
+            ``NonTensorStack``.
         token_aligned_fields: Names of columns with one element per token on dim 1; these are cut to
             ``meta.sequence_lengths`` and travel jagged. Only what is declared here is ever cut. Names that ``fields``
             lacks are ignored.
@@ -225,8 +227,9 @@ def kv_first_write(
       embedding that happens to be S wide, is never cut: what is not known to be padding is kept.
 
     Args:
-        batch: N rows: tensors, and objects as lists or object arrays. ``input_lengths`` (N,) gives the tokens per row;
-            without it nothing is cut.
+        batch: N rows: tensors; lists, where numbers and lists of numbers become tensor columns
+            (`codec.lists.column_of_list`); objects as any other list or object arrays. ``input_lengths`` (N,) gives the
+            tokens per row; without it nothing is cut.
         sample_ids: N ids, each once.
         dp_client: An open client.
         partition_id: A registered partition.
@@ -265,6 +268,11 @@ def kv_first_write(
                 f"{where} refused: the number of sample_ids must match batch size, got {len(ids)} ids and {found} rows "
                 f"in field '{name}'."
             )
+    with _telling(where):  # here too, since which columns are per token is told by tensors
+        batch = {
+            name: column_of_list(f"field '{name}'", column) if ids and isinstance(column, (list, tuple)) else column
+            for name, column in batch.items()
+        }
     if tags is not None and len(tags) != len(ids):
         raise InvalidRequestError(f"{where} refused: tags must align 1:1 with sample_ids, got {len(tags)} entries.")
     info = dict(extra_info or {})

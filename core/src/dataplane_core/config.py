@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dataplane_core._entry_points import find_plugins, nearest
 from dataplane_core.errors import ConfigError
 
 __all__ = ["DataPlaneConfig", "load_config", "validate_model", "yaml_problem"]
@@ -27,6 +27,8 @@ class DataPlaneConfig(BaseModel):
         options: The backend's own options, checked by its ``Config``. Not printed: there may be secrets among them.
         middleware: Outermost first: a name, ``{name: options}``, or in code an object.
         op_timeout_s: Deadline of one operation in seconds; a blocking claim has its own.
+        attach_wait_s: How long ``connect(config, bootstrap=False)`` waits for an owner that is not there yet, in
+            seconds, within ``op_timeout_s``; 0: not at all.
         allow_pickle: Lets object columns hold items outside the closed set, which then travel pickled.
     """
 
@@ -36,6 +38,7 @@ class DataPlaneConfig(BaseModel):
     options: dict[str, Any] = Field(default_factory=dict, repr=False)
     middleware: list[Any] = Field(default_factory=list)
     op_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    attach_wait_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     allow_pickle: bool = False
 
 
@@ -58,7 +61,8 @@ def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"{label} cannot be read: {error.strerror or error}.") from error
+            message = f"{label} cannot be read: {error.strerror or error}."
+            raise ConfigError(message, hint=_what_it_is(str(source))) from error
         except (yaml.YAMLError, ValueError) as error:
             raise ConfigError(f"{label} is not valid YAML: {yaml_problem(error)}.") from None
     elif type(source).__module__.partition(".")[0] == "omegaconf":
@@ -66,8 +70,24 @@ def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[
 
         values = OmegaConf.to_container(source, resolve=True)
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{label} must be a mapping with the key 'backend', got {type(values).__name__}.")
-    return validate_model(DataPlaneConfig, values, label)
+        message = f"{label} must be a mapping with the key 'backend', got {type(values).__name__}."
+        raise ConfigError(message, hint=_what_it_is())
+    try:
+        return validate_model(DataPlaneConfig, values, label)
+    except ConfigError as error:
+        if "backend" not in values:
+            error.hint = _what_it_is()
+        raise
+
+
+def _what_it_is(given: str = "") -> str:
+    """What a config is and which backends there are, for one who gave something else."""
+    installed = list(dict.fromkeys(record.name for record in find_plugins()))
+    meant = nearest(given, installed) or ("noop" if "noop" in installed else next(iter(installed), "noop"))
+    return (
+        f"A config is a dict such as {{'backend': '{meant}'}}, an OmegaConf config, a DataPlaneConfig, or the path of "
+        f"a YAML file. Installed backends: {', '.join(installed) or 'none'}."
+    )
 
 
 def yaml_problem(error: yaml.YAMLError | ValueError) -> str:
@@ -96,12 +116,14 @@ def validate_model(model: type[M], values: Mapping[str, Any], label: str) -> M:
         for item in error.errors():
             where = ".".join(str(part) for part in item["loc"])
             if item["type"] == "extra_forbidden":
-                near = difflib.get_close_matches(str(item["loc"][-1]), model.model_fields, n=1, cutoff=0.5)
-                known = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(model.model_fields)}."
+                near = nearest(str(item["loc"][-1]), model.model_fields)
+                known = f"did you mean '{near}'?" if near else f"known keys: {', '.join(model.model_fields) or 'none'}."
                 problems.append(f"unknown key '{where}'; {known}")
             elif item["type"] == "missing":
                 problems.append(f"key '{where}' is missing")
             else:
                 # no input value here: it may be a secret
                 problems.append(f"key '{where}': {item['msg']}")
-        raise ConfigError(f"{label} is refused: {'; '.join(problems)}") from None
+        said = "; ".join(problems)
+        end = "" if said[-1] in ".?" else "."
+        raise ConfigError(f"{label} {'are' if 'options' in label else 'is'} refused: {said}{end}") from None

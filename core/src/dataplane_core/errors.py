@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from dataplane_core.hookspecs import Shortfall
 
 __all__ = [
     "AlreadyRunningError",
@@ -25,6 +28,7 @@ __all__ = [
     "InvalidRequestError",
     "InvalidTypeError",
     "LeaseExpiredError",
+    "LostSamplesError",
     "MissingDataError",
     "OperationTimeoutError",
     "PluginError",
@@ -153,7 +157,7 @@ class PluginSignatureError(PluginError, TypeError):
 
 
 class AlreadyRunningError(DataPlaneError, RuntimeError):
-    """``bootstrap=True`` met a running instance of that name."""
+    """``bootstrap=True`` met a running instance of that name; retryable where it can be attached to, now or soon."""
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
@@ -232,19 +236,54 @@ class MissingDataError(DataPlaneError, KeyError):
             lacking: Each sample that lacks fields, with these fields, in the order asked for; at least one. Columns of
                 middleware, whose names begin with ``~``, are named only where no field of the user is missing.
         """
-        cells: dict[str, Sequence[str]] = {}
-        count = 0
-        for sample_id, names in lacking:
-            count += 1
-            if count <= _NUM_NAMED:
-                cells[sample_id] = [name for name in names if not name.startswith("~")] or names
-        shown = "; ".join(f"'{sample_id}' lacks {preview(names)}" for sample_id, names in cells.items())
-        more = f"; and {count - len(cells)} more samples" if count > len(cells) else ""
+        cells, _, shown = _first_cells(lacking)
         return cls(
-            f"{what}: cells not yet produced: {shown}{more}.",
+            f"{what}: cells not yet produced: {shown}.",
             partition_id=partition_id,
             missing_cells=cells,
             hint="Claim samples by their required fields, or wait for the producer of those fields.",
+        )
+
+
+def _first_cells(lacking: Iterable[tuple[str, Sequence[str]]]) -> tuple[dict[str, Sequence[str]], int, str]:
+    """The first few samples with the fields they lack, how many samples there are, and a sentence's part of it."""
+    cells: dict[str, Sequence[str]] = {}
+    count = 0
+    for sample_id, names in lacking:
+        count += 1
+        if count <= _NUM_NAMED:
+            cells[sample_id] = [name for name in names if not name.startswith("~")] or names
+    shown = "; ".join(f"'{sample_id}' lacks {preview(names)}" for sample_id, names in cells.items())
+    more = f"; and {count - len(cells)} more samples" if count > len(cells) else ""
+    return cells, count, shown + more
+
+
+class LostSamplesError(MissingDataError):
+    """The store knows these cells as produced, but their payload is gone: the engine dropped it, or came back from an
+    older state. Clear the samples and produce them again.
+
+    Attributes:
+        partition_id: The partition that was read.
+        missing_samples: The first few samples concerned.
+        missing_cells: For these samples, the fields whose payload is gone.
+    """
+
+    @classmethod
+    def for_payload(cls, what: str, partition_id: str, lost: Iterable[tuple[str, Sequence[str]]]) -> LostSamplesError:
+        """Cells whose payload is gone.
+
+        Args:
+            what: The read, as ``get_samples('train', 512 samples)``.
+            partition_id: The partition.
+            lost: Each sample concerned with the fields that are gone, in the order asked for; at least one.
+        """
+        cells, count, shown = _first_cells(lost)
+        return cls(
+            f"{what}: the payload of {count} {'sample' if count == 1 else 'samples'} is gone from the store: {shown}.",
+            partition_id=partition_id,
+            missing_samples=list(cells),
+            missing_cells=cells,
+            hint="Clear these samples and produce them again.",
         )
 
 
@@ -280,26 +319,30 @@ class ClaimTimeoutError(OperationTimeoutError):
 
     Attributes:
         num_ready: How many samples were ready.
-        missing_cells: For the next samples, the required fields that they still miss.
+        shortfall: What keeps the others back, counted and named; None where the backend does not say.
+        missing_cells: For the first few samples that miss required fields, these fields.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        num_ready: int = 0,
-        missing_cells: Mapping[str, Sequence[str]] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, message: str, *, num_ready: int = 0, shortfall: Shortfall | None = None, **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
         self.num_ready = num_ready
-        self.missing_cells = {k: tuple(v) for k, v in (missing_cells or {}).items()}
+        self.shortfall = shortfall
+        cells = {} if shortfall is None else shortfall.missing_cells
+        self.missing_cells = {sample_id: tuple(fields) for sample_id, fields in cells.items()}
 
 
 class CapacityExceededError(DataPlaneError, RuntimeError):
-    """The store is full and the configuration says to raise, or the batch can never fit."""
+    """The store is full and the configuration says to raise, or the batch can never fit.
+
+    Attributes:
+        ask_again_s: Seconds that a put that waits for room lets pass before it asks again.
+    """
 
     default_retryable = True
+
+    def __init__(self, message: str, *, ask_again_s: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.ask_again_s = ask_again_s
 
 
 class ClientClosedError(DataPlaneError, RuntimeError):

@@ -12,6 +12,9 @@ client that was called, in the caller's thread, possibly in several threads at o
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -34,6 +37,7 @@ __all__ = [
     "DataPlaneSpec",
     "DescribeRequest",
     "GetRequest",
+    "LeaseHolder",
     "ListRequest",
     "NackRequest",
     "PartitionInfo",
@@ -43,10 +47,13 @@ __all__ = [
     "RenewRequest",
     "SampleList",
     "SettleReply",
+    "Shortfall",
     "WireBatch",
     "WireColumn",
     "hookimpl",
     "hookspec",
+    "new_id",
+    "this_process",
 ]
 
 #: The version of the contract that this core speaks.
@@ -58,6 +65,16 @@ hookimpl = pluggy.HookimplMarker("dataplane")
 
 #: One column as a backend sees it: a dense or jagged tensor, a list of row tensors, of frames, or of items.
 WireColumn: TypeAlias = torch.Tensor | list[Any]
+
+
+def new_id() -> str:
+    """128 random bits in hex: an identity that nobody gives twice, whatever a store forgets."""
+    return secrets.token_hex(16)
+
+
+def this_process() -> str:
+    """Names this process to people: ``process 4711 on host-a``."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 # --- requests: mutable, so that middleware can change them -----------------------------------------------------------
@@ -74,6 +91,7 @@ class RegisterRequest:
         consumer_tasks: The tasks with a cursor.
         grpo_group_size: Samples per group, or None.
         enums: Field -> its vocabulary of strings.
+        epoch: What the registration is known by: random bits drawn by the client (`new_id`).
         deadline: On `time.monotonic`'s clock, in seconds.
     """
 
@@ -83,6 +101,7 @@ class RegisterRequest:
     consumer_tasks: list[str]
     grpo_group_size: int | None
     enums: dict[str, list[str]]
+    epoch: str = field(default_factory=new_id)
     deadline: float
 
 
@@ -115,7 +134,7 @@ class PutRequest:
     columns: dict[str, WireColumn]
     specs: dict[str, FieldSpec]
     tags: list[dict[str, TagValue]] | None
-    epoch: int | None = None
+    epoch: str | None = None
     deadline: float
 
 
@@ -141,7 +160,12 @@ class ClaimRequest:
         all_or_nothing: Hand out ``batch_size`` or, when the partition can give no more, what remains; else nothing.
         lease_s: Seconds until an unsettled claim returns to the pool, or None for delivery at most once.
         tag_filter: Full-form predicate on tags, or None.
-        explain: Fill `Claim.num_ready` and `Claim.missing_cells`.
+        explain: Fill `Claim.num_ready` and `Claim.shortfall`.
+        token: The lease token of what this claim hands out: random bits drawn by the client (`new_id`), the same for
+            all questions of one claim that waits.
+        holder: Who claims, for the messages that others get (`this_process`).
+        since: `Claim.version` of the last answer to the same waiting claim, or None. Where nothing changed since then,
+            a backend may answer as before without looking again.
         deadline: On `time.monotonic`'s clock, in seconds.
     """
 
@@ -153,6 +177,9 @@ class ClaimRequest:
     lease_s: float | None = None
     tag_filter: dict[str, tuple[str, Any]] | None = None
     explain: bool = False
+    token: str = field(default_factory=new_id)
+    holder: str = field(default_factory=this_process)
+    since: str | None = None
     deadline: float
 
 
@@ -225,7 +252,7 @@ class PartitionInfo:
     """A partition's registration.
 
     Attributes:
-        epoch: Grows with every registration in the store; tells one registration from the next.
+        epoch: What the registration is known by, as `RegisterRequest.epoch` gave it; no other registration has it.
         fields: As registered.
         num_samples: As registered.
         consumer_tasks: As registered.
@@ -233,7 +260,7 @@ class PartitionInfo:
         enums: As registered.
     """
 
-    epoch: int
+    epoch: str
     fields: tuple[str, ...]
     num_samples: int | None
     consumer_tasks: tuple[str, ...]
@@ -266,6 +293,45 @@ class WireBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseHolder:
+    """Who holds a sample.
+
+    Attributes:
+        sample_id: The sample.
+        holder: As `ClaimRequest.holder` named it.
+        left_s: Seconds until the lease ends.
+    """
+
+    sample_id: str
+    holder: str
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """What keeps a claim from more samples: every sample held that the task was not given for good and that is not
+    ready, under the first of these that applies. Each kind is counted in full, and its first few are named.
+
+    Attributes:
+        num_leased: Samples under a lease of this task.
+        leased: A few of them, those whose leases end first.
+        num_not_matching: Samples that the tag filter passes over.
+        num_incomplete: Samples of groups that lack a member, or have lost one.
+        incomplete_groups: For the first few of these groups, how many members are there.
+        num_lacking: Samples that miss required fields, or whose group has a member that does.
+        missing_cells: For the first few samples that miss fields, these fields.
+    """
+
+    num_leased: int = 0
+    leased: tuple[LeaseHolder, ...] = ()
+    num_not_matching: int = 0
+    num_incomplete: int = 0
+    incomplete_groups: Mapping[str, int] = field(default_factory=dict)
+    num_lacking: int = 0
+    missing_cells: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """Samples handed out.
 
@@ -275,7 +341,9 @@ class Claim:
         lease_tokens: One per id where a lease was asked for, else None.
         exhausted: The partition can give this task no more than this.
         num_ready: How many were ready (where ``explain`` was set).
-        missing_cells: For the next samples, the fields they miss (where ``explain`` was set).
+        shortfall: What keeps the others back (where ``explain`` was set and nothing is handed out).
+        version: What to ask with next as `ClaimRequest.since`, where the claim waits; opaque to the client.
+        ask_again_s: Seconds that a waiting client lets pass at least before it asks again: how a store paces many.
     """
 
     sample_ids: Sequence[str] = ()
@@ -283,7 +351,9 @@ class Claim:
     lease_tokens: Sequence[str] | None = None
     exhausted: bool = False
     num_ready: int = 0
-    missing_cells: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    shortfall: Shortfall | None = None
+    version: str | None = None
+    ask_again_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,6 +427,7 @@ class DataPlaneSpec:
         Raises:
             UnknownPartitionError: Not registered.
             MissingDataError: Names the first missing samples or cells, and counts the rest.
+            LostSamplesError: The store names cells whose payload it no longer has.
         """
 
     @hookspec(firstresult=True)

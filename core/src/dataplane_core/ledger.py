@@ -5,8 +5,11 @@ a ledger calls one method at a time. noop hosts it in process, the TransferQueue
 controller, `BlobStore` backends replay a journal through it, and the conformance kit uses it as its oracle. It never
 iterates over a set of strings, so that equal calls in equal order give equal states in every process.
 
-The ledger does not see payload. Each put gets a **write id**; the payload of its row ``pos`` is known as the ref
+The ledger does not see payload. Each put has a **write id**; the payload of its row ``pos`` is known as the ref
 ``(write_id, pos)``. Write ids are integers that are never used again, spaced so that ``write_id + pos`` is unique too.
+What identifies something outlives what may be lost, so it is not counted here: callers draw the epochs of
+registrations, lease tokens and write ids at random. Only a host that lives and dies with its payload may have the
+ledger number the writes.
 A put has two steps: `begin_put` validates and reserves, the host moves the payload, `commit_put` validates again what
 may have changed meanwhile and makes the rows visible. Refs that no row names any longer are returned, and kept until
 `collected` says that the host deleted them, so that a host which dies in between leaks nothing.
@@ -19,7 +22,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NoReturn
 
-from dataplane_core._partition import Partition, Ref, Row, Task, group_of
+from dataplane_core._partition import Partition, Task
+from dataplane_core._room import RoomQueue
+from dataplane_core._rows import Ref, Row, group_of
 from dataplane_core.errors import (
     CapacityExceededError,
     InvalidRequestError,
@@ -34,7 +39,7 @@ from dataplane_core.fields import FieldSpec
 from dataplane_core.hookspecs import Claim, PartitionInfo, SampleList
 from dataplane_core.tags import TagValue, matches
 
-__all__ = ["Ledger", "Located", "Part", "Ref", "group_of"]
+__all__ = ["Due", "Ledger", "Located", "Part", "Ref", "group_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,24 @@ class Located:
     specs: dict[str, FieldSpec]
 
 
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What a ledger that is not self-expiring would end.
+
+    Attributes:
+        leases: Partition, task, token and sample ids of each.
+        writes: Unfinished puts.
+    """
+
+    leases: list[tuple[str, str, str, list[str]]]
+    writes: list[int]
+
+    def __bool__(self) -> bool:
+        return bool(self.leases or self.writes)
+
+
 @dataclass(slots=True)
-class _Write:
+class Write:
     """A committed put's payload, while a row still names it."""
 
     slots: dict[str, int]
@@ -74,9 +95,9 @@ class _Write:
 
 
 @dataclass(slots=True)
-class _Pending:
+class Pending:
     partition_id: str
-    epoch: int
+    epoch: str
     version: int
     sample_ids: list[str]
     specs: dict[str, FieldSpec]
@@ -92,17 +113,23 @@ class Ledger:
     Args:
         capacity_bytes: Bound on the payload bytes held and reserved, or None.
         overwrite: Whether a put may replace cells already produced.
+        self_expiring: Whether leases and unfinished puts end by themselves once their time is over. A host that replays
+            a journal says no: its processes see time differently, so one that finds something `due` records it, and
+            all end it by `expire`.
     """
 
-    def __init__(self, *, capacity_bytes: int | None = None, overwrite: bool = True) -> None:
+    def __init__(
+        self, *, capacity_bytes: int | None = None, overwrite: bool = True, self_expiring: bool = True
+    ) -> None:
         self._capacity_bytes = capacity_bytes
         self._overwrite = overwrite
+        self._self_expiring = self_expiring
         self._partitions: dict[str, Partition] = {}
-        self._pending: dict[int, _Pending] = {}
-        self._writes: dict[int, _Write] = {}
+        self._pending: dict[int, Pending] = {}
+        self._writes: dict[int, Write] = {}
         self._garbage: dict[Ref, None] = {}
         self._held_bytes = 0
-        self._next_epoch = 1
+        self._room = RoomQueue()
         self._next_write = 1
         self._next_seq = 1
 
@@ -116,6 +143,7 @@ class Ledger:
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None,
         enums: Mapping[str, Sequence[str]],
+        epoch: str,
     ) -> tuple[PartitionInfo, list[Ref]]:
         """Opens a partition afresh.
 
@@ -124,15 +152,15 @@ class Ledger:
         """
         _, freed = self.clear(partition_id, None)
         info = PartitionInfo(
-            epoch=self._next_epoch,
+            epoch=epoch,
             fields=tuple(fields),
             num_samples=num_samples,
             consumer_tasks=tuple(consumer_tasks),
             grpo_group_size=grpo_group_size,
             enums={name: tuple(words) for name, words in enums.items()},
         )
-        self._next_epoch += 1
-        self._partitions[partition_id] = Partition(partition_id, info, {name: Task() for name in consumer_tasks})
+        tasks = {name: Task() for name in consumer_tasks}
+        self._partitions[partition_id] = Partition(partition_id, info, tasks, self._self_expiring)
         return info, freed
 
     def describe(self, partition_id: str) -> PartitionInfo:
@@ -157,8 +185,10 @@ class Ledger:
         specs: Mapping[str, FieldSpec],
         row_bytes: Sequence[int],
         tags: Sequence[Mapping[str, TagValue]] | None,
-        epoch: int | None,
+        epoch: str | None,
         *,
+        write_id: int | None = None,
+        ticket: str | None = None,
         now: float,
         ttl_s: float,
     ) -> int:
@@ -171,6 +201,8 @@ class Ledger:
             row_bytes: Payload bytes per row.
             tags: One dict per row, or None.
             epoch: The registration that the caller means, or None.
+            write_id: The write id, drawn at random; None: the ledger's next number.
+            ticket: What the put is known by in the queue for room (`wait_for_room`), or None: it does not queue.
             now: The time in seconds.
             ttl_s: Seconds after which the put, if not committed, counts as abandoned.
 
@@ -184,11 +216,14 @@ class Ledger:
         self._reap(now)
         partition, known = self._check_begin(partition_id, sample_ids, specs, epoch)
         size_bytes = sum(row_bytes)
-        self._check_capacity(partition_id, len(sample_ids), size_bytes, self._capacity_bytes, now)
-        write_id = self._next_write
-        self._next_write += max(len(sample_ids), 1)
+        self._check_capacity(partition_id, len(sample_ids), size_bytes, self._capacity_bytes, ticket, now)
+        if size_bytes:
+            self._room.enter(ticket, size_bytes)
+        if write_id is None:
+            write_id = self._next_write
+            self._next_write += max(len(sample_ids), 1)
         self._held_bytes += size_bytes
-        self._pending[write_id] = _Pending(
+        self._pending[write_id] = Pending(
             partition_id=partition_id,
             epoch=partition.info.epoch,
             version=partition.version,
@@ -207,9 +242,10 @@ class Ledger:
         sample_ids: Sequence[str],
         specs: Mapping[str, FieldSpec],
         row_bytes: Sequence[int],
-        epoch: int | None,
+        epoch: str | None,
         *,
         capacity_bytes: int | None,
+        ticket: str | None = None,
         now: float,
     ) -> None:
         """Raises what `begin_put` would raise if ``capacity_bytes`` were the bound; itself changes nothing.
@@ -218,7 +254,25 @@ class Ledger:
         accepted in every process, whatever room each allows.
         """
         self._check_begin(partition_id, sample_ids, specs, epoch)
-        self._check_capacity(partition_id, len(sample_ids), sum(row_bytes), capacity_bytes, now)
+        self._check_capacity(partition_id, len(sample_ids), sum(row_bytes), capacity_bytes, ticket, now)
+
+    def wait_for_room(self, ticket: str, size_bytes: int, *, now: float, wait_s: float) -> None:
+        """A put that was refused for want of room queues, or says that it still waits.
+
+        Puts that come later then leave it its room: see `RoomQueue`. Who does not say so again for some seconds, or
+        reaches the end of ``wait_s``, has left the queue.
+
+        Args:
+            ticket: Random bits, the same for every question of one put.
+            size_bytes: Its payload.
+            now: The time in seconds.
+            wait_s: Seconds until it gives up; 0: it has, and leaves the queue.
+        """
+        self._room.wait(ticket, size_bytes, now, wait_s)
+
+    def place_in_queue(self, ticket: str) -> int:
+        """How many puts wait for room before this one."""
+        return self._room.place(ticket)
 
     def commit_put(self, write_id: int) -> list[Ref]:
         """Makes a begun put visible: cells, tags and production at once.
@@ -265,7 +319,7 @@ class Ledger:
         return [ref for ref in self._garbage if ref[0] == write_id]
 
     def _check_begin(
-        self, partition_id: str, sample_ids: Sequence[str], specs: Mapping[str, FieldSpec], epoch: int | None
+        self, partition_id: str, sample_ids: Sequence[str], specs: Mapping[str, FieldSpec], epoch: str | None
     ) -> tuple[Partition, list[Row | None]]:
         partition = self._partition(partition_id)
         if epoch is not None and epoch != partition.info.epoch:
@@ -317,29 +371,46 @@ class Ledger:
                     )
 
     def _check_capacity(
-        self, partition_id: str, num_samples: int, size_bytes: int, capacity_bytes: int | None, now: float
+        self,
+        partition_id: str,
+        num_samples: int,
+        size_bytes: int,
+        capacity_bytes: int | None,
+        ticket: str | None,
+        now: float,
     ) -> None:
-        if capacity_bytes is None:
+        if capacity_bytes is None or not size_bytes:  # tags take no room
             return
         abandoned = (pending for pending in self._pending.values() if pending.expires_at <= now)
         held_bytes = self._held_bytes - sum(sum(pending.row_bytes) for pending in abandoned)
-        if held_bytes + size_bytes <= capacity_bytes:
-            return
+        free_bytes = capacity_bytes - held_bytes
+        num_ahead = 0
+        if size_bytes <= free_bytes:
+            num_ahead = self._room.num_ahead(ticket, size_bytes, free_bytes, capacity_bytes, now)
+            if not num_ahead:
+                return
+        held = f"{held_bytes} of {capacity_bytes} bytes are held"
+        where = f"put_samples('{partition_id}', {num_samples} samples) refused:"
+        if num_ahead:
+            raise CapacityExceededError(
+                f"{where} {size_bytes} bytes would fit, {held}, but {num_ahead} "
+                f"{'put waits' if num_ahead == 1 else 'puts wait'} for room before it.",
+                hint="Puts get room in the order in which they came: try again.",
+            )
         never = size_bytes > capacity_bytes
         raise CapacityExceededError(
-            f"put_samples('{partition_id}', {num_samples} samples) refused: {size_bytes} bytes do not fit, "
-            f"{held_bytes} of {capacity_bytes} bytes are held.",
+            f"{where} {size_bytes} bytes do not fit, {held}.",
             retryable=not never,
             hint="Write smaller batches or raise capacity_bytes." if never else "Clear samples that are consumed.",
         )
 
-    def _apply_put(self, partition: Partition, write_id: int, pending: _Pending) -> list[Ref]:
+    def _apply_put(self, partition: Partition, write_id: int, pending: Pending) -> list[Ref]:
         for name, spec in pending.specs.items():
             partition.specs.setdefault(name, spec)
         names = tuple(pending.specs)
         if names:
             slots = {name: slot for slot, name in enumerate(names)}
-            self._writes[write_id] = _Write(slots, pending.row_bytes, len(pending.sample_ids))
+            self._writes[write_id] = Write(slots, pending.row_bytes, len(pending.sample_ids))
         freed: list[Ref] = []
         for pos, sample_id in enumerate(pending.sample_ids):
             tags = None if pending.tags is None else pending.tags[pos]
@@ -347,7 +418,7 @@ class Ledger:
             self._next_seq += 1
         return self._free(freed)
 
-    def _refuse_stale(self, pending: _Pending, what: str) -> NoReturn:
+    def _refuse_stale(self, pending: Pending, what: str) -> NoReturn:
         raise StalePartitionError(
             f"put_samples('{pending.partition_id}', {len(pending.sample_ids)} samples) refused at commit: {what} while "
             "the put ran. Nothing was written."
@@ -431,6 +502,8 @@ class Ledger:
         lease_s: float | None,
         tag_filter: Mapping[str, tuple[str, Any]] | None,
         explain: bool,
+        token: str,
+        holder: str = "",
         now: float,
     ) -> Claim:
         """Hands out ready samples to a task; arguments, order and errors as the hook ``claim`` says."""
@@ -442,6 +515,8 @@ class Ledger:
             lease_s=lease_s,
             tag_filter=tag_filter,
             explain=explain,
+            token=token,
+            holder=holder,
             now=now,
         )
 
@@ -495,6 +570,26 @@ class Ledger:
         partition = self._partitions.get(partition_id)
         return partition is not None and partition.consumed(task_names)
 
+    # --- time that is over --------------------------------------------------------------------------------------------
+
+    def due(self, now: float) -> Due:
+        """What `expire` should end; changes nothing that another call could see."""
+        leases = [
+            (partition.partition_id, *lease) for partition in self._partitions.values() for lease in partition.due(now)
+        ]
+        return Due(leases, [each for each, pending in self._pending.items() if pending.expires_at <= now])
+
+    def expire(self, leases: Sequence[Sequence[Any]], writes: Sequence[int]) -> None:
+        """Ends leases and gives up unfinished puts, as `due` named them; what is no longer there is passed over."""
+        for partition_id, task_name, token, sample_ids in leases:
+            partition = self._partitions.get(partition_id)
+            if partition is not None and task_name in partition.tasks:
+                partition.end_lease(task_name, token, sample_ids)
+        for write_id in writes:
+            pending = self._pending.pop(write_id, None)
+            if pending is not None:
+                self._abandon(write_id, pending)
+
     # --- clearing -----------------------------------------------------------------------------------------------------
 
     def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> tuple[int, list[Ref]]:
@@ -519,6 +614,7 @@ class Ledger:
                 gone.extend(removed)
         if count:
             partition.version += 1
+            partition.tidy()
         return count, self._free(gone)
 
     def garbage(self, now: float) -> list[Ref]:
@@ -532,6 +628,7 @@ class Ledger:
             self._garbage.pop((ref[0], ref[1]), None)
 
     def _free(self, refs: list[Ref]) -> list[Ref]:
+        self._room.freed |= bool(refs)
         for ref in refs:
             write_id, pos = ref
             write = self._writes[write_id]
@@ -542,15 +639,16 @@ class Ledger:
             self._garbage[ref] = None
         return refs
 
-    def _abandon(self, write_id: int, pending: _Pending) -> list[Ref]:
+    def _abandon(self, write_id: int, pending: Pending) -> list[Ref]:
+        self._room.freed = True
         self._held_bytes -= sum(pending.row_bytes)
         refs = [(write_id, pos) for pos in range(len(pending.sample_ids))] if pending.specs else []
         self._garbage.update(dict.fromkeys(refs))
         return refs
 
     def _reap(self, now: float) -> None:
-        for write_id in [each for each, pending in self._pending.items() if pending.expires_at <= now]:
-            self._abandon(write_id, self._pending.pop(write_id))
+        if self._self_expiring:
+            self.expire((), [each for each, pending in self._pending.items() if pending.expires_at <= now])
 
     # --- look-ups -----------------------------------------------------------------------------------------------------
 

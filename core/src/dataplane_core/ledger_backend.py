@@ -7,18 +7,33 @@ never used again; so a reader never meets half a row or a foreign one, whoever c
 
 from __future__ import annotations
 
-import threading
+import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dataplane_core._pacing import backoff_s
 from dataplane_core.backend import Backend
 from dataplane_core.capabilities import OPERATIONS, Capability
 from dataplane_core.codec.sizes import row_nbytes
-from dataplane_core.errors import CapacityExceededError, DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import (
+    BackendError,
+    CapacityExceededError,
+    DataPlaneError,
+    InvalidRequestError,
+    LostSamplesError,
+    OperationTimeoutError,
+    StalePartitionError,
+    UnknownPartitionError,
+    UnsupportedOperationError,
+    preview,
+)
 from dataplane_core.hookspecs import (
     AckRequest,
     Claim,
@@ -40,9 +55,10 @@ from dataplane_core.hookspecs import (
     SettleReply,
     WireBatch,
     WireColumn,
+    new_id,
 )
-from dataplane_core.ledger import Ledger, Located, Ref
-from dataplane_core.tags import TagValue
+from dataplane_core.ledger import Located, Ref
+from dataplane_core.ledger_service import LedgerService
 
 __all__ = ["LEDGER_CAPABILITIES", "CapacityOptions", "LedgerBackend", "LedgerService", "RefsGoneError"]
 
@@ -51,10 +67,22 @@ LEDGER_CAPABILITIES: Final[frozenset[Capability]] = OPERATIONS | {Capability.FEN
 
 #: Seconds beyond its deadline after which a put that was not committed counts as abandoned.
 _ABANDON_GRACE_S: Final = 30.0
-#: Seconds that undoing a failed put may take.
+#: Seconds that undoing a failed put may take of those left to the put; then the next call goes on with it.
 _UNDO_S: Final = 5.0
-#: Seconds between two tries of a put that waits for room.
+#: Seconds of its own that a later call gives to that, and that a put which gives up gives to leaving the queue.
+_LATE_UNDO_S: Final = 1.0
+#: Seconds between two tries of a put that waits for room, at least.
 _FULL_POLL_S: Final = 0.01
+#: Seconds between two calls in which a put says that it still waits.
+_STILL_WAITS_S: Final = 15.0
+#: What `Ledger.begin_put` raises: nothing is reserved then. After another error it may be.
+_REFUSALS: Final = (
+    CapacityExceededError,
+    InvalidRequestError,
+    StalePartitionError,
+    UnknownPartitionError,
+    UnsupportedOperationError,
+)
 
 
 class CapacityOptions(BaseModel):
@@ -72,87 +100,30 @@ class CapacityOptions(BaseModel):
 
 
 class RefsGoneError(DataPlaneError):
-    """Payload that was located is no longer there: cleared or overwritten meanwhile. Locate again."""
+    """Payload that was located is no longer there: cleared or overwritten meanwhile, or lost. Locate again.
 
-
-class LedgerService:
-    """A `Ledger` with a clock and a lock: what a host serves.
-
-    Args:
-        capacity_bytes: As for `Ledger`.
-        clock: Gives the time in seconds.
+    Attributes:
+        refs: What is gone, where that is known.
+        handles: The same of a `RowStoreBackend`, as handles of rows.
     """
 
-    def __init__(self, capacity_bytes: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ledger = Ledger(capacity_bytes=capacity_bytes)
-        self._clock = clock
-        self._lock = threading.Lock()
+    def __init__(self, message: str, *, refs: Iterable[Ref] = (), handles: Iterable[int] = (), **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.refs = tuple(refs)
+        self.handles = tuple(handles)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls one of this class's public methods by name; the one door for remote callers."""
-        with self._lock:
-            return getattr(self, f"_do_{method}")(*args, **kwargs)
 
-    def _do_register(self, *args: Any) -> tuple[PartitionInfo, list[Ref]]:
-        return self._ledger.register(*args)
+@dataclass(slots=True)
+class _Ticket:
+    """What a put is known by in the queue for room.
 
-    def _do_describe(self, partition_id: str) -> PartitionInfo:
-        return self._ledger.describe(partition_id)
+    Attributes:
+        id: Random bits.
+        queued_at: When it last said that it waits, on `time.monotonic`'s clock; None: it is not in the queue.
+    """
 
-    def _do_begin_put(self, *args: Any, ttl_s: float) -> int:
-        return self._ledger.begin_put(*args, now=self._clock(), ttl_s=ttl_s)
-
-    def _do_check_put(self, *args: Any, capacity_bytes: int | None) -> None:
-        self._ledger.check_put(*args, capacity_bytes=capacity_bytes, now=self._clock())
-
-    def _do_commit_put(self, write_id: int) -> list[Ref]:
-        return self._ledger.commit_put(write_id)
-
-    def _do_put_tags(
-        self, partition_id: str, sample_ids: Sequence[str], tags: Sequence[Mapping[str, TagValue]], epoch: int | None
-    ) -> None:
-        no_bytes = [0] * len(sample_ids)
-        write_id = self._ledger.begin_put(
-            partition_id, sample_ids, {}, no_bytes, tags, epoch, now=self._clock(), ttl_s=1.0
-        )
-        self._ledger.commit_put(write_id)
-
-    def _do_abort_put(self, write_id: int) -> list[Ref]:
-        return self._ledger.abort_put(write_id)
-
-    def _do_locate(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> Located:
-        return self._ledger.locate(partition_id, sample_ids, fields)
-
-    def _do_claim(self, *args: Any, **kwargs: Any) -> Claim:
-        return self._ledger.claim(*args, **kwargs, now=self._clock())
-
-    def _do_may_claim(self, *args: Any, **kwargs: Any) -> bool:
-        return self._ledger.may_claim(*args, **kwargs, now=self._clock())
-
-    def _do_ack(self, *args: Any) -> None:
-        self._ledger.ack(*args, now=self._clock())
-
-    def _do_nack(self, *args: Any) -> None:
-        self._ledger.nack(*args, now=self._clock())
-
-    def _do_renew(self, *args: Any) -> None:
-        self._ledger.renew(*args, now=self._clock())
-
-    def _do_consumed(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        return self._ledger.consumed(partition_id, task_names)
-
-    def _do_clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> tuple[int, list[Ref]]:
-        count, _ = self._ledger.clear(partition_id, sample_ids)
-        return count, self._ledger.garbage(self._clock())
-
-    def _do_collected(self, refs: Sequence[Ref]) -> None:
-        self._ledger.collected(refs)
-
-    def _do_list_samples(self, partition_id: str, tag_filter: Mapping[str, tuple[str, Any]] | None) -> SampleList:
-        return self._ledger.list_samples(partition_id, tag_filter)
-
-    def _do_held_bytes(self) -> int:
-        return self._ledger.held_bytes
+    id: str = field(default_factory=new_id)
+    queued_at: float | None = None
 
 
 class LedgerBackend(Backend, ABC):
@@ -161,6 +132,10 @@ class LedgerBackend(Backend, ABC):
     capabilities = LEDGER_CAPABILITIES
     # annotated, so that an author's options may have fields without a default
     Config: ClassVar[type[CapacityOptions]] = CapacityOptions
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._not_undone: deque[int] = deque()  # puts that failed, by write id
 
     # --- what a storage author supplies -------------------------------------------------------------------------------
 
@@ -201,6 +176,7 @@ class LedgerBackend(Backend, ABC):
             request.consumer_tasks,
             request.grpo_group_size,
             request.enums,
+            request.epoch,
         )
         self._collect(freed, request.deadline)
         registered: PartitionInfo = info
@@ -215,31 +191,28 @@ class LedgerBackend(Backend, ABC):
         """Reserves, stores, commits; where there is no room, tries again, unless ``on_full`` is ``raise``."""
         num_samples = len(request.sample_ids)
         reply = PutReply(num_samples=num_samples)
+        if request.columns.keys() != request.specs.keys():
+            raise BackendError(
+                f"put_samples('{request.partition_id}', {num_samples} samples) refused: the request holds columns "
+                f"{preview(request.columns)} and specs of {preview(request.specs)}. Expected a spec for every column. "
+                "Nothing was written.",
+                hint="Middleware that adds or drops a column does the same with its spec.",
+            )
         if not request.columns:
             self._ledger(
                 request.deadline, "put_tags", request.partition_id, request.sample_ids, request.tags, request.epoch
             )
             return reply
+        self._finish_undoing(request.deadline)
         row_bytes = row_nbytes(request.columns, num_samples)
-        while True:
-            try:
-                freed = self._put(request, row_bytes)
-                break
-            except CapacityExceededError as error:
-                if not error.retryable or self.config.on_full == "raise":
-                    raise
-                if time.monotonic() + _FULL_POLL_S >= request.deadline:
-                    raise OperationTimeoutError(
-                        f"put_samples('{request.partition_id}', {num_samples} samples) timed out waiting for room. "
-                        f"Nothing was written. {error.message}",
-                        hint=error.hint,
-                    ) from error
-                time.sleep(_FULL_POLL_S)
+        freed = self._put_when_there_is_room(request, row_bytes)
         self._collect(freed, request.deadline)
         return reply
 
     def get_samples(self, request: GetRequest) -> WireBatch:
         """Locates, fetches; again where the rows moved meanwhile."""
+        gone: set[Ref] = set()
+        before: Located | None = None
         while True:
             located: Located = self._ledger(
                 request.deadline, "locate", request.partition_id, request.sample_ids, request.fields
@@ -247,6 +220,14 @@ class LedgerBackend(Backend, ABC):
             try:
                 columns = self._fetch(located, len(request.sample_ids), request.deadline)
             except RefsGoneError as error:
+                # the ledger lets go of a ref before its payload goes: what it still names after that is lost
+                lost: Iterable[Ref] = gone.intersection(error.refs)
+                if not error.refs and located == before:
+                    lost = self._find_gone(located, request.deadline)
+                if lost:
+                    raise _lost_samples(request, located, lost) from error
+                gone.update(error.refs)
+                before = located
                 if time.monotonic() >= request.deadline:
                     raise OperationTimeoutError(
                         f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples) timed out: the rows "
@@ -268,6 +249,8 @@ class LedgerBackend(Backend, ABC):
             lease_s=request.lease_s,
             tag_filter=request.tag_filter,
             explain=request.explain,
+            token=request.token,
+            holder=request.holder,
         )
         return claim
 
@@ -290,6 +273,7 @@ class LedgerBackend(Backend, ABC):
 
     def clear_samples(self, request: ClearRequest) -> ClearReply:
         """Drops rows, then their payload and what crashed writers left."""
+        self._finish_undoing(request.deadline)
         count, garbage = self._ledger(request.deadline, "clear", request.partition_id, request.sample_ids)
         self._collect(garbage, request.deadline)
         return ClearReply(num_samples=count)
@@ -301,37 +285,104 @@ class LedgerBackend(Backend, ABC):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
-    def _put(self, request: PutRequest, row_bytes: Sequence[int]) -> Sequence[Ref]:
-        """One try of a put; what it frees."""
-        write_id: int = self._ledger(
-            request.deadline,
-            "begin_put",
-            request.partition_id,
-            request.sample_ids,
-            request.specs,
-            row_bytes,
-            request.tags,
-            request.epoch,
-            ttl_s=max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S,
-        )
+    def _find_gone(self, located: Located, deadline: float) -> Sequence[Ref]:
+        """Which refs of a read are gone, for an engine that does not say it; here: any of them."""
+        return _refs_of(located)
+
+    def _new_write_id(self) -> int | None:
+        """A write id that was never given, or None: the ledger numbers the writes, since it lives and dies with their
+        payload."""
+        return secrets.randbits(128)
+
+    def _put_when_there_is_room(self, request: PutRequest, row_bytes: Sequence[int]) -> Sequence[Ref]:
+        """A put; where there is no room it queues, unless ``on_full`` is ``raise``. What it frees."""
+        ticket = _Ticket() if self.config.on_full == "block" else None
         try:
-            self._store(write_id, request.columns, len(request.sample_ids), request.deadline)
+            return self._put_in_turn(request, row_bytes, ticket)
+        finally:
+            if ticket is not None and ticket.queued_at is not None:  # it ends without its room
+                until = min(request.deadline, time.monotonic() + _LATE_UNDO_S)
+                with suppress(Exception):  # the ledger forgets it by itself, later
+                    self._ledger(until, "wait_for_room", ticket.id, sum(row_bytes), wait_s=0.0)
+
+    def _put_in_turn(self, request: PutRequest, row_bytes: Sequence[int], ticket: _Ticket | None) -> Sequence[Ref]:
+        """Tries a put until there is room for it."""
+        start = time.monotonic()
+        while True:
+            try:
+                return self._put(request, row_bytes, ticket)
+            except CapacityExceededError as error:
+                if not error.retryable or ticket is None:
+                    raise
+                now = time.monotonic()
+                left_s = request.deadline - now
+                if left_s <= _FULL_POLL_S:
+                    raise OperationTimeoutError(
+                        f"put_samples('{request.partition_id}', {len(request.sample_ids)} samples) timed out waiting "
+                        f"for room. Nothing was written. {error.message}",
+                        hint=error.hint,
+                    ) from error
+                if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
+                    ticket.queued_at = now
+                    self._ledger(request.deadline, "wait_for_room", ticket.id, sum(row_bytes), wait_s=left_s)
+                # an engine that is full by itself says nothing of when to ask again
+                pause_s = error.ask_again_s or max(backoff_s(now - start), _FULL_POLL_S)
+                time.sleep(min(pause_s, left_s - _FULL_POLL_S / 2))
+
+    def _put(self, request: PutRequest, row_bytes: Sequence[int], ticket: _Ticket | None) -> Sequence[Ref]:
+        """One try of a put; what it frees."""
+        drawn = self._new_write_id()
+        try:
+            write_id: int = self._ledger(
+                request.deadline,
+                "begin_put",
+                request.partition_id,
+                request.sample_ids,
+                request.specs,
+                row_bytes,
+                request.tags,
+                request.epoch,
+                write_id=drawn,
+                ticket=None if ticket is None else ticket.id,
+                ttl_s=max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S,
+            )
+        except _REFUSALS:
+            raise
+        except BaseException:  # its reply may be lost, and its bytes be reserved
+            if drawn is not None:
+                self._undo(drawn, request.deadline)
+            raise
+        if ticket is not None:
+            ticket.queued_at = None  # it has its room, and queues again where the engine itself is full
+        try:
+            columns = {name: request.columns[name] for name in request.specs}  # in the ledger's order of slots
+            self._store(write_id, columns, len(request.sample_ids), request.deadline)
             freed: Sequence[Ref] = self._ledger(request.deadline, "commit_put", write_id)
         except BaseException:
-            self._undo(write_id)
+            self._undo(write_id, request.deadline)
             raise
         return freed
 
-    def _undo(self, write_id: int) -> None:
-        """Best effort after a failed put; what cannot be undone now, the ledger hands to the next clear.
+    def _undo(self, write_id: int, deadline: float) -> None:
+        """Best effort after a failed put, in the time that it has left; else the next call goes on with it.
 
-        A put whose commit went through although its reply was lost stays: the ledger then frees nothing.
+        A put whose commit went through although its reply was lost stays: the ledger then frees nothing. What nobody
+        undoes, the ledger gives up on its own and hands to a clear.
         """
-        deadline = time.monotonic() + _UNDO_S
-        try:
-            self._collect(self._ledger(deadline, "abort_put", write_id), deadline)
-        except Exception:  # whatever the engine raises now, why the put failed is what its caller gets
-            return
+        deadline = min(deadline, time.monotonic() + _UNDO_S)
+        if time.monotonic() < deadline:
+            with suppress(Exception):  # whatever the engine raises now, why the put failed is what its caller gets
+                self._collect(self._ledger(deadline, "abort_put", write_id), deadline)
+                return
+        self._not_undone.append(write_id)
+
+    def _finish_undoing(self, deadline: float) -> None:
+        now = time.monotonic()
+        deadline = min(now + _LATE_UNDO_S, now + (deadline - now) / 4)
+        while self._not_undone and time.monotonic() < deadline:
+            with suppress(Exception):  # not this call's failure
+                write_id = self._not_undone.popleft()
+                self._collect(self._ledger(deadline, "abort_put", write_id), deadline)
 
     def _collect(self, refs: Sequence[Ref], deadline: float) -> None:
         if refs:
@@ -349,3 +400,25 @@ class LedgerBackend(Backend, ABC):
             *extra,
         )
         return SettleReply(num_samples=len(request.sample_ids))
+
+
+def _refs_of(located: Located) -> list[Ref]:
+    return [(part.write_id, position) for part in located.parts for position in part.positions]
+
+
+def _lost_samples(request: GetRequest, located: Located, lost: Iterable[Ref]) -> LostSamplesError:
+    """Names the samples and fields whose payload the ledger still names and the store no longer has."""
+    gone = set(lost)
+    fields: dict[int, set[str]] = {}
+    for part in located.parts:
+        for row, position in zip(part.rows, part.positions, strict=True):
+            if (part.write_id, position) in gone:
+                fields.setdefault(row, set()).update(part.fields)
+    return LostSamplesError.for_payload(
+        f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)",
+        request.partition_id,
+        (
+            (request.sample_ids[row], [name for name in request.fields if name in names])
+            for row, names in sorted(fields.items())
+        ),
+    )

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from dataplane_core._batch_columns import object_array
 from dataplane_core.codec.tensors import is_jagged, jagged_parts
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.schema import (
@@ -48,7 +49,8 @@ def split_message_logs(
 
     Returns:
         ``turn_lengths``, ``turn_roles``, ``turn_contents``: per sample a list with one entry per turn (tokens, str, any
-        object item); ``response_token_lengths``: (N,) int64. Contents are referenced, not copied.
+        object item), the last in an object array; ``response_token_lengths``: (N,) int64. Contents are referenced, not
+        copied.
 
     Raises:
         InvalidRequestError: A turn lacks a key, or its ``token_ids`` are not one-dimensional; names sample and turn.
@@ -72,7 +74,7 @@ def split_message_logs(
     return {
         TURN_LENGTHS_FIELD: lengths,
         TURN_ROLES_FIELD: roles,
-        TURN_CONTENTS_FIELD: contents,
+        TURN_CONTENTS_FIELD: object_array(contents),  # as objects, also where all contents are numbers
         RESPONSE_TOKEN_LENGTHS_FIELD: torch.tensor(responses, dtype=torch.int64),
     }
 

@@ -5,18 +5,19 @@ Many engines' cost is per cell, so the framed cells that one put writes of one s
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataplane_core.capabilities import WireFormat
 from dataplane_core.codec.frames import join_rows, split_rows
-from dataplane_core.errors import CorruptDataError
+from dataplane_core.errors import BackendError, CorruptDataError
 from dataplane_core.hookspecs import WireColumn
 from dataplane_core.ledger import Located, Ref
-from dataplane_core.ledger_backend import LedgerBackend
+from dataplane_core.ledger_backend import LedgerBackend, RefsGoneError
 
-__all__ = ["RowStoreBackend"]
+__all__ = ["RowStoreBackend", "framed_columns"]
 
 
 class RowStoreBackend(LedgerBackend):
@@ -40,7 +41,7 @@ class RowStoreBackend(LedgerBackend):
         """Reads rows, in the order of ``handles``; no handle repeats.
 
         Raises:
-            RefsGoneError: A row is not there.
+            RefsGoneError: A row is not there; ``handles`` are those that are not, where the engine says which.
         """
 
     @abstractmethod
@@ -48,13 +49,17 @@ class RowStoreBackend(LedgerBackend):
         """Deletes rows; handles that are not there are ignored."""
 
     def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
-        frames = [column for column in columns.values() if isinstance(column, list)]
-        buffer, offsets = join_rows(frames)
+        buffer, offsets = join_rows(framed_columns(columns))
         self._put_rows(range(write_id, write_id + num_samples), buffer, offsets, deadline)
 
     def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
-        handles = [part.write_id + position for part in located.parts for position in part.positions]
-        rows = split_rows(self._get_rows(handles, deadline))
+        refs = [(part.write_id, position) for part in located.parts for position in part.positions]
+        try:
+            found = self._get_rows([write_id + position for write_id, position in refs], deadline)
+        except RefsGoneError as error:
+            gone = set(error.handles)
+            raise RefsGoneError(error.message, refs=[ref for ref in refs if sum(ref) in gone]) from error
+        rows = split_rows(found)
         columns: dict[str, list[Any]] = {name: [None] * num_samples for name in located.specs}
         start = 0
         for part in located.parts:
@@ -71,5 +76,40 @@ class RowStoreBackend(LedgerBackend):
                     column[position] = frames[slot]
         return dict(columns)
 
+    def _find_gone(self, located: Located, deadline: float) -> Sequence[Ref]:
+        refs = [(part.write_id, position) for part in located.parts for position in part.positions]
+        return self._narrow_down(refs, deadline)
+
+    def _narrow_down(self, refs: list[Ref], deadline: float) -> list[Ref]:
+        """Those that are gone, found by reading halves; what there is no time for counts as gone."""
+        if time.monotonic() >= deadline:
+            return refs
+        try:
+            self._get_rows([write_id + position for write_id, position in refs], deadline)
+        except RefsGoneError:
+            middle = len(refs) // 2
+            if not middle:
+                return refs
+            return self._narrow_down(refs[:middle], deadline) + self._narrow_down(refs[middle:], deadline)
+        return []
+
     def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
         self._delete_rows([write_id + position for write_id, position in refs], deadline)
+
+
+def framed_columns(columns: Mapping[str, WireColumn]) -> list[list[Any]]:
+    """The columns of a put to a backend that takes bytes, in their order.
+
+    Raises:
+        BackendError: One is no list of frames.
+    """
+    framed: list[list[Any]] = []
+    for name, column in columns.items():
+        if not isinstance(column, list):
+            raise BackendError(
+                f"put_samples refused: column '{name}' is a {type(column).__name__}. Expected a list of framed cells, "
+                "as the backend's wire format says. Nothing was written.",
+                hint="Middleware that adds or changes a column encodes it to the wire format that it was given.",
+            )
+        framed.append(column)
+    return framed

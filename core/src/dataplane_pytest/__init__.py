@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ _TIMEOUT_S = 300
 #: Class of tests -> test -> what the report says of it.
 _Records = dict[str, dict[str, dict[str, Any]]]
 _RECORDS = pytest.StashKey[_Records]()
+#: Test, category and text of each warning.
+_WARNED = pytest.StashKey[list[tuple[str, str, str]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "dataplane(proves, chapter): a test of the data-plane conformance kit; added by the kit itself"
     )
     config.stash[_RECORDS] = {}
+    config.stash[_WARNED] = []
 
 
 def _kit() -> Any:
@@ -105,10 +109,10 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Prints the sentence of the contract next to a failure."""
+    """Prints the rule next to a failure of its test; where nothing was tested yet, no rule was broken."""
     outcome = yield
-    if outcome.failed and _is_kit_test(item):
-        outcome.sections.append(("what it proves", inspect.getdoc(item.obj) or ""))  # type: ignore[attr-defined]
+    if outcome.failed and outcome.when == "call" and _is_kit_test(item):
+        outcome.sections.append(("the rule that it breaks", inspect.getdoc(item.obj) or ""))  # type: ignore[attr-defined]
     return outcome
 
 
@@ -125,6 +129,11 @@ class _Listener:
                 outcome, reason = _outcome_of(report)
                 if outcome is not None:
                     _keep(self._config, report.nodeid, record, outcome, reason, report.duration)
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, nodeid: str) -> None:
+        """Keeps the text of each warning."""
+        text = _in_one_line(str(warning_message.message))
+        self._config.stash[_WARNED].append((nodeid, warning_message.category.__name__, text))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -164,7 +173,18 @@ def reports_of(config: pytest.Config) -> list[Report]:
         return []
     from dataplane_core.testing.report import Report
 
-    return [Report.of(list(tests.values())) for tests in records.values()]
+    warned = config.stash[_WARNED]
+    return [
+        Report.of(
+            list(tests.values()),
+            [
+                (category, text, tests[nodeid]["test"] if nodeid else "no test")
+                for nodeid, category, text in warned
+                if nodeid in tests or not nodeid
+            ],
+        )
+        for tests in records.values()
+    ]
 
 
 def _keep(
@@ -179,12 +199,22 @@ def _keep(
     tests[nodeid] = {**record, "outcome": outcome, "reason": reason, "duration_s": duration_s}
 
 
+def _in_one_line(text: str) -> str:
+    """A warning without the frames of its traceback and pytest's advice."""
+    noise = ("Traceback (most", "Enable tracemalloc", "See https://docs.pytest.org")
+    return ": ".join(line for line in text.splitlines() if line.strip() and not line.startswith((" ", *noise)))
+
+
 def _outcome_of(report: pytest.TestReport) -> tuple[str | None, str]:
     """What one phase of a test says; None where it says nothing new."""
     if report.failed:
         text = report.longreprtext if report.longrepr is not None else ""
         crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", text)
-        return "fail", (f"{report.when}: " if report.when != "call" else "") + crash.strip().partition("\n")[0]
+        said = crash.strip().partition("\n")[0]
+        if "Warning" in said:  # made an error: what it warns of is below, or in what it was raised from
+            causes = [each.message for _, each, _ in getattr(report.longrepr, "chain", [])[-2::-1] if each is not None]
+            said = _in_one_line("\n".join([crash, *causes]))
+        return "fail", (f"{report.when}: " if report.when != "call" else "") + said
     if report.skipped:
         if hasattr(report, "wasxfail"):
             return "deviation", report.wasxfail.removeprefix("reason: ")

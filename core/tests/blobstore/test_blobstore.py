@@ -1,13 +1,12 @@
 """`BlobStore`: one process without a journal, many with one; every process comes to the same state."""
 
-import itertools
 import threading
 
-import msgpack
 import pytest
 import torch
+from blob_stores import Clock, Plain, journaled, open_client
 
-from dataplane_core import BlobStore, Capability, DataPlaneConfig
+from dataplane_core import Capability, _room
 from dataplane_core._partition import Partition
 from dataplane_core.capabilities import Scope
 from dataplane_core.errors import (
@@ -16,48 +15,10 @@ from dataplane_core.errors import (
     CapacityExceededError,
     CorruptDataError,
     LeaseExpiredError,
+    LostSamplesError,
 )
-from dataplane_core.registry import connect_backend
-
-
-class Plain(BlobStore):
-    """Blobs in a dict."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.blobs = {}
-
-    def put(self, key, data):
-        self.blobs[key] = data
-
-    def get(self, key):
-        return self.blobs.get(key)
-
-    def delete(self, key):
-        self.blobs.pop(key, None)
-
-
-def journaled():
-    """A class whose instances share one store, as processes share a disk."""
-    blobs, journal = {}, {}
-
-    class Shared(Plain):
-        def __init__(self, config):
-            super().__init__(config)
-            self.blobs, self.journal = blobs, journal
-
-        def append(self, seq, record):
-            return journal.setdefault(seq, record) is record
-
-        def read(self, from_seq):
-            return list(itertools.takewhile(lambda r: r is not None, map(journal.get, itertools.count(from_seq))))
-
-    return Shared
-
-
-def open_client(cls, bootstrap=True, op_timeout_s=5, **options):
-    config = DataPlaneConfig(backend="blobs", options=options, op_timeout_s=op_timeout_s)
-    return connect_backend(cls, config, bootstrap=bootstrap)
+from dataplane_core.ledger_backend import RefsGoneError
+from dataplane_core.testing._timing import eventually
 
 
 def test_without_a_journal_the_scope_is_process_and_attaching_is_refused():
@@ -136,7 +97,7 @@ def test_what_was_refused_for_want_of_room_shifts_nothing_in_a_process_with_more
             assert two.list_samples("p").tags == [{}, {"n": 1}]
 
 
-def test_a_put_that_waits_for_room_leaves_no_record_of_its_tries():
+def test_a_put_that_waits_for_room_leaves_two_records_and_none_of_its_tries():
     cls = journaled()
     with open_client(cls, capacity_bytes=20, op_timeout_s=0.3) as client:
         client.register_partition("p", ["x"], None, ["t"])
@@ -146,18 +107,47 @@ def test_a_put_that_waits_for_room_leaves_no_record_of_its_tries():
             client.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
         with pytest.raises(ValueError, match="field 'x'"):  # at once: it will never do
             client.put_samples(["b"], "p", {"x": torch.zeros(1)})
-        assert len(client._backend.journal) == before
+        assert len(client._backend.journal) == before + 2  # which say to others that it waits, and no longer does
+        with open_client(cls, False, capacity_bytes=20, on_full="raise") as other:
+            other.list_samples("p")
+            assert not other._backend._journal._service.ledger._room.waiting
+
+
+def test_a_later_put_of_another_process_leaves_room_for_one_that_waits(monkeypatch):
+    monkeypatch.setattr(_room, "_QUIET_S", 600.0)
+    cls = journaled()
+
+    def put(client, name, count):
+        client.put_samples([name], "p", {"x": torch.zeros(1, count, dtype=torch.uint8)})
+
+    with open_client(cls, capacity_bytes=1000) as one, open_client(cls, False, capacity_bytes=1000) as two:
+        one.register_partition("p", ["x"], None, ["t"])
+        put(one, "a", 400)
+        waiting = threading.Thread(target=put, args=(one, "large", 700))
+        waiting.start()
+        try:
+            eventually(lambda: any(b"wait_for_room" in record for record in cls.journal.values()), what="the queue")
+            with (
+                open_client(cls, False, capacity_bytes=1000, on_full="raise") as three,
+                pytest.raises(CapacityExceededError, match="1 put waits for room before it"),
+            ):
+                put(three, "small", 300)
+            two.clear_samples(["a"], "p")
+        finally:
+            waiting.join(30)
+        assert not waiting.is_alive()
+        put(two, "small", 150)
+        assert two.list_samples("p").sample_ids == ["large", "small"]
 
 
 def test_what_an_abandoned_put_reserved_is_room_again(monkeypatch):
-    clock = 100.0
-    monkeypatch.setattr("dataplane_core.blobstore.time.time", lambda: clock)
 
     class Killed(BaseException):
         pass
 
     cls = journaled()
     with open_client(cls, capacity_bytes=20, on_full="raise") as one, open_client(cls, capacity_bytes=20) as two:
+        clock = Clock(one)
         one.register_partition("p", ["x"], None, ["t"])
 
         def die(*_):
@@ -169,7 +159,7 @@ def test_what_an_abandoned_put_reserved_is_room_again(monkeypatch):
             two.put_samples(["a"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
         with pytest.raises(CapacityExceededError):
             one.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
-        clock += 60
+        clock.now += 60
         one.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
         assert two.list_samples("p").sample_ids == ["b"]
 
@@ -209,23 +199,6 @@ def test_a_lease_that_another_process_let_run_out_comes_back(monkeypatch):
         with pytest.raises(LeaseExpiredError):
             one.ack(held)
         two.ack(again)
-
-
-def test_a_process_that_asked_later_replays_an_earlier_ack_as_it_was(monkeypatch):
-    clock = 100.0
-    monkeypatch.setattr("dataplane_core.blobstore.time.time", lambda: clock)
-    cls = journaled()
-    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
-        one.register_partition("p", ["x"], None, ["t"])
-        one.put_samples(["a"], "p", {"x": torch.zeros(1)})
-        held = one.claim_meta("p", "t", ["x"], 1, lease_s=10)
-        clock = 111.0
-        assert not two.check_consumption_status("p", ["t"])  # after the lease, by its own clock
-        clock = 109.0
-        one.ack(held)  # in time: a record that `two` had not seen when it asked
-        clock = 112.0
-        assert two.check_consumption_status("p", ["t"])
-        assert two.claim_meta("p", "t", ["x"], 1, blocking=False, lease_s=10).sample_ids == []
 
 
 def test_a_call_that_is_interrupted_in_the_middle_leaves_no_half_in_this_process(monkeypatch):
@@ -317,14 +290,6 @@ def test_a_journal_that_cannot_be_read_is_an_error_not_a_crash(record):
             client.list_samples("p")
 
 
-def test_a_journal_of_another_version_is_refused_with_the_reason():
-    cls = journaled()
-    with open_client(cls) as client:
-        client._backend.journal[0] = msgpack.packb([1, 0.0, "clear", ["p", None], {}])
-        with pytest.raises(CorruptDataError, match=r"of version 1\. Expected 2\. Another dataplane-core wrote it"):
-            client.list_samples("p")
-
-
 @pytest.mark.parametrize(("one", "other"), [("append", "read"), ("read", "append")])
 def test_half_a_journal_is_refused_when_the_class_is_made(one, other):
     with pytest.raises(TypeError, match=f"Half overrides '{one}' without '{other}'. Expected both"):
@@ -356,3 +321,23 @@ def test_a_store_that_fails_reaches_the_user_with_its_cause():
             client.put_samples(["a"], "p", {"x": torch.zeros(1)})
         assert isinstance(failed.value.__cause__, OSError)
         assert client.list_samples("p").sample_ids == []
+
+
+def test_lost_rows_that_an_engine_does_not_name_are_found_by_reading_again():
+    class Vague(Plain):
+        lost = frozenset()
+
+        def _get_rows(self, handles, deadline):
+            if not self.lost.isdisjoint(handles):
+                raise RefsGoneError("some are gone")
+            return super()._get_rows(handles, deadline)
+
+    ids = [f"s{i}" for i in range(32)]
+    with open_client(Vague) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(ids, "p", {"x": torch.zeros(32)})
+        (part,) = client._backend._ledger(0.0, "locate", "p", ["s3", "s30"], ["x"]).parts
+        client._backend.lost = frozenset(part.write_id + position for position in part.positions)
+        with pytest.raises(LostSamplesError) as caught:
+            client.get_samples(ids, "p", ["x"])
+        assert caught.value.missing_cells == {"s3": ("x",), "s30": ("x",)}

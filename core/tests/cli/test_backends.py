@@ -14,7 +14,7 @@ def test_the_list_names_backend_distribution_and_version(capsys):
 
 def test_listing_imports_no_backend():
     code = "import sys; from dataplane_core.cli import main; main(['backends']); print('dataplane_noop' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 
 

@@ -42,8 +42,6 @@ def test_a_scalar_tensor_has_no_rows():
         "text",
         3,
         None,
-        ["a", "b", "c"],
-        (1, 2, 3),
         {"a": 1},
         {1, 2, 3},
         np.zeros(3),

@@ -206,7 +206,7 @@ def test_arguments_that_do_not_fit_are_refused(client, kwargs, reason):
         ("strange", "text", InvalidTypeError, "field 'strange' is a non-tensor column"),
         ("strange", np.zeros(4), InvalidTypeError, "field 'strange' is a non-tensor column"),
         ("strange", None, InvalidTypeError, "field 'strange' is a non-tensor column"),
-        ("text", [(1,), 2, 3, 4], InvalidTypeError, "object field 'text', row 0.* of type tuple"),
+        ("text", [("a",), 2, 3, 4], InvalidTypeError, "object field 'text', row 0.* of type tuple"),
     ],
 )
 def test_columns_that_cannot_be_written_are_refused_and_nothing_is_written(client, name, column, error, reason):

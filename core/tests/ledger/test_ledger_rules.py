@@ -16,6 +16,7 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
 )
 from dataplane_core.fields import FieldSpec
+from dataplane_core.hookspecs import new_id
 from dataplane_core.ledger import Ledger
 
 INT = FieldSpec("tensor", "int64", 1)
@@ -24,7 +25,7 @@ FLOAT = FieldSpec("tensor", "float32", 1)
 
 def ledger(num_samples=None, group=None, **options):
     made = Ledger(**options)
-    made.register("p", ["x"], num_samples, ["t", "u"], group, {})
+    made.register("p", ["x"], num_samples, ["t", "u"], group, {}, new_id())
     return made
 
 
@@ -46,6 +47,7 @@ def claim(
         lease_s=lease_s,
         tag_filter=tag_filter,
         explain=explain,
+        token=new_id(),
         now=now,
     )
 
@@ -81,7 +83,7 @@ def test_all_or_nothing_waits_for_the_batch_and_then_for_the_tail():
     made = ledger(num_samples=3)
     put(made, ["a"], "x")
     waiting = claim(made, 2, all_or_nothing=True, explain=True)
-    assert (waiting.sample_ids, waiting.exhausted, waiting.num_ready) == ((), False, 1)
+    assert (waiting.sample_ids, waiting.exhausted, waiting.num_ready) == ([], False, 1)
     put(made, ["b", "c"], "x")
     assert claim(made, 2, all_or_nothing=True).sample_ids == ["a", "b"]
     tail = claim(made, 2, all_or_nothing=True)
@@ -95,7 +97,7 @@ def test_the_tail_waits_for_fields_that_remaining_samples_still_miss():
     put(made, ["a"], "x")
     waiting = claim(made, 4, all_or_nothing=True, explain=True)
     assert not waiting.sample_ids
-    assert waiting.missing_cells == {"b": ("x",)}
+    assert waiting.shortfall.missing_cells == {"b": ("x",)}
     put(made, ["b"], "x")
     assert claim(made, 4, all_or_nothing=True).sample_ids == ["a", "b"]
 
@@ -270,7 +272,7 @@ def test_a_put_that_overlaps_a_clear_or_registration_is_fenced(overlap):
     elif overlap == "clear_all":
         made.clear("p", None)
     else:
-        made.register("p", ["x"], None, ["t"], None, {})
+        made.register("p", ["x"], None, ["t"], None, {}, new_id())
     with pytest.raises(StalePartitionError):
         made.commit_put(begun)
     if overlap != "clear_all":
@@ -280,7 +282,7 @@ def test_a_put_that_overlaps_a_clear_or_registration_is_fenced(overlap):
 def test_a_put_checked_against_an_old_registration_is_refused():
     made = ledger()
     old = made.describe("p").epoch
-    made.register("p", ["x"], None, ["t"], None, {})
+    made.register("p", ["x"], None, ["t"], None, {}, new_id())
     with pytest.raises(StalePartitionError):
         made.begin_put("p", ["a"], {"x": INT}, [8], None, old, now=0.0, ttl_s=1.0)
 
@@ -316,7 +318,7 @@ def test_a_put_is_judged_by_another_bound_without_a_trace():
     with pytest.raises(SchemaMismatchError):
         judge(99, now=9.0, spec=FLOAT)
     with pytest.raises(StalePartitionError):
-        judge(99, now=9.0, epoch=7)
+        judge(99, now=9.0, epoch="another")
     assert pickle.dumps(made) == before
 
 

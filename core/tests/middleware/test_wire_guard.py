@@ -232,7 +232,7 @@ def test_a_put_of_enums_that_is_asked_twice_is_guarded_once():
     with connect({"backend": "noop", "middleware": ["wire_guard"]}) as client:
         client.register_partition("p", [], None, [], enums={"role": ["user", "tool"]})
         client._infos["p"] = client._infos["p"].__class__(
-            epoch=0, fields=(), num_samples=None, consumer_tasks=(), grpo_group_size=None, enums={}
+            epoch="", fields=(), num_samples=None, consumer_tasks=(), grpo_group_size=None, enums={}
         )  # as if another client had registered the partition anew
         client.put_samples(["a"], "p", {"role": NonTensorStack("tool")})
         assert client.get_samples(["a"], "p", ["role"])["role"].tolist() == ["tool"]

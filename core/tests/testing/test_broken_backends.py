@@ -15,17 +15,18 @@ _TOYS = Path(__file__).parent / "toys"
 _TIMEOUT_S = 900
 
 
-def _broken():
+def _broken(module):
     """Name of a broken backend -> the test that it must fail."""
     sys.path.insert(0, str(_TOYS))
     try:
         importlib.import_module("broken_under_faults")
-        return {cls.__name__: test for cls, test in importlib.import_module("broken").BROKEN.items()}
+        return {cls.__name__: test for cls, test in importlib.import_module(module).BROKEN.items()}
     finally:
         sys.path.remove(str(_TOYS))
 
 
-_BROKEN = _broken()
+_BROKEN = _broken("broken")
+_BROKEN_BLOBS = _broken("folder_store")
 #: The kit with a capability taken away has a case that the whole kit has not.
 _CONTROLS = [test for test in dict.fromkeys(_BROKEN.values()) if "undeclared" not in test]
 
@@ -33,6 +34,12 @@ _RUNS = {
     "broken": [
         *(f"kit_of_broken.py::Test{name}::{test}" for name, test in _BROKEN.items()),
         *(f"kit_of_broken.py::TestNoopBackend::{test}" for test in _CONTROLS),
+    ],
+    "folder": [
+        *(f"kit_of_folder.py::Test{name}::{test}" for name, test in _BROKEN_BLOBS.items()),
+        "kit_of_folder.py::TestFolderStore",
+        "-k",
+        "not TestFolderStore or smoke or blob or many or journal or append or deleting or keys or engine",
     ],
     "declares": [
         "kit_of_variants.py::TestDeclaresNothing",
@@ -49,20 +56,27 @@ _RUNS = {
     "processes": [
         "kit_of_host.py",
         "-k",
-        "(TestHostStore and (process or attach or bootstrap or elsewhere or holder or kill)) or goes_to_one or "
-        "visible_in or TestDiesBadly or (TestLocksTheStore and serves_others)",
+        "(TestHostStore and (process or attach or bootstrap or fork or elsewhere or holder or kill)) or goes_to_one or "
+        "visible_in or TestDiesBadly or (TestLocksTheStore and serves_others) or (TestGivesUpAtOnce and late) or "
+        "(TestBootstrapsOverWhatRuns and auto) or (TestHangsInForks and fork)",
     ],
 }
+
+
+def _with_toys():
+    """An environment in which the toys can be imported, beside what can be imported here."""
+    paths = [str(_TOYS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment.pop("PYTEST_ADDOPTS", None)
+    return environment
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """Run -> backend -> its report. Runs in processes of their own, which may hang or break for all we know."""
     folder = tmp_path_factory.mktemp("reports")
-    environment = {**os.environ, "PYTHONPATH": str(_TOYS), "DATAPLANE_CONFORMANCE_PROMPT_S": "4"}
-    environment["DATAPLANE_CONFORMANCE_KILLS"] = "6"
+    environment = {**_with_toys(), "DATAPLANE_CONFORMANCE_PROMPT_S": "4", "DATAPLANE_CONFORMANCE_KILLS": "6"}
     environment.pop("DATAPLANE_HYPOTHESIS_PROFILE", None)
-    environment.pop("PYTEST_ADDOPTS", None)
     started = {}
     for run, arguments in _RUNS.items():
         output = (folder / f"{run}.txt").open("w")
@@ -90,12 +104,19 @@ def _outcomes(report):
 
 
 @pytest.mark.timeout(_TIMEOUT_S + 60)
-@pytest.mark.parametrize("name", _BROKEN)
-def test_the_test_that_names_the_rule_fails(reports, name):
-    outcomes = _outcomes(reports["broken"][name])
-    test = outcomes[_BROKEN[name]]
-    assert test["outcome"] == "fail", f"{name} passed {_BROKEN[name]}"
-    assert not test["reason"].startswith(("setup", "teardown")), test["reason"]
+@pytest.mark.parametrize(
+    ("run", "name", "test"),
+    [
+        *(("broken", name, test) for name, test in _BROKEN.items()),
+        *(("folder", name, test) for name, test in _BROKEN_BLOBS.items()),
+    ],
+)
+def test_the_test_that_names_the_rule_fails(reports, run, name, test):
+    found = _outcomes(reports[run][name])[test]
+    assert found["outcome"] == "fail", f"{name} passed {test}"
+    assert not found["reason"].startswith(("setup", "teardown")), found["reason"]
+    assert found["rule"]
+    assert found["check_first"]
 
 
 @pytest.mark.timeout(_TIMEOUT_S + 60)
@@ -114,6 +135,7 @@ def test_the_unbroken_backend_passes(reports, test):
         ("carries", "CarriesRows", 400),
         ("carries", "CarriesBytes", 400),
         ("processes", "HostStore", 18),
+        ("folder", "FolderStore", 35),
     ],
 )
 def test_right_backends_pass(reports, run, backend, least):
@@ -146,6 +168,13 @@ def test_a_store_that_is_wrong_across_processes_is_caught(reports):
 @pytest.mark.parametrize(
     ("backend", "test", "reason"),
     [
+        ("GivesUpAtOnce", "test_an_attach_waits_for_an_owner_that_is_late", "does not answer"),
+        (
+            "BootstrapsOverWhatRuns",
+            "test_of_processes_that_connect_with_auto_one_bootstraps",
+            "3 of 3 processes bootstrapped",
+        ),
+        ("HangsInForks", "test_a_fork_opens_a_client_of_its_own", "hangs"),
         ("LocksTheStore", "test_the_store_serves_others_after_every_kill", "the store is locked"),
         ("DiesBadly", "test_killed_producers_leave_no_half_rows", "are there in part"),
         ("DiesBadly", "test_killed_producers_lose_no_committed_sample", "are gone with their process"),
@@ -154,11 +183,23 @@ def test_a_store_that_is_wrong_across_processes_is_caught(reports):
         ("DiesBadly", "test_killed_consumers_lose_no_leased_sample", "never came back from killed holders"),
     ],
 )
-def test_a_store_whose_clients_die_badly_is_caught(reports, backend, test, reason):
+def test_a_store_that_others_cannot_rely_on_is_caught(reports, backend, test, reason):
     outcome = _outcomes(reports["processes"][backend])[test]
     assert outcome["outcome"] == "fail"
     assert reason in outcome["reason"]
 
 
 def test_there_is_a_broken_backend_for_many_rules():
-    assert len(set(_BROKEN.values())) >= 60
+    assert len(set(_BROKEN.values()) | set(_BROKEN_BLOBS.values())) >= 80
+
+
+def test_a_store_that_drops_a_tenth_fails_the_first_test_of_all(tmp_path):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "b")]
+    command += ["--dataplane-json", str(tmp_path / "r.json"), "kit_of_folder.py::TestDropsATenthInTheWholeKit"]
+    done = subprocess.run(
+        command, cwd=_TOYS, env=_with_toys(), capture_output=True, text=True, timeout=160, check=False
+    )
+    assert (tmp_path / "r.json").exists(), done.stdout + done.stderr
+    (report,) = json.loads((tmp_path / "r.json").read_text())
+    ran = [test for test in report["tests"] if test["outcome"] != "not run"]
+    assert [(test["name"], test["outcome"]) for test in ran] == [("test_smoke_hundreds_of_blobs_come_back", "fail")]

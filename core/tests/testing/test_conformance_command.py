@@ -25,6 +25,8 @@ def test_the_command_runs_the_kit_and_writes_reports(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "conformance of noop" in done.stdout
+    assert "2 tests, in about a few seconds, the quick ones first\n" in done.stdout
+    assert "warning" not in done.stdout
     (report,) = json.loads((tmp_path / "r.json").read_text())
     assert report["backend"] == "noop"
     assert report["counts"]["pass"] == 2

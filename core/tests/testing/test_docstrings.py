@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane_core import hookspecs
+from dataplane_core import blobstore, hookspecs
 from dataplane_core.testing import BackendConformance
 from dataplane_core.testing._base import chapter_of, needs_of
 
@@ -24,6 +24,7 @@ def _plain(text: str) -> str:
 _SOURCES = {
     "Contract": _plain(_CONTRACT.read_text(encoding="utf-8")),
     "Hook spec": _plain(inspect.getsource(hookspecs)),
+    "Blob store": _plain(inspect.getsource(blobstore)),
 }
 
 

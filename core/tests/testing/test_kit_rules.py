@@ -7,6 +7,8 @@ import json
 import pytest
 
 from dataplane_core.testing import BackendConformance, ConformanceError
+from dataplane_core.testing._base import chapter_of
+from dataplane_core.testing._conformance import SUITES
 from dataplane_noop import NoopBackend
 
 pytest_plugins = ["pytester"]
@@ -284,11 +286,86 @@ def test_failures_show_the_contract(run):
     result, _ = run(_DROPS.format(deviations="{}"), "-k", "order_asked_for")
     result.stdout.fnmatch_lines(
         [
-            "*what it proves*",
+            "*the rule that it breaks*",
             'Contract: "Exactly one row per id given, in that order, repeats included."',
             "*Check first:*",
         ]
     )
+
+
+def test_a_failure_names_its_rule_in_the_report(run, pytester):
+    markdown = pytester.path / "report.md"
+    result, (report,) = run(
+        _DROPS.format(deviations="{}"), "-k", "order_asked_for", "--dataplane-markdown", str(markdown)
+    )
+    test = _selected(report)["test_get_keeps_the_order_asked_for"]
+    assert test["rule"] == 'Contract: "Exactly one row per id given, in that order, repeats included."'
+    assert test["check_first"] == "bring the engine's rows into the order of request.sample_ids."
+    result.stdout.fnmatch_lines(["failures:", "*the rule: Contract: *", "*check first: bring the engine's rows*"])
+    assert "  - check first: bring the engine's rows" in markdown.read_text()
+
+
+def test_where_nothing_was_tested_no_rule_is_blamed(run):
+    body = """
+class Dead(NoopBackend):
+    def start(self, *, bootstrap, deadline):
+        raise OSError("port 6379 is taken")
+
+class TestMine(BackendConformance):
+    backend_class = Dead
+"""
+    result, _ = run(body, "-k", "order_asked_for")
+    assert "the rule that it breaks" not in result.stdout.str()
+
+
+_WARNS = """
+import socket, warnings
+
+class Warns(NoopBackend):
+    def get_samples(self, request):
+        {warn}
+        return super().get_samples(request)
+
+class TestMine(BackendConformance):
+    backend_class = Warns
+"""
+
+
+@pytest.mark.parametrize(
+    ("warn", "category", "text"),
+    [
+        ("warnings.warn(f'row at {id(request):#x}\\nis old', DeprecationWarning)", "DeprecationWarning", "is old"),
+        ("socket.socket()", "ResourceWarning", "unclosed <socket.socket"),
+    ],
+)
+def test_the_text_of_warnings_is_told(run, warn, category, text):
+    body = _WARNS.format(warn=warn)
+    result, (report,) = run(body, "-k", "get_repeats_rows", "-W", "default")
+    (warning,) = report["warnings"]
+    assert (warning["category"], warning["test"]) == (category, "test_get_repeats_rows")
+    assert text in warning["text"]
+    result.stdout.fnmatch_lines(["warnings:", f"  {category}: *{text}*"])
+    # and where they are errors, the failure says which warning it was
+    result, (report,) = run(body, "-k", "get_repeats_rows", "-W", "error")
+    assert report["warnings"] == []
+    (test,) = _selected(report).values()
+    assert category in test["reason"]
+    assert text in test["reason"]
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def test_quick_tests_come_first_and_the_machine_last(run):
+    body = "class TestMine(BackendConformance):\n    backend_class = NoopBackend\n"
+    result, _ = run(body, "--collect-only", "-q")
+    names = [line.rpartition("::")[2] for line in result.outlines if "::" in line]
+    chapters = [chapter_of(getattr(BackendConformance, name.partition("[")[0])) for name in names]
+    order = list(dict.fromkeys(chapters))
+    assert order[:3] == ["smoke", "blobs", "journal"]
+    assert order[-4:] == ["races", "processes", "crashes", "machine"]
+    assert order == [chapter_of(suite) for suite in SUITES] == list(dict.fromkeys(order))
+    assert sum(1 for chapter in chapters if chapter == "smoke") >= 5
 
 
 def test_tests_carry_a_marker(run):

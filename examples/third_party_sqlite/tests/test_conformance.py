@@ -22,7 +22,7 @@ class TestSQLite(BackendConformance):
 
     def raw_get(self, backend, partition_id, sample_id, field):
         (part,) = backend._ledger(time.monotonic() + 60, "locate", partition_id, [sample_id], [field]).parts
-        key = f"row{part.write_id + part.positions[0]}"
+        key = f"row{part.write_id + part.positions[0]:x}"
         with sqlite3.connect(backend.config.path) as database:
             ((row,),) = database.execute("SELECT data FROM blobs WHERE key = ?", (key,)).fetchall()
         return split_rows([row])[0][part.slots[0]]

@@ -23,3 +23,9 @@ class TestNoop(BackendConformance):
         if isinstance(column, Ragged):
             return column.values[column.offsets[row] : column.offsets[row + 1]]
         return column[row]
+
+    def held_bytes(self, backend):
+        assert isinstance(backend, NoopBackend)
+        columns = [column for segment in backend._segments.values() for column in segment._columns.values()]
+        tensors = [column.values if isinstance(column, Ragged) else column for column in columns]
+        return sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, list))

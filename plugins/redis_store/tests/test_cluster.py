@@ -94,6 +94,10 @@ def test_a_slot_that_moves_is_followed(start_cluster, connect):
     write_and_read(client, torch.randn(64, 4096))
 
 
+def offset(node, name):
+    return node.admin("INFO", "replication")[name]
+
+
 def test_another_node_takes_over_from_one_that_was_killed(start_cluster, start_server, connect):
     nodes = start_cluster()
     replica = start_server(cluster=True)
@@ -106,6 +110,8 @@ def test_another_node_takes_over_from_one_that_was_killed(start_cluster, start_s
 
     client = connect(url=nodes[0].url, namespace=namespace_on(0))
     write_and_read(client, torch.arange(2))
+    # what the replica does not have yet would be lost
+    wait_until(lambda: offset(replica, "slave_repl_offset") >= offset(nodes[0], "master_repl_offset"))
     nodes[0].kill()
     wait_until(lambda: replica.admin("INFO", "replication")["role"] == "master")
     wait_until(lambda: is_up(replica) and is_up(nodes[1]) and is_up(nodes[2]))

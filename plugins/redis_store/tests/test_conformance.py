@@ -42,8 +42,17 @@ class TestRedis(BackendConformance):
         (refs,) = unpack_rows([ask(b"HGET", at + b"r", to_bytes(sample_id))])
         layouts = [unpack_layout(each) for each in ask(b"LRANGE", at + b"l", b"0", b"-1")]
         write, position, layout, _ = [ref for ref in refs if field in layouts[ref[2]]][-1]
-        (cells,) = split_rows([ask(b"HGET", b"%s:w:%d" % (base, write), b"%d" % position)])
+        (cells,) = split_rows([ask(b"HGET", b"%s:w:%s" % (base, write.hex().encode()), b"%d" % position)])
         return bytes(cells[layouts[layout].index(field)])
+
+    def held_bytes(self, backend):
+        """What the server says its hashes of rows take."""
+
+        def ask(*words):
+            return backend._link.command("held_bytes", time.monotonic() + 30, *words)
+
+        keys = ask(b"KEYS", backend._base + b":w:*")
+        return sum(ask(b"MEMORY", b"USAGE", key, b"SAMPLES", b"0") or 0 for key in keys)
 
     def restart(self, backend):
         os.kill(backend._server.pid, signal.SIGKILL)

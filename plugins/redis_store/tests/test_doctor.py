@@ -84,6 +84,29 @@ def test_a_server_without_persistence_is_a_warning_with_the_commands(plain):
     assert "CONFIG SET appendonly yes" in hint
 
 
+def test_a_server_with_replicas_may_lose_its_newest_writes(start_server):
+    server, replica = start_server(), start_server()
+    assert "replicates" not in str(findings(Level.WARNING, url=server.url))
+    replica.admin("REPLICAOF", "127.0.0.1", server.port)
+    give_up = time.monotonic() + 20
+    while server.admin("INFO", "replication")["connected_slaves"] != 1:
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    _, (what, hint) = findings(Level.WARNING, url=server.url)
+    assert "has 1 replica, and replicates without waiting" in what
+    assert "min-replicas-to-write 1" in hint
+
+
+def test_an_instance_of_another_version_is_an_error(plain, connect):
+    connect(url=plain.url, namespace="doctored")
+    assert findings(Level.ERROR, url=plain.url, namespace="doctored") == []
+    plain.admin("HSET", "dp:{doctored}:instance", "version", "3")
+    plain.admin("SET", "dp:{aged}:instance", '{"version": 1}')
+    for namespace, version in (("doctored", 3), ("aged", 1)):
+        ((what, _),) = findings(Level.ERROR, url=plain.url, namespace=namespace)
+        assert f"holds an instance of version {version}. Expected 2." in what
+
+
 def test_a_server_that_is_not_there_is_an_error(tmp_path):
     ((what, _),) = findings(Level.ERROR, url=f"unix://{tmp_path}/none.sock")
     assert f"the Redis server at {tmp_path}/none.sock cannot be reached" in what

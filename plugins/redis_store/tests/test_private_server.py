@@ -22,7 +22,8 @@ from dataplane_core.registry import connect_backend
 from dataplane_redis import RedisBackend
 config = DataPlaneConfig(backend="redis_store", options={"server": "private", "namespace": sys.argv[1]})
 client = connect_backend(RedisBackend, config)
-print(client._backend._server.pid, flush=True)
+server = client._backend._server
+print(server.pid, server._process._watcher.pid, flush=True)
 time.sleep(100)
 """
 
@@ -76,19 +77,28 @@ def test_a_second_owner_is_refused(connect):
         connect(server="private", namespace="twice")
 
 
-@pytest.fixture
-def killed_owner():
+def kill_an_owner(with_watcher=False):
     """Namespace and server of an owner that was just killed."""
     namespace = f"orphan-{uuid.uuid4().hex[:8]}"
     owner = subprocess.Popen([sys.executable, "-c", _OWNER, namespace], stdout=subprocess.PIPE)
     try:
-        pid = int(owner.stdout.readline())
+        pid, watcher = map(int, owner.stdout.readline().split())
         assert runs(pid)
+        if with_watcher:
+            for each in (owner.pid, watcher):
+                os.kill(each, signal.SIGSTOP)  # so that neither acts on the other's end
+            os.kill(watcher, signal.SIGKILL)
     finally:
         owner.kill()
         owner.wait()
         owner.stdout.close()
     return namespace, pid
+
+
+@pytest.fixture
+def killed_owner():
+    """Namespace and server of an owner that was just killed."""
+    return kill_an_owner()
 
 
 def test_the_server_ends_with_an_owner_that_is_killed(killed_owner):
@@ -105,6 +115,17 @@ def test_the_next_owner_need_not_wait_for_one_that_was_killed(connect, killed_ow
     assert connect(bootstrap=False, server="private", namespace=namespace).list_samples("p").size == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="not run: only Linux ends a process with its parent")
+def test_an_owner_killed_together_with_its_watcher_leaves_no_server_and_a_folder_to_the_next_one(connect):
+    namespace, pid = kill_an_owner(with_watcher=True)
+    wait_until(lambda: not runs(pid))
+    client = connect(server="private", namespace=namespace)
+    client.register_partition("p", ["x"], None, ["train"])
+    client.close()
+    assert not _folder(namespace).exists()
+    assert not _folder(namespace).with_name(f"{namespace}.lock").exists()
+
+
 def test_no_binary_says_how_to_install_it(connect, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(BackendUnavailableError, match="apt-get install redis-server"):
@@ -118,8 +139,9 @@ def test_without_a_url_the_server_is_private(connect):
 
 
 def test_attaching_to_nothing_says_so(connect):
-    with pytest.raises(BackendUnavailableError):
+    with pytest.raises(BackendUnavailableError) as caught:
         connect(bootstrap=False, server="private")
+    assert caught.value.retryable
 
 
 @pytest.mark.parametrize(

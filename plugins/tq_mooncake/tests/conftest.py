@@ -5,24 +5,18 @@ import time
 from pathlib import Path
 
 import pytest
-import ray
 
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.registry import connect_backend
 from dataplane_mooncake import TQMooncakeBackend
 
 
-@pytest.fixture(scope="module")
-def ray_address():
-    """A local Ray, whose processes inherit an address that no node has, as they do from a driver elsewhere."""
-    before = os.environ.get("MC_TCP_BIND_ADDRESS")
-    os.environ["MC_TCP_BIND_ADDRESS"] = "169.254.7.7"
-    context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
-    os.environ.pop("MC_TCP_BIND_ADDRESS")
-    if before is not None:
-        os.environ["MC_TCP_BIND_ADDRESS"] = before
+@pytest.fixture(scope="module", autouse=True)
+def _address_of_no_node():
+    """This process has an address that no node has, as the processes of its Ray."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MC_TCP_BIND_ADDRESS", "169.254.7.7")
+        yield
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""tq_mooncake against the contract, on a Ray of its own and a real master."""
+"""tq_mooncake against the contract, on a real Ray and a real master."""
 
 import time
 

@@ -24,7 +24,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_core.registry import connect_backend
-from dataplane_mooncake import TQMooncakeBackend
+from dataplane_mooncake import TQMooncakeBackend, _calls
 from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import Store
 
@@ -225,11 +225,19 @@ def test_queues_on_one_master_neither_collide_nor_lodge_in_each_other_and_name_i
         assert torch.equal(two.get_samples(ids(8), "p", ["x"])["x"], rows(8, MIB // 2, 1)["x"])
         assert psutil.Process(master.pid).is_running()  # it was not theirs
         os.kill(master.pid, signal.SIGKILL)
-        for attempt in (lambda: two.get_samples(ids(8), "p", ["x"]), lambda: two.put_samples(["b"], "p", rows(1, 9))):
-            with pytest.raises(
-                BackendUnavailableError, match=f"the mooncake_master at {master.address} does not answer"
-            ):
+        for attempt in (
+            lambda: two.get_samples(ids(8), "p", ["x"]),
+            lambda: two.put_samples(["b"], "p", rows(1, 9)),
+            lambda: two.clear_samples(ids(1), "p"),
+            lambda: two.claim_meta("p", "train", ["x"], 9, timeout_s=60),
+            lambda: two.list_samples("p"),
+        ):
+            dead = f"the mooncake_master at {master.address} of instance 'two' is dead"
+            started = time.monotonic()
+            with pytest.raises(BackendUnavailableError, match=dead) as refused:
                 attempt()
+            assert time.monotonic() - started < 10.0  # within 2, where the machine has time
+            assert not refused.value.retryable
     finally:
         master.stop()
 
@@ -250,6 +258,13 @@ def test_every_process_announces_its_nodes_address_whatever_it_inherited(client)
     (replica,) = client._backend._engine._store._engine.get_replica_desc(key)
     endpoint = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
     assert endpoint.rpartition(":")[0] == here
+
+
+def test_its_processes_run_at_the_priority_of_any_other(client):
+    """Ray starts workers at nice 15; calls then wait for whatever else runs on the node."""
+    actors = [unit(client, 0), unit(client, 1), ray.get_actor("tqm-store", namespace="dataplane")]
+    asked = [actor.__ray_call__.remote(lambda _: os.getpriority(os.PRIO_PROCESS, 0)) for actor in actors]
+    assert ray.get(asked, timeout=60) == [os.getpriority(os.PRIO_PROCESS, 0)] * 3
 
 
 def located(client, sample_id):
@@ -282,6 +297,10 @@ def test_a_storage_unit_that_stands_still(client, connect, ray_address):
             hasty.get_samples(ids(64), "p", ["x"])
         with pytest.raises(OperationTimeoutError):
             hasty.put_samples(ids(16, "late"), "p", rows(16, MIB // 2))
+        deadline = time.monotonic() + 30  # the engine alone lets a transfer poll for a minute
+        while _calls._running:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         assert hasty.list_samples("p").size == 64  # the controller goes on
     assert torch.equal(client.get_samples(ids(64), "p", ["x"])["x"], rows(64, 1000)["x"])
     assert client.list_samples("p").size == 64

@@ -1,4 +1,4 @@
-"""tq_simple against the contract, on a Ray of its own."""
+"""tq_simple against the contract, on a real Ray."""
 
 import time
 
@@ -8,13 +8,6 @@ import ray
 from dataplane_core.codec.frames import split_rows
 from dataplane_core.testing import BackendConformance
 from dataplane_tq_simple import TQSimpleBackend
-
-
-@pytest.fixture(scope="module")
-def ray_address():
-    context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
 
 
 class TestTQSimple(BackendConformance):
@@ -32,6 +25,17 @@ class TestTQSimple(BackendConformance):
         handle = part.write_id + part.positions[0]
         ((*frames,),) = split_rows(backend._engine.get_rows([handle], column="dataplane", timeout_s=10))
         return bytes(frames[part.slots[0]])
+
+    def held_bytes(self, backend):
+        """The rows in the memory of the storage units, as the units count them."""
+
+        def held(unit):
+            return sum(len(row) for column in unit.storage_data.field_data.values() for row in column.values())
+
+        names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        mine = [name for name in names if name.startswith("tq-conformance/unit-")]
+        units = [ray.get_actor(name, namespace="dataplane") for name in mine]
+        return sum(ray.get([unit.__ray_call__.remote(held) for unit in units], timeout=30))
 
     def conflicting_options(self, options):
         return {**options, "num_storage_units": 2}

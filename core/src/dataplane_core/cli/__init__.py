@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     conformance.add_argument(
         "-k", dest="select", metavar="EXPRESSION", help="only the tests that match, as pytest's -k"
     )
+    conformance.add_argument("-x", dest="first_failure", action="store_true", help="stop at the first failure")
 
     new_plugin = commands.add_parser("new-plugin", help="write a project with a backend that passes the kit")
     new_plugin.add_argument("name", help="entry-point name of the new backend, such as acme_store")
@@ -73,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             json_path=chosen.json_path,
             markdown_path=chosen.markdown_path,
             select=chosen.select,
+            first_failure=chosen.first_failure,
         )
     except DataPlaneError as error:
         print(f"dataplane: {error}", file=sys.stderr)

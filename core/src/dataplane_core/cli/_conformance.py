@@ -38,7 +38,15 @@ class TestConformance(BackendConformance):
 """
 
 
-def run(name: str, *, options: str, json_path: str | None, markdown_path: str | None, select: str | None) -> int:
+def run(
+    name: str,
+    *,
+    options: str,
+    json_path: str | None,
+    markdown_path: str | None,
+    select: str | None,
+    first_failure: bool = False,
+) -> int:
     """Runs the kit in this process.
 
     Args:
@@ -47,6 +55,7 @@ def run(name: str, *, options: str, json_path: str | None, markdown_path: str | 
         json_path: Where to write the report as JSON, or None.
         markdown_path: Where to write it as Markdown, or None.
         select: Only the tests that match, as pytest's ``-k``; None: all.
+        first_failure: Stop at the first failure.
 
     Returns:
         0 where something ran and nothing failed, else 1.
@@ -68,7 +77,7 @@ def run(name: str, *, options: str, json_path: str | None, markdown_path: str | 
     for path in (json_path, markdown_path):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"the report cannot be written to '{path}': there is no such folder.")
-    return _run(name, values, json_path, markdown_path, select)
+    return _run(name, values, json_path, markdown_path, select, first_failure)
 
 
 def _options_of(text: str) -> dict[str, Any]:
@@ -88,32 +97,49 @@ def _options_of(text: str) -> dict[str, Any]:
 
 
 def _run(
-    name: str, options: dict[str, Any], json_path: str | None, markdown_path: str | None, select: str | None
+    name: str,
+    options: dict[str, Any],
+    json_path: str | None,
+    markdown_path: str | None,
+    select: str | None,
+    first_failure: bool,
 ) -> int:
-    import dataplane_pytest  # first: it has pytest rewrite the assertions of what it imports
     import pytest
 
     reports: list[Report] = []
 
     class Collector:
-        """Takes the reports out of the session that ends."""
+        """Has progress told, and takes the reports out of the session that ends.
+
+        What has assertions is imported where pytest is ready to rewrite them.
+        """
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_unconfigure(self, config: pytest.Config) -> None:
+            import dataplane_pytest
+
             reports.extend(dataplane_pytest.reports_of(config))
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_configure(self, config: pytest.Config) -> None:
+            import dataplane_pytest
+
             plugins = config.pluginmanager
             if not plugins.has_plugin("dataplane_conformance") and not plugins.is_registered(dataplane_pytest):
                 plugins.register(dataplane_pytest, "dataplane_conformance")
+            from dataplane_core.testing._progress import Progress
+
+            plugins.register(Progress(config))
 
     with tempfile.TemporaryDirectory(prefix="dataplane-conformance-") as folder:
         file = Path(folder, "test_conformance.py")
         file.write_text(_TEST.format(name=name, options=json.dumps(options)), encoding="utf-8")
         Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
         arguments = [str(file), "-c", str(Path(folder, "pytest.ini")), "--rootdir", folder]
-        arguments += ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "--disable-warnings"]
+        arguments += ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-o", "console_output_style=classic"]
+        arguments += ["--disable-warnings"]  # the report lists them
+        if first_failure:
+            arguments += ["-x"]
         if select is not None:
             arguments += ["-k", select]
         status = pytest.main(arguments, plugins=[Collector()])

@@ -17,6 +17,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.batch import BatchedDataDict
+from dataplane_core.codec.lists import column_of_list
 from dataplane_core.codec.rows import object_column
 from dataplane_core.codec.tensors import (
     Ragged,
@@ -87,7 +88,8 @@ def pack_jagged_fields(
     """Packs the token-aligned columns of a batch; the others pass as they are.
 
     Args:
-        fields: Columns of N rows: tensors, and objects as lists, object arrays or ``NonTensorStack``.
+        fields: Columns of N rows: tensors, lists (`codec.lists.column_of_list` says what they become), and objects as
+            object arrays or ``NonTensorStack``.
         lengths: N tokens counts.
         token_aligned_fields: Names of columns with one element per token on dim 1. Names that ``fields`` lacks are
             ignored, so that a declaration may cover more than one write.
@@ -103,6 +105,8 @@ def pack_jagged_fields(
     columns: dict[str, Any] = {}
     for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
         column = fields.get(name)
+        if isinstance(column, (list, tuple)):
+            column = column_of_list(f"field '{name}'", column)
         if name in token_aligned_fields and isinstance(column, torch.Tensor):
             try:
                 column = cut.pack_or_pass(column)
@@ -114,7 +118,7 @@ def pack_jagged_fields(
 
 
 def to_tensordict(columns: Mapping[str, Any], num_samples: int) -> TensorDict:
-    """Columns as a TensorDict of batch size [N]; lists and tuples become object columns.
+    """Columns as a TensorDict of batch size [N]; lists and tuples become what `codec.lists.column_of_list` says.
 
     Raises:
         InvalidRequestError: A column of another number of rows; names it.
@@ -141,7 +145,9 @@ def to_tensordict(columns: Mapping[str, Any], num_samples: int) -> TensorDict:
                 f"field '{name}' is a non-tensor column: an ndarray of dtype {column.dtype}. Expected a tensor.",
                 hint="Write torch.as_tensor(x), or x.astype(object) for one object per sample.",
             )
-        ready[name] = object_column(list(column)) if isinstance(column, (list, tuple, np.ndarray)) else column
+        if isinstance(column, (list, tuple)):
+            column = column_of_list(f"field '{name}'", column)
+        ready[name] = object_column(list(column)) if isinstance(column, np.ndarray) else column
     return TensorDict(ready, batch_size=[num_samples])
 
 

@@ -35,6 +35,7 @@ from dataplane_core.codec.header import (
     KIND_OBJECT,
     KIND_TENSOR,
 )
+from dataplane_core.codec.lists import column_of_list
 from dataplane_core.codec.objects import check_items, copy_item, decode_items
 from dataplane_core.codec.rows import column_nbytes, num_rows, object_column, take_rows
 from dataplane_core.codec.tensors import (
@@ -83,7 +84,8 @@ def lower(
 
     Args:
         fields: Columns of ``num_samples`` rows: tensors of any device but meta, dense or nested, contiguous or not;
-            object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``.
+            object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also lists, which
+            become what `codec.lists.column_of_list` says.
         num_samples: N, at least 1.
         wire: What the backend takes.
         allow_pickle: Let object items outside the closed set pass.
@@ -104,6 +106,8 @@ def lower(
     columns: dict[str, WireColumn] = {}
     specs: dict[str, FieldSpec] = {}
     for name, leaf in _leaves(fields):
+        if isinstance(leaf, (list, tuple)) and not _is_rows(leaf):
+            leaf = column_of_list(f"put_samples refused: field '{name}'", leaf)
         if isinstance(leaf, torch.Tensor) or _is_rows(leaf):
             column = _ingest(name, leaf, num_samples)
             specs[name] = _spec_of(column)
@@ -178,9 +182,9 @@ def _object_items(name: str, leaf: Any, num_samples: int) -> list[Any]:
         else:
             found = f"a {type(data).__name__}{' for all rows' if data is not leaf else ''}"
         raise InvalidTypeError(
-            f"{what} is a non-tensor leaf: {found}. Expected a tensor, a NonTensorStack, or a 1-D "
+            f"{what} is a non-tensor leaf: {found}. Expected a tensor, or a list, a NonTensorStack or a 1-D "
             f"np.ndarray(dtype=object) of {num_samples} items.",
-            hint="Write NonTensorStack(*items) for one object per sample, torch.as_tensor(x) for numbers.",
+            hint="Write a list of one item per sample, torch.as_tensor(x) for numbers.",
         )
     if len(items) != num_samples:
         raise InvalidRequestError(f"{what} has {len(items)} rows. Expected {num_samples}, one row per sample id.")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 import pytest
@@ -15,7 +17,18 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_core.registry import load_backend
 from dataplane_core.testing._store import NOT_DECLARED, Deployment, Store
 
-__all__ = ["MOST_COPIES", "ConformanceError", "Proof", "Suite", "lasts", "limit_of", "needs_of", "proves"]
+__all__ = [
+    "MOST_COPIES",
+    "ConformanceError",
+    "Proof",
+    "Rule",
+    "Suite",
+    "lasts",
+    "limit_of",
+    "needs_of",
+    "proves",
+    "rule_of",
+]
 
 #: What a test proves: the core of the contract, a capability, or a scope wider than one process.
 Proof: TypeAlias = Capability | Scope | Literal["core"]
@@ -39,6 +52,7 @@ _AUTHORS_NAMES: Final = frozenset(
         "backend_class",
         "conflicting_options",
         "deviations",
+        "held_bytes",
         "isolated_options",
         "most_copies",
         "op_timeout_s",
@@ -94,6 +108,26 @@ def chapter_of(test: Any) -> str | None:
     """The chapter of the contract that a test of the kit belongs to; None for a test that is not the kit's."""
     chapter: str | None = getattr(test, _CHAPTER, None)
     return chapter
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a test of the kit says of itself.
+
+    Attributes:
+        text: The sentence that it tests, and where it stands: the contract (docs/contract.md), or a docstring of the
+            hook specs or of `BlobStore`.
+        check_first: Where a backend that fails is most likely wrong.
+    """
+
+    text: str
+    check_first: str
+
+
+def rule_of(test: Any) -> Rule:
+    """The rule that a test of the kit tests, from its docstring."""
+    text, _, advice = " ".join((inspect.getdoc(test) or "").split()).partition("Check first: ")
+    return Rule(text.strip(), advice)
 
 
 class Suite:
@@ -184,6 +218,17 @@ class Suite:
         """
         raise NotImplementedError
 
+    def held_bytes(self, backend: Backend) -> int:
+        """Payload bytes that the engine holds now, counted past the backend's own books.
+
+        What the engine itself says of what it keeps: the sizes of its keys, files or segments. Its own overhead may be
+        in it. The tests of the chapter "room" compare it before and after.
+
+        Args:
+            backend: The started backend of the kit's client.
+        """
+        raise NotImplementedError
+
     def restart(self, backend: Backend) -> None:
         """Kills the store's processes (kill -9) and starts them again; for backends that declare ``durable``."""
         raise NotImplementedError
@@ -232,11 +277,16 @@ class Suite:
         if cls.backend_class is not None:
             return cls.backend_class
         if cls.backend:
-            return load_backend(cls.backend)
+            return _load_backend(cls.backend)
         raise ConformanceError(
             f"{cls.__name__} names no backend.",
             hint="Set backend_class = MyBackend, or backend = 'its entry-point name'.",
         )
+
+
+@functools.cache  # asked for several times per test, and reads the metadata of everything installed
+def _load_backend(name: str) -> type[Backend]:
+    return load_backend(name)
 
 
 def declares(cls: type[Backend], need: Proof) -> bool:

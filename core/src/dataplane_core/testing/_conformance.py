@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from dataplane_core.testing._base import Suite
+from dataplane_core.testing.suites.blobs import BlobSuite
 from dataplane_core.testing.suites.bounds import BoundSuite
 from dataplane_core.testing.suites.capabilities import CapabilitySuite
 from dataplane_core.testing.suites.capacity import CapacitySuite
@@ -16,6 +19,7 @@ from dataplane_core.testing.suites.faults import FaultSuite
 from dataplane_core.testing.suites.get import GetSuite
 from dataplane_core.testing.suites.groups import GroupSuite
 from dataplane_core.testing.suites.guarantees import GuaranteeSuite
+from dataplane_core.testing.suites.journal import JournalSuite
 from dataplane_core.testing.suites.leases import LeaseSuite
 from dataplane_core.testing.suites.lifecycle import LifecycleSuite
 from dataplane_core.testing.suites.listing import ListingSuite
@@ -28,74 +32,55 @@ from dataplane_core.testing.suites.put import PutSuite
 from dataplane_core.testing.suites.put_refusals import PutRefusalSuite
 from dataplane_core.testing.suites.races import RaceSuite
 from dataplane_core.testing.suites.registration import RegistrationSuite
+from dataplane_core.testing.suites.room import RoomSuite
+from dataplane_core.testing.suites.smoke import SmokeSuite
 from dataplane_core.testing.suites.tag_filters import TagFilterSuite
 
 __all__ = ["SUITES", "BackendConformance"]
 
-#: The suites, in the order in which they run.
-SUITES: tuple[type[Suite], ...] = (
-    CapabilitySuite,
-    RegistrationSuite,
-    PutSuite,
-    PutRefusalSuite,
-    GetSuite,
-    MatrixSuite,
-    MultimodalSuite,
-    ClaimSuite,
-    GroupSuite,
-    LeaseSuite,
-    TagFilterSuite,
-    ListingSuite,
-    OverwriteSuite,
-    ClearSuite,
-    ConsumptionSuite,
-    CapacitySuite,
-    ErrorSuite,
-    FaultSuite,
-    BoundSuite,
-    CostSuite,
-    LifecycleSuite,
-    GuaranteeSuite,
-    RaceSuite,
-    ProcessSuite,
-    CrashSuite,
-    MachineSuite,
-)
-
 
 class BackendConformance(
-    CapabilitySuite,
-    RegistrationSuite,
-    PutSuite,
-    PutRefusalSuite,
-    GetSuite,
-    MatrixSuite,
-    MultimodalSuite,
-    ClaimSuite,
-    GroupSuite,
-    LeaseSuite,
-    TagFilterSuite,
-    ListingSuite,
-    OverwriteSuite,
-    ClearSuite,
-    ConsumptionSuite,
-    CapacitySuite,
-    ErrorSuite,
-    FaultSuite,
-    BoundSuite,
-    CostSuite,
-    LifecycleSuite,
-    GuaranteeSuite,
-    RaceSuite,
-    ProcessSuite,
-    CrashSuite,
+    # pytest runs the tests of the last base first: from the smoke tests up to the slow ones
     MachineSuite,
+    CrashSuite,
+    ProcessSuite,
+    RaceSuite,
+    GuaranteeSuite,
+    LifecycleSuite,
+    CostSuite,
+    BoundSuite,
+    FaultSuite,
+    ErrorSuite,
+    CapacitySuite,
+    ConsumptionSuite,
+    RoomSuite,
+    ClearSuite,
+    OverwriteSuite,
+    ListingSuite,
+    TagFilterSuite,
+    LeaseSuite,
+    GroupSuite,
+    ClaimSuite,
+    MultimodalSuite,
+    MatrixSuite,
+    GetSuite,
+    PutRefusalSuite,
+    PutSuite,
+    RegistrationSuite,
+    CapabilitySuite,
+    JournalSuite,
+    BlobSuite,
+    SmokeSuite,
     chapter="",
 ):
     """Every test of the contract. Subclass it, name the backend, and override the fixture ``options``.
 
     What a subclass may define: ``backend`` or ``backend_class``, ``options``, ``deviations``, ``most_copies``,
     ``op_timeout_s``, ``store_per_test``, ``isolated_options``, ``attach_options``, ``absent_options``,
-    ``conflicting_options``, ``raw_get`` and ``restart``, all documented on this class; and tests of its own. It may not
-    override the kit's.
+    ``conflicting_options``, ``raw_get``, ``held_bytes`` and ``restart``, all documented on this class; and tests of its
+    own. It may not override the kit's.
     """
+
+
+#: The suites, in the order in which they run.
+SUITES: Final[tuple[type[Suite], ...]] = tuple(reversed(BackendConformance.__bases__))

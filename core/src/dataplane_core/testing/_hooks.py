@@ -89,7 +89,7 @@ class Hooks:
         fields: TensorDictBase | Mapping[str, Any] | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
         *,
-        epoch: int | None = None,
+        epoch: str | None = None,
     ) -> PutReply:
         """``put_samples``, the fields lowered to the backend's wire format."""
         columns, specs = ({}, {}) if fields is None else lower(fields, len(sample_ids), self._wire)

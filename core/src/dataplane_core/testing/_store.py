@@ -15,15 +15,18 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core.backend import Backend
+from dataplane_core.blobstore import BlobStore
 from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.registry import connect_backend
+from dataplane_core.registry import Bootstrap, connect_backend
+from dataplane_core.testing._blobs import recorded_keys
 from dataplane_core.testing._columns import batch, bits
 from dataplane_core.testing._hooks import Hooks
 from dataplane_core.testing._nursery import Nursery
+from dataplane_core.testing._timing import STARTS_S
 from dataplane_core.testing._workers import BackendReference, Worker
 from dataplane_core.testing.faults import Faults
 
@@ -96,8 +99,9 @@ class Deployment:
         self,
         options: Mapping[str, Any],
         *,
-        bootstrap: bool = True,
+        bootstrap: Bootstrap = True,
         op_timeout_s: float | None = None,
+        attach_wait_s: float = 10.0,
         allow_pickle: bool = False,
         middleware: Sequence[Any] = (),
     ) -> DataPlaneClient:
@@ -107,6 +111,7 @@ class Deployment:
             options=dict(options),
             middleware=list(middleware),
             op_timeout_s=self.case.op_timeout_s if op_timeout_s is None else op_timeout_s,
+            attach_wait_s=attach_wait_s,
             allow_pickle=allow_pickle,
         )
         return connect_backend(self.backend_class, config, bootstrap=bootstrap)
@@ -147,13 +152,26 @@ class Deployment:
             worker.wait_ready()
         return self._workers[:count]
 
-    def new_worker(self) -> Worker:
-        """A client in a process of its own, which attaches; whoever asks waits for it and ends it."""
+    def end_workers(self) -> None:
+        """Ends the processes that `workers` kept."""
+        while self._workers:
+            self._workers.pop().close()
+
+    def new_worker(self, options: Mapping[str, Any] | None = None, bootstrap: Bootstrap = False) -> Worker:
+        """A client in a process of its own, which attaches unless told else; whoever asks waits for it and ends it.
+
+        Args:
+            options: Of another store than this one.
+            bootstrap: As for `connect`.
+        """
+        chosen = self.attach_options() if options is None else dict(options)
         reference = BackendReference.of(self.backend_class, self.name, by_name=self.case.backend_class is None)
         if self._nursery is None:
             self._nursery = Nursery(reference.load)
-        config = DataPlaneConfig(backend=self.name, options=self.attach_options(), op_timeout_s=self.case.op_timeout_s)
-        return Worker(self._nursery, reference, config)
+        config = DataPlaneConfig(
+            backend=self.name, options=chosen, op_timeout_s=self.case.op_timeout_s, attach_wait_s=STARTS_S
+        )
+        return Worker(self._nursery, reference, config, bootstrap)
 
     def once(self, make: Callable[[Deployment], _R]) -> _R:
         """What ``make(self)`` returned, or raised, when it was first asked for: evidence that several tests judge."""
@@ -228,6 +246,12 @@ class Store:
         if not any(each is None or self.declares(each) for each in capabilities):
             pytest.skip(f"{NOT_DECLARED}{' or '.join(map(str, capabilities))}")
 
+    def blobs(self) -> BlobStore:
+        """The backend, where it is a `BlobStore`; ends the test as not declared where it is none."""
+        if not isinstance(self.backend, BlobStore):
+            pytest.skip(f"{NOT_DECLARED}blobs: it is no BlobStore")
+        return self.backend
+
     @property
     def scope(self) -> Scope:
         """The declared scope."""
@@ -241,14 +265,15 @@ class Store:
         if self.scope is Scope.PROCESS:
             options = self.case.isolated_options(copy.deepcopy(self.deployment.options), "another")
             client = self.deployment.connect(options, **config)
-        else:
-            client = self.attached_client(**config)
-        self._clients.append(client)
-        return client
+            return self.keep(client)
+        return self.attached_client(**config)
 
     def attached_client(self, **config: Any) -> DataPlaneClient:
         """A further client of the same store, closed when the test ends; for scopes wider than the process."""
-        client = self.deployment.connect(self.deployment.attach_options(), bootstrap=False, **config)
+        return self.keep(self.deployment.connect(self.deployment.attach_options(), bootstrap=False, **config))
+
+    def keep(self, client: DataPlaneClient) -> DataPlaneClient:
+        """Closes a client when the test ends."""
         self._clients.append(client)
         return client
 
@@ -348,6 +373,24 @@ class Store:
         if wire.objects == "native":
             return raw
         return msgpack.unpackb(bits(raw if wire.zero_length_rows else raw[1:]))
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[], int]]:
+        """Yields how many payload bytes the engine holds more than when the block began, counted past the ledger.
+
+        Of a `BlobStore` for which the author counts nothing, the blobs that were put in the block and are there.
+        """
+        backend, case = self.backend, self.case
+        try:
+            before = case.held_bytes(backend)
+        except NotImplementedError:
+            if not isinstance(backend, BlobStore):
+                not_run("the author's class supplies no held_bytes")
+        else:
+            yield lambda: case.held_bytes(backend) - before
+            return
+        with recorded_keys(backend) as keys:
+            yield lambda: sum(len(data) for data in map(backend.get, keys) if data is not None)
 
     def _raw(self, partition_id: str, sample_id: str, field: str) -> Any:
         try:

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-__all__ = ["PROMPT_S", "Background", "bounded", "eventually", "in_threads"]
+__all__ = ["PROMPT_S", "STARTS_S", "Background", "bounded", "eventually", "in_threads"]
 
 _R = TypeVar("_R")
 
 #: What "at once" may take on a loaded machine, in seconds; the environment variable sets another.
 PROMPT_S: Final = float(os.environ.get("DATAPLANE_CONFORMANCE_PROMPT_S", "10"))
+#: What a store may take to start there, in seconds.
+STARTS_S: Final = 60.0
 
 
 class Background:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from dataplane_core.backend import Backend
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.registry import connect_backend, load_backend
+from dataplane_core.registry import Bootstrap, connect_backend, load_backend
 from dataplane_core.testing._nursery import Nursery
 
 __all__ = ["BackendReference", "Worker"]
@@ -66,12 +66,15 @@ class Worker:
     Args:
         nursery: What to fork from.
         reference: The backend's class.
-        config: What the client attaches with.
+        config: What the client connects with.
+        bootstrap: As for `connect`; a process that does more than attach waits for `connect`.
     """
 
-    def __init__(self, nursery: Nursery, reference: BackendReference, config: DataPlaneConfig) -> None:
+    def __init__(
+        self, nursery: Nursery, reference: BackendReference, config: DataPlaneConfig, bootstrap: Bootstrap = False
+    ) -> None:
         self._nursery = nursery
-        serve = functools.partial(_serve, reference=reference, config=config.model_dump())
+        serve = functools.partial(_serve, reference=reference, config=config.model_dump(), bootstrap=bootstrap)
         self._pid, self._connection = nursery.fork(serve)
 
     @property
@@ -82,6 +85,10 @@ class Worker:
     def wait_ready(self) -> None:
         """Waits until the client is attached; raises what attaching raised."""
         self.result(_START_S)
+
+    def connect(self) -> None:
+        """Has a process that does more than attach begin; then `wait_ready`."""
+        self._connection.send_bytes(b"now")
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Begins ``function(client, *arguments)`` in the process."""
@@ -122,9 +129,12 @@ class Worker:
         self._connection.close()
 
 
-def _serve(connection: Connection, reference: BackendReference, config: dict[str, Any]) -> None:
+def _serve(connection: Connection, reference: BackendReference, config: dict[str, Any], bootstrap: Bootstrap) -> None:
     try:
-        client = connect_backend(reference.load(), DataPlaneConfig.model_validate(config), bootstrap=False)
+        cls, full = reference.load(), DataPlaneConfig.model_validate(config)
+        if bootstrap is not False:
+            connection.recv_bytes()  # so that several can be told at the same time
+        client = connect_backend(cls, full, bootstrap=bootstrap)
     except Exception as error:
         _reply(connection, False, error)
         return
@@ -158,6 +168,16 @@ def _reply(connection: Connection, succeeded: bool, value: Any) -> None:
 def call(client: DataPlaneClient, method: str, *arguments: Any) -> Any:
     """Calls a method of the client."""
     return getattr(client, method)(*arguments)
+
+
+def call_backend(client: DataPlaneClient, method: str, *arguments: Any) -> Any:
+    """Calls a method of the backend behind the client."""
+    return getattr(client._backend, method)(*arguments)
+
+
+def bootstrapped(client: DataPlaneClient) -> bool:
+    """Whether the client started the store."""
+    return client.bootstrapped
 
 
 def read_items(client: DataPlaneClient, partition_id: str, sample_ids: list[str], field: str) -> Any:

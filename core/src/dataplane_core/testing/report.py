@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from dataplane_core.backend import Backend
 from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.hookspecs import CONTRACT_VERSION
 from dataplane_core.registry import find_plugins
-from dataplane_core.testing._base import MOST_COPIES, chapter_of, deviation_of, kit_members, label_of, needs_of
+from dataplane_core.testing._base import MOST_COPIES, chapter_of, deviation_of, kit_members, label_of, needs_of, rule_of
 
 __all__ = ["NOT_SELECTED", "OUTCOMES", "SCHEMA", "Report", "Result", "Row", "record_of", "to_json", "unused_deviations"]
 
@@ -38,6 +39,8 @@ class Result:
         outcome: One of `OUTCOMES`.
         reason: Why, where it did not pass.
         duration_s: Seconds that it took.
+        rule: The sentence that it tests, and where it stands.
+        check_first: Where a backend that fails is most likely wrong.
     """
 
     name: str
@@ -46,6 +49,30 @@ class Result:
     outcome: str
     reason: str
     duration_s: float
+    rule: str = ""
+    check_first: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """A warning that was raised while tests ran, and did not fail them.
+
+    Attributes:
+        category: Its class.
+        text: What it says.
+        count: How often it came, whatever numbers and addresses were in it.
+        test: The first test in which it came.
+    """
+
+    category: str
+    text: str
+    count: int
+    test: str
+
+    def in_words(self) -> str:
+        """One line."""
+        where = f"in {self.test}" if self.count == 1 else f"{self.count} times, first in {self.test}"
+        return f"{self.category}: {self.text} ({where})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +107,7 @@ class Report:
         capabilities: As declared.
         facts: What the engine stands against, and why: undeclared capabilities, the scope, copies beyond the default.
         results: Every test, in the order in which they ran.
+        warnings: What was warned of meanwhile.
     """
 
     backend: str
@@ -91,10 +119,16 @@ class Report:
     capabilities: tuple[str, ...]
     facts: Mapping[str, str]
     results: tuple[Result, ...]
+    warnings: tuple[Warned, ...] = ()
 
     @classmethod
-    def of(cls, records: Sequence[Mapping[str, Any]]) -> Report:
-        """The report of the tests of one class, from what the pytest plugin kept."""
+    def of(cls, records: Sequence[Mapping[str, Any]], warned: Sequence[tuple[str, str, str]] = ()) -> Report:
+        """The report of the tests of one class, from what the pytest plugin kept.
+
+        Args:
+            records: The tests.
+            warned: Category, text and test of each warning.
+        """
         header = records[0]["header"]
         results = tuple(
             Result(
@@ -104,10 +138,13 @@ class Report:
                 outcome=record["outcome"],
                 reason=record["reason"],
                 duration_s=record["duration_s"],
+                rule=record["rule"],
+                check_first=record["check_first"],
             )
             for record in records
         )
-        return cls(**{**header, "capabilities": tuple(header["capabilities"])}, results=results)
+        capabilities = tuple(header["capabilities"])
+        return cls(**{**header, "capabilities": capabilities}, results=results, warnings=_counted(warned))
 
     @property
     def passed(self) -> bool:
@@ -185,9 +222,12 @@ class Report:
                     "outcome": result.outcome,
                     "reason": result.reason,
                     "duration_s": round(result.duration_s, 4),
+                    "rule": result.rule,
+                    "check_first": result.check_first,
                 }
                 for result in self.results
             ],
+            "warnings": [asdict(warned) for warned in self.warnings],
         }
 
     def to_text(self) -> str:
@@ -204,7 +244,9 @@ class Report:
                 f"{c['not declared']:>9} {c['not run']:>7}"
             )
         for title, listed in self._lists():
-            lines += ["", f"{title}:", *(f"  {text}" for text in listed)]
+            lines += ["", f"{title}:"]
+            for text, *details in listed:
+                lines += [f"  {text}", *(f"      {detail}" for detail in details)]
         return "\n".join([*lines, "", self.badge()])
 
     def to_markdown(self) -> str:
@@ -216,7 +258,9 @@ class Report:
             numbers = " | ".join(str(row.counts[outcome]) for outcome in OUTCOMES)
             lines.append(f"| {row.name} | {row.verdict} | {numbers} |")
         for title, listed in self._lists():
-            lines += ["", f"**{title[0].upper()}{title[1:]}**", "", *(f"- {_escape(text)}" for text in listed)]
+            lines += ["", f"**{title[0].upper()}{title[1:]}**", ""]
+            for text, *details in listed:
+                lines += [f"- {_escape(text)}", *(f"  - {_escape(detail)}" for detail in details)]
         return "\n".join([*lines, "", f"`{self.badge()}`", ""])
 
     def _about(self) -> list[str]:
@@ -227,21 +271,44 @@ class Report:
             f"declares: {', '.join(self.capabilities) or 'nothing'}",
         ]
 
-    def _lists(self) -> list[tuple[str, list[str]]]:
-        """Failures and deviations one by one; the engine's facts; what was not run by its reason."""
-        lists = []
+    def _lists(self) -> list[tuple[str, list[list[str]]]]:
+        """Failures and deviations one by one, with their rules; the engine's facts; what was not run by its reason; the
+        warnings. Each entry is its text, then its details.
+        """
+        lists: list[tuple[str, list[list[str]]]] = []
         for outcome, title in (("fail", "failures"), ("deviation", "deviations")):
-            found = [f"{r.name} ({r.chapter}): {r.reason}" for r in self.results if r.outcome == outcome]
+            found = [
+                [f"{r.name} ({r.chapter}): {r.reason}", *_named("the rule", r.rule)]
+                + (_named("check first", r.check_first) if outcome == "fail" else [])
+                for r in self.results
+                if r.outcome == outcome
+            ]
             if found:
                 lists.append((title, found))
         if self.facts:
-            lists.append(("facts of its engine", [f"{name}: {why}" for name, why in self.facts.items()]))
+            lists.append(("facts of its engine", [[f"{name}: {why}"] for name, why in self.facts.items()]))
         reasons = Counter(result.reason for result in self.results if result.outcome == "not run")
         if reasons:
             lists.append(
-                ("not run", [f"{count} {'test' if count == 1 else 'tests'}: {r}" for r, count in reasons.items()])
+                ("not run", [[f"{count} {'test' if count == 1 else 'tests'}: {r}"] for r, count in reasons.items()])
             )
+        if self.warnings:
+            lists.append(("warnings", [[each.in_words()] for each in self.warnings]))
         return lists
+
+
+def _named(what: str, text: str) -> list[str]:
+    return [f"{what}: {text}"] if text else []
+
+
+def _counted(warned: Sequence[tuple[str, str, str]]) -> tuple[Warned, ...]:
+    """Warnings that differ in numbers and addresses only are one."""
+    found: dict[tuple[str, str], Warned] = {}
+    for category, text, test in warned:
+        key = (category, re.sub(r"0x[0-9a-f]+|\d+", "#", text))
+        known = found.get(key, Warned(category, text, 0, test))
+        found[key] = replace(known, count=known.count + 1)
+    return tuple(found.values())
 
 
 def to_json(reports: Sequence[Report]) -> str:
@@ -270,12 +337,14 @@ def _escape(text: str) -> str:
 
 def record_of(item: Any) -> dict[str, Any]:
     """What the report needs to know of a collected test, in JSON values."""
-    node = item.getparent(pytest.Class)
+    node, rule = item.getparent(pytest.Class), rule_of(item.obj)
     return {
         "class": node.nodeid,
         "test": item.name,
         "chapter": chapter_of(item.obj),
         "proves": [label_of(need) for need in needs_of(item.obj)],
+        "rule": rule.text,
+        "check_first": rule.check_first,
         "header": _header(item.cls),
     }
 

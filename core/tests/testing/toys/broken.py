@@ -405,6 +405,37 @@ class KeepsTheSchemaAcrossRegistrations(NoopBackend):
         return info
 
 
+@breaks("test_a_cleared_partition_leaves_the_engine")
+class ForgetsButKeeps(NoopBackend):
+    """What is cleared is gone from the books, and stays in the engine."""
+
+    def _delete(self, refs, deadline):
+        pass
+
+
+@breaks("test_overwritten_cells_leave_the_engine")
+class KeepsOldVersions(NoopBackend):
+    """A put does not delete what it replaced."""
+
+    def put_samples(self, request):
+        self._delete = lambda refs, deadline: None
+        try:
+            return super().put_samples(request)
+        finally:
+            del self._delete
+
+
+@breaks("test_a_refused_put_leaves_nothing_in_the_engine")
+class StoresBeforeItAsks(NoopBackend):
+    """A put stores its columns first, and leaves them there when it is refused."""
+
+    def put_samples(self, request):
+        self._store(-1 - len(self._segments), request.columns, len(request.sample_ids), request.deadline)
+        reply = super().put_samples(request)
+        del self._segments[min(self._segments)]
+        return reply
+
+
 @breaks("test_cleared_rows_are_gone")
 class KeepsRowsAfterClear(NoopBackend):
     """Drops ids from the listing, and leaves the cells readable."""
@@ -530,13 +561,10 @@ class MendsGroups(NoopBackend):
     def clear_samples(self, request):
         reply = super().clear_samples(request)
         partition = self._service._ledger._partitions.get(request.partition_id)
-        for group in partition.groups.values() if partition else ():
-            group.poisoned = False
+        if partition is not None:
+            partition.poisoned.clear()
             for task in partition.tasks.values():
-                for view in task.views.values():
-                    view.ready_members.clear()
-        for task in partition.tasks.values() if partition else ():
-            task.views.clear()
+                task.views.clear()
         return reply
 
 
@@ -624,10 +652,13 @@ class UsesTokensAgain(NoopBackend):
     """Tokens are numbered anew with every registration."""
 
     def register_partition(self, request):
-        info = super().register_partition(request)
-        partition = self._service._ledger._partitions[request.partition_id]
-        partition.info = replace(info, epoch=0)
-        return info
+        self._num_claims = 0
+        return super().register_partition(request)
+
+    def claim(self, request):
+        self._num_claims += 1
+        request.token = f"token {self._num_claims}"
+        return super().claim(request)
 
 
 # --- capacity and guarantees ------------------------------------------------------------------------------------------

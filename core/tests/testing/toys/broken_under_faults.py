@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import ClassVar
 
+import broken_claims  # noqa: F401 - registers its backends
 import torch
 from broken import breaks
 

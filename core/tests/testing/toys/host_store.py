@@ -6,8 +6,10 @@ It unpickles what clients send, so it does not declare ``no_pickle``.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -90,7 +92,9 @@ class Server:
 
 
 def serve(options):
-    Server(options).run()
+    """Until whoever started it ends."""
+    threading.Thread(target=Server(options).run, daemon=True).start()
+    sys.stdin.read()
 
 
 class HostOptions(CapacityOptions):
@@ -116,13 +120,15 @@ class HostStore(RowStoreBackend):
 
     def start(self, *, bootstrap, deadline):
         address, mine = self.config.address, self.config.model_dump()
-        if bootstrap and not os.path.exists(address):
-            self._process = multiprocessing.get_context("spawn").Process(target=serve, args=(mine,), daemon=True)
-            self._process.start()
+        if bootstrap and self._is_first(f"{address}.owner"):
+            command = [sys.executable, __file__, json.dumps(mine)]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
             while not os.path.exists(address):
-                if time.monotonic() > deadline or not self._process.is_alive():
+                if time.monotonic() > deadline or self._process.poll() is not None:
                     raise BackendUnavailableError(f"the server at {address} did not start.")
                 time.sleep(0.01)
+        elif bootstrap and self.exclusive:
+            raise AlreadyRunningError(f"a server runs at {address}.", retryable=True)
         if bootstrap and self._ask(deadline, "options") != mine:
             raise AlreadyRunningError(f"a server of other options runs at {address}.")
         self._ask(deadline, "options")
@@ -131,9 +137,17 @@ class HostStore(RowStoreBackend):
         for connection in self._connections:
             connection.close()
         if self._process is not None:
+            self._process.stdin.close()
             self._process.kill()
-            self._process.join()
+            self._process.wait()
             os.unlink(self.config.address)
+            os.unlink(f"{self.config.address}.owner")
+
+    def _is_first(self, path):
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+            return True
+        return False
 
     def _ask(self, deadline, method, *args, **kwargs):
         try:
@@ -243,3 +257,44 @@ class LocksTheStore(HostStore):
             return super().put_samples(request)
         finally:
             self._ask(request.deadline, "unlock")
+
+
+class GivesUpAtOnce(HostStore):
+    """Says of a server that is not there that it never will be."""
+
+    def start(self, *, bootstrap, deadline):
+        try:
+            super().start(bootstrap=bootstrap, deadline=deadline)
+        except BackendUnavailableError as error:
+            error.retryable = False
+            raise
+
+
+class BootstrapsOverWhatRuns(HostStore):
+    """Bootstraps over a server of equal options, also where it was told to be the only one."""
+
+    def start(self, *, bootstrap, deadline):
+        self.exclusive = False
+        while True:
+            try:
+                return super().start(bootstrap=bootstrap, deadline=deadline)
+            except BackendUnavailableError:
+                if not bootstrap or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+
+class HangsInForks(HostStore):
+    """Waits for a thread that a fork does not have."""
+
+    opened_by = None
+
+    def start(self, *, bootstrap, deadline):
+        if HangsInForks.opened_by not in (None, os.getpid()):
+            threading.Event().wait(max(0.0, deadline - time.monotonic()))
+        HangsInForks.opened_by = os.getpid()
+        super().start(bootstrap=bootstrap, deadline=deadline)
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))

@@ -11,11 +11,23 @@ from dataplane_core.testing._conformance import SUITES
 from dataplane_noop import NoopBackend
 
 
+def held_bytes(self, backend):
+    """Bytes of the tensors in the segments."""
+    return sum(column.nbytes for segment in backend._segments.values() for column in segment._columns.values())
+
+
+def suite_of(test):
+    """The suite of the kit that holds a test."""
+    (suite,) = (suite for suite in SUITES if test.partition("[")[0] in vars(suite))
+    return suite
+
+
 class TestNoopBackend(BackendConformance):
     backend_class = NoopBackend
+    held_bytes = held_bytes
 
 
 for _backend, _test in BROKEN.items():
     _name = f"Test{_backend.__name__}"
-    (_suite,) = (suite for suite in SUITES if _test.partition("[")[0] in vars(suite))
-    globals()[_name] = type(_name, (_suite,), {"backend_class": _backend, "__module__": __name__})
+    _members = {"backend_class": _backend, "__module__": __name__, "held_bytes": held_bytes}
+    globals()[_name] = type(_name, (suite_of(_test),), _members)

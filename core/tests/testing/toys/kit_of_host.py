@@ -6,10 +6,19 @@ import struct
 import time
 
 import pytest
-from host_store import DiesBadly, HostStore, KeepsCursorsInTheClient, LocksTheStore
+from host_store import (
+    BootstrapsOverWhatRuns,
+    DiesBadly,
+    GivesUpAtOnce,
+    HangsInForks,
+    HostStore,
+    KeepsCursorsInTheClient,
+    LocksTheStore,
+)
 
 from dataplane_core.testing import BackendConformance
 from dataplane_core.testing.suites.crashes import CrashSuite
+from dataplane_core.testing.suites.lifecycle import LifecycleSuite
 
 
 class TestHostStore(BackendConformance):
@@ -55,3 +64,27 @@ class TestLocksTheStore(CrashSuite):
     @pytest.fixture
     def options(self, tmp_path_factory):
         return {"address": str(tmp_path_factory.getbasetemp() / "locks")}
+
+
+class TestGivesUpAtOnce(LifecycleSuite):
+    backend_class = GivesUpAtOnce
+
+    @pytest.fixture
+    def options(self, tmp_path_factory):
+        return {"address": str(tmp_path_factory.getbasetemp() / "gives_up")}
+
+
+class TestBootstrapsOverWhatRuns(LifecycleSuite):
+    backend_class = BootstrapsOverWhatRuns
+
+    @pytest.fixture
+    def options(self, tmp_path_factory):
+        return {"address": str(tmp_path_factory.getbasetemp() / "twice")}
+
+
+class TestHangsInForks(LifecycleSuite):
+    backend_class = HangsInForks
+
+    @pytest.fixture
+    def options(self, tmp_path_factory):
+        return {"address": str(tmp_path_factory.getbasetemp() / "hangs")}

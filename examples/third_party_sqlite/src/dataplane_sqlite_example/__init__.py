@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dataplane_core import BlobStore
 from dataplane_core.diagnosis import Finding
-from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError
 from dataplane_core.ledger_backend import CapacityOptions
 
 __all__ = ["SQLiteOptions", "SQLiteStore"]
@@ -21,6 +20,9 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS blobs (key TEXT PRIMARY KEY, data BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS journal (seq INTEGER PRIMARY KEY, record BLOB NOT NULL);
 """
+
+_Row = TypeVar("_Row")
+_MOST_ROWS = 10_000  # in one statement, which takes at most 32,766 values
 
 
 class SQLiteOptions(CapacityOptions):
@@ -31,14 +33,20 @@ class SQLiteOptions(CapacityOptions):
 
 
 class SQLiteStore(BlobStore):
-    """Blobs and the journal are tables. A commit is synced to the disk before it returns."""
+    """Blobs and the journal are tables. A commit is synced to the disk before it returns.
+
+    Every write is one statement, which SQLite itself begins and commits: wherever Ctrl-C (a `KeyboardInterrupt`, which
+    Python may raise between any two of its instructions) or a kill ends a call, no transaction and no lock is left.
+    """
 
     Config = SQLiteOptions
+    opens_in_forks = False  # a fork's SQLite believes that it holds the locks of its parent's connections
 
     def __init__(self, config: SQLiteOptions) -> None:
         super().__init__(config)
-        self._lock = threading.Lock()  # one connection, used by one thread at a time
-        self._database: sqlite3.Connection | None = None
+        self._idle: list[sqlite3.Connection] = []  # each is used by one thread at a time
+        self._open = False
+        self._inode = 0
 
     @classmethod
     def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
@@ -57,24 +65,25 @@ class SQLiteStore(BlobStore):
         """Opens the file; bootstrapping makes it where it is not there, and goes on with what it holds where it is."""
         if not bootstrap and not self.config.path.exists():
             raise BackendUnavailableError(f"there is no store at '{self.config.path}'.", hint="Bootstrap it first.")
-        left = max(0.0, deadline - time.monotonic())
         try:
-            self._database = sqlite3.connect(
-                self.config.path, timeout=left, isolation_level=None, check_same_thread=False
-            )
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.execute("PRAGMA synchronous = FULL")
-            self._database.executescript(_SCHEMA)
-        except sqlite3.Error as error:
+            if bootstrap and self.exclusive:
+                self.config.path.touch(exist_ok=False)  # of several processes, one
+            database = self._connect(max(0.0, deadline - time.monotonic()))
+            self._idle.append(database)
+            database.execute("PRAGMA journal_mode = WAL")
+            database.executescript(_SCHEMA)
+        except FileExistsError as error:
+            raise AlreadyRunningError(f"there is a store at '{self.config.path}'.", retryable=True) from error
+        except (OSError, sqlite3.Error) as error:
             message = f"'{self.config.path}' cannot be opened: {error}"
             raise BackendUnavailableError(message, retryable=_is_busy(error)) from error
+        self._open, self._inode = True, self.config.path.stat().st_ino
 
     def stop(self) -> None:
         """Closes the file, which stays."""
-        with self._lock:
-            if self._database is not None:
-                self._database.close()
-                self._database = None
+        self._open = False
+        while self._idle:
+            self._idle.pop().close()
 
     # --- blobs --------------------------------------------------------------------------------------------------------
 
@@ -91,56 +100,86 @@ class SQLiteStore(BlobStore):
         self.delete_many([key])
 
     def put_many(self, blobs: Mapping[str, bytes]) -> None:
-        """Stores blobs in one transaction: one sync for all."""
-        self._write("INSERT INTO blobs VALUES (?, ?)", list(blobs.items()))
+        """Stores blobs, thousands in one statement: one sync for all."""
+        for some in _parts(list(blobs.items())):
+            self._run(f"INSERT INTO blobs VALUES {','.join(['(?, ?)'] * len(some))}", list(chain(*some)))
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Reads blobs, in order."""
-        with self._connection() as database:
-            select = "SELECT data FROM blobs WHERE key = ?"
-            rows = [database.execute(select, (key,)).fetchone() for key in keys]
-        return [None if row is None else row[0] for row in rows]
+        found: dict[str, bytes] = {}
+        for some in _parts(keys):
+            rows, _ = self._run(f"SELECT key, data FROM blobs WHERE key IN ({','.join('?' * len(some))})", some)
+            found.update(rows)
+        return [found.get(key) for key in keys]
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Deletes blobs in one transaction."""
-        self._write("DELETE FROM blobs WHERE key = ?", [(key,) for key in keys])
+        """Deletes blobs, thousands in one statement."""
+        for some in _parts(keys):
+            self._run(f"DELETE FROM blobs WHERE key IN ({','.join('?' * len(some))})", some)
 
     # --- the journal --------------------------------------------------------------------------------------------------
 
     def append(self, seq: int, record: bytes) -> bool:
-        """Takes a place in the journal, unless another process was faster."""
-        return self._write("INSERT OR IGNORE INTO journal VALUES (?, ?)", [(seq, record)]) == 1
+        """Takes the next place in the journal, unless another process was faster."""
+        # neither one that was trimmed, nor one behind a place that is free
+        insert = "INSERT INTO journal SELECT ?, ? WHERE ? = (SELECT coalesce(max(seq) + 1, 0) FROM journal)"
+        _, changed = self._run(insert, (seq, record, seq))
+        return changed == 1
 
     def read(self, from_seq: int) -> list[bytes]:
         """The records from a place on."""
-        with self._connection() as database:
-            select = "SELECT record FROM journal WHERE seq >= ? ORDER BY seq"
-            return [record for (record,) in database.execute(select, (from_seq,))]
+        rows, _ = self._run("SELECT record FROM journal WHERE seq >= ? ORDER BY seq", (from_seq,))
+        return [record for (record,) in rows]
 
-    def _write(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> int:
-        with self._connection() as database:
-            database.execute("BEGIN IMMEDIATE")
-            with database:  # commits, or rolls back
-                return database.executemany(statement, rows).rowcount
+    def trim(self, before_seq: int) -> None:
+        """Drops records that a snapshot has made superfluous; the file uses their pages again."""
+        self._run("DELETE FROM journal WHERE seq < ?", (before_seq,))
 
-    @contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
-        """The connection, for this thread alone; other threads and processes are waited for until the deadline."""
-        busy = f"'{self.config.path}' was busy until the deadline. Nothing was written."
-        if not self._lock.acquire(timeout=self.seconds_left()):
-            raise OperationTimeoutError(busy)
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def _run(self, statement: str, values: Sequence[Any]) -> tuple[list[Any], int]:
+        """Runs one statement: its rows, and how many it changed. Others are waited for until the deadline."""
+        if not self._open:
+            raise BackendUnavailableError("the store is closed.", retryable=False)
+        if self._replaced():
+            message = f"the file '{self.config.path}' is another than this client opened: it was moved or replaced."
+            raise BackendUnavailableError(message, retryable=False, hint="Close this client and connect again.")
         try:
-            if self._database is None:
-                raise BackendUnavailableError("the store is closed.", retryable=False)
-            self._database.execute(f"PRAGMA busy_timeout = {int(1000 * self.seconds_left())}")
-            yield self._database
+            database = self._idle.pop()
+        except IndexError:
+            database = self._connect(self.seconds_left())
+        try:
+            database.execute(f"PRAGMA busy_timeout = {int(1000 * self.seconds_left())}")
+            cursor = database.execute(statement, values)
+            return cursor.fetchall(), cursor.rowcount
         except sqlite3.OperationalError as error:
             if _is_busy(error):
+                busy = f"'{self.config.path}' was busy until the deadline. Nothing was written."
                 raise OperationTimeoutError(busy) from error
             raise
         finally:
-            self._lock.release()
+            self._idle.append(database)
+
+    def _replaced(self) -> bool:
+        """Whether what is open is no longer what stands at the path: two clients would each write to a file of their
+        own, and never notice."""
+        try:
+            inode: int = self.config.path.stat().st_ino
+        except FileNotFoundError:
+            return True
+        return inode != self._inode
+
+    def _connect(self, timeout_s: float) -> sqlite3.Connection:
+        database = sqlite3.connect(
+            self.config.path, timeout_s, isolation_level=None, check_same_thread=False, cached_statements=8
+        )
+        database.execute("PRAGMA synchronous = FULL")
+        return database
 
 
-def _is_busy(error: sqlite3.Error) -> bool:
+def _parts(rows: Sequence[_Row]) -> Iterator[Sequence[_Row]]:
+    return (rows[start : start + _MOST_ROWS] for start in range(0, len(rows), _MOST_ROWS))
+
+
+def _is_busy(error: Exception) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY

@@ -57,13 +57,12 @@ class NoopBackend(LedgerBackend):
         for part in located.parts:
             with self._lock:
                 segment = self._segments.get(part.write_id)
-            try:
-                if segment is None:
-                    raise KeyError(part.write_id)
-                for name in part.fields:
-                    parts[name].append((segment.take(name, part.positions), part.rows))
-            except KeyError as error:
-                raise RefsGoneError(f"write {part.write_id} is gone") from error
+            gone = part.positions if segment is None else segment.gone(part.positions)
+            if segment is None or gone:
+                refs = [(part.write_id, position) for position in gone]
+                raise RefsGoneError(f"{len(gone)} rows of write {part.write_id} are gone", refs=refs)
+            for name in part.fields:
+                parts[name].append((segment.take(name, part.positions), part.rows))
         return {name: to_wire(merge(pieces)) for name, pieces in parts.items()}
 
     def _delete(self, refs: Sequence[Ref], deadline: float) -> None:

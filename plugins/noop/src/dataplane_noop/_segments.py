@@ -43,16 +43,13 @@ class Segment:
         """Copies lowered columns out of the caller's memory."""
         return cls({name: _own(column) for name, column in columns.items()}, num_rows)
 
-    def take(self, name: str, rows: Sequence[int]) -> StoredColumn:
-        """Copies rows of a column.
+    def gone(self, rows: Sequence[int]) -> list[int]:
+        """Those of the rows that are gone."""
+        return [row for row in rows if self._at[row] < 0]
 
-        Raises:
-            KeyError: A row is gone.
-        """
-        at = [self._at[row] for row in rows]
-        if -1 in at:
-            raise KeyError(name)
-        return _take(self._columns[name], at)
+    def take(self, name: str, rows: Sequence[int]) -> StoredColumn:
+        """Copies rows of a column; none may be gone."""
+        return _take(self._columns[name], [self._at[row] for row in rows])
 
     def without(self, rows: Sequence[int]) -> Segment:
         """The segment less some rows. Gives their memory back once half of the rows are gone."""

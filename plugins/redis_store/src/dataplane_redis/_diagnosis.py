@@ -13,7 +13,15 @@ from urllib.parse import urlsplit
 
 from dataplane_core.diagnosis import Finding
 from dataplane_core.errors import DataPlaneError
-from dataplane_redis._instance import durability_of, refuse_policy, refuse_version, version_of
+from dataplane_redis._instance import (
+    durability_of,
+    num_replicas,
+    refuse_policy,
+    refuse_store,
+    refuse_version,
+    store_version_of,
+    version_of,
+)
 from dataplane_redis._link import Link
 from dataplane_redis._refusals import label_of
 from dataplane_redis._server import INSTALL_HINT
@@ -67,9 +75,12 @@ def _private(deadline: float) -> Iterator[Finding]:
 def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding]:
     link = Link(url, label_of(url))
     try:
-        link.follow("doctor", deadline, f"dp:{{{config.namespace}}}".encode())
+        base = f"dp:{{{config.namespace}}}".encode()
+        link.follow("doctor", deadline, base)
         version = version_of(link, deadline)
         durability = durability_of(link, config, deadline)
+        store_version = store_version_of(link, base, deadline)
+        replicas = num_replicas(link, deadline)
     except DataPlaneError as error:
         yield _error(error)
         return
@@ -78,6 +89,9 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
     who = link.label[0].upper() + link.label[1:]
     refused = refuse_version(who, version)
     yield Finding.ok(f"{who} answers and is Redis {version}.") if refused is None else _error(refused)
+    refused = refuse_store(who, store_version)
+    if refused is not None:
+        yield _error(refused)
     refused = refuse_policy(who, config, durability)
     if refused is not None:
         yield _error(refused)
@@ -95,6 +109,13 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
             said,
             "To keep every committed sample, run: redis-cli CONFIG SET appendonly yes; redis-cli CONFIG SET "
             "appendfsync always; redis-cli CONFIG REWRITE",
+        )
+    if replicas:
+        yield Finding.warning(
+            f"{who} has {replicas} {'replica' if replicas == 1 else 'replicas'}, and replicates without waiting: a "
+            "failover loses the newest writes.",
+            "To bound that, run: redis-cli CONFIG SET min-replicas-to-write 1; redis-cli CONFIG REWRITE. After a "
+            "failover, register anew or compare list_samples with what was produced.",
         )
     parts = urlsplit(url)
     if parts.scheme == "redis" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):

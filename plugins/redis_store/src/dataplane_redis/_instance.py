@@ -1,21 +1,25 @@
-"""The server that an instance lives on, and the instance's marker in its namespace."""
+"""The server that an instance lives on, and what the namespace says of the instance."""
 
 from __future__ import annotations
 
-import json
-import uuid
+import os
+import struct
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from dataplane_core.errors import (
     AlreadyRunningError,
+    BackendError,
     BackendUnavailableError,
     CapacityExceededError,
     ConfigError,
     DataPlaneError,
 )
+from dataplane_core.hookspecs import new_id
 from dataplane_redis._link import Link
-from dataplane_redis._scripts import STORE_VERSION
+from dataplane_redis._scripts import SCRIPTS, STORE_VERSION
+from dataplane_redis._wire import pack_request
 from dataplane_redis.config import RedisConfig
 
 __all__ = [
@@ -23,13 +27,19 @@ __all__ = [
     "Instance",
     "check_server",
     "durability_of",
+    "num_replicas",
     "refuse_policy",
+    "refuse_store",
     "refuse_version",
+    "store_version_of",
     "version_of",
 ]
 
 #: The oldest server that the scripts run on.
 _LEAST_VERSION = (7, 0)
+
+#: A time in seconds.
+_TIME = struct.Struct("<d")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,91 +154,126 @@ def refuse_policy(who: str, config: RedisConfig, durability: Durability) -> Conf
     )
 
 
+def refuse_store(who: str, version: str | None) -> ConfigError | None:
+    """What is wrong with the version of the instance that a namespace holds, if it holds one."""
+    if version in (None, str(STORE_VERSION)):
+        return None
+    return ConfigError(
+        f"{who} holds an instance of version {version}. Expected {STORE_VERSION}.",
+        hint="Use the dataplane-redis that wrote it, or another namespace.",
+    )
+
+
+def store_version_of(link: Link, base: bytes, deadline: float) -> str | None:
+    """The version of the instance that a namespace holds, or None."""
+    try:
+        version = link.command("doctor", deadline, b"HGET", base + b":instance", b"version")
+    except BackendError as error:
+        if "WRONGTYPE" in str(error):
+            return "1"  # which was a string
+        raise
+    return None if version is None else str(version.decode())
+
+
+def num_replicas(link: Link, deadline: float) -> int:
+    """How many servers replicate this one."""
+    return int(_info(link, deadline, b"replication").get("connected_slaves", "0"))
+
+
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What the marker says: the options that shape the store, and who bootstrapped it last."""
+    """What the namespace says of itself: the options that shape the store, and which store it is.
+
+    Attributes:
+        id: Random bits, drawn when the namespace was empty, and kept as long as its data. A namespace without it, or
+            with another, is not the store that this client connected to: it was emptied, or another server took over
+            the address.
+        owner: Random bits of the client that bootstrapped it last, where this is that client.
+        ahead_s: The time of the store less this process' monotonic clock, in seconds.
+    """
 
     capacity_bytes: int | None
     on_full: str
-    owner: str
+    id: bytes
+    owner: bytes
+    ahead_s: float
 
     @classmethod
-    def bootstrap(cls, link: Link, base: bytes, config: RedisConfig, deadline: float) -> Instance:
-        """Writes the marker, or takes it over from an earlier client of equal options.
+    def bootstrap(
+        cls, link: Link, base: bytes, config: RedisConfig, deadline: float, *, exclusive: bool = False
+    ) -> Instance:
+        """Makes the instance, or takes it over from an earlier client of equal options.
 
         Raises:
-            AlreadyRunningError: An instance of other options is there.
+            AlreadyRunningError: An instance of other options is there; or any, where ``exclusive``.
         """
-        mine = cls(config.capacity_bytes, config.on_full, uuid.uuid4().hex)
-        key = _key(base)
-        if link.command("connect", deadline, b"SET", key, mine._to_json(), b"NX") is not None:
-            return mine
-        theirs = cls._read(link, base, deadline)
-        if theirs is not None and (theirs.capacity_bytes, theirs.on_full) != (mine.capacity_bytes, mine.on_full):
+        owner = new_id().encode()
+        reply = _ask(link, base, config, deadline, "bootstrap alone" if exclusive else "bootstrap", owner)
+        if reply[0] == b"other" and exclusive:
+            raise AlreadyRunningError(
+                f"namespace '{config.namespace}' on {link.label} holds an instance.", retryable=True
+            )
+        if reply[0] == b"other":
             raise AlreadyRunningError(
                 f"connect(bootstrap=True) refused: namespace '{config.namespace}' on {link.label} holds a running "
-                f"instance with capacity_bytes {theirs.capacity_bytes}, on_full '{theirs.on_full}'. Expected "
-                f"capacity_bytes {mine.capacity_bytes}, on_full '{mine.on_full}'.",
-                hint="Attach with bootstrap=False, choose another namespace, or, if its owner died, delete the key "
-                f"'{key.decode()}'.",
+                f"instance with capacity_bytes {_capacity_of(reply[1])}, on_full '{reply[2].decode()}'. Expected "
+                f"capacity_bytes {config.capacity_bytes}, on_full '{config.on_full}'.",
+                hint="Attach with bootstrap=False, choose another namespace, or, if its owner died, run: "
+                f"redis-cli HDEL '{base.decode()}:instance' owner",
             )
-        link.command("connect", deadline, b"SET", key, mine._to_json())
-        return mine
+        return cls(_capacity_of(reply[2]), reply[3].decode(), reply[1], owner, _ahead_s(reply[4]))
 
     @classmethod
     def attach(cls, link: Link, base: bytes, config: RedisConfig, deadline: float) -> Instance:
-        """Reads the marker.
+        """Finds the instance.
 
         Raises:
-            BackendUnavailableError: There is none.
+            BackendUnavailableError: There is none, or its owner closed it.
         """
-        found = cls._read(link, base, deadline)
-        if found is None:
+        reply = _ask(link, base, config, deadline, "attach", b"")
+        if reply[0] == b"none":
             raise BackendUnavailableError(
                 f"connect(bootstrap=False) failed: namespace '{config.namespace}' on {link.label} holds no instance.",
                 hint="Bootstrap it first: connect(config, bootstrap=True).",
             )
-        return found
+        return cls(_capacity_of(reply[2]), reply[3].decode(), reply[1], b"", _ahead_s(reply[4]))
 
-    def end(self, link: Link, base: bytes, deadline: float) -> None:
-        """Removes the marker, if no later client took it over. The data stays."""
-        if self._read(link, base, deadline) == self:
-            link.command("close", deadline, b"DEL", _key(base))
+    def end(self, link: Link, base: bytes, config: RedisConfig, deadline: float) -> None:
+        """Nobody attaches any more, unless a later client took over. The data stays, and its clients go on."""
+        _ask(link, base, config, deadline, "end", self.owner)
 
-    @classmethod
-    def _read(cls, link: Link, base: bytes, deadline: float) -> Instance | None:
-        data = link.command("connect", deadline, b"GET", _key(base))
-        if data is None:
-            return None
-        values: dict[str, Any] = json.loads(data)
-        if values.get("version") != STORE_VERSION:
-            raise ConfigError(
-                f"connect refused: {link.label} holds an instance of version {values.get('version')}. Expected "
-                f"{STORE_VERSION}.",
-                hint="Use the dataplane-redis that wrote it, or another namespace.",
-            )
-        return cls(values["capacity_bytes"], values["on_full"], values["owner"])
+    def asker(self) -> bytes:
+        """The last argument of a script."""
+        return self.id + os.urandom(16) + _TIME.pack(self.ahead_s + time.monotonic())
 
-    def _to_json(self) -> bytes:
-        return json.dumps(
-            {
-                "version": STORE_VERSION,
-                "capacity_bytes": self.capacity_bytes,
-                "on_full": self.on_full,
-                "owner": self.owner,
-            }
-        ).encode()
-
-    def refuse_full(self, what: str, size_bytes: int, held_bytes: int) -> CapacityExceededError:
-        """The error of a put that does not fit."""
+    def refuse_full(self, what: str, size_bytes: int, held_bytes: int, num_before: int) -> CapacityExceededError:
+        """The error of a put that does not fit, or has to wait for those that came before it."""
         assert self.capacity_bytes is not None
         never = size_bytes > self.capacity_bytes
+        line = f", and {num_before} {'put waits' if num_before == 1 else 'puts wait'} for room before it"
         return CapacityExceededError(
-            f"{what} refused: {size_bytes} bytes do not fit, {held_bytes} of {self.capacity_bytes} bytes are held.",
+            f"{what} refused: {size_bytes} bytes do not fit, {held_bytes} of {self.capacity_bytes} bytes are held"
+            f"{line if num_before else ''}.",
             retryable=not never,
             hint="Write smaller batches or raise capacity_bytes." if never else "Clear samples that are consumed.",
         )
 
 
-def _key(base: bytes) -> bytes:
-    return base + b":instance"
+def _ask(link: Link, base: bytes, config: RedisConfig, deadline: float, action: str, owner: bytes) -> Any:
+    """Runs the script about the instance; its reply."""
+    capacity = "" if config.capacity_bytes is None else str(config.capacity_bytes)
+    request = pack_request(action, str(STORE_VERSION), new_id(), owner, capacity, config.on_full)
+    reply = link.script("close" if action == "end" else "connect", deadline, SCRIPTS["instance"], base, request)
+    if reply[0] == b"version":
+        _refuse(refuse_store(link.label, reply[1].decode()))
+    return reply
+
+
+def _ahead_s(clock: bytes) -> float:
+    """By how much the store is ahead of this process' clock; rather too little than too much, by the reply's way."""
+    (store_s,) = _TIME.unpack_from(clock)
+    return float(store_s) - time.monotonic()
+
+
+def _capacity_of(text: bytes) -> int | None:
+    return int(text) if text else None

@@ -357,6 +357,8 @@ class Link:
 
     def _acquire(self, what: str, deadline: float) -> Any:
         while True:
+            if time.monotonic() >= deadline:  # so that no caller's loop outlives it
+                raise OperationTimeoutError(f"{what} timed out before it was sent to {self.label}.")
             with self._lock:
                 if self._closed:
                     raise BackendUnavailableError(f"{what} refused: the connection to {self.label} is closed.")

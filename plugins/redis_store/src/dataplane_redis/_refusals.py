@@ -10,6 +10,7 @@ from dataplane_core.errors import (
     BackendError,
     InvalidRequestError,
     LeaseExpiredError,
+    LostSamplesError,
     MissingDataError,
     SchemaMismatchError,
     StalePartitionError,
@@ -28,7 +29,16 @@ from dataplane_core.hookspecs import (
 )
 from dataplane_redis._wire import text_of, unpack_rows
 
-__all__ = ["label_of", "raise_claim", "raise_missing", "raise_partition", "raise_put", "raise_settle"]
+__all__ = [
+    "label_of",
+    "raise_claim",
+    "raise_history",
+    "raise_lost",
+    "raise_missing",
+    "raise_partition",
+    "raise_put",
+    "raise_settle",
+]
 
 
 def label_of(url: str) -> str:
@@ -37,6 +47,16 @@ def label_of(url: str) -> str:
     if parts.scheme == "unix":
         return f"the Redis server at {parts.path}"
     return f"the Redis server at {parts.hostname or 'localhost'}:{parts.port or 6379}"
+
+
+def raise_history(what: str, label: str) -> NoReturn:
+    """The namespace is not the store that the client connected to."""
+    told = f"{label} no longer holds the store that this client connected to: it was emptied, or replaced"
+    raise StalePartitionError(
+        f"{what} refused: {told}. Nothing was changed in what is there now.",
+        retryable=False,
+        hint="Connect again, register the partitions and produce their samples again.",
+    )
 
 
 def raise_partition(partition_id: str, reply: Sequence[Any]) -> NoReturn:
@@ -100,6 +120,17 @@ def raise_missing(
         if lacking:
             cells.append((sample_id, lacking))
     raise MissingDataError.for_cells(what, request.partition_id, cells)
+
+
+def raise_lost(what: str, request: GetRequest, lost: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> NoReturn:
+    """Rows that the ledger names, and that are not there: row of the request, its (column, slot) pairs."""
+    columns: dict[int, set[int]] = {}
+    for row, pairs in sorted(lost):
+        columns.setdefault(row, set()).update(column for column, _ in pairs)
+    cells = [
+        (request.sample_ids[row], [request.fields[each] for each in sorted(gone)]) for row, gone in columns.items()
+    ]
+    raise LostSamplesError.for_payload(what, request.partition_id, cells)
 
 
 def raise_claim(what: str, request: ClaimRequest, reply: Sequence[Any]) -> NoReturn:

@@ -155,6 +155,7 @@ class PrivateServer:
                     raise AlreadyRunningError(
                         f"connect(bootstrap=True) refused: another client runs the private server of namespace "
                         f"'{self._folder.name}'.",
+                        retryable=True,
                         hint="Attach with bootstrap=False, or choose another namespace.",
                     ) from None
                 time.sleep(_POLL_S)

@@ -32,9 +32,9 @@ _FLOAT: Final = struct.Struct("<d")
 _EXACT: Final = 1 << 53
 
 _ROW_HEAD: Final = 8
-_REF: Final = np.dtype([("write", "<u8"), ("position", "<u4"), ("layout", "<u4"), ("size", "<u8")])
+_REF: Final = np.dtype([("write", "V16"), ("position", "<u4"), ("layout", "<u4"), ("size", "<u8")])
 #: (write, position, layout, bytes of the cells) of every ref of a row, the latest write last.
-Refs: TypeAlias = list[tuple[int, int, int, int]]
+Refs: TypeAlias = list[tuple[bytes, int, int, int]]
 
 
 def to_bytes(text: str) -> bytes:

@@ -18,6 +18,7 @@ import numpy as np
 import ray
 
 from dataplane_core.errors import BackendUnavailableError
+from dataplane_mooncake._ending import listening_ports
 from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import StoreSettings, open_engine
 from dataplane_mooncake.config import TQMooncakeConfig
@@ -81,15 +82,18 @@ class SegmentHost:
             "available_bytes": available_memory_bytes(),
         }
 
-    def open(self, master: str) -> tuple[str, str]:
+    def open(self, master: str) -> tuple[str, str, list[int]]:
         """Mounts the segment.
 
         Returns:
-            Its name, which a put may prefer, and its endpoint, which tells where a row lies.
+            Its name, which a put may prefer; its endpoint, which tells where a row lies; and the ports on which the
+            engine listens for transfers.
         """
         config = self._config
         settings = StoreSettings(master, this_nodes_address(config), config.protocol, config.rdma_devices, 0)
+        others = listening_ports()
         self._engine = engine = open_engine(settings, segment_size_bytes=config.segment_size_bytes)
+        ports = sorted(listening_ports() - others)
         name = engine.get_hostname()
         replicas = check_library().ReplicateConfig()
         replicas.preferred_segments = [name]
@@ -101,19 +105,20 @@ class SegmentHost:
             raise BackendUnavailableError(f"the segment {name} takes no rows (Mooncake's code {code}).")
         (replica,) = engine.get_replica_desc(key)
         engine.remove(key, True)
-        return name, replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+        return name, replica.get_memory_descriptor().buffer_descriptor.transport_endpoint, ports
 
 
 class MooncakeInstance(Instance):
     """An instance of ``tq_mooncake``.
 
-    ``details`` holds ``master`` (host:port), ``prefix`` (of this instance's keys), and ``segments`` (the units'
-    segments by name, with their endpoints; None where the master is the instance's own).
+    ``details`` holds ``master`` (host:port), ``prefix`` (of this instance's keys), ``segments`` (the units' segments by
+    name, with their endpoints; None where the master is the instance's own), and ``listening`` (the addresses and ports
+    on which the units' engines listen).
     """
 
     prefix = "tqm-"
     distribution = "dataplane-mooncake"
-    protocol = 1
+    protocol = 2
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -168,7 +173,10 @@ class MooncakeInstance(Instance):
         self.details = {
             "master": address,
             "prefix": f"{config.instance}/{uuid4().hex}/",
-            "segments": None if self._master is not None else dict(mounted),
+            "segments": None if self._master is not None else {name: endpoint for name, endpoint, _ in mounted},
+            "listening": [
+                (unit.ip, port) for unit, (_, _, ports) in zip(self.units, mounted, strict=True) for port in ports
+            ],
         }
 
     def stop(self) -> None:

@@ -20,9 +20,12 @@ from dataplane_core.errors import (
     ConfigError,
 )
 from dataplane_core.ledger_backend import RefsGoneError
+from dataplane_mooncake._calls import Call, bounded
 from dataplane_mooncake._cluster import MooncakeInstance, check_machine, this_nodes_address
-from dataplane_mooncake._store import FULL, UNREACHABLE, Call, EngineError, RowsMissing, Store, StoreSettings, bounded
+from dataplane_mooncake._master import MasterWatch
+from dataplane_mooncake._store import FULL, UNREACHABLE, EngineError, RowsMissing, Store, StoreSettings
 from dataplane_mooncake.machine import available_memory_bytes
+from dataplane_tq_simple._cluster import ActorWatch
 from dataplane_tq_simple._queue import QueueEngine
 
 __all__ = ["Engine"]
@@ -40,6 +43,17 @@ class Engine(QueueEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._store: Store | None = None
+        self._master: MasterWatch | None = None
+
+    def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        """As `QueueEngine.call`; the ledger lives on without the master, but what it says of rows is void.
+
+        Raises:
+            BackendUnavailableError: Also where the master is dead.
+        """
+        if self._master is not None:
+            self._master.check()
+        return super().call(method, *args, timeout_s=timeout_s, **kwargs)
 
     def _join(self, deadline: float) -> None:
         config = self.config.model_copy(update=self.own.own_options())
@@ -55,7 +69,10 @@ class Engine(QueueEngine):
         settings = StoreSettings(
             master, this_nodes_address(config), config.protocol, config.rdma_devices, config.local_buffer_size_bytes
         )
-        self._store = Store.acquire(settings, deadline=deadline)
+        watch = MasterWatch(self.config.instance, master)
+        watch.check()
+        self._store = Store.acquire(settings, self._instance.details["listening"], deadline=deadline)
+        self._master = watch
 
     def _leave(self) -> None:
         store, self._store = self._store, None
@@ -85,6 +102,7 @@ class Engine(QueueEngine):
         store = self._joined()
         segments = self._instance.details["segments"]
         self._run(
+            store,
             f"put_rows({len(keys)} rows, {int(offsets[-1])} bytes)",
             lambda call: store.put(call, keys, buffer, offsets, segments=segments),
             deadline,
@@ -106,7 +124,7 @@ class Engine(QueueEngine):
         store = self._joined()
         what = f"get_rows({len(keys)} rows)"
         try:
-            rows: list[memoryview] = self._run(what, lambda call: store.get(call, keys), deadline)
+            rows: list[memoryview] = self._run(store, what, lambda call: store.get(call, keys), deadline)
             return rows
         except RowsMissing:
             raise RefsGoneError(f"{what}: some are not there.") from None
@@ -120,7 +138,7 @@ class Engine(QueueEngine):
         """
         keys = self._keys(handles)
         store = self._joined()
-        self._run(f"delete_rows({len(keys)} rows)", lambda call: store.delete(call, keys), deadline)
+        self._run(store, f"delete_rows({len(keys)} rows)", lambda call: store.delete(call, keys), deadline)
 
     def _keys(self, handles: Sequence[int]) -> list[str]:
         prefix = self._instance.details["prefix"]
@@ -133,7 +151,13 @@ class Engine(QueueEngine):
         return store
 
     def _run(
-        self, what: str, work: Callable[[Call], Any], deadline: float, *, undo: Callable[[Any], None] | None = None
+        self,
+        store: Store,
+        what: str,
+        work: Callable[[Call], Any],
+        deadline: float,
+        *,
+        undo: Callable[[Any], None] | None = None,
     ) -> Any:
         try:
             return bounded(
@@ -141,11 +165,15 @@ class Engine(QueueEngine):
                 work,
                 deadline,
                 undo=undo,
-                watch=lambda: self._instance.watch(self._instance.units),
+                watch=self._watch,
                 closed=lambda: self._closed,
+                on_give_up=store.end_given_up,
             )
         except EngineError as error:
             self._explain(what, error, deadline)
+
+    def _watch(self) -> _Watch:
+        return _Watch(self._instance.watch(self._instance.units), self._master)
 
     def _explain(self, what: str, error: EngineError, deadline: float) -> NoReturn:
         """Raises the error that says why Mooncake failed."""
@@ -156,10 +184,12 @@ class Engine(QueueEngine):
                 f"({error}).",
                 hint="Clear samples, or raise segment_size_bytes or num_storage_units.",
             ) from error
+        if self._master is not None:
+            self._master.check(every_s=0)
         if error.code == UNREACHABLE:
             raise BackendUnavailableError(
                 f"{what} failed: the mooncake_master at {self._instance.details['master']} does not answer ({error}).",
-                hint="If it is dead, what the instance held is lost: bootstrap it again.",
+                hint="It stands still, or cannot be reached from here.",
             ) from error
         watch = self._instance.watch(self._instance.units)
         give_up = min(deadline, time.monotonic() + _BLAME_S)
@@ -169,3 +199,21 @@ class Engine(QueueEngine):
                 break
             time.sleep(0.02)
         raise BackendError(f"{what} failed: Mooncake's {error}.", hint=watch.describe()) from error
+
+
+class _Watch:
+    """Looks after the storage units and the master while a call takes long."""
+
+    def __init__(self, units: ActorWatch, master: MasterWatch | None) -> None:
+        self._units = units
+        self._master = master
+
+    def check(self) -> None:
+        """Raises `BackendUnavailableError` if one of them is dead."""
+        if self._master is not None:
+            self._master.check(every_s=0.25)
+        self._units.check()
+
+    def describe(self) -> str:
+        """What is known of the units, as a sentence."""
+        return self._units.describe()

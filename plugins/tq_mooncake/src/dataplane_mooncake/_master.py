@@ -1,11 +1,16 @@
-"""A `mooncake_master` of our own: on free ports, awaited until it answers, ended by process id."""
+"""A `mooncake_master`: one of our own, on free ports, awaited until it answers, ended by process id; and whether one
+that is in use is dead.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import select
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Final
@@ -14,13 +19,16 @@ import psutil
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_core.owned_process import OwnedProcess, last_words
+from dataplane_mooncake._ending import parse_endpoint
 from dataplane_mooncake.machine import check_master, master_path
 
-__all__ = ["Master"]
+__all__ = ["Master", "MasterWatch"]
 
 _POLL_S: Final = 0.02
 #: Starts with other ports, where another process took one between our looking and the master's binding.
 _TRIES: Final = 3
+#: How long the answer to a look may take, in seconds: a round trip in the cluster's network.
+_LOOK_S: Final = 0.05
 
 # Rows are deleted by those who put them and by nobody else: the master shall evict nothing. It takes a storage unit for
 # dead only after as long as one that stands still may stand.
@@ -122,6 +130,56 @@ class Master:
         process, self._process = self._process, None
         if process is not None:
             process.end()
+
+
+class MasterWatch:
+    """Notices that the master of an instance is dead. Thread-safe.
+
+    Args:
+        instance: The instance's name, for messages.
+        address: ``host:port`` of the master.
+    """
+
+    def __init__(self, instance: str, address: str) -> None:
+        self._instance = instance
+        self._address = address
+        self._lock = threading.Lock()
+        self._next_look = 0.0
+
+    def check(self, *, every_s: float = 1.0) -> None:
+        """Looks whether something listens at its address, unless it did within the last ``every_s`` seconds.
+
+        Blocks for no longer than a round trip. A master that stands still, or cannot be reached, is not dead.
+
+        Raises:
+            BackendUnavailableError: It is dead.
+        """
+        with self._lock:
+            now = time.monotonic()
+            if now < min(self._next_look, now + every_s):
+                return
+            self._next_look = now + every_s
+        if self._refuses():
+            self._next_look = 0.0
+            raise BackendUnavailableError(
+                f"the mooncake_master at {self._address} of instance {self._instance!r} is dead: nothing listens "
+                "there.",
+                retryable=False,
+                hint="What the instance held is lost. Close this client and bootstrap the instance again.",
+            )
+
+    def _refuses(self) -> bool:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(*parse_endpoint(self._address), type=socket.SOCK_STREAM)[0]
+        except OSError:
+            return False
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            code = probe.connect_ex(address)
+            if code == errno.EINPROGRESS:
+                select.select([], [probe], [], _LOOK_S)
+                code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        return code == errno.ECONNREFUSED
 
 
 def _free_port(ip: str) -> int:

@@ -1,9 +1,8 @@
 """Mooncake's engine in this process: rows of bytes under keys, every call bounded in time.
 
 A process has one engine per master and settings, shared by its clients and held until the last of them lets go. Rows
-travel through one buffer, which is registered with the engine once. Engine calls block without a limit of their own
-(they release the interpreter's lock), so each runs in a thread that is given up when time is up; what a put that was
-given up still stores, its thread deletes.
+travel through one buffer, which is registered with the engine once. What a put that was given up still stores, its
+thread deletes.
 
 Importing this module imports TransferQueue, which loads Mooncake's library where it can.
 """
@@ -17,30 +16,27 @@ import itertools
 import os
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError
+from dataplane_mooncake._calls import POLL_S, Call, bounded, know_peers
+from dataplane_mooncake._ending import Endpoint, end_connections, parse_endpoint
 from dataplane_mooncake.machine import check_library
-from dataplane_tq_simple._exchange import Watch
 
 __all__ = [
     "FULL",
     "UNREACHABLE",
-    "Call",
     "EngineError",
     "RowsMissing",
     "Store",
     "StoreSettings",
-    "bounded",
     "open_engine",
 ]
 
-_Result = TypeVar("_Result")
 _Bytes = npt.NDArray[np.uint8]
 
 #: Codes of the engine: no room in any segment; the master does not answer.
@@ -56,10 +52,6 @@ _LOG_THRESHOLD: Final = "_ZN3fLI17FLAGS_minloglevelE"
 
 #: Operations that may use the buffer at a time; each has an equal part of it.
 _NUM_SLOTS: Final = 4
-#: How often a waiting caller looks whether its client was closed, in seconds.
-_POLL_S: Final = 0.1
-#: How long a caller waits before it starts to ask after the storage units, in seconds.
-_PATIENCE_S: Final = 1.0
 #: Keys in one request to the master.
 _KEYS_PER_REQUEST: Final = 4096
 #: Rows in one transfer. Over TCP the engine opens a connection for each, all at once: with 3,000 it stood still for a
@@ -171,14 +163,21 @@ class Store:
             self._slots.put(slot)
         self._register(self._buffer)
         self._num_users = 0
-        self._num_calls = 0
+        self._calls: set[Call] = set()
+        self._units: set[Endpoint] = set()
+        self._ending = False  # whether a thread ends calls that were given up
         self._idle = threading.Condition()
 
     # --- sharing -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def acquire(cls, settings: StoreSettings, *, deadline: float) -> Store:
+    def acquire(cls, settings: StoreSettings, units: Collection[Endpoint], *, deadline: float) -> Store:
         """This process's engine for these settings, set up by the first caller.
+
+        Args:
+            settings: How to take part.
+            units: Where the caller's storage units listen.
+            deadline: On `time.monotonic`'s clock, in seconds.
 
         Raises:
             ConfigError: Mooncake's library does not load.
@@ -190,8 +189,11 @@ class Store:
             store = cls._shared.get(key)
             if store is None:
                 what = f"connecting to the mooncake_master at {settings.master}"
+                know_peers(master=parse_endpoint(settings.master))
                 store = bounded(what, lambda call: cls(settings), deadline, undo=_close_late)
                 cls._shared[key] = store
+            know_peers(units=units)
+            store._units.update(units)
             store._num_users += 1
             return store
 
@@ -202,24 +204,50 @@ class Store:
             if self._num_users:
                 return
             del self._shared[os.getpid(), self.settings]
-        threading.Thread(target=self._close, name="dataplane-mooncake-close").start()
+        Call().start(self._close)
 
-    def _close(self) -> None:
+    def _close(self, call: Call) -> None:
+        self._end_given_up(call)
         with self._idle:
-            if not self._idle.wait_for(lambda: self._num_calls == 0, timeout=_PATIENCE_S):
-                return  # a call that was given up still writes into the buffer
+            self._idle.wait_for(lambda: not self._calls)
         self._engine.close()
 
     @contextlib.contextmanager
-    def _in_call(self) -> Iterator[Any]:
+    def _in_call(self, call: Call) -> Iterator[Any]:
         with self._idle:
-            self._num_calls += 1
+            self._calls.add(call)
         try:
             yield self._engine
         finally:
             with self._idle:
-                self._num_calls -= 1
+                self._calls.remove(call)
                 self._idle.notify_all()
+
+    def end_given_up(self) -> None:
+        """Has calls that were given up end soon, as far as none runs beside them: they share the connections.
+
+        Left alone, a transfer to a process that stands still would keep a core busy for a minute, and its part of the
+        buffer.
+        """
+        with self._idle:
+            if self._ending:
+                return
+            self._ending = True
+        Call().start(self._end_given_up)
+
+    def _end_given_up(self, call: Call) -> None:
+        """In a thread. More than once: a transfer opens connections as it goes."""
+        while True:
+            with self._idle:
+                if not any(each.given_up for each in self._calls):
+                    self._ending = False
+                    return
+                alone = all(each.given_up for each in self._calls)
+            if alone:
+                with contextlib.suppress(Exception):  # then they end later
+                    end_connections(self._units)
+            with self._idle:
+                self._idle.wait(POLL_S)
 
     # --- rows: called in threads that `bounded` gives up -------------------------------------------------------------
 
@@ -247,7 +275,7 @@ class Store:
         """
         source = np.frombuffer(buffer, dtype=np.uint8)
         names = list(segments or ())
-        with self._in_call() as engine:
+        with self._in_call(call) as engine:
             for number, (first, stop) in enumerate(self._parts(np.diff(offsets))):
                 rows = source[offsets[first] : offsets[stop]]
                 with self._registered(len(rows), call) as region:
@@ -277,7 +305,7 @@ class Store:
             RowsMissing: A row is not there, or was deleted while it was read.
             EngineError: Some rows could not be read.
         """
-        with self._in_call() as engine:
+        with self._in_call(call) as engine:
             sizes = self._sizes(keys)
             offsets = np.zeros(len(keys) + 1, dtype=np.int64)
             np.cumsum(sizes, out=offsets[1:])
@@ -312,7 +340,7 @@ class Store:
         Raises:
             EngineError: Some rows could not be deleted.
         """
-        with self._in_call() as engine:
+        with self._in_call(call) as engine:
             for part in _requests(keys):
                 call.check()
                 codes = engine.batch_remove(part, True)  # a reader's lease does not hold it up: see `get`
@@ -347,7 +375,7 @@ class Store:
             return
         while True:
             with contextlib.suppress(queue.Empty):
-                slot = self._slots.get(timeout=_POLL_S)
+                slot = self._slots.get(timeout=POLL_S)
                 break
             call.check()
         try:
@@ -396,114 +424,9 @@ class Store:
 
 def _close_late(store: Store | None) -> None:
     if store is not None:
-        store._close()
+        store._close(Call())
 
 
 def _requests(keys: Sequence[str]) -> Iterator[list[str]]:
     for start in range(0, len(keys), _KEYS_PER_REQUEST):
         yield list(keys[start : start + _KEYS_PER_REQUEST])
-
-
-# --- bounded calls ---------------------------------------------------------------------------------------------------
-
-
-class GivenUp(Exception):
-    """Raised in the thread of a call that was given up."""
-
-
-class Call:
-    """A call that runs in a thread of its own, until it ends or is given up."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._given_up = False
-        self._ended = threading.Event()
-        self._outcome: tuple[Any, BaseException | None] = (None, None)
-
-    def check(self) -> None:
-        """Called between the steps of a call: ends it where it was given up."""
-        if self._given_up:
-            raise GivenUp
-
-    def run(self, work: Callable[[Call], Any], undo: Callable[[Any], None] | None) -> None:
-        """The thread."""
-        result, error = None, None
-        try:
-            result = work(self)
-        except BaseException as raised:
-            error = raised
-        with self._lock:
-            self._outcome = result, error
-            self._ended.set()
-            late = self._given_up
-        if late and undo is not None:
-            with contextlib.suppress(Exception):  # nobody is left to tell
-                undo(result)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended."""
-        return self._ended.wait(timeout_s)
-
-    def give_up(self) -> bool:
-        """Gives it up, unless it has ended meanwhile; says whether."""
-        with self._lock:
-            self._given_up = not self._ended.is_set()
-            return self._given_up
-
-    def result(self) -> Any:
-        """Its result, once it has ended; raises what it raised."""
-        result, error = self._outcome
-        if error is not None:
-            raise error
-        return result
-
-
-def bounded(
-    what: str,
-    work: Callable[[Call], _Result],
-    deadline: float,
-    *,
-    undo: Callable[[Any], None] | None = None,
-    watch: Callable[[], Watch] | None = None,
-    closed: Callable[[], bool] = lambda: False,
-) -> _Result:
-    """Runs engine calls in a thread and waits for them no longer than until the deadline.
-
-    Args:
-        what: The operation, for messages.
-        work: The calls; it must not touch what the caller may change meanwhile.
-        deadline: On `time.monotonic`'s clock, in seconds.
-        undo: Called with the result, or None if there is none, when it comes after the call was given up.
-        watch: Makes a watch over the storage units, for calls that take long.
-        closed: Whether the client was closed.
-
-    Raises:
-        OperationTimeoutError: Time was up.
-        ClientClosedError: The client was closed meanwhile.
-        BackendUnavailableError: The watch found a storage unit dead.
-        Exception: What ``work`` raised.
-    """
-    if deadline <= time.monotonic():
-        raise OperationTimeoutError(f"{what}: time was up before it began. Nothing was sent.")
-    call = Call()
-    started = time.monotonic()
-    threading.Thread(target=call.run, args=(work, undo), name="dataplane-mooncake", daemon=True).start()
-    watching: Watch | None = None
-    try:
-        while not call.wait(max(0.0, min(_POLL_S, deadline - time.monotonic()))):
-            now = time.monotonic()
-            if closed():
-                raise ClientClosedError(f"{what}: this client is closed.")
-            if now >= deadline:
-                raise OperationTimeoutError(
-                    f"{what}: no answer within {now - started:.3g} s. It may have been carried out or not.",
-                    hint=watching.describe() if watching else None,
-                )
-            if watch is not None and now - started >= _PATIENCE_S:
-                watching = watching or watch()
-                watching.check()
-    except BaseException:
-        if call.give_up():
-            raise
-    result: _Result = call.result()
-    return result

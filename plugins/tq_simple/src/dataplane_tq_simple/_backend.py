@@ -33,6 +33,7 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
     """A backend whose ledger lives in a TransferQueue controller. ``Config`` derives from `QueueConfig`."""
 
     scope = Scope.CLUSTER
+    opens_in_forks = False
     facts: ClassVar[Mapping[str, str]] = {
         Capability.DURABLE: "TransferQueue's controller and storage units keep everything in memory",
         Capability.NO_PICKLE: "TransferQueue's messages and Ray's carry pickles over sockets without authentication",
@@ -69,7 +70,9 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
             service = functools.partial(LedgerService, self.config.capacity_bytes)
             self._engine = engine_class.bootstrap(self.config, service, timeout_s=left_s(deadline))
         else:
-            self._engine = engine_class.attach(self.config, timeout_s=left_s(deadline))
+            # waits by itself, since each new try would connect this process to Ray again
+            wait_s = self.attach_wait_s
+            self._engine = engine_class.attach(self.config, timeout_s=left_s(deadline), wait_s=wait_s)
 
     def stop(self) -> None:
         """Ends the connection and, where this client started the instance, the instance."""
@@ -79,6 +82,9 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
 
     def _ledger(self, deadline: float, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._connected().call("call", method, *args, timeout_s=left_s(deadline), **kwargs)
+
+    def _new_write_id(self) -> None:
+        """The ledger's numbers: TransferQueue knows rows by 64 bits, and its controller lives and dies with them."""
 
     def _connected(self) -> _Engine:
         if self._engine is None:

@@ -35,6 +35,7 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_tq_simple._exchange import Peer
+from dataplane_tq_simple._ray_calls import end_within, refuse_fork
 from dataplane_tq_simple._sampler import LedgerSampler
 from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig
@@ -45,11 +46,17 @@ NAMESPACE = "dataplane"
 
 # Settings of TransferQueue in the processes that an instance starts; a value in the bootstrapping client's environment
 # wins. A unit moves bytes and computes nothing, so one torch thread is enough, and more than the node has cores cost a
-# warning per request. The performance log would come to every driver's output each five minutes.
-_ACTOR_ENV = {"TQ_NUM_THREADS": "1", "TQ_PERF_LOG_FLUSH_INTERVAL": "1000000000"}
+# warning per request. The performance log would come to every driver's output each five minutes. Ray gives its workers
+# the priority of background work, by which busy clients on the same node would delay every call a hundredfold.
+_ACTOR_ENV = {"TQ_NUM_THREADS": "1", "TQ_PERF_LOG_FLUSH_INTERVAL": "1000000000", "RAY_worker_niceness": "0"}
 
 # How long after a process ended Ray may still count its CPUs as taken, or its name as used.
 _SETTLE_S = 5.0
+
+# How long Ray may take to end actors, and to end a connection, before it is left to itself: its calls wait for a head
+# that is dead.
+_END_ACTORS_S = 2 * _SETTLE_S
+_DISCONNECT_S = 15.0
 
 
 class RaySession:
@@ -72,9 +79,10 @@ class RaySession:
         """Connects to Ray, or starts it, unless this process is connected already.
 
         Raises:
-            BackendUnavailableError: There is no Ray to connect to.
+            BackendUnavailableError: There is no Ray to connect to, or this process is a fork of one that used Ray.
             ConfigError: This process is connected to another cluster than the configured one.
         """
+        refuse_fork()
         with cls._lock:
             started = False
             if not ray.is_initialized():
@@ -83,6 +91,7 @@ class RaySession:
                     raise BackendUnavailableError(
                         f"cannot attach to instance {config.instance!r}: Ray is not initialised in this process and no "
                         "address of a cluster is configured.",
+                        retryable=False,
                         hint="Set ray_address (host:port, as the bootstrapping side logs it; or 'auto' for a cluster "
                         "on this machine) or RAY_ADDRESS, or call ray.init first.",
                     )
@@ -121,7 +130,9 @@ class RaySession:
             RaySession._num_users -= 1
             if RaySession._num_users == 0 and ray.is_initialized() and RaySession._ours == _connection():
                 RaySession._ours = None
-                ray.shutdown()
+                # waits for its processes, else one that takes its time is never waited for
+                shutdown = functools.partial(ray.shutdown, wait_for_processes=True)
+                end_within(_DISCONNECT_S, "end its connection", shutdown)
 
 
 def _connection() -> tuple[str, str]:
@@ -210,6 +221,7 @@ class Instance(ABC):
             DataPlaneError: What `_prepare` raises.
         """
         check_cpus(config, deadline)
+        cls._refuse_remains(config, deadline)
         env = {"env_vars": {name: os.environ.get(name, value) for name, value in _ACTOR_ENV.items()}}
         common = {"namespace": NAMESPACE, "max_restarts": 0, "runtime_env": env}
         handles: dict[str, Any] = {}
@@ -253,6 +265,26 @@ class Instance(ABC):
             message = f"starting instance {config.instance!r} failed: {type(error).__name__}: {error}"
             raise BackendError(message) from error
         return instance
+
+    @classmethod
+    def _refuse_remains(cls, config: QueueConfig, deadline: float) -> None:
+        """Raises where the controller of an instance of this name is dead, but its units live on with their owner.
+
+        After the death of the owner they follow within seconds, and are waited for.
+        """
+        name = cls._controller_name(config)
+        controller = _lookup(name)
+        if controller is not None and not _is_dead(controller, deadline):
+            raise _already_running(config)
+        wait_until = min(deadline, time.monotonic() + _SETTLE_S)
+        while _lookup(f"{name}/unit-0") is not None:
+            if time.monotonic() >= wait_until:
+                raise AlreadyRunningError(
+                    f"instance {config.instance!r} is broken: its controller is dead, but its storage units still run, "
+                    "and so does the process that bootstrapped it. Nobody can attach.",
+                    hint="Close that process's client, or end the process; then bootstrap again.",
+                )
+            time.sleep(0.1)
 
     @classmethod
     def _wait_for_start(cls, config: QueueConfig, handles: dict[str, Any], deadline: float) -> list[Any]:
@@ -299,15 +331,20 @@ class Instance(ABC):
     # --- attaching ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def find(cls, config: Any, *, deadline: float) -> Self:
+    def find(cls, config: Any, *, deadline: float, wait_s: float = 0.0) -> Self:
         """Finds a running instance by name.
+
+        Args:
+            config: Names it.
+            deadline: Reading of ``time.monotonic()`` by which it must be found.
+            wait_s: How long to wait for one that is not there yet, in seconds.
 
         Raises:
             BackendUnavailableError: There is none, or its storage units are gone.
             OperationTimeoutError: Its controller does not answer, or never became ready.
         """
         name = cls._controller_name(config)
-        wait_until = min(deadline, time.monotonic() + config.attach_wait_s)
+        give_up = wait_until = min(deadline, time.monotonic() + wait_s)
         while True:
             controller = _lookup(name)
             description = None
@@ -318,6 +355,7 @@ class Instance(ABC):
                     wait_until = deadline  # it is there; now only the bootstrapping client can be slow
                 except BackendUnavailableError:
                     controller = None  # its last moments: Ray forgets a dead actor's name a little later
+                    wait_until = give_up  # whoever bootstrapped may be dead as well
             if description is not None:
                 break
             if time.monotonic() >= wait_until:
@@ -475,13 +513,18 @@ def _create(config: QueueConfig, name: str, create: Callable[[], Any], deadline:
             if holder is None and not isinstance(error, ray.exceptions.ActorAlreadyExistsError):
                 raise
             if (holder is not None and not _is_dead(holder, deadline)) or time.monotonic() >= deadline:
-                raise AlreadyRunningError(
-                    f"instance {config.instance!r} is already running on the Ray cluster at "
-                    f"{ray.get_runtime_context().gcs_address!r}.",
-                    hint="Attach to it (bootstrap=False), close the client that bootstrapped it, or choose another "
-                    "name for `instance`.",
-                ) from error
+                raise _already_running(config) from error
             time.sleep(0.1)
+
+
+def _already_running(config: QueueConfig) -> AlreadyRunningError:
+    return AlreadyRunningError(
+        f"instance {config.instance!r} is already running on the Ray cluster at "
+        f"{ray.get_runtime_context().gcs_address!r}.",
+        retryable=True,
+        hint="Attach to it (bootstrap=False), close the client that bootstrapped it, or choose another name for "
+        "`instance`.",
+    )
 
 
 def _is_dead(actor: Any, deadline: float) -> bool:
@@ -527,6 +570,11 @@ def refuse_cpus(config: QueueConfig, free: float, total: float, whose: str) -> B
 
 
 def _kill(handles: dict[str, Any]) -> None:
+    if handles:
+        end_within(_END_ACTORS_S, f"end the actors {preview(list(handles))}", functools.partial(_kill_all, handles))
+
+
+def _kill_all(handles: dict[str, Any]) -> None:
     for handle in handles.values():
         with contextlib.suppress(Exception):  # dead already
             ray.kill(handle, no_restart=True)

@@ -164,7 +164,7 @@ class Exchange:
                 raise ClientClosedError(
                     f"this client was opened by process {self._pid} and is used by its fork {os.getpid()}. Expected "
                     "the process that opened it.",
-                    hint="Attach a client of its own in each process, after the fork.",
+                    hint="Start such processes by spawn, not by fork, and attach a client of its own in each.",
                 )
             idle = self._idle.get(peer)
             socket = idle.pop() if idle else None

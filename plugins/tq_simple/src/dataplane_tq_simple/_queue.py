@@ -94,12 +94,13 @@ class QueueEngine:
         return engine
 
     @classmethod
-    def attach(cls, config: Any, *, timeout_s: float = 30.0) -> Self:
+    def attach(cls, config: Any, *, timeout_s: float = 30.0, wait_s: float = 0.0) -> Self:
         """Connects to a running instance.
 
         Args:
             config: Names the instance, and the cluster where this process is not connected to one.
-            timeout_s: In seconds. An instance that is not there is waited for no longer than ``attach_wait_s``.
+            timeout_s: In seconds.
+            wait_s: How long to wait for an instance that is not there yet, in seconds, within ``timeout_s``.
 
         Raises:
             BackendUnavailableError: No Ray, no such instance, or a broken one.
@@ -108,7 +109,7 @@ class QueueEngine:
         deadline = time.monotonic() + timeout_s
         session = RaySession.acquire(config, bootstrap=False, timeout_s=timeout_s)
         try:
-            instance = cls.instance_class.find(config, deadline=deadline)
+            instance = cls.instance_class.find(config, deadline=deadline, wait_s=wait_s)
             engine = cls(instance, config, session, bootstrapped=False)
         except BaseException:
             session.release()

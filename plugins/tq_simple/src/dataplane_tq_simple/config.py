@@ -35,9 +35,6 @@ class QueueConfig(CapacityOptions):
     unit_num_cpus: float = Field(default=0, ge=0)
     """Logical CPUs that Ray reserves for each storage unit."""
 
-    attach_wait_s: float = Field(default=5.0, ge=0)
-    """How long an attaching client waits for an instance that is not there yet, within its own deadline."""
-
     @field_validator("ray_address")
     @classmethod
     def _is_a_cluster_address(cls, value: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""A Ray of our own, and a tiny service that stands in for the ledger."""
+"""A Ray, and a tiny service that stands in for the ledger."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class StandIn:
         self.log.append(text)
         return self.log
 
-    def sleep(self, duration_s: float) -> None:
+    def sleep(self, duration_s: float, begun: str | None = None) -> None:
+        """Makes a file, if one is named, then sleeps."""
+        if begun:
+            Path(begun).touch()
         time.sleep(duration_s)
 
     def expire(self) -> None:
@@ -60,15 +63,13 @@ def failing_factory() -> object:
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[str]:
-    """A local Ray that this process is connected to, with 4 logical CPUs; its address."""
+def ray_cluster(ray_address: str) -> Iterator[str]:
+    """The address of a Ray that this process is connected to."""
     import ray
 
     # Worker processes cannot import this file.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield ray.get_runtime_context().gcs_address
-    ray.shutdown()
+    yield ray_address
     ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
@@ -120,9 +121,9 @@ def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="session")
 def wait_until_gone() -> Callable[..., None]:
-    """Waits for processes to end: ``wait_until_gone(pid, ..., timeout_s=10)``."""
+    """Waits for processes to end: ``wait_until_gone(pid, ..., timeout_s=30)``."""
 
-    def wait(*pids: int, timeout_s: float = 10.0) -> None:
+    def wait(*pids: int, timeout_s: float = 30.0) -> None:
         import psutil
 
         deadline = time.monotonic() + timeout_s

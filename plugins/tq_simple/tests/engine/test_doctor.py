@@ -31,10 +31,10 @@ def test_a_local_ray_of_too_few_cpus_is_an_error_with_the_numbers():
 
 def test_a_running_cluster_of_too_few_cpus_is_an_error_with_the_numbers(ray_cluster):
     options = {"ray_address": ray_cluster, "num_storage_units": 3}
-    ((what, _),) = findings(Level.ERROR, **options, unit_num_cpus=2)
-    assert "needs 6 CPUs (controller 0, 3 storage units of 2), but the Ray cluster has 4 free of 4" in what
+    ((what, _),) = findings(Level.ERROR, **options, unit_num_cpus=3)
+    assert "needs 9 CPUs (controller 0, 3 storage units of 3), but the Ray cluster has 8 free of 8" in what
     assert findings(Level.ERROR, **options) == []
-    assert f"The Ray cluster at {ray_cluster} has 4 logical CPUs on 1 node." in dict(findings(Level.OK, **options))
+    assert f"The Ray cluster at {ray_cluster} has 8 logical CPUs on 1 node." in dict(findings(Level.OK, **options))
 
 
 def test_a_cluster_that_is_not_there_is_an_error(python):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,15 +115,15 @@ def test_calls_from_threads_tasks_actors_and_other_jobs_are_atomic(
     assert bytes(engine.get_rows([handle], column="c", timeout_s=10)[0]) == b"from another job"
 
 
-def test_a_call_that_was_given_up_is_not_executed_later(engine: Engine) -> None:
-    engine.call("echo", 0, timeout_s=10)
+def test_a_call_that_was_given_up_is_not_executed_later(engine: Engine, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
     with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(engine.call, "sleep", 1.0, timeout_s=10)
-        time.sleep(0.2)  # the controller has begun
-        started = time.monotonic()
+        busy = pool.submit(engine.call, "sleep", 1.0, str(begun), timeout_s=60)
+        while not begun.exists():
+            assert not busy.done()
+            time.sleep(0.01)
         with pytest.raises(OperationTimeoutError, match="'note'"):
             engine.call("note", "given up", timeout_s=0.2)
-        assert time.monotonic() - started < 0.8
         busy.result()
     assert "given up" not in engine.call("note", "after", timeout_s=10)
 

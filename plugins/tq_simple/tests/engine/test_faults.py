@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,12 @@ import psutil
 import pytest
 import ray
 
-from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
+from dataplane_core.errors import (
+    AlreadyRunningError,
+    BackendUnavailableError,
+    ClientClosedError,
+    OperationTimeoutError,
+)
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 
@@ -48,12 +54,12 @@ def takes(at_least_s: float, at_most_s: float) -> Iterator[None]:
 def test_a_controller_that_stands_still(engine: Engine) -> None:
     engine.call("note", "before", timeout_s=10)
     with stopped(engine.call("pid", timeout_s=10)):
-        with takes(2.0, 4.0), pytest.raises(OperationTimeoutError, match="no answer within 2 s") as error:
+        with takes(2.0, 15.0), pytest.raises(OperationTimeoutError, match="no answer within 2 s") as error:
             engine.call("note", "while stopped", timeout_s=2.0)
         assert "did not answer Ray either" in str(error.value)
-        with takes(0.3, 2.0), pytest.raises(OperationTimeoutError):
+        with takes(0.3, 10.0), pytest.raises(OperationTimeoutError):
             engine.call("note", "while stopped", timeout_s=0.3)
-        with takes(0.5, 3.0), pytest.raises(OperationTimeoutError):
+        with takes(0.5, 10.0), pytest.raises(OperationTimeoutError):
             Engine.attach(TQSimpleConfig(instance="faults"), timeout_s=0.5)
         engine.put_rows([1, 2], b"ab", [0, 1, 2], column="c", timeout_s=10)  # the units go on
     assert engine.call("note", "after", timeout_s=10) == ["before", "after"]
@@ -67,7 +73,7 @@ def test_a_storage_unit_that_stands_still(engine: Engine, unit_pid: Callable[[st
             lambda: engine.get_rows([10, 11], column="c", timeout_s=0.5),
             lambda: engine.delete_rows([12, 13], timeout_s=0.5),
         ):
-            with takes(0.5, 3.0), pytest.raises(OperationTimeoutError, match="storage unit 1"):
+            with takes(0.5, 10.0), pytest.raises(OperationTimeoutError, match="storage unit 1"):
                 operation()
         assert bytes(engine.get_rows([10], column="c", timeout_s=10)[0]) == b"a"
         assert engine.call("echo", 1, timeout_s=10) == 1
@@ -78,13 +84,13 @@ def test_a_storage_unit_that_stands_still(engine: Engine, unit_pid: Callable[[st
 
 def test_closing_ends_what_other_threads_wait_for(ray_cluster: str, stand_in: type, engine: Engine) -> None:
     attached = Engine.attach(TQSimpleConfig(instance="faults"))
-    with ThreadPoolExecutor(1) as pool, takes(0.0, 5.0):
+    with ThreadPoolExecutor(1) as pool, takes(0.0, 20.0):
         waiting = pool.submit(attached.call, "sleep", 3.0, timeout_s=60)
         time.sleep(0.3)
-        with takes(0.0, 2.0):
+        with takes(0.0, 10.0):
             attached.close()
         with pytest.raises(ClientClosedError):
-            waiting.result(timeout=1)
+            waiting.result(timeout=10)
     assert engine.call("echo", 1, timeout_s=10) == 1
 
 
@@ -93,15 +99,65 @@ def test_killed_processes(ray_cluster: str, stand_in: type, unit_pid: Callable[[
         engine.put_rows([0, 1], b"ab", [0, 1, 2], column="c", timeout_s=10)
         os.kill(unit_pid("mortal", 0), signal.SIGKILL)
         dead = "storage unit 0 of instance 'mortal' is dead"
-        with takes(0.0, 10.0), pytest.raises(BackendUnavailableError, match=dead):
+        with takes(0.0, 30.0), pytest.raises(BackendUnavailableError, match=dead):
             engine.get_rows([0, 1], column="c", timeout_s=60)
-        with takes(0.0, 10.0), pytest.raises(BackendUnavailableError, match=dead):
+        with takes(0.0, 30.0), pytest.raises(BackendUnavailableError, match=dead):
             engine.put_rows([3], b"a", [0, 1], column="c", timeout_s=60)
         os.kill(engine.call("pid", timeout_s=10), signal.SIGKILL)
         dead = "controller of instance 'mortal' is dead"
-        with takes(0.0, 10.0), pytest.raises(BackendUnavailableError, match=dead) as error:
+        with takes(0.0, 30.0), pytest.raises(BackendUnavailableError, match=dead) as error:
             engine.call("echo", 1, timeout_s=60)
         assert not error.value.retryable
         assert isinstance(error.value.__cause__, ray.exceptions.RayActorError)
-        with takes(0.0, 10.0), pytest.raises(BackendUnavailableError):
-            Engine.attach(TQSimpleConfig(instance="mortal", attach_wait_s=0.5))
+        with takes(0.0, 30.0), pytest.raises(BackendUnavailableError):
+            Engine.attach(TQSimpleConfig(instance="mortal"), wait_s=0.5)
+
+
+def test_bootstrapping_beside_a_dead_controller_says_so(ray_cluster: str, stand_in: type) -> None:
+    config = TQSimpleConfig(instance="headless")
+    with Engine.bootstrap(config, stand_in) as engine:
+        os.kill(engine.call("pid", timeout_s=10), signal.SIGKILL)
+        with (
+            takes(0.0, 25.0),
+            pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"),
+        ):
+            Engine.bootstrap(config, stand_in)
+    with Engine.bootstrap(config, stand_in) as engine:  # once its owner has closed it
+        assert engine.call("echo", 1, timeout_s=10) == 1
+
+
+_OWN_RAY_LOSES_ITS_HEAD = """
+import os, time
+import psutil
+from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple._engine import Engine
+
+engine = Engine.bootstrap(TQSimpleConfig(ray_num_cpus=1), dict)
+(head,) = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
+rest = psutil.Process().children(recursive=True)
+head.kill()
+head.wait()
+engine.put_rows([1], b"a", [0, 1], column="c", timeout_s=20)  # data goes on
+started = time.monotonic()
+engine.close()
+print(time.monotonic() - started, flush=True)
+for each in rest:
+    try:
+        each.kill()
+    except psutil.NoSuchProcess:
+        pass
+os._exit(0)
+"""
+
+
+def test_closing_ends_though_rays_head_is_dead(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = python(_OWN_RAY_LOSES_ITS_HEAD, timeout_s=150)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1]) < 40.0
+
+
+def test_actors_run_at_the_priority_of_any_other_process(engine: Engine) -> None:
+    """Ray starts workers at nice 15; calls then wait for whatever else runs on the node."""
+    actors = [ray.get_actor(f"tq-faults{name}", namespace="dataplane") for name in ("", "/unit-0", "/unit-1")]
+    asked = [actor.__ray_call__.remote(lambda _: os.getpriority(os.PRIO_PROCESS, 0)) for actor in actors]
+    assert ray.get(asked, timeout=60) == [os.getpriority(os.PRIO_PROCESS, 0)] * 3

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import ray
@@ -23,7 +24,7 @@ from dataplane_core.errors import (
     ConfigError,
     LeaseExpiredError,
 )
-from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple import TQSimpleConfig, _cluster
 from dataplane_tq_simple._engine import Engine
 
 _OWN_RAY = """
@@ -100,19 +101,19 @@ def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_clust
         started = time.monotonic()
         with pytest.raises(AlreadyRunningError, match="'one' is already running"):
             Engine.bootstrap(TQSimpleConfig(instance="one", num_storage_units=3), stand_in)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         assert one.call("note", "more", timeout_s=10) == ["one", "more"]
 
         with pytest.raises(
             BackendUnavailableError, match=r"no instance 'three' runs on .* there: 'one', 'two'"
         ) as error:
-            Engine.attach(TQSimpleConfig(instance="three", attach_wait_s=0.2), timeout_s=10)
+            Engine.attach(TQSimpleConfig(instance="three"), timeout_s=10, wait_s=0.2)
         assert "Bootstrap it first" in str(error.value)
 
 
 @ray.remote(num_cpus=0)
 def attach_and_ask_for_the_pid(config: TQSimpleConfig) -> int:
-    with Engine.attach(config, timeout_s=60) as engine:
+    with Engine.attach(config, timeout_s=60, wait_s=60) as engine:
         return int(engine.call("pid", timeout_s=10))
 
 
@@ -135,11 +136,11 @@ def test_close_ends_the_processes_and_the_name_can_be_used_again(
     started = time.monotonic()
     with pytest.raises(BackendUnavailableError, match="controller of instance 'again' is dead"):
         attached.call("pid", timeout_s=30)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20
     attached.close()
 
     # The name is free, and who wants to attach waits for the instance to come up.
-    late = attach_and_ask_for_the_pid.remote(config.model_copy(update={"attach_wait_s": 60.0}))
+    late = attach_and_ask_for_the_pid.remote(config)
     with Engine.bootstrap(config, stand_in) as engine:
         assert engine.call("note", "afresh", timeout_s=10) == ["afresh"]
         assert ray.get(late, timeout=60) == engine.call("pid", timeout_s=10)
@@ -154,22 +155,22 @@ def test_a_service_that_cannot_be_built_leaves_nothing_behind(ray_cluster: str, 
 def test_too_few_cpus_are_reported_with_numbers_and_at_once(
     ray_cluster: str, stand_in: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = TQSimpleConfig(instance="cpus", controller_num_cpus=1, unit_num_cpus=2, num_storage_units=2)
+    config = TQSimpleConfig(instance="cpus", controller_num_cpus=1, unit_num_cpus=4, num_storage_units=2)
     started = time.monotonic()
-    with pytest.raises(BackendUnavailableError, match=r"needs 5 CPUs .* 4 free of 4") as error:
+    with pytest.raises(BackendUnavailableError, match=r"needs 9 CPUs .* 8 free of 8") as error:
         Engine.bootstrap(config, stand_in)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
     assert not error.value.retryable
     assert "unit_num_cpus to 0" in str(error.value)
 
-    @ray.remote(num_cpus=3)
+    @ray.remote(num_cpus=7)
     class Busy:
         def ready(self) -> None: ...
 
     busy = Busy.remote()
     ray.get(busy.ready.remote(), timeout=60)
     monkeypatch.setattr("dataplane_tq_simple._cluster._SETTLE_S", 0.5)
-    with pytest.raises(BackendUnavailableError, match=r"needs 2 CPUs .* 1 free of 4") as error:
+    with pytest.raises(BackendUnavailableError, match=r"needs 2 CPUs .* 1 free of 8") as error:
         Engine.bootstrap(TQSimpleConfig(instance="cpus", unit_num_cpus=2), stand_in)
     assert error.value.retryable
     ray.kill(busy)
@@ -192,7 +193,7 @@ def test_without_ray_attaching_says_what_to_do(python: Callable[..., Any]) -> No
         "        Engine.attach(TQSimpleConfig(ray_address=address), timeout_s=5)\n"
         "    except BackendUnavailableError as error:\n"
         "        print(error)\n"
-        "    assert time.monotonic() - started < 6\n"
+        "    assert time.monotonic() - started < 20\n"
     )
     assert done.returncode == 0, done.stderr
     nothing, refused, nonsense = done.stdout.splitlines()
@@ -213,8 +214,8 @@ def test_a_crashed_owner_takes_its_instance_along(
             assert attached.call("get", "key", timeout_s=10) is None
             pids = [controller_pid, unit_pid("crash", 0)]
             owner.send_signal(signal.SIGKILL)
-            owner.wait(timeout=10)
-            wait_until_gone(*pids, timeout_s=20)
+            owner.wait(timeout=30)
+            wait_until_gone(*pids)
     assert not [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "crash" in actor["name"]]
 
 
@@ -229,3 +230,24 @@ def test_a_ray_of_its_own_is_started_shared_and_ended_quietly(
     # TransferQueue has warnings for every request, unless its processes are set up well.
     for word in ("WARNING", "ERROR", "StorageUnit", "TransferQueue", "transfer_queue", "Traceback"):
         assert word not in done.stdout + done.stderr
+
+
+def test_an_attach_waits_no_longer_than_it_may_where_the_owner_dies_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [None, BackendUnavailableError("its controller is dead")]
+
+    def answer(*_: Any) -> None:
+        found = answers.pop(0)
+        if found is not None:
+            raise found
+
+    controllers = [MagicMock(), MagicMock()]
+    monkeypatch.setattr(_cluster, "_lookup", lambda _: controllers.pop(0) if controllers else None)
+    monkeypatch.setattr(_cluster, "get_within", answer)
+    nothing = BackendUnavailableError("no instance runs")
+    monkeypatch.setattr(_cluster.Instance, "_not_found", lambda *_, **__: nothing)
+    monkeypatch.setattr(_cluster.Instance, "prefix", "prefix", raising=False)
+    start = time.monotonic()
+    with pytest.raises(BackendUnavailableError, match="no instance runs"):
+        _cluster.Instance.find(TQSimpleConfig(), deadline=start + 30, wait_s=0.2)
+    assert time.monotonic() - start < 15
+    assert not answers

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -188,3 +190,27 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         with pytest.raises(KeyError):
             client.get_samples(["n0"], partition, ["x"])
         _put(client, partition, ids(4, "n"))
+
+    def test_a_large_put_is_not_starved_by_small_ones(self, store: Store) -> None:
+        """Contract: "Puts that wait for room get it in the order in which they came, within a bound".
+
+        Check first: what becomes free is kept for the put that waits longest; a later one that would fit waits too.
+        """
+        client, partition = _full(store, "block")
+        large = Background(lambda: _put(client, partition, ids(6, "large")))
+        small: list[Background] = []
+        try:
+            for number in range(_ROWS_THAT_FIT):  # each row that is cleared has a small put that would take its place
+                client.clear_samples([f"s{number}"], partition)
+                small.append(Background(partial(_put, client, partition, [f"small{number}"])))
+                with contextlib.suppress(AssertionError):  # it waits, as it should
+                    small[-1].result(0.5)
+            large.result(what="a large put among small ones")
+        finally:
+            give_up = time.monotonic() + PROMPT_S
+            while any(each.running for each in [large, *small]) and time.monotonic() < give_up:
+                client.clear_samples([f"small{number}" for number in range(_ROWS_THAT_FIT)], partition)
+                client.clear_samples(ids(6, "large"), partition)
+                time.sleep(0.01)
+        for each in small:
+            each.result(what="a small put")

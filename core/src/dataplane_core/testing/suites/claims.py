@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from functools import partial
@@ -11,7 +12,8 @@ import torch
 
 from dataplane_core.capabilities import Capability
 from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, UnknownPartitionError, UnknownTaskError
-from dataplane_core.testing._base import Suite
+from dataplane_core.hookspecs import ClaimRequest, this_process
+from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import ids
 from dataplane_core.testing._store import Store
 from dataplane_core.testing._timing import PROMPT_S, Background, bounded, eventually
@@ -194,14 +196,16 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.claim(partition, 4).size == 0
 
     def test_dp_rank_is_reserved(self, store: Store) -> None:
-        """Contract: "dp_rank is reserved."
+        """Contract: "dp_rank is reserved: any value but None is refused."
 
         Check first: nothing in the backend; it never sees dp_rank.
         """
         partition = store.register("x")
-        store.put(partition, ids(4), x=torch.arange(4))
-        assert store.claim(partition, 2, dp_rank=1).sample_ids == ["s0", "s1"]
-        assert store.claim(partition, 2, dp_rank=0).sample_ids == ["s2", "s3"]
+        store.put(partition, ids(2), x=torch.arange(2))
+        for rank in (0, 1):
+            with store.refusal(NotImplementedError, "dp_rank"):
+                store.claim(partition, 2, dp_rank=rank)
+        assert store.claim(partition, 2, dp_rank=None).sample_ids == ["s0", "s1"]
 
     # --- blocking -----------------------------------------------------------------------------------------------------
 
@@ -306,7 +310,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         """Contract: "past timeout_s, a TimeoutError subclass that says how many were ready and which fields the next
         ones miss".
 
-        Check first: with explain, the hook fills Claim.num_ready and Claim.missing_cells.
+        Check first: with explain, the hook fills Claim.num_ready and Claim.shortfall.
         """
         partition = store.register("x", "y", "z")
         store.put(partition, ids(5), x=torch.arange(5))
@@ -406,16 +410,18 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert (list(end.sample_ids), end.exhausted) == ([], True)
 
     def test_claim_hook_explains_itself(self, store: Store) -> None:
-        """Hook spec: "For the next samples, the fields they miss (where explain was set)."
+        """Hook spec: "What keeps the others back (where explain was set and nothing is handed out)."
 
-        Check first: with explain, num_ready and missing_cells are filled although nothing is handed out.
+        Check first: with explain, num_ready and shortfall are filled although nothing is handed out.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(3), x=torch.arange(3))
         store.put(partition, ["s1"], y=torch.zeros(1))
         claim = store.hooks.claim(partition, 3, ["x", "y"], all_or_nothing=True, explain=True)
         assert claim.num_ready == 1
-        assert {name: tuple(fields) for name, fields in claim.missing_cells.items()} == {"s0": ("y",), "s2": ("y",)}
+        assert claim.shortfall is not None
+        missing = {name: tuple(fields) for name, fields in claim.shortfall.missing_cells.items()}
+        assert missing == {"s0": ("y",), "s2": ("y",)}
 
     def test_claim_hook_raises_its_own_errors(self, store: Store) -> None:
         """Hook spec: "UnknownPartitionError, UnknownTaskError: Not registered."
@@ -431,3 +437,90 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
             grouped = store.register("x", group_size=2)
             with pytest.raises(InvalidRequestError):
                 store.hooks.claim(grouped, 3)
+
+    # --- while a claim waits, and when it waited in vain --------------------------------------------------------------
+
+    def test_a_waiting_claim_is_asked_anew_each_time(self, store: Store) -> None:
+        """Contract: "Each question of a waiting claim is a request of its own, which middleware may change."
+
+        Check first: nothing in the backend, unless it keeps what it was asked with.
+        """
+        partition = store.register("x", "y")
+        asked: list[list[str]] = []
+
+        def change(request: ClaimRequest) -> None:
+            asked.append(list(request.required_fields))
+            request.required_fields.append("y")
+
+        with store.faults.before("claim", change):
+            waiting = Background(lambda: store.claim(partition, 1, blocking=True, timeout_s=_LONG_S))
+            eventually(lambda: len(asked) >= 3, what="the third question of a waiting claim")
+            store.put(partition, ["a"], x=torch.zeros(1), y=torch.zeros(1))
+            assert waiting.result(what="the claim").sample_ids == ["a"]
+        assert set(map(tuple, asked)) == {("x",)}, "a question was asked with what middleware made of the one before"
+
+    @proves(Capability.CLAIMS, Capability.LEASES)
+    def test_a_timeout_says_who_holds_the_samples(self, store: Store) -> None:
+        """Contract: "samples under a lease, with who holds the first of them and for how long still".
+
+        Check first: Shortfall.num_leased and leased, from ClaimRequest.holder; samples acked are not counted.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(6), x=torch.arange(6))
+        store.client.ack(store.claim(partition, 1, lease_s=_LONG_S))
+        store.claim(partition, 3, lease_s=_LONG_S)
+        with store.refusal(ClaimTimeoutError, "3 are leased", "'s1'", str(os.getpid())) as caught:
+            store.claim(partition, 4, blocking=True, timeout_s=0.05)
+        found = caught.value.shortfall
+        assert found is not None
+        assert (caught.value.num_ready, found.num_leased) == (2, 3)
+        assert {each.sample_id for each in found.leased} <= {"s1", "s2", "s3"}
+        for each in found.leased:
+            assert each.holder == this_process()
+            assert 0 < each.left_s <= _LONG_S
+
+    @proves(Capability.CLAIMS, Capability.TAG_FILTERS)
+    def test_a_timeout_counts_what_the_filter_passes_over(self, store: Store) -> None:
+        """Contract: "samples that the tag filter passes over".
+
+        Check first: Shortfall.num_not_matching; a sample that does not match counts here, whatever else it lacks.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(5), [{"v": number} for number in range(5)], x=torch.arange(5))
+        store.put(partition, ["s9"], [{"v": 0}], y=torch.zeros(1))
+        with store.refusal(ClaimTimeoutError, "4 are passed over by the tag filter") as caught:
+            store.claim(partition, 4, blocking=True, timeout_s=0.05, tag_filter={"v": (">=", 3)})
+        found = caught.value.shortfall
+        assert found is not None
+        assert (caught.value.num_ready, found.num_not_matching, found.num_lacking) == (2, 4, 0)
+
+    @proves(Capability.CLAIMS, Capability.GROUPS)
+    def test_a_timeout_names_groups_that_are_not_whole(self, store: Store) -> None:
+        """Contract: "samples of groups that lack a member, or have lost one".
+
+        Check first: Shortfall.num_incomplete and incomplete_groups; a whole group that waits for a field of one member
+        counts, with all its members, as lacking fields.
+        """
+        partition = store.register("x", "y", group_size=2)
+        store.put(partition, ["whole_g0", "whole_g1", "part_g0", "late_g0", "late_g1"], x=torch.arange(5))
+        store.put(partition, ["whole_g0", "whole_g1", "part_g0", "late_g0"], y=torch.zeros(4))
+        with store.refusal(ClaimTimeoutError, "'part' holds 1", "'late_g1' lacks 'y'") as caught:
+            store.claim(partition, 4, "x", "y", blocking=True, timeout_s=0.05)
+        found = caught.value.shortfall
+        assert found is not None
+        assert (caught.value.num_ready, found.num_incomplete, found.num_lacking) == (2, 1, 2)
+        assert dict(found.incomplete_groups) == {"part": 1}
+
+    @proves(Capability.CLAIMS, Capability.GROUPS)
+    def test_large_groups_are_written_and_given_whole(self, store: Store) -> None:
+        """Contract: "whole groups only".
+
+        Check first: limits of the engine on the number of arguments or results of one call.
+        """
+        size = 9000
+        partition = store.register("x", group_size=size)
+        names = [f"q_g{number}" for number in range(size)]
+        store.put(partition, names, x=torch.arange(size))
+        meta = store.claim(partition, size, blocking=True)
+        assert sorted(meta.sample_ids) == sorted(names)
+        assert store.get(partition, [names[-1], names[0]])["x"].tolist() == [size - 1, 0]

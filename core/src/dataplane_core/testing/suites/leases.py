@@ -369,3 +369,15 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
                 settle(partition, ids(2), [tokens[0], "no-token"])
             assert list(caught.value.sample_ids) == ["s1"]
         assert store.hooks.ack(partition, ids(2), tokens).num_samples == 2
+
+    def test_lease_tokens_are_those_that_the_claim_drew(self, store: Store) -> None:
+        """Hook spec: "The lease token of what this claim hands out: random bits drawn by the client".
+
+        Check first: tokens are not counted in the store, which may come back from an older state and count again.
+        """
+        partition = _filled(store)
+        drawn: list[str] = []
+        with store.faults.before("claim", lambda request: drawn.append(request.token)):
+            given = [store.claim(partition, 1, lease_s=_LONG_S).lease_tokens for _ in range(4)]
+        assert given == [[token] for token in drawn]
+        assert len(set(drawn)) == 4

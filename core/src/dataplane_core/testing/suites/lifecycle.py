@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
@@ -9,7 +10,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -20,9 +21,15 @@ from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, 
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import batch, ids
 from dataplane_core.testing._store import Store, check_error, not_run
-from dataplane_core.testing._timing import PROMPT_S, Background, bounded, eventually
+from dataplane_core.testing._timing import PROMPT_S, STARTS_S, Background, bounded, eventually
+from dataplane_core.testing._workers import bootstrapped, call, read_items
 
 __all__ = ["LifecycleSuite"]
+
+#: Seconds by which the owner of a store is late.
+_LATE_S: Final = 0.3
+#: Processes that connect at the same time.
+_AT_ONCE: Final = 3
 
 _OPERATIONS: dict[str, tuple[Callable[[DataPlaneClient], Any], Capability | None]] = {
     "register_partition": (lambda client: client.register_partition("p", ["x"], None, ["train"]), None),
@@ -132,6 +139,33 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         assert "refused" in _forked(in_child)
         assert store.get(partition, ["a"])["x"].tolist() == [1], "the fork's close reached the parent's store"
 
+    @proves(Scope.HOST)
+    def test_a_fork_opens_a_client_of_its_own(self, store: Store) -> None:
+        """Contract: "A fork opens a client of its own; where the engine does not survive a fork (opens_in_forks of the
+        backend's class), connect refuses there at once and says to spawn."
+
+        Check first: locks, threads and connections that start finds in the class or the module are the parent's; set
+        opens_in_forks = False where the engine keeps such.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.tensor([7]))
+        options = store.deployment.attach_options()
+
+        def in_child() -> str:
+            torch.set_num_threads(1)  # the parent's threads are not here
+            try:
+                client = store.deployment.connect(options, bootstrap=False)
+            except BackendUnavailableError as error:
+                return f"refused: {error}"
+            return f"read {client.get_samples(['a'], partition, ['x'])['x'].tolist()}"
+
+        said = _forked(in_child)
+        if store.deployment.backend_class.opens_in_forks:
+            assert said == "read [7]"
+        else:
+            assert said.startswith("refused"), said
+            assert "spawn" in said
+
     def test_a_client_says_what_it_is(self, store: Store) -> None:
         """Contract: "Capabilities (capabilities.py) are of two kinds."
 
@@ -154,8 +188,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     # --- attaching ----------------------------------------------------------------------------------------------------
 
     def test_attaching_within_one_process_is_refused(self, store: Store) -> None:
-        """Contract: "connect(config, bootstrap=False) fails clearly, within its deadline, when there is nothing to
-        attach to."
+        """Contract: "and fails clearly, within its deadline, when there is nothing to attach to."
 
         Check first: the class attribute scope. Wider scopes are tested to attach.
         """
@@ -168,8 +201,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
 
     @proves(Scope.HOST)
     def test_attaching_to_nothing_fails_clearly(self, store: Store) -> None:
-        """Contract: "connect(config, bootstrap=False) fails clearly, within its deadline, when there is nothing to
-        attach to."
+        """Contract: "and fails clearly, within its deadline, when there is nothing to attach to."
 
         Check first: start(bootstrap=False) raises BackendUnavailableError by its deadline.
         """
@@ -179,12 +211,69 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         start = time.monotonic()
         with pytest.raises(ConnectionError) as caught:
             bounded(
-                lambda: store.deployment.connect(absent, bootstrap=False, op_timeout_s=3),
+                lambda: store.deployment.connect(absent, bootstrap=False, op_timeout_s=3, attach_wait_s=0.1),
                 3 + 2 * PROMPT_S,
                 "attaching to nothing",
             )
         assert time.monotonic() - start < 3 + PROMPT_S
         check_error(caught.value, store.name)
+
+    @proves(Scope.HOST)
+    def test_an_attach_waits_for_an_owner_that_is_late(self, store: Store) -> None:
+        """Contract: "connect(config, bootstrap=False) waits up to attach_wait_s (10 s) of the config for an owner that
+        is not there yet".
+
+        Check first: where nothing runs, start(bootstrap=False) raises a BackendUnavailableError that is retryable;
+        core then starts another object of the class.
+        """
+        fresh = store.case.isolated_options(store.deployment.attach_options(), "late")
+        waiting = Background(lambda: store.deployment.connect(fresh, bootstrap=False, attach_wait_s=STARTS_S))
+        time.sleep(_LATE_S)
+        with store.deployment.connect(fresh) as owner, waiting.result(STARTS_S, "an early attach") as attached:
+            partition = store.register("x", client=owner)
+            owner.put_samples(["a"], partition, batch(1, x=torch.tensor([7])))
+            assert attached.get_samples(["a"], partition, ["x"])["x"].tolist() == [7]
+            owner.clear_samples(None, partition)
+
+    def test_auto_attaches_where_something_runs(self, store: Store) -> None:
+        """Contract: "bootstrap="auto" attaches, or bootstraps where nothing runs".
+
+        Check first: start(bootstrap=False), which core calls first.
+        """
+        if store.scope is Scope.PROCESS:
+            isolated = store.case.isolated_options(dict(store.deployment.options), "auto")
+            with store.deployment.connect(isolated, bootstrap="auto") as client:
+                assert client.bootstrapped
+            return
+        partition = store.register("x")
+        with store.deployment.connect(store.deployment.attach_options(), bootstrap="auto") as client:
+            assert not client.bootstrapped
+            client.put_samples(["a"], partition, batch(1, x=torch.tensor([7])))
+        assert store.get(partition, ["a"])["x"].tolist() == [7]
+
+    @proves(Scope.HOST)
+    def test_of_processes_that_connect_with_auto_one_bootstraps(self, store: Store) -> None:
+        """Contract: "of several processes that ask at the same time exactly one bootstraps, and the others attach to
+        it."
+
+        Check first: where the attribute exclusive is set, start(bootstrap=True) raises AlreadyRunningError unless it
+        was this very call that made the store; with retryable=True, so that core attaches to what the other made.
+        """
+        fresh = store.case.isolated_options(store.deployment.attach_options(), "auto")
+        with contextlib.ExitStack() as ended:
+            workers = [store.deployment.new_worker(fresh, bootstrap="auto") for _ in range(_AT_ONCE)]
+            for worker in workers:
+                worker.connect()
+            for worker in workers:
+                worker.wait_ready()
+            owners = [worker for worker in workers if worker.run(bootstrapped)]
+            for worker in sorted(workers, key=lambda each: each not in owners):
+                ended.callback(worker.close)  # the owner last
+            assert len(owners) == 1, f"{len(owners)} of {_AT_ONCE} processes bootstrapped"
+            workers[0].run(call, "register_partition", "p", ["x"], None, ["train"])
+            for number, worker in enumerate(workers):
+                worker.run(call, "put_samples", [f"s{number}"], "p", {"x": torch.tensor([number])})
+            assert workers[-1].run(read_items, "p", ids(_AT_ONCE), "x") == list(range(_AT_ONCE))
 
     @proves(Scope.HOST)
     def test_bootstrapping_over_other_options_is_refused(self, store: Store) -> None:

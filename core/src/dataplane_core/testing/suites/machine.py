@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from dataplane_core.capabilities import Capability
 from dataplane_core.errors import DataPlaneError, LeaseExpiredError
 from dataplane_core.fields import FieldSpec
+from dataplane_core.hookspecs import new_id
 from dataplane_core.ledger import Ledger
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.tags import check_tag_filter
@@ -105,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Registers with store and model; what was known is void."""
         self.group_size = 2 if grouped and self.store.declares(Capability.GROUPS) else None
         self.client.register_partition(self.partition, _FIELDS, num_samples, _TASKS, self.group_size)
-        self.model.register(self.partition, _FIELDS, num_samples, _TASKS, self.group_size, {})
+        self.model.register(self.partition, _FIELDS, num_samples, _TASKS, self.group_size, {}, new_id())
         self.values.clear()
 
     def start_afresh(self, data: st.DataObject) -> None:
@@ -235,6 +236,7 @@ class StoreMachine(RuleBasedStateMachine):
             lease_s=lease_s,
             tag_filter=check_tag_filter(tag_filter),
             explain=True,
+            token=new_id(),
             now=self.now,
         )
         note(f"the ledger gives {list(expected.sample_ids)}, exhausted: {expected.exhausted}")

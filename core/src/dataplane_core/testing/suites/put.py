@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from dataplane_core.capabilities import Capability
 from dataplane_core.errors import StalePartitionError
+from dataplane_core.hookspecs import PutRequest
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import as_objects, batch, check_column, ids, items_of, jagged, values_and_offsets
 from dataplane_core.testing._store import Store, not_run
@@ -272,3 +273,45 @@ class PutSuite(Suite, chapter="put"):
             thread.start()
             thread.join(30)
         assert store.get(partition, ids(4))["x"].tolist() == [0, 1, 2, 3]
+
+    def test_middleware_may_add_its_column_first(self, store: Store) -> None:
+        """Hook spec: "Field -> what the field keeps for the registration; the same keys as columns".
+
+        Check first: columns and specs belong together by name, never by their order.
+        """
+        partition = store.register("x", "y")
+
+        def add(request: PutRequest) -> None:
+            request.columns = {"~mark": request.columns["y"], **request.columns}
+            request.specs = {**request.specs, "~mark": request.specs["y"]}
+
+        with store.faults.before("put_samples", add):
+            store.put(partition, ids(3), x=torch.arange(3), y=torch.arange(3) + 100)
+        found = store.get(partition, ids(3), "x", "y")
+        assert (found["x"].tolist(), found["y"].tolist()) == ([0, 1, 2], [100, 101, 102]), "fields were swapped"
+        assert store.hooks.read(partition, ["s1"], ["~mark"])["~mark"].tolist() == [101]
+
+    def test_a_put_that_is_sent_again_is_a_request_of_its_own(self, store: Store) -> None:
+        """Contract: "Where the client sends a put again, it is a request of its own, which middleware may change."
+
+        Check first: nothing in the backend; the client sends a put again whose registration it knew from earlier.
+        """
+        partition = store.register("role", enums={"role": ["user"]})
+        store.put(partition, ["old"], role=as_objects("user"))
+        seen: list[list[str]] = []
+
+        def change(request: PutRequest) -> None:
+            seen.append(list(request.sample_ids))
+            request.sample_ids.clear()
+            request.columns.clear()
+            if len(seen) == 1:
+                raise StalePartitionError("registered anew.")
+            request.sample_ids.append("other")
+            request.columns.update(kept)
+
+        kept: dict[str, Any] = {}
+        with store.faults.before("put_samples", lambda request: kept.update(request.columns)):
+            store.put(partition, ["new"], role=as_objects("user"))
+        with store.faults.before("put_samples", change):
+            store.put(partition, ["again"], role=as_objects("user"))
+        assert seen == [["again"], ["again"]]

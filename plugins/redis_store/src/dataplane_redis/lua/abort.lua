@@ -1,9 +1,10 @@
 -- Request: {write}. Gives a begun put up; a committed one stays.
-local write = string.format('%.0f', unpack(cmsgpack.unpack(ARGV[1])))
+local write = unpack(cmsgpack.unpack(ARGV[1]))
 if call('ZREM', BASE .. ':pending', write) == 1 then
   local size = call('HGET', BASE .. ':reserved', write)
   call('HDEL', BASE .. ':reserved', write)
-  call('INCRBY', BASE .. ':held', '-' .. size)
-  call('UNLINK', BASE .. ':w:' .. write)
+  free_room(tonumber(size))
+  call('UNLINK', key_of_write(write))
 end
+leave_line(write)
 return {'ok'}

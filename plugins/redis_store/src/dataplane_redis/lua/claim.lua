@@ -1,31 +1,46 @@
--- Request: {partition, task, batch size, all_or_nothing, lease_s (-1: none), explain, required (sorted, as a layout),
--- conditions, rows to look at, state}. A script looks at about that many rows besides those that it gives. Where they do
--- not settle the claim it gives nothing and replies {"again", state}: the client asks again with that state ("" at
--- first), so that no single script holds the server for long.
-local name, task_name, batch_size, all_or_nothing, lease_s, explain, required, conditions, budget, state =
+-- Request: {partition, task, batch size, all_or_nothing, lease_s (-1: none), token, holder, required (sorted, as a
+-- layout), filter (packed conditions, "": none), rows to look at, rows to give, lease ("" at first), client
+-- ("": it need not be counted among those that wait)}. A script looks at about that many rows and gives about that many,
+-- so that none holds the server for long. It replies
+--
+--   {"again"}                         ask again: it got on, and what it found is kept
+--   {"busy"}                          a claim of this task is being given more rows than one script gives: ask again
+--   {"part", lease, ids, tags}        these and more: ask again with that lease
+--   {"ok", exhausted, ids, tags}      these, the last
+--   {"wait", epoch, mark, seconds until a lease ends or "", clients that wait}   nothing; the same answer until the mark
+--                                     of the last change is another or that lease ends
+--   {"lost"}                          the parts given so far go back: the next one was asked for too late, or others
+--                                     cleared what was to be given
+local name, task_name, batch_size, all_or_nothing, lease_s, token, holder, required, filter, budget, most, number, client =
   unpack(cmsgpack.unpack(ARGV[1]))
+-- Seconds in which a client asks for the next part, else what it was given goes back.
+local FILL_S = 5
+-- Seconds for which a client counts among those that wait.
+local COUNTED_S = 15
 local P = open_partition(name)
 if not P then return unknown_partition() end
 local task = task_index(P, task_name)
 if not task then return unknown_task(P) end
 local per_unit = P.group or 1
+local UNITS = math.max(1, math.floor(CHUNK / per_unit))  -- looked at at a time
 if batch_size % per_unit ~= 0 then return {'batch', per_unit} end
-expire(P)
-local view_name = task .. ':' .. required
-local mark = call('HGET', P.at .. 'vw', view_name)
-if not mark then
-  mark = '0'
-  call('HSET', P.at .. 'vw', view_name, mark)
-  P.views = nil  -- what ending leases loaded lacks this one
+if not end_due(P, most) then return {'again'} end
+local filling, lease = call('HGET', P.meta, 'r:' .. task), false
+if filling then
+  lease = read_lease(P, filling)
+  if not lease or lease.kind ~= 'P' then
+    call('HDEL', P.meta, 'r:' .. task)
+    filling, lease = false, false
+  end
 end
-local view = open_view(P, view_name, mark)
-local order, held_key = P.at .. 'o', P.at .. 'h:' .. task
-local turn = call('HGET', P.meta, 'turn') or '0'
+if number ~= (filling or '') or (lease and lease.token ~= token) then return {number == '' and 'busy' or 'lost'} end
 
--- What the earlier scripts of this claim found: the turn at the first; the units chosen, each with its seq; the first
--- rows that lack fields; and the seqs up to which they looked at ready units, for more to come, and for lacking fields.
-local S = {turn = turn, units = {}, lacking = {}, ready_at = '0', more_at = '0', lacking_at = '0'}
-if state ~= '' then S = cmsgpack.unpack(state) end
+local view_name = task .. ':' .. required
+local kept_mark = call('HGET', P.at .. 'vw', view_name)
+local view = open_view(P, view_name, kept_mark or '0')
+local order, held_key = P.at .. 'o', P.at .. 'h:' .. task
+local F = filter ~= '' and open_filter(P, view, filter)
+local want = batch_size / per_unit - (lease and lease.given / per_unit or 0)  -- units still to be given
 
 -- Up to `count` members of a sorted set after a seq, and their seqs.
 local function after(key, seq, count)
@@ -37,109 +52,171 @@ local function after(key, seq, count)
   return members, seqs
 end
 
+local function done(...)
+  local mark = string.format('%.0f', view.mark)
+  if mark ~= kept_mark then call('HSET', P.at .. 'vw', view_name, mark) end
+  if F then save_filter(P, F) end
+  return {...}
+end
+
 -- Offers the next rows in order of first write; false where there are none.
 local function scan()
-  local ids, seqs = after(order, string.format('%.0f', view.mark), CHUNK)
+  local ids, seqs = after(order, string.format('%.0f', view.mark), UNITS)
   if #ids == 0 then return false end
   view.mark = tonumber(seqs[#seqs])
-  offer(P, {view}, ids, hmget(P.at .. 'r', ids))
-  budget = budget - #ids
+  budget = budget - #ids - offer(P, {view}, ids, P.group and {} or hmget(P.at .. 'r', ids))
   return true
 end
 
-local function again()
-  call('HSET', P.at .. 'vw', view_name, string.format('%.0f', view.mark))
-  return {'again', cmsgpack.pack(S)}
-end
+-- --- filters ---------------------------------------------------------------------------------------------------------
 
-local function rows_of(unit)
-  return P.group and load_groups(P, {unit})[unit].members or {unit}
-end
-
-local function unit_matches(ids)
-  if #conditions == 0 then return true end
-  for _, packed in ipairs(hmget(P.at .. 't', ids)) do
-    if not matches(packed, conditions) then return false end
+-- For each unit: whether it is there and whole, and all its rows match.
+local function matching(units)
+  local verdicts = {}
+  if not P.group then
+    local tags = hmget(P.at .. 't', units)
+    for i = 1, #units do verdicts[i] = matches(tags[i], F.conditions) end
+    return verdicts
   end
-  return true
-end
-
-if P.group then  -- a group's place is that of its first member, so all must be seen before the first is given
-  while scan() do
-    if budget <= 0 then return again() end
-  end
-end
-local want, units, ids = batch_size / per_unit, {}, {}
-local chosen = S.units
-S.units = {}
-
-local function choose(unit, seq, members)
-  units[#units + 1] = unit
-  S.units[#S.units + 1] = unit
-  S.units[#S.units + 1] = seq
-  for _, id in ipairs(members) do ids[#ids + 1] = id end
-end
-
-for i = 1, #chosen, 2 do  -- others may have taken, cleared or changed them since
-  local unit, seq = chosen[i], chosen[i + 1]
-  if call('ZSCORE', view.ready, unit) == seq then
-    local members = rows_of(unit)
-    if unit_matches(members) then choose(unit, seq, members) end
-  end
-end
-while #units < want do
-  local part, seqs = after(view.ready, S.ready_at, math.min(CHUNK, math.max(want - #units, 100)))
-  if #part == 0 and not scan() then break end
-  local tags = #conditions > 0 and not P.group and hmget(P.at .. 't', part)
-  for i, unit in ipairs(part) do
-    if #units == want then break end
-    local members = rows_of(unit)
-    local good
-    if tags then good = matches(tags[i], conditions) else good = unit_matches(members) end
-    if good then choose(unit, seqs[i], members) else budget = budget - per_unit end
-    S.ready_at = seqs[i]
-  end
-  if #units < want and budget <= 0 then return again() end
-end
-call('HSET', P.at .. 'vw', view_name, string.format('%.0f', view.mark))
-local num_ready = #units * per_unit
-
--- Shows `look` the rows in order of first write, a chunk at a time, until it returns true: true. False where it has seen
--- all, nil where the budget was spent before; the next script goes on there.
-local function walk(place, look)
-  while budget > 0 do
-    local part, seqs = after(order, S[place], CHUNK)
-    if #part == 0 then return false end
-    if look(part) then return true end
-    S[place] = seqs[#seqs]
-    budget = budget - #part
-  end
-  return nil
-end
-
--- Whether a unit of these rows is not ready, not held and matches.
-local function one_may_come(part)
-  if P.group then
-    local names = distinct_groups(part)
-    local groups = load_groups(P, names)
-    for _, unit in ipairs(names) do
-      local g = groups[unit]
-      if is_whole(P, g) and not call('ZSCORE', view.ready, unit) and none_held(hmget(held_key, g.members))
-        and unit_matches(g.members) then return true end
+  local groups = load_groups(P, units)
+  for i, unit in ipairs(units) do
+    local g = groups[unit]
+    verdicts[i] = is_whole(P, g)
+    if verdicts[i] then
+      for _, packed in ipairs(hmget(P.at .. 't', g.members)) do
+        if not matches(packed, F.conditions) then verdicts[i] = false break end
+      end
     end
-    return false
   end
-  local held, tags = hmget(held_key, part), hmget(P.at .. 't', part)
-  for i, id in ipairs(part) do
-    if not held[i] and matches(tags[i], conditions) and not call('ZSCORE', view.ready, id) then return true end
-  end
-  return false
+  return verdicts
 end
 
--- Whether such units are still to come; nil where the budget was spent before that was known.
+local function unheld(unit)
+  if not P.group then return call('HEXISTS', held_key, unit) == 0 end
+  local g = load_groups(P, {unit})[unit]
+  return g and none_held(hmget(held_key, g.members))
+end
+
+local function scores(key, units)
+  local found = {}
+  for first = 1, #units, CHUNK do
+    local part = call('ZMSCORE', key, unpack(units, first, math.min(first + CHUNK - 1, #units)))
+    for i = 1, #part do found[first + i - 1] = part[i] end
+  end
+  return found
+end
+
+local function write(command, key, args)
+  if #args > 0 then
+    batched(command, key, args)
+    F.wrote = true
+  end
+end
+
+-- Follows the changes of known units; false where the budget was spent before the end.
+local function follow()
+  while true do
+    local units, notes = after(P.at .. 'c', F.seen, UNITS)
+    if #units == 0 then return true end
+    if budget <= 0 then return false end
+    local ready, good, enter, leave, coming, known = scores(view.ready, units), matching(units), {}, {}, {}, {}
+    for i, unit in ipairs(units) do
+      if ready[i] and good[i] and tonumber(ready[i]) <= tonumber(F.at) then
+        enter[#enter + 1] = ready[i]
+        enter[#enter + 1] = unit
+      else
+        leave[#leave + 1] = unit
+      end
+      local list = P.num and good[i] and not ready[i] and unheld(unit) and coming or known
+      list[#list + 1] = unit
+    end
+    write('ZADD', F.matching, enter)
+    write('ZREM', F.matching, leave)
+    write('SADD', F.coming, coming)
+    write('SREM', F.coming, known)
+    F.seen = notes[#notes]
+    budget = budget - #units * per_unit
+  end
+end
+
+-- Looks at the next ready units that the filter has not seen; false where there are none.
+local function look(count)
+  local units, seqs = after(view.ready, F.at, math.min(UNITS, math.max(count, 100)))
+  if #units == 0 then return false end
+  local enter = {}
+  for i, good in ipairs(matching(units)) do
+    if good then
+      enter[#enter + 1] = seqs[i]
+      enter[#enter + 1] = units[i]
+    end
+  end
+  write('ZADD', F.matching, enter)
+  F.at = seqs[#seqs]
+  budget = budget - #units * per_unit
+  return true
+end
+
+-- Whether some unit that matches and is not ready is not held either; nil where the budget was spent before.
+local function one_is_coming()
+  while true do
+    local some = call('SRANDMEMBER', F.coming, math.min(UNITS, 100))
+    if #some > 0 then
+      local ready, good, gone = scores(view.ready, some), matching(some), {}
+      for i, unit in ipairs(some) do
+        if good[i] and not ready[i] and unheld(unit) then return true end
+        gone[#gone + 1] = unit
+      end
+      write('SREM', F.coming, gone)
+      budget = budget - #some * per_unit
+      if budget <= 0 then return nil end
+    else
+      local rows, seqs = after(order, F.more, UNITS)
+      if #rows == 0 then return false end
+      if budget <= 0 then return nil end
+      local units, found = units_of(P, rows), {}
+      local good = matching(units)
+      for i, unit in ipairs(units) do
+        if good[i] and unheld(unit) then found[#found + 1] = unit end
+      end
+      write('SADD', F.coming, found)
+      F.more = seqs[#seqs]
+      budget = budget - #units * per_unit
+    end
+  end
+end
+
+-- --- what is ready -------------------------------------------------------------------------------------------------
+
+local step = math.min(want, math.max(1, math.floor(most / per_unit)))  -- what this script gives at most
+
+-- The first units that are ready, up to `step`; nothing where `least` is not reached. Nil where the budget was spent.
+local function gather(least)
+  local source = F and F.matching or view.ready
+  while true do
+    local count = call('ZCARD', source)
+    while count < math.max(least, step) do
+      if budget <= 0 then return nil end
+      if not (F and look(want - count) or scan()) then break end
+      count = call('ZCARD', source)
+    end
+    if count < least then return {} end
+    local flat, units, gone = call('ZRANGE', source, 0, step - 1, 'WITHSCORES'), {}, {}
+    for i = 1, #flat, 2 do units[#units + 1] = flat[i] end
+    if not F then return units end
+    local ready, still = scores(view.ready, units), {}
+    for i, unit in ipairs(units) do  -- others may have taken or cleared them
+      local list = ready[i] == flat[2 * i] and still or gone
+      list[#list + 1] = unit
+    end
+    if #gone == 0 then return still end
+    write('ZREM', F.matching, gone)
+    budget = budget - #gone * per_unit
+  end
+end
+
+-- Whether units may become ready that are neither held nor ready; nil where the budget was spent before that was known.
 local function more_may_come()
-  local seen = tonumber(call('HGET', P.meta, 'seen') or 0)
-  if not P.num or seen < P.num then return true end
+  if not P.num or tonumber(call('HGET', P.meta, 'seen') or 0) < P.num then return true end
   local rest
   if P.group then
     local m = call('HMGET', P.meta, 'whole', 'w:' .. task)
@@ -148,59 +225,83 @@ local function more_may_come()
     rest = call('ZCARD', order) - call('HLEN', held_key)
   end
   rest = rest - call('ZCARD', view.ready)
-  if rest == 0 or #conditions == 0 then return rest ~= 0 end
-  return walk('more_at', one_may_come)
+  if rest == 0 or not F then return rest ~= 0 end
+  return one_is_coming()
 end
 
--- Adds the rows that the task was not given and that lack fields, id and then the names; true where there are three.
-local function find_lacking(part)
-  local held, tags, rows = hmget(held_key, part), hmget(P.at .. 't', part), hmget(P.at .. 'r', part)
-  for i, id in ipairs(part) do
-    if not held[i] and matches(tags[i], conditions) then
-      local lacking, has = {id}, fields_of(P, signature(rows[i]))
-      for _, field in ipairs(view.required) do
-        if not has[field] then lacking[#lacking + 1] = field end
-      end
-      if #lacking > 1 then S.lacking[#S.lacking + 1] = lacking end
-      if #S.lacking == 3 then return true end
-    end
+if P.group then  -- a group's place is that of its first member, so all must be seen before the first is given
+  while scan() do
+    if budget <= 0 then return done('again') end
   end
-  return false
 end
-
+if F and not F.is_new and not follow() then return done('again') end
+local units = gather(all_or_nothing == 1 and want or 1)
+if not units then return done('again') end
 local exhausted = false
-if num_ready < batch_size then
+if #units < step then
   local more = more_may_come()
-  if more == nil then return again() end
-  -- where rows came back or changed between the scripts, some may be ready behind these: the next claim finds them
-  exhausted = not more and turn == S.turn
-  if all_or_nothing == 1 and not exhausted then
-    if explain == 1 and walk('lacking_at', find_lacking) == nil then return again() end
-    return {'wait', num_ready, S.lacking}
+  if more == nil then return done('again') end
+  exhausted = not more
+  if all_or_nothing == 1 and more then
+    if lease then
+      end_lease(P, lease)  -- others cleared what was to be given
+      return done('lost')
+    end
+    if client ~= '' then
+      call('ZREMRANGEBYSCORE', BASE .. ':waiters', '-inf', string.format('%.6f', now()))
+      call('ZADD', BASE .. ':waiters', string.format('%.6f', now() + COUNTED_S), client)
+    end
+    return done('wait', P.epoch, call('HGET', P.meta, 'turn') or '', next_end(P), call('ZCARD', BASE .. ':waiters'))
+  end
+  if exhausted and all_or_nothing == 1 then units = gather(0) end
+  if not units then return done('again') end
+end
+
+-- --- giving it -------------------------------------------------------------------------------------------------------
+
+local ids = units
+if P.group then
+  ids = {}
+  local groups = load_groups(P, units)
+  for _, unit in ipairs(units) do
+    for _, id in ipairs(groups[unit].members) do ids[#ids + 1] = id end
   end
 end
-local token = ''
+local last = #units == want or #units < step
 if #ids > 0 then
   for _, other in ipairs(views_of(P, task)) do batched('ZREM', other.ready, units) end
-  local args, queue = {}, {}
-  local hold = 'D'
-  if lease_s >= 0 then
-    token = string.format('%.0f.%.0f', P.epoch, call('HINCRBY', P.meta, 'token', 1))
-    hold = 'L' .. token
-    local until_s = string.format('%.6f', now() + lease_s)
-    for _, id in ipairs(ids) do
-      queue[#queue + 1] = until_s
-      queue[#queue + 1] = task .. ':' .. id
-    end
+  if not kept_mark then batched('ZREM', view.ready, units) end
+  if F then write('ZREM', F.matching, units) end
+  if P.group then call('HINCRBY', P.meta, 'w:' .. task, #units) end
+  if lease_s >= 0 or lease or not last then
+    lease = lease or new_lease(P, 'P', task, token, holder)
+    add_rows(P, lease, ids)
   else
+    local holds = {}
+    for i, id in ipairs(ids) do
+      holds[2 * i - 1] = id
+      holds[2 * i] = 'D'
+    end
+    batched('HSET', held_key, holds)
     call('HINCRBY', P.meta, 'd:' .. task, #ids)
   end
-  for _, id in ipairs(ids) do
-    args[#args + 1] = id
-    args[#args + 1] = hold
-  end
-  batched('HSET', held_key, args)
-  batched('ZADD', P.at .. 'q', queue)
-  if P.group then call('HINCRBY', P.meta, 'w:' .. task, #units) end
+  changed(P)
 end
-return {'ok', exhausted and 1 or 0, num_ready, token, ids, hmget(P.at .. 't', ids)}
+local tags = hmget(P.at .. 't', ids)
+if not last then
+  call('HSET', P.meta, 'r:' .. task, lease.number)
+  save_lease(P, lease)
+  ends_in(P, lease, FILL_S)
+  return done('part', lease.number, ids, tags)
+end
+if lease then
+  if filling then call('HDEL', P.meta, 'r:' .. task) end
+  if lease_s >= 0 then
+    lease.kind = 'L'
+    save_lease(P, lease)
+    ends_in(P, lease, lease_s)
+  else
+    give_for_good(P, lease, 'D')
+  end
+end
+return done('ok', exhausted and 1 or 0, ids, tags)

@@ -1,11 +1,11 @@
--- Request: {partition, ids, whole (1: everything)}.
-local name, ids, whole = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {partition, epoch ("": any), ids, whole (1: everything)}. Many ids take several scripts, of one registration.
+local name, epoch, ids, whole = unpack(cmsgpack.unpack(ARGV[1]))
 reap()
 local P = open_partition(name)
-if not P then return {'ok', 0, call('EXISTS', BASE .. ':trash')} end
+if not P or (epoch ~= '' and epoch ~= P.epoch) then return {'ok', 0, call('EXISTS', BASE .. ':trash'), ''} end
 if whole == 1 then
   local count = drop_partition(P)
-  return {'ok', count, call('EXISTS', BASE .. ':trash')}
+  return {'ok', count, call('EXISTS', BASE .. ':trash'), ''}
 end
 local rows, gone, refs = hmget(P.at .. 'r', ids), {}, {}
 for i, id in ipairs(ids) do
@@ -20,7 +20,10 @@ if #gone > 0 then
   if P.group then
     units = distinct_groups(gone)
     local groups, leaving = load_groups(P, units), {}
-    for _, id in ipairs(gone) do leaving[id] = true end
+    for _, id in ipairs(gone) do
+      local unit = group_of(id)
+      leaving[unit] = (leaving[unit] or 0) + 1
+    end
     for _, unit in ipairs(units) do
       local g = groups[unit]
       if is_whole(P, g) then
@@ -30,35 +33,45 @@ if #gone > 0 then
         end
       end
       g.poisoned = true
-      local rest = {}
-      for _, member in ipairs(g.members) do
-        if not leaving[member] then rest[#rest + 1] = member end
+      g.count = g.count - leaving[unit]
+      if g.count == 0 then
+        batched('HDEL', P.at .. 'gm', parts_of(unit, g))
+        g.listed, g.first = 0, ''
       end
-      g.members = rest
     end
-    save_groups(P, units, groups)
+    save_heads(P, units, groups)
   end
   for task = 0, P.ntasks - 1 do
     local key = P.at .. 'h:' .. task
     if call('EXISTS', key) == 1 then
-      local held, done, marks, mine = hmget(key, gone), 0, {}, {}
+      local held, done, mine, leaving, order = hmget(key, gone), 0, {}, {}, {}
       for i, id in ipairs(gone) do
-        if held[i] then
-          mine[#mine + 1] = id
-          marks[#marks + 1] = task .. ':' .. id
-          if string.sub(held[i], 1, 1) ~= 'L' then done = done + 1 end
+        local hold = held[i]
+        if hold then mine[#mine + 1] = id end
+        if hold == 'D' then
+          done = done + 1
+        elseif hold then
+          if not leaving[hold] then order[#order + 1] = hold end
+          leaving[hold] = (leaving[hold] or 0) + 1
         end
       end
-      if done > 0 then call('HINCRBY', P.meta, 'd:' .. task, -done) end
       batched('HDEL', key, mine)
-      batched('ZREM', P.at .. 'q', marks)
+      for _, number in ipairs(order) do
+        local lease = read_lease(P, number)
+        if lease.kind == 'A' or lease.kind == 'D' then done = done + leaving[number] end
+        lease.rows = lease.rows - leaving[number]
+        if lease.rows > 0 or lease.kind == 'P' then save_lease(P, lease) else drop_lease(P, lease) end
+      end
+      if done > 0 then call('HINCRBY', P.meta, 'd:' .. task, -done) end
     end
   end
   for _, view in ipairs(views_of(P)) do batched('ZREM', view.ready, units) end
   batched('HDEL', P.at .. 'r', gone)
   batched('HDEL', P.at .. 't', gone)
   batched('ZREM', P.at .. 'o', gone)
+  batched('ZREM', P.at .. 'c', units)
   if P.num then batched('SADD', P.at .. 'x', gone) end
   free_refs(P, refs)
+  changed(P)
 end
-return {'ok', #gone, call('EXISTS', BASE .. ':trash')}
+return {'ok', #gone, call('EXISTS', BASE .. ':trash'), P.epoch}

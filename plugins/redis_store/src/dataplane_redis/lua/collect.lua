@@ -6,7 +6,7 @@ local epoch = call('SRANDMEMBER', trash)
 if epoch then
   local writes = call('SPOP', trash .. ':' .. epoch, limit)
   local keys = {}
-  for i, write in ipairs(writes) do keys[i] = BASE .. ':w:' .. write end
+  for i, write in ipairs(writes) do keys[i] = key_of_write(write) end
   for first = 1, #keys, CHUNK do
     call('UNLINK', unpack(keys, first, math.min(first + CHUNK - 1, #keys)))
   end

@@ -1,8 +1,22 @@
 -- What all scripts share. Keys are built from KEYS[1] = "dp:{namespace}", so that all of them lie in one hash slot.
--- Requests are one msgpack array in ARGV[1].
+-- Requests are one msgpack array in ARGV[1]; the last argument says who asks: the id of the instance that the client is
+-- connected to (32 characters), 16 random bytes of this call, and the time (8 bytes, see now). Instances, registrations,
+-- writes and leases are told apart by random bits that clients draw, since a counter kept here comes again when the
+-- server comes back from an older state. In keys they are written in hex.
 --
+--   base:instance        hash: version, id, capacity_bytes, on_full; owner, while the client lives that bootstrapped it;
+--                        clock: the time of the store in seconds, and the server's clock at that time
+--   base:parts           set: the partitions
+--   base:held, base:seq  payload bytes held; the order of first writes
+--   base:pending         zset: puts begun and not committed, by the time when they count as abandoned
+--   base:reserved        hash: the payload bytes of each
+--   base:waiters         zset: clients with claims that wait, by the time until when they count
+--   base:line, waiting, freed   puts that wait for room, see line.lua
+--   base:why:<digest>    what a claim that timed out counted of the rows, for a moment, see shortfall.lua
+--   base:trash           set: dropped registrations; base:trash:<epoch>: their writes
 --   base:p:<partition>   hash: epoch, num, group, info, ntasks, seen, bytes, whole, t:<task> -> index,
---                        d:<index> -> samples done, w:<index> -> whole groups held, turn: see next_turn
+--                        d:<index> -> samples done, w:<index> -> whole groups held, turn: the mark of the last change,
+--                        noted: see changed, lease: the last lease's number, r:<index> -> the lease that a claim is filling
 --   base:w:<write>       hash: position -> joined cells of one row; written before the commit, never changed
 --   base:e:<epoch>:      r   hash   id -> row: seq, then one ref (write, position, layout, bytes) per live write
 --                        t   hash   id -> msgpack map of tags
@@ -11,19 +25,44 @@
 --                        s   hash   field -> spec
 --                        l   list   layouts: the field names of a write, in order; li: hash layout -> index
 --                        u   set    writes that a row names
---                        g   hash   group -> {seq, poisoned, members...}
---                        h:<task>   hash  id -> "D" (given), "L<token>" (leased), "A<token>" (acked)
---                        q   zset   "<task>:<id>" by the time when its lease ends
+--                        g   hash   group -> seq, whether it is poisoned, how many members are held and how many
+--                                   listed, and the list of the first MEMBERS ids that joined it, as msgpack
+--                        gm  hash   "<group>:<part>" -> list of the next MEMBERS ids; a group that was poisoned lists
+--                                   no more, since it is never given
+--                        h:<task>   hash  id -> "D" (given for good) or the number of a lease, see leases.lua
+--                        k, q, a    the leases
 --                        vw  hash   view "<task>:<required>" -> seq up to which rows were offered to it
 --                        v:<view>   zset  claimable units (ids or groups) by seq
+--                        c, fs, f:<digest>...  what filters that wait have seen, see waiting.lua
 local BASE = KEYS[1]
 local CHUNK = 1000
-local REF = 24
+local REF = 32
+local MEMBERS = 64
+local HEX = '%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x'
 local call = redis.call
 
+local ASKER = ARGV[#ARGV]
+local INSTANCE = call('HMGET', BASE .. ':instance', 'id', 'clock')
+if INSTANCE[1] ~= string.sub(ASKER, 1, 32) then return {'other_history'} end
+
+-- The time of the store in seconds. It only goes forward, and by durations: each client learns it when it connects, and
+-- counts on by its own monotonic clock; the one that is ahead holds. So no step of a clock ends leases or parks them. The
+-- server's own clock tells only how long nobody was connected (instance.lua).
+local kept_time, time
 local function now()
+  if not time then
+    kept_time = struct.unpack('<d', INSTANCE[2])
+    time = math.max(kept_time, (struct.unpack('<d', ASKER, 49)))
+  end
+  return time
+end
+
+-- Keeps the time, about once in a second: with every change synced to disk, a script that changes nothing else is cheap.
+local function keep_time()
+  if now() - kept_time < 1 then return end
   local t = call('TIME')
-  return tonumber(t[1]) + tonumber(t[2]) / 1e6
+  kept_time = time
+  call('HSET', BASE .. ':instance', 'clock', struct.pack('<dd', time, t[1] + t[2] / 1e6))
 end
 
 local function hmget(key, names)
@@ -46,7 +85,7 @@ local function batched(command, key, args)
 end
 
 local function key_of_write(write)
-  return BASE .. ':w:' .. string.format('%.0f', write)
+  return BASE .. ':w:' .. string.format(HEX, string.byte(write, 1, 16))
 end
 
 local function open_partition(name)
@@ -54,14 +93,23 @@ local function open_partition(name)
   local m = call('HMGET', meta, 'epoch', 'num', 'group', 'ntasks')
   if not m[1] then return nil end
   return {
-    name = name, meta = meta, epoch = tonumber(m[1]), num = tonumber(m[2]), group = tonumber(m[3]),
+    name = name, meta = meta, epoch = m[1], num = tonumber(m[2]), group = tonumber(m[3]),
     ntasks = tonumber(m[4]), at = BASE .. ':e:' .. m[1] .. ':', memo = {},
   }
 end
 
--- Counts what may make known rows claimable, so that a claim of several scripts knows whether something did meanwhile.
-local function next_turn(P)
-  call('HINCRBY', P.meta, 'turn', 1)
+-- Marks every change after which a claim may get another answer: who saw this mark need not look again. It is the call's
+-- own, so none comes twice, also where the server comes back from an older state. While filters wait, the known units
+-- (ids or groups) that changed are noted in order, so that these look at nothing else.
+local function changed(P, units)
+  call('HSET', P.meta, 'turn', string.sub(ASKER, 33, 48))
+  if not units or #units == 0 or call('EXISTS', P.at .. 'c') == 0 then return end
+  local args, last = {}, call('HINCRBY', P.meta, 'noted', #units)
+  for i = 1, #units do
+    args[2 * i - 1] = string.format('%.0f', last - #units + i)
+    args[2 * i] = units[i]
+  end
+  batched('ZADD', P.at .. 'c', args)
 end
 
 local function unknown_partition()
@@ -89,9 +137,9 @@ end
 
 -- The layouts of a row's refs, as bytes: rows of equal signature hold the same fields.
 local function signature(row)
-  if #row == 8 + REF then return string.sub(row, 21, 24) end
+  if #row == 8 + REF then return string.sub(row, 29, 32) end
   local parts = {}
-  for at = 21, #row, REF do parts[#parts + 1] = string.sub(row, at, at + 3) end
+  for at = 29, #row, REF do parts[#parts + 1] = string.sub(row, at, at + 3) end
   return table.concat(parts)
 end
 
@@ -142,11 +190,18 @@ local function group_of(id)
   return string.match(id, '^(.*)_g')
 end
 
+-- Payload bytes are no longer held.
+local function free_room(bytes)
+  if bytes == 0 then return end  -- '-0' is no number to the server
+  call('INCRBY', BASE .. ':held', string.format('%.0f', -bytes))
+  if call('EXISTS', BASE .. ':line') == 1 then call('SET', BASE .. ':freed', string.format('%.6f', now())) end
+end
+
 -- Frees payload: `refs` is a list of ref byte strings.
 local function free_refs(P, refs)
   local by_write, order, bytes = {}, {}, 0
   for _, ref in ipairs(refs) do
-    local write, position, _, size = struct.unpack('<I8I4I4I8', ref)
+    local write, position, _, size = struct.unpack('<c16I4I4I8', ref)
     bytes = bytes + size
     if not by_write[write] then
       by_write[write] = {}
@@ -158,25 +213,26 @@ local function free_refs(P, refs)
   for _, write in ipairs(order) do
     local key = key_of_write(write)
     batched('HDEL', key, by_write[write])
-    if call('EXISTS', key) == 0 then call('SREM', P.at .. 'u', string.format('%.0f', write)) end
+    if call('EXISTS', key) == 0 then call('SREM', P.at .. 'u', write) end
   end
   if bytes > 0 then
-    call('INCRBY', BASE .. ':held', string.format('%.0f', -bytes))
+    free_room(bytes)
     call('HINCRBY', P.meta, 'bytes', string.format('%.0f', -bytes))
   end
 end
 
 -- Gives up puts that were begun and not committed in time.
 local function reap()
+  keep_time()
   local pending = BASE .. ':pending'
   for _, write in ipairs(call('ZRANGEBYSCORE', pending, '-inf', string.format('%.6f', now()), 'LIMIT', 0, 100)) do
     local size = call('HGET', BASE .. ':reserved', write)
     if size then
-      call('INCRBY', BASE .. ':held', '-' .. size)
+      free_room(tonumber(size))
       call('HDEL', BASE .. ':reserved', write)
     end
     call('ZREM', pending, write)
-    call('UNLINK', BASE .. ':w:' .. write)
+    call('UNLINK', key_of_write(write))
   end
 end
 
@@ -204,29 +260,80 @@ local function views_of(P, task)
   return mine
 end
 
-local function load_groups(P, names)
+local function load_heads(P, names)
   local packed, groups = hmget(P.at .. 'g', names), {}
   for i, name in ipairs(names) do
     if packed[i] then
-      local g = cmsgpack.unpack(packed[i])
-      groups[name] = {seq = g[1], poisoned = g[2] == 1, members = {unpack(g, 3)}}
+      local seq, poisoned, count, listed, at = struct.unpack('<I8BI4I4', packed[i])
+      local first = string.sub(packed[i], at)
+      groups[name] = {seq = seq, poisoned = poisoned == 1, count = count, listed = listed, first = first}
     end
   end
   return groups
 end
 
-local function save_groups(P, names, groups)
+local function save_heads(P, names, groups)
   local args = {}
   for _, name in ipairs(names) do
     local g = groups[name]
     args[#args + 1] = name
-    args[#args + 1] = cmsgpack.pack({g.seq, g.poisoned and 1 or 0, unpack(g.members)})
+    args[#args + 1] = struct.pack('<I8BI4I4', g.seq, g.poisoned and 1 or 0, g.count, g.listed) .. g.first
   end
   batched('HSET', P.at .. 'g', args)
 end
 
+-- The names of a group's further lists.
+local function parts_of(name, g)
+  local parts = {}
+  for part = 1, math.ceil(g.listed / MEMBERS) - 1 do parts[#parts + 1] = name .. ':' .. part end
+  return parts
+end
+
+-- Heads and members. Of a poisoned group, members that were cleared are listed still.
+local function load_groups(P, names)
+  local groups, parts, owners = load_heads(P, names), {}, {}
+  for _, name in ipairs(names) do
+    local g = groups[name]
+    if g then
+      g.members = g.first == '' and {} or cmsgpack.unpack(g.first)
+      for _, part in ipairs(parts_of(name, g)) do
+        parts[#parts + 1] = part
+        owners[#parts] = g.members
+      end
+    end
+  end
+  local lists = hmget(P.at .. 'gm', parts)
+  for i, members in ipairs(owners) do
+    for _, id in ipairs(cmsgpack.unpack(lists[i])) do members[#members + 1] = id end
+  end
+  return groups
+end
+
+-- Adds ids to a group, of which only the last list is read and written; the head is for save_heads.
+local function join_group(P, name, g, ids)
+  g.count = g.count + #ids
+  if g.poisoned then return end
+  local first, at = g.listed, P.at .. 'gm'
+  local args, part, list = {}, math.floor(first / MEMBERS), {}
+  if first % MEMBERS ~= 0 then list = cmsgpack.unpack(part == 0 and g.first or call('HGET', at, name .. ':' .. part)) end
+  g.listed = first + #ids
+  for i, id in ipairs(ids) do
+    list[#list + 1] = id
+    if #list == MEMBERS or i == #ids then
+      if part == 0 then
+        g.first = cmsgpack.pack(list)
+      else
+        args[#args + 1] = name .. ':' .. part
+        args[#args + 1] = cmsgpack.pack(list)
+      end
+      list, part = {}, part + 1
+    end
+  end
+  batched('HSET', at, args)
+end
+
 local function is_whole(P, g)
-  return g and not g.poisoned and #g.members == P.group
+  return g and not g.poisoned and g.count == P.group
 end
 
 local function distinct_groups(ids)
@@ -241,6 +348,11 @@ local function distinct_groups(ids)
   return names
 end
 
+-- What is claimed as one: the rows themselves, or their groups.
+local function units_of(P, ids)
+  return P.group and distinct_groups(ids) or ids
+end
+
 local function none_held(values)
   for i = 1, #values do
     if values[i] then return false end
@@ -248,9 +360,24 @@ local function none_held(values)
   return true
 end
 
--- Queues what is claimable: rows `ids` (with their `rows`), or the groups that they belong to.
+-- Of the groups of `ids`, those that are whole and not queued in all of the views yet.
+local function groups_to_offer(P, views, ids)
+  local names, some = distinct_groups(ids), {}
+  local heads, queued = load_heads(P, names), {}
+  for i, view in ipairs(views) do queued[i] = call('ZMSCORE', view.ready, unpack(names)) end
+  for j, name in ipairs(names) do
+    local is_new = false
+    for i = 1, #views do is_new = is_new or not queued[i][j] end
+    if is_new and is_whole(P, heads[name]) then some[#some + 1] = name end
+  end
+  return some
+end
+
+-- Queues what is claimable: rows `ids` (with their `rows`), or the groups that they belong to. Returns how many members
+-- of groups were looked at.
 local function offer(P, views, ids, rows)
-  if #views == 0 or #ids == 0 then return end
+  local looked = 0
+  if #views == 0 or #ids == 0 then return looked end
   local queued = {}
   for i = 1, #views do queued[i] = {} end
   if not P.group then
@@ -271,12 +398,13 @@ local function offer(P, views, ids, rows)
       end
     end
   else
-    local names = distinct_groups(ids)
-    local groups = load_groups(P, names)
-    for _, name in ipairs(names) do
-      local g = groups[name]
-      if is_whole(P, g) then
+    for first = 1, #ids, CHUNK do
+      local names = groups_to_offer(P, views, {unpack(ids, first, math.min(first + CHUNK - 1, #ids))})
+      local groups = load_groups(P, names)
+      for _, name in ipairs(names) do
+        local g = groups[name]
         local members, held = hmget(P.at .. 'r', g.members), {}
+        looked = looked + #members
         for i, view in ipairs(views) do
           if held[view.task] == nil then held[view.task] = none_held(hmget(P.at .. 'h:' .. view.task, g.members)) end
           local ready = held[view.task]
@@ -294,46 +422,5 @@ local function offer(P, views, ids, rows)
     end
   end
   for i, view in ipairs(views) do batched('ZADD', view.ready, queued[i]) end
-end
-
--- Ends the holds of a task on `ids`, all held; what is claimable again is queued.
-local function give_back(P, task, ids)
-  local marks = {}
-  for i, id in ipairs(ids) do marks[i] = task .. ':' .. id end
-  batched('HDEL', P.at .. 'h:' .. task, ids)
-  batched('ZREM', P.at .. 'q', marks)
-  next_turn(P)
-  if P.group then
-    local names = distinct_groups(ids)
-    local groups = load_groups(P, names)
-    for _, name in ipairs(names) do
-      local g = groups[name]
-      if is_whole(P, g) and none_held(hmget(P.at .. 'h:' .. task, g.members)) then
-        call('HINCRBY', P.meta, 'w:' .. task, -1)
-      end
-    end
-  end
-  offer(P, views_of(P, task), ids, hmget(P.at .. 'r', ids))
-end
-
--- Gives back what leases ran out on.
-local function expire(P)
-  local queue = P.at .. 'q'
-  local limit = string.format('%.6f', now())
-  while true do
-    local due = call('ZRANGEBYSCORE', queue, '-inf', limit, 'LIMIT', 0, CHUNK)
-    if #due == 0 then return end
-    local by_task, order = {}, {}
-    for _, mark in ipairs(due) do
-      local colon = string.find(mark, ':', 1, true)
-      local task = string.sub(mark, 1, colon - 1)
-      if not by_task[task] then
-        by_task[task] = {}
-        order[#order + 1] = task
-      end
-      local list = by_task[task]
-      list[#list + 1] = string.sub(mark, colon + 1)
-    end
-    for _, task in ipairs(order) do give_back(P, task, by_task[task]) end
-  end
+  return looked
 end

@@ -2,4 +2,4 @@
 local name = unpack(cmsgpack.unpack(ARGV[1]))
 local m = call('HMGET', BASE .. ':p:' .. name, 'epoch', 'info')
 if not m[1] then return unknown_partition() end
-return {'ok', tonumber(m[1]), m[2]}
+return {'ok', m[1], m[2]}

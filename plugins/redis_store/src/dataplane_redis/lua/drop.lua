@@ -5,16 +5,21 @@ local function drop_partition(P)
   local keys = {P.meta}
   for _, view in ipairs(views_of(P)) do keys[#keys + 1] = view.ready end
   for task = 0, P.ntasks - 1 do keys[#keys + 1] = P.at .. 'h:' .. task end
-  for _, suffix in ipairs({'r', 't', 'o', 'x', 's', 'l', 'li', 'g', 'q', 'vw'}) do keys[#keys + 1] = P.at .. suffix end
+  for _, suffix in ipairs({'r', 't', 'o', 'x', 's', 'l', 'li', 'g', 'gm', 'k', 'q', 'a', 'vw', 'c', 'fs'}) do
+    keys[#keys + 1] = P.at .. suffix
+  end
+  for _, digest in ipairs(call('ZRANGE', P.at .. 'fs', 0, -1)) do
+    for _, suffix in ipairs({'', ':m', ':n'}) do keys[#keys + 1] = P.at .. 'f:' .. digest .. suffix end
+  end
   for first = 1, #keys, CHUNK do
     call('UNLINK', unpack(keys, first, math.min(first + CHUNK - 1, #keys)))
   end
   local writes = P.at .. 'u'
   if call('EXISTS', writes) == 1 then
-    call('RENAME', writes, BASE .. ':trash:' .. string.format('%.0f', P.epoch))
-    call('SADD', BASE .. ':trash', string.format('%.0f', P.epoch))
+    call('RENAME', writes, BASE .. ':trash:' .. P.epoch)
+    call('SADD', BASE .. ':trash', P.epoch)
   end
-  if bytes > 0 then call('INCRBY', BASE .. ':held', string.format('%.0f', -bytes)) end
+  if bytes > 0 then free_room(bytes) end
   call('SREM', BASE .. ':parts', P.name)
   return count
 end

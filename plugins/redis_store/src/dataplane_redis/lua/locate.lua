@@ -1,5 +1,5 @@
--- Request: {partition, ids, fields, most bytes to send along}. Replies with rows, layouts and specs; and, where all
--- payload of the rows is small, with the payload of every ref, in order.
+-- Request: {partition, ids, fields, most bytes to send along}. Replies with rows, layouts, specs and the epoch; and, where
+-- all payload of the rows is small, with the payload of every ref, in order.
 local name, ids, fields, most = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name)
 if not P then return unknown_partition() end
@@ -7,19 +7,19 @@ local rows = hmget(P.at .. 'r', ids)
 local payload, total = {}, 0
 for i = 1, #ids do
   local row = rows[i]
-  if not row then return {'missing', rows, call('LRANGE', P.at .. 'l', 0, -1)} end
+  if not row then return {'missing', rows, call('LRANGE', P.at .. 'l', 0, -1), {}, P.epoch} end
   if total <= most then
-    for at = 9 + 16, #row, REF do total = total + struct.unpack('<I8', row, at) end
+    for at = 9 + 24, #row, REF do total = total + struct.unpack('<I8', row, at) end
   end
 end
 if total <= most then
   for i = 1, #ids do
     for at = 9, #rows[i], REF do
-      local write, position = struct.unpack('<I8I4', rows[i], at)
+      local write, position = struct.unpack('<c16I4', rows[i], at)
       payload[#payload + 1] = call('HGET', key_of_write(write), position)
     end
   end
 end
-local reply = {'ok', rows, call('LRANGE', P.at .. 'l', 0, -1), hmget(P.at .. 's', fields)}
-if total <= most then reply[5] = payload end
+local reply = {'ok', rows, call('LRANGE', P.at .. 'l', 0, -1), hmget(P.at .. 's', fields), P.epoch}
+if total <= most then reply[6] = payload end
 return reply

@@ -1,25 +1,28 @@
 -- Request: {mode, partition, epoch ("" for any), ids, row sizes, layout, {field, spec, ...}, tags ("" or one msgpack map
--- or "" per row), capacity (0: none), ttl_s, write, known}. Mode "begin" checks and reserves; "commit" checks again what
--- may have changed and makes the rows visible; "inline" does both, with the rows in ARGV[2...].
-local mode, name, epoch, ids, sizes, layout, specs, tags, capacity, ttl_s, write, known = unpack(cmsgpack.unpack(ARGV[1]))
+-- or "" per row), capacity (0: none), ttl_s, write (16 bytes), known, how long to wait for room}. Mode "begin" checks and
+-- reserves; "commit" checks again what may have changed and makes the rows visible; "inline" does both, with the rows in
+-- ARGV[2...]. A put is known by its write, so a commit meets no other history than one that holds its begin, and in that
+-- no seq comes twice.
+local mode, name, epoch, ids, sizes, layout, specs, tags, capacity, ttl_s, write, known, wait_s =
+  unpack(cmsgpack.unpack(ARGV[1]))
 local total = 0
 for i = 1, #sizes do total = total + sizes[i] end
-local write_name = mode == 'commit' and string.format('%.0f', write)
+local write_key = key_of_write(write)
 
 local function refuse(...)
   if mode == 'commit' then
-    if call('ZREM', BASE .. ':pending', write_name) == 1 then
-      call('HDEL', BASE .. ':reserved', write_name)
-      call('INCRBY', BASE .. ':held', string.format('%.0f', -total))
+    if call('ZREM', BASE .. ':pending', write) == 1 then
+      call('HDEL', BASE .. ':reserved', write)
+      free_room(total)
     end
-    call('UNLINK', BASE .. ':w:' .. write_name)
+    call('UNLINK', write_key)
   end
   return {...}
 end
 
 reap()
 if mode == 'commit' then
-  if not call('ZSCORE', BASE .. ':pending', write_name) then return {'abandoned'} end
+  if not call('ZSCORE', BASE .. ':pending', write) then return {'abandoned'} end
 end
 local P = open_partition(name)
 if not P then
@@ -40,45 +43,46 @@ for i = 1, #specs, 2 do
   local kept = call('HGET', P.at .. 's', specs[i])
   if kept and kept ~= specs[i + 1] then return refuse('schema', specs[i], kept) end
 end
-local groups, group_names = {}, {}
+local groups, group_names, joining = {}, {}, {}
 if P.group then
-  local joining = {}
   for i, id in ipairs(ids) do
     if not rows[i] then
       local key = group_of(id)
       if not key then return refuse('no_group', id) end
-      if not joining[key] then group_names[#group_names + 1] = key end
-      joining[key] = (joining[key] or 0) + 1
+      if not joining[key] then
+        group_names[#group_names + 1] = key
+        joining[key] = {}
+      end
+      local list = joining[key]
+      list[#list + 1] = id
     end
   end
-  groups = load_groups(P, group_names)
+  groups = load_heads(P, group_names)
   for _, key in ipairs(group_names) do
-    local count = joining[key] + (groups[key] and #groups[key].members or 0)
+    local count = #joining[key] + (groups[key] and groups[key].count or 0)
     if count > P.group then return refuse('surplus', key, count, P.group) end
   end
 end
 if mode ~= 'commit' then
-  local held = tonumber(call('GET', BASE .. ':held') or 0)
-  if capacity > 0 and held + total > capacity then return {'full', held, capacity} end
-  if layout ~= '' then
-    write = call('INCR', BASE .. ':write')
-    write_name = string.format('%.0f', write)
-    call('INCRBY', BASE .. ':held', string.format('%.0f', total))
+  if capacity > 0 and total > 0 then
+    local refused = refuse_room(write, total, capacity, wait_s, true)
+    if refused then return refused end
+    leave_line(write)
   end
+  if layout ~= '' then call('INCRBY', BASE .. ':held', string.format('%.0f', total)) end
 end
 if mode == 'begin' then
-  call('ZADD', BASE .. ':pending', string.format('%.6f', now() + ttl_s), write_name)
-  call('HSET', BASE .. ':reserved', write_name, string.format('%.0f', total))
+  call('ZADD', BASE .. ':pending', string.format('%.6f', now() + ttl_s), write)
+  call('HSET', BASE .. ':reserved', write, string.format('%.0f', total))
   local seqs = {}
   for i = 1, #ids do seqs[i] = rows[i] and string.sub(rows[i], 1, 8) or '\0\0\0\0\0\0\0\0' end
-  return {'ok', write, P.epoch, table.concat(seqs)}
+  return {'ok', P.epoch, table.concat(seqs)}
 end
 
-local write_key = layout ~= '' and BASE .. ':w:' .. write_name
 if mode == 'commit' then
   if call('HLEN', write_key) ~= #ids then return refuse('incomplete') end
-  call('ZREM', BASE .. ':pending', write_name)
-  call('HDEL', BASE .. ':reserved', write_name)
+  call('ZREM', BASE .. ':pending', write)
+  call('HDEL', BASE .. ':reserved', write)
   call('PERSIST', write_key)
 elseif layout ~= '' then
   local args = {}
@@ -98,7 +102,7 @@ if layout ~= '' then
     call('HSET', P.at .. 'li', layout, layout_index)
   end
   layout_index = tonumber(layout_index)
-  call('SADD', P.at .. 'u', write_name)
+  call('SADD', P.at .. 'u', write)
   call('HINCRBY', P.meta, 'bytes', string.format('%.0f', total))
 end
 
@@ -130,14 +134,15 @@ end
 
 local first_seq = call('INCRBY', BASE .. ':seq', #ids) - #ids
 local row_args, order_args, tag_args, freed = {}, {}, {}, {}
-local new_ids, old_ids, old_rows = {}, {}, {}
+local new_ids, old_ids, old_rows, known_ids = {}, {}, {}, {}
 local views = views_of(P)
 local gained = {}
 local old_tags = {}
 if tags ~= '' then old_tags = hmget(P.at .. 't', ids) end
 for i, id in ipairs(ids) do
   local row, ref = rows[i], ''
-  if layout_index then ref = struct.pack('<I8I4I4I8', write, i - 1, layout_index, sizes[i]) end
+  if row then known_ids[#known_ids + 1] = id end
+  if layout_index then ref = struct.pack('<c16I4I4I8', write, i - 1, layout_index, sizes[i]) end
   local after
   if not row then
     local seq = first_seq + i
@@ -147,13 +152,7 @@ for i, id in ipairs(ids) do
     order_args[#order_args + 1] = id
     if P.group then
       local key = group_of(id)
-      local g = groups[key]
-      if not g then
-        g = {seq = seq, poisoned = false, members = {}}
-        groups[key] = g
-      end
-      g.members[#g.members + 1] = id
-      if is_whole(P, g) then call('HINCRBY', P.meta, 'whole', 1) end
+      if not groups[key] then groups[key] = {seq = seq, poisoned = false, count = 0, listed = 0, first = ''} end
     end
   elseif layout_index then
     local sig = signature(row)
@@ -197,7 +196,11 @@ end
 batched('HSET', P.at .. 'r', row_args)
 batched('ZADD', P.at .. 'o', order_args)
 batched('HSET', P.at .. 't', tag_args)
-if #group_names > 0 then save_groups(P, group_names, groups) end
+for _, key in ipairs(group_names) do
+  join_group(P, key, groups[key], joining[key])
+  if is_whole(P, groups[key]) then call('HINCRBY', P.meta, 'whole', 1) end
+end
+save_heads(P, group_names, groups)
 if P.num and #new_ids > 0 then
   local fresh = #new_ids
   if call('EXISTS', P.at .. 'x') == 1 then
@@ -210,5 +213,5 @@ if P.num and #new_ids > 0 then
 end
 free_refs(P, freed)
 offer(P, views, old_ids, old_rows)
-if P.group or #new_ids < #ids then next_turn(P) end  -- a row that is whole or matches now may stand far ahead
+changed(P, P.group and distinct_groups(ids) or known_ids)  -- those that are whole or match now may stand far ahead
 return {'ok', P.epoch}

@@ -1,8 +1,7 @@
--- Request: {partition, info, num (-1: none), group (-1: none), tasks}.
-local name, info, num, group, tasks = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {partition, epoch, info, num (-1: none), group (-1: none), tasks}.
+local name, epoch, info, num, group, tasks = unpack(cmsgpack.unpack(ARGV[1]))
 local old = open_partition(name)
 if old then drop_partition(old) end
-local epoch = call('INCR', BASE .. ':epoch')
 local meta = BASE .. ':p:' .. name
 local args = {'epoch', epoch, 'info', info, 'ntasks', #tasks}
 if num >= 0 then
@@ -19,4 +18,4 @@ for i, task in ipairs(tasks) do
 end
 batched('HSET', meta, args)
 call('SADD', BASE .. ':parts', name)
-return {'ok', epoch, call('EXISTS', BASE .. ':trash')}
+return {'ok', call('EXISTS', BASE .. ':trash')}

@@ -1,18 +1,52 @@
--- Request: {action, partition, task, ids, tokens, lease_s}. All of the rows or none.
-local action, name, task_name, ids, tokens, lease_s = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {mode, action, partition, task, epoch ("": any), ids, tokens, lease_s, leases, most rows to give back}.
+-- All of the rows or none. Mode "all" does it at once. Many rows take several scripts: "check" for each chunk of ids
+-- changes nothing; "split" puts those that are part of a lease only into one of their own, which changes nothing for
+-- anyone; "commit" settles whole leases, all of them or none; "finish" gives back more of what was nacked.
+--
+-- check  -> {"ok", epoch, group size or 0, {lease, its token, rows of it in this chunk, rows of it in all,
+--           ...}}, {"lost", ids} or {"part", group, named, held}
+-- split  -> `leases`: {lease, the lease to put its rows into or "", ...}; {"ok", the same filled in}, or {"changed"}
+-- commit -> `leases`: {lease, its token, its rows, ...}; {"ok", rows are left to give back}, or {"changed"}: check again
+-- all    -> as commit, or refused as check is
+local mode, action, name, task_name, epoch, ids, tokens, lease_s, leases, budget = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name)
 if not P then return unknown_partition() end
 local task = task_index(P, task_name)
 if not task then return unknown_task(P) end
-expire(P)
+local same = epoch == '' or epoch == P.epoch
+if mode == 'finish' then return {'ok', (not same or end_due(P, budget)) and 0 or 1} end
 local key = P.at .. 'h:' .. task
-local held, lost = hmget(key, ids), {}
-for i, id in ipairs(ids) do
-  local kind = held[i] and string.sub(held[i], 1, 1)
-  if not kind or string.sub(held[i], 2) ~= tokens[i] or (kind ~= 'L' and action ~= 'ack') then lost[#lost + 1] = id end
+
+local function end_of(lease) return tonumber(call('ZSCORE', P.at .. 'q', lease.number)) end
+
+local function is_leased(lease) return lease and lease.kind == 'L' and end_of(lease) > now() end
+
+-- The leases of the ids, in order, with their rows; and the ids that are not held under their tokens.
+local function look_up()
+  local lost, order, rows_of = {}, {}, {}
+  local held = same and hmget(key, ids) or {}
+  for i, id in ipairs(ids) do
+    local lease = held[i] and held[i] ~= 'D' and read_lease(P, held[i])
+    if lease and lease.kind == 'L' and lease.due == nil then
+      lease.due = end_of(lease) <= now()
+    end
+    local good = lease and lease.token == tokens[i]
+    if not good or not ((lease.kind == 'L' and not lease.due) or (lease.kind == 'A' and action == 'ack')) then
+      lost[#lost + 1] = id
+    elseif lease.kind == 'L' then
+      if not rows_of[lease] then
+        rows_of[lease] = {}
+        order[#order + 1] = lease
+      end
+      local mine = rows_of[lease]
+      mine[#mine + 1] = id
+    end
+  end
+  return order, rows_of, lost
 end
-if #lost > 0 then return {'lost', lost} end
-if P.group then
+
+-- The first group of which only a part is named, if any.
+local function find_part()
   local counts, names = {}, distinct_groups(ids)
   for _, id in ipairs(ids) do
     local unit = group_of(id)
@@ -28,27 +62,77 @@ if P.group then
     if present ~= counts[unit] then return {'part', unit, counts[unit], present} end
   end
 end
-if action == 'nack' then
-  give_back(P, task, ids)
-elseif action == 'renew' then
-  local until_s, args = string.format('%.6f', now() + lease_s), {}
-  for _, id in ipairs(ids) do
-    args[#args + 1] = until_s
-    args[#args + 1] = task .. ':' .. id
+
+-- Puts rows of a lease into another that says the same: a new one, or that of the number.
+local function split(from, number, rows)
+  local to = number ~= '' and read_lease(P, number)
+  if not to then
+    to = new_lease(P, 'L', from.task, from.token, from.holder)
+    call('ZADD', P.at .. 'q', call('ZSCORE', P.at .. 'q', from.number), to.number)
   end
-  batched('ZADD', P.at .. 'q', args)
-else
-  local args, marks, done = {}, {}, 0
-  for i, id in ipairs(ids) do
-    if string.sub(held[i], 1, 1) == 'L' then
-      done = done + 1
-      args[#args + 1] = id
-      args[#args + 1] = 'A' .. tokens[i]
-      marks[#marks + 1] = task .. ':' .. id
+  add_rows(P, to, rows)
+  from.rows = from.rows - #rows
+  if from.rows == 0 then drop_lease(P, from) else save_lease(P, from) end
+  save_lease(P, to)
+  return to
+end
+
+local function commit(lease)
+  if action == 'ack' then
+    give_for_good(P, lease, 'A')
+  elseif action == 'renew' then
+    local was = end_of(lease)
+    ends_in(P, lease, lease_s)
+    if end_of(lease) < was then changed(P) end  -- those that wait look again when it ends, which is sooner now
+  else
+    end_lease(P, lease)
+  end
+end
+
+local function finish()
+  return {'ok', (action ~= 'nack' or end_due(P, budget)) and 0 or 1}
+end
+
+if mode == 'commit' then
+  if not same then return {'changed'} end
+  for i = 1, #leases, 3 do
+    local lease = read_lease(P, leases[i])
+    if not is_leased(lease) or lease.token ~= leases[i + 1] or lease.rows ~= leases[i + 2] then
+      return {'changed'}
     end
   end
-  batched('HSET', key, args)
-  batched('ZREM', P.at .. 'q', marks)
-  if done > 0 then call('HINCRBY', P.meta, 'd:' .. task, done) end
+  for i = 1, #leases, 3 do commit(read_lease(P, leases[i])) end
+  return finish()
 end
-return {'ok', #ids}
+local order, rows_of, lost = look_up()
+if mode == 'split' then
+  if #lost > 0 then return {'changed'} end
+  for i = 1, #leases, 2 do  -- one that was settled meanwhile takes no rows
+    local from, number = read_lease(P, leases[i]), leases[i + 1]
+    local to = number ~= '' and read_lease(P, number)
+    if number ~= '' and (not is_leased(to) or (from and from.token ~= to.token)) then return {'changed'} end
+  end
+  for i = 1, #leases, 2 do
+    local from = read_lease(P, leases[i])
+    if from and rows_of[from] then leases[i + 1] = split(from, leases[i + 1], rows_of[from]).number end
+  end
+  return {'ok', leases}
+end
+if #lost > 0 then return {'lost', lost} end
+local part = P.group and find_part()
+if part then return part end
+if mode == 'check' then
+  local found = {}
+  for _, lease in ipairs(order) do
+    found[#found + 1] = lease.number
+    found[#found + 1] = lease.token
+    found[#found + 1] = #rows_of[lease]
+    found[#found + 1] = lease.rows
+  end
+  return {'ok', P.epoch, P.group or 0, found}
+end
+for _, lease in ipairs(order) do
+  local rows = rows_of[lease]
+  commit(#rows == lease.rows and lease or split(lease, '', rows))
+end
+return finish()

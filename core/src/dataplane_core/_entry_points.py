@@ -1,0 +1,129 @@
+"""What is installed: backends and middleware by entry-point name, read from metadata; the one that is asked for is
+imported."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+from dataplane_core.errors import DuplicatePluginError, PluginImportError, UnknownBackendError
+
+__all__ = [
+    "BACKEND_GROUP",
+    "KNOWN_BACKENDS",
+    "MIDDLEWARE_GROUP",
+    "PluginRecord",
+    "find_plugins",
+    "load_plugin",
+    "nearest",
+]
+
+BACKEND_GROUP: Final = "dataplane.backends"
+MIDDLEWARE_GROUP: Final = "dataplane.middleware"
+
+#: Backends of this project, with the distribution that brings each.
+KNOWN_BACKENDS: Final[dict[str, str]] = {
+    "noop": "dataplane-noop",
+    "redis_store": "dataplane-redis",
+    "tq_simple": "dataplane-tq-simple",
+    "tq_mooncake": "dataplane-mooncake",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PluginRecord:
+    """One entry point, read from metadata alone.
+
+    Attributes:
+        name: What a config calls it.
+        distribution: The installed distribution that registers it.
+        version: That distribution's version.
+        target: ``module:attribute``.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    target: str
+
+
+def find_plugins(group: str = BACKEND_GROUP) -> list[PluginRecord]:
+    """Lists what is installed, by name; imports nothing.
+
+    A name that two distributions claim is listed twice.
+    """
+    records: dict[tuple[str, str, str], PluginRecord] = {}
+    for point in entry_points(group=group):
+        record = _record(point)
+        # one distribution may be found twice, by an editable install and by a path entry
+        records.setdefault((record.name, record.distribution, record.target), record)
+    return sorted(records.values(), key=lambda record: (record.name, record.distribution))
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was most likely meant, if any is near."""
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return by_lower[near[0]] if near else None
+
+
+def load_plugin(group: str, name: str, kind: str) -> Any:
+    """Imports what the entry point of that name leads to.
+
+    Args:
+        group: `BACKEND_GROUP` or `MIDDLEWARE_GROUP`.
+        name: Its name.
+        kind: ``backend`` or ``middleware``, for messages.
+
+    Raises:
+        UnknownBackendError: Not installed; lists the names found and the pip command for known ones.
+        DuplicatePluginError: Two distributions claim the name.
+        PluginImportError: Its import fails; the cause is the real error.
+    """
+    points = {(_record(point).distribution, point.value): point for point in entry_points(group=group, name=name)}
+    if not points:
+        raise _unknown(group, name, kind)
+    if len(points) > 1:
+        owners = ", ".join(f"{_record(point).distribution} ({point.value})" for point in points.values())
+        raise DuplicatePluginError(
+            f"{kind} '{name}' is claimed by {len(points)} installed distributions: {owners}. Expected one.",
+            backend=name,
+            hint="Uninstall all but one.",
+        )
+    (point,) = points.values()
+    try:
+        return point.load()
+    except Exception as error:
+        record = _record(point)
+        raise PluginImportError(
+            f"{kind} '{name}' ({record.distribution} {record.version}) cannot be imported: "
+            f"{type(error).__name__}: {error}",
+            backend=name,
+        ) from error
+
+
+def _unknown(group: str, name: str, kind: str) -> UnknownBackendError:
+    found = [record.name for record in find_plugins(group)]
+    near = nearest(name, [*found, *(KNOWN_BACKENDS if kind == "backend" else ())])
+    parts = []
+    if near is not None and near != name:
+        parts.append(f"Did you mean '{near}'?")
+    known = name if name in KNOWN_BACKENDS else near if near not in found else None
+    if kind == "backend" and known in KNOWN_BACKENDS:
+        parts.append(f"Install '{known}' with: pip install {KNOWN_BACKENDS[known]}")
+    return UnknownBackendError(
+        f"{kind} '{name}' is not installed. Found: {', '.join(found) or 'none'}.", hint=" ".join(parts) or None
+    )
+
+
+def _record(point: EntryPoint) -> PluginRecord:
+    dist = point.dist
+    return PluginRecord(
+        name=point.name,
+        distribution="unknown" if dist is None else dist.name,
+        version="unknown" if dist is None else dist.version,
+        target=point.value,
+    )

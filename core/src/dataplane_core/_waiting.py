@@ -1,0 +1,108 @@
+"""How a blocking claim waits, and what it says when it has waited in vain."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from dataplane_core._pacing import LONGEST_PAUSE_S, Pacer, backoff_s
+from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, preview
+from dataplane_core.hookspecs import Claim, ClaimRequest, Shortfall, new_id
+
+__all__ = ["describe_shortfall", "wait_for_claim"]
+
+#: What the last question of a waiting claim may take, when its own time is up.
+_LAST_ASK_S: Final = 1.0
+
+
+def wait_for_claim(
+    make_request: Callable[[float, str], ClaimRequest],
+    ask: Callable[[ClaimRequest], Claim],
+    timeout_s: float,
+    pacer: Pacer,
+    closed: threading.Event,
+) -> Claim:
+    """Asks until there is an answer; each question is a request of its own, since middleware changes requests.
+
+    Args:
+        make_request: Makes one for a deadline on `time.monotonic`'s clock, with a token: all have the same one.
+        ask: One call of the hook.
+        timeout_s: How long to wait, in seconds.
+        pacer: Shared by all who wait on this client.
+        closed: Set when the client is closed.
+
+    Raises:
+        ClaimTimeoutError: Says what keeps the samples back.
+        ClientClosedError: The client was closed.
+    """
+    token = new_id()
+    try:
+        return _ask_until_answered(make_request, token, ask, timeout_s, pacer, closed)
+    finally:
+        pacer.leave(token)
+
+
+def _ask_until_answered(
+    make_request: Callable[[float, str], ClaimRequest],
+    token: str,
+    ask: Callable[[ClaimRequest], Claim],
+    timeout_s: float,
+    pacer: Pacer,
+    closed: threading.Event,
+) -> Claim:
+    start = time.monotonic()
+    give_up = start + timeout_s
+    pause_s = 0.0
+    version: str | None = None
+    while True:
+        now = time.monotonic()
+        request = make_request(max(give_up, now + _LAST_ASK_S), token)
+        request.since = version
+        explain = request.explain = give_up - now <= pause_s
+        batch_size, required = request.batch_size, list(request.required_fields)
+        claim = ask(request)
+        version = claim.version
+        if claim.sample_ids or claim.exhausted:
+            return claim
+        now = time.monotonic()
+        if explain and now >= give_up:
+            where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
+            raise ClaimTimeoutError(
+                f"{where} timed out after {timeout_s:g} s: {claim.num_ready} of {batch_size} samples were ready with "
+                f"{preview(required)}. {describe_shortfall(claim.shortfall)}",
+                num_ready=claim.num_ready,
+                shortfall=claim.shortfall,
+            )
+        pause_s = max(backoff_s(now - start), claim.ask_again_s, pacer.pause_s(token))
+        pause_s = min(pause_s, LONGEST_PAUSE_S)
+        if closed.wait(max(0.0, min(pause_s, give_up - now))):
+            raise ClientClosedError("the client was closed while a claim waited.")
+
+
+def describe_shortfall(shortfall: Shortfall | None) -> str:
+    """What keeps samples back, as sentences."""
+    told: list[str] = []
+    if shortfall is not None:
+        if shortfall.num_leased:
+            who = [
+                f"'{each.sample_id}' by {each.holder or 'an unnamed client'} for another {each.left_s:.1f} s"
+                for each in shortfall.leased
+            ]
+            told.append(_kind(shortfall.num_leased, "leased", who))
+        if shortfall.num_not_matching:
+            told.append(_kind(shortfall.num_not_matching, "passed over by the tag filter", ()))
+        if shortfall.num_incomplete:
+            groups = [f"'{name}' holds {count}" for name, count in shortfall.incomplete_groups.items()]
+            told.append(_kind(shortfall.num_incomplete, "in groups that are not whole", groups))
+        num_lacking = max(shortfall.num_lacking, len(shortfall.missing_cells))  # a backend may name them uncounted
+        if num_lacking:
+            cells = [f"'{each}' lacks {preview(names)}" for each, names in shortfall.missing_cells.items()]
+            told.append(_kind(num_lacking, "held back by fields not yet produced", cells))
+    return f"Of the others, {'; '.join(told)}." if told else "The partition holds no others for this task."
+
+
+def _kind(count: int, what: str, named: tuple[str, ...] | list[str]) -> str:
+    text = f"{count} {'is' if count == 1 else 'are'} {what}"
+    return f"{text} ({', '.join(named)}{', ...' if count > len(named) else ''})" if named else text

@@ -1,0 +1,45 @@
+"""Blobs for the tests of a `BlobStore`'s own methods: keys, and which of a put's blobs are still there."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from dataplane_core.blobstore import BlobStore
+from dataplane_core.errors import preview
+
+__all__ = ["new_keys", "of_all", "recorded_keys"]
+
+
+def new_keys(count: int) -> list[str]:
+    """Keys that nobody used, of ASCII letters and digits, as core's own are."""
+    prefix = f"kit{uuid.uuid4().hex}k"
+    return [f"{prefix}{number}" for number in range(count)]
+
+
+def of_all(some: Sequence[str], everything: Collection[str]) -> str:
+    """How many of how many, and the first few by name."""
+    return f"{len(some)} of {len(everything)} blobs ({preview(some)})"
+
+
+@contextmanager
+def recorded_keys(backend: BlobStore) -> Iterator[set[str]]:
+    """Yields the keys that are put in the block, by whichever of the store's methods."""
+    keys: set[str] = set()
+    put, put_many = backend.put, backend.put_many
+
+    def recording_put(key: str, data: bytes) -> None:
+        keys.add(key)
+        put(key, data)
+
+    def recording_put_many(blobs: Mapping[str, bytes]) -> None:
+        keys.update(blobs)
+        put_many(blobs)
+
+    own = vars(backend)
+    own["put"], own["put_many"] = recording_put, recording_put_many
+    try:
+        yield keys
+    finally:
+        del own["put"], own["put_many"]

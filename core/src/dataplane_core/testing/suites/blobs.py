@@ -1,0 +1,261 @@
+"""The methods of a `BlobStore` called directly: what its docstrings ask of `put`, `get` and `delete`.
+
+All else is core's and built on them, so a fault here shows up anywhere, or only when a read meets a clear.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+
+from dataplane_core.blobstore import BlobStore
+from dataplane_core.capabilities import Scope
+from dataplane_core.errors import preview
+from dataplane_core.testing import _workers
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._blobs import new_keys, of_all
+from dataplane_core.testing._store import Store
+from dataplane_core.testing._timing import in_threads
+
+__all__ = ["BlobSuite"]
+
+_MANY: Final = 300
+_LARGE_BYTES: Final = (16 << 20) + 3
+_THREADS: Final = 8
+
+#: What text, C strings, lines or compression would change.
+_CONTENTS: Final[dict[str, bytes]] = {
+    "one_byte": b"\0",
+    "every_byte": bytes(range(256)),
+    "no_text": b"\xff\xfe\xc3\x28\x80",
+    "ends_in_zeros": b"data\0\0\0",
+    "ends_in_newlines": b" \tdata\r\n\n",
+    "looks_like_a_number": b"007",
+    "looks_like_nothing": b"None",
+    "64_kb": bytes(range(256)) * 256,
+}
+
+
+def _same(found: Any, data: bytes) -> bool:
+    return found is not None and bytes(found) == data
+
+
+class BlobSuite(Suite, chapter="blobs"):
+    """For backends that derive from `BlobStore`; the others have no such methods."""
+
+    # --- one blob -----------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("content", list(_CONTENTS))
+    def test_a_blob_comes_back_byte_for_byte(self, store: Store, content: str) -> None:
+        """Blob store: "Stores a blob under a key that was never used before".
+
+        Check first: bytes are kept as bytes: no text, no stripping, no terminating zero, no conversion by the engine.
+        """
+        blobs = store.blobs()
+        (key,), data = new_keys(1), _CONTENTS[content]
+        blobs.put(key, data)
+        found = blobs.get(key)
+        assert _same(found, data), f"get gave {found!r:.80} for {data!r:.80}"
+        assert _same(blobs.get(key), data), "the second get of a blob differs from the first"
+
+    def test_a_missing_blob_reads_as_none(self, store: Store) -> None:
+        """Blob store: "Reads a blob; None where it is not there."
+
+        Check first: get of a key that is not there returns None; it raises no KeyError, and returns no empty bytes.
+        """
+        blobs = store.blobs()
+        (key,) = new_keys(1)
+        try:
+            found = blobs.get(key)
+        except Exception as error:
+            pytest.fail(f"get of a missing key raised {error!r}. Expected None.")
+        assert found is None, f"get of a missing key gave {found!r:.80}. Expected None."
+
+    def test_an_empty_blob_is_told_from_a_missing_one(self, store: Store) -> None:
+        """Blob store: "data: May be empty." and "Reads a blob; None where it is not there."
+
+        Check first: a test for truth (`if data`, `data or None`) where `is None` is meant.
+        """
+        blobs = store.blobs()
+        empty, missing = new_keys(2)
+        blobs.put(empty, b"")
+        found = blobs.get_many([empty, missing])
+        assert _same(blobs.get(empty), b""), f"get of an empty blob gave {blobs.get(empty)!r}. Expected b''."
+        assert _same(found[0], b""), f"get_many gave {found[0]!r} for an empty blob. Expected b''."
+        assert found[1] is None, f"get_many gave {found[1]!r} for a missing blob. Expected None."
+        blobs.delete(empty)
+        assert blobs.get(empty) is None, "a deleted empty blob is not missing"
+
+    def test_a_deleted_blob_is_gone(self, store: Store) -> None:
+        """Blob store: "Deletes a blob; a key that is not there is ignored." and "Reads a blob; None where it is not
+        there."
+
+        Check first: delete takes the blob away before it returns, and no cache still has it; others stay.
+        """
+        blobs = store.blobs()
+        gone, stays = new_keys(2)
+        for key in (gone, stays):
+            blobs.put(key, key.encode())
+        assert _same(blobs.get(gone), gone.encode())
+        blobs.delete(gone)
+        found = blobs.get(gone)
+        assert found is None, f"get of a deleted blob gave {found!r:.80}. Expected None: delete deletes nothing."
+        assert _same(blobs.get(stays), stays.encode()), "delete of one blob took another along"
+
+    def test_deleting_what_is_not_there_is_ignored(self, store: Store) -> None:
+        """Blob store: "Deletes a blob; a key that is not there is ignored."
+
+        Check first: delete of a key that was never put, or was deleted before, returns without an error.
+        """
+        blobs = store.blobs()
+        key, never = new_keys(2)
+        blobs.put(key, b"data")
+        try:
+            blobs.delete(never)
+            blobs.delete(key)
+            blobs.delete(key)
+        except Exception as error:
+            pytest.fail(f"delete of a missing key raised {error!r}. Expected nothing.")
+        assert blobs.get(key) is None
+
+    def test_a_blob_of_16_mb(self, store: Store) -> None:
+        """Blob store: "Stores a blob under a key that was never used before".
+
+        Check first: size limits and chunks of the engine; a blob is one row of a put, which may be large.
+        """
+        blobs = store.blobs()
+        (key,), data = new_keys(1), random.Random(7).randbytes(_LARGE_BYTES)
+        blobs.put(key, data)
+        found = blobs.get(key)
+        assert found is not None, "the blob is not there"
+        assert len(found) == len(data), f"{len(found)} bytes of {len(data)} came back"
+        assert _same(found, data), "the bytes differ"
+        blobs.delete(key)
+
+    def test_keys_do_not_clash(self, store: Store) -> None:
+        """Blob store: "key: ASCII letters and digits."
+
+        Check first: keys are compared whole: not shortened, not by prefix, not as numbers.
+        """
+        blobs = store.blobs()
+        (base,) = new_keys(1)
+        ends = ["", "0", "00", "1", "01", "10", "100", "9007199254740992", "9007199254740993", "18446744073709551615"]
+        keys = [f"{base}{end}" for end in ends]
+        for key in keys:
+            blobs.put(key, key.encode())
+        wrong = [key for key in keys if not _same(blobs.get(key), key.encode())]
+        assert not wrong, f"{of_all(wrong, keys)} hold what another key was put"
+        blobs.delete(keys[0])
+        wrong = [key for key in keys[1:] if not _same(blobs.get(key), key.encode())]
+        assert not wrong, f"{of_all(wrong, keys)} went with '{keys[0]}'"
+
+    # --- many at once -------------------------------------------------------------------------------------------------
+
+    def test_put_many_stores_as_put_does(self, store: Store) -> None:
+        """Blob store: "Stores several blobs; override it where the engine does better than one at a time."
+
+        Check first: every blob of the batch is there when put_many returns, each under its own key.
+        """
+        blobs = store.blobs()
+        batch = {key: key.encode() * (index % 4) for index, key in enumerate(new_keys(_MANY))}
+        blobs.put_many(batch)
+        wrong = [key for key, data in batch.items() if not _same(blobs.get(key), data)]
+        assert not wrong, f"{of_all(wrong, batch)} of one put_many do not come back"
+
+    def test_get_many_replies_as_get_does(self, store: Store) -> None:
+        """Blob store: "Reads several blobs, in order; override it where the engine does better than one at a time."
+
+        Check first: one reply per key, in the order of the keys, None where one is not there.
+        """
+        blobs = store.blobs()
+        keys = new_keys(_MANY)
+        there = {key for index, key in enumerate(keys) if index % 5}
+        for key in there:
+            blobs.put(key, key.encode())
+        random.Random(11).shuffle(keys)
+        found = list(blobs.get_many(keys))
+        assert len(found) == len(keys), f"get_many gave {len(found)} blobs for {len(keys)} keys"
+        for key, data in zip(keys, found, strict=True):
+            if key in there:
+                assert _same(data, key.encode()), f"get_many gave {data!r:.80} for '{key}', which holds its name"
+            else:
+                assert data is None, f"get_many gave {data!r:.80} for a missing key. Expected None."
+
+    def test_delete_many_deletes_as_delete_does(self, store: Store) -> None:
+        """Blob store: "Deletes several blobs; override it where the engine does better than one at a time."
+
+        Check first: missing keys among the others are ignored, and do not end the call.
+        """
+        blobs = store.blobs()
+        keys = new_keys(_MANY)
+        missing, gone, stays = keys[::3], keys[1::3], keys[2::3]
+        for key in (*gone, *stays):
+            blobs.put(key, b"data")
+        try:
+            blobs.delete_many([*missing, *gone])
+            left = [key for key in gone if blobs.get(key) is not None]
+            blobs.delete_many(gone)
+        except Exception as error:
+            pytest.fail(f"delete_many with missing keys raised {error!r}. Expected nothing.")
+        assert not left, f"{of_all(left, gone)} are still there after delete_many"
+        lost = [key for key in stays if blobs.get(key) is None]
+        assert not lost, f"{of_all(lost, stays)} went along, though delete_many did not name them"
+
+    # --- several at once ----------------------------------------------------------------------------------------------
+
+    def test_blobs_from_several_threads(self, store: Store) -> None:
+        """Contract: "Thread-safe: one client may be used from several threads."
+
+        Check first: connections, cursors, buffers and names of temporary files that threads share.
+        """
+        blobs = store.blobs()
+
+        def work(number: int) -> Callable[[], list[str]]:
+            keys = new_keys(20)
+
+            def run() -> list[str]:
+                wrong = []
+                for key in keys:
+                    data = f"{number} {key}".encode() * 50
+                    blobs.put(key, data)
+                    if not _same(blobs.get(key), data):
+                        wrong.append(key)
+                    blobs.delete(key)
+                    if blobs.get(key) is not None:
+                        wrong.append(key)
+                return wrong
+
+            return run
+
+        wrong = [key for found in in_threads(*(work(number) for number in range(_THREADS))) for key in found]
+        assert not wrong, f"with {_THREADS} threads at work, blobs read wrong or stayed: {preview(wrong)}"
+
+    @proves(Scope.HOST)
+    def test_blobs_are_seen_by_every_client(self, store: Store) -> None:
+        """Blob store: "Stores a blob under a key that was never used before; returns when every process can read it."
+
+        Check first: nothing waits in a client's memory, to be written later; no client caches what others delete.
+        """
+        blobs = store.blobs()
+        other = store.attached_client()._backend
+        assert isinstance(other, BlobStore)
+        for key in new_keys(10):
+            for writer, reader in ((blobs, other), (other, blobs)):
+                writer.put(key, key.encode())
+                assert _same(reader.get(key), key.encode()), "another client does not see a blob that was put"
+                reader.delete(key)
+                assert writer.get(key) is None, "a blob that another client deleted is still read"
+                key += "x"
+        (worker,) = store.deployment.workers(1)
+        here, there = new_keys(2)
+        blobs.put(here, here.encode())
+        found = worker.run(_workers.call_backend, "get_many", [here, there])
+        assert _same(found[0], here.encode()), "another process does not see a blob that was put"
+        assert found[1] is None
+        worker.run(_workers.call_backend, "put_many", {there: there.encode()})
+        assert _same(blobs.get(there), there.encode()), "a blob that another process put is not seen"
+        worker.run(_workers.call_backend, "delete", here)
+        assert blobs.get(here) is None, "a blob that another process deleted is still read"

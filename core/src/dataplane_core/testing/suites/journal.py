@@ -1,0 +1,208 @@
+"""The journal of a `BlobStore`, called directly: `append` takes each place once, `read` gives the records in order."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+
+from dataplane_core.blobstore import BlobStore
+from dataplane_core.capabilities import Scope
+from dataplane_core.errors import preview
+from dataplane_core.testing._base import Suite
+from dataplane_core.testing._store import Store, not_run
+from dataplane_core.testing._timing import in_threads
+
+__all__ = ["JournalSuite"]
+
+#: Enough that numbers as text, or pages of a hundred, come out of order.
+_RECORDS: Final = 230
+_WRITERS: Final = 4
+#: More than one digit, so that numbers as text come out of order.
+_TRIMMED: Final = 12
+_PLACES: Final = 40
+
+
+def _end(backend: BlobStore) -> int:
+    """The first free place."""
+    return sum(1 for _ in backend.read(0))
+
+
+def _records(backend: BlobStore, from_seq: int) -> list[bytes]:
+    return [bytes(record) for record in backend.read(from_seq)]
+
+
+def _journals(store: Store, tag: str = "journal") -> tuple[BlobStore, BlobStore]:
+    """Two clients of one store, whose journal nobody else writes."""
+    store.blobs()
+    case, options = store.case, store.deployment.options
+    if case.isolated_options(dict(options), tag) == options:
+        not_run("the author's class supplies no isolated_options, and the journal of the store would be spoilt")
+    client = store.deployment.isolated(tag)
+    attach = case.attach_options(dict(client.config.options), client._backend)
+    other = store.keep(store.deployment.connect(attach, bootstrap=False))
+    mine, another = client._backend, other._backend
+    assert isinstance(mine, BlobStore)
+    assert isinstance(another, BlobStore)
+    return mine, another
+
+
+def _trimmed(store: Store, tag: str) -> tuple[tuple[BlobStore, BlobStore], int, list[bytes]]:
+    """Two clients of a store of which the first half of the records was trimmed, its first place and all records."""
+    if type(store.blobs()).trim is BlobStore.trim:
+        not_run("the author's class does not override trim: its journal grows for ever")
+    journals = _journals(store, tag)
+    begin = _end(journals[0])
+    records = [f"record {number}".encode() for number in range(2 * _TRIMMED)]
+    for number, record in enumerate(records):
+        assert journals[0].append(begin + number, record), f"append to free place {begin + number} returned False"
+    journals[1].trim(begin + _TRIMMED)
+    return journals, begin, records
+
+
+class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
+    """For a `BlobStore` of several processes, on a store of its own: what is appended here is no call of the ledger."""
+
+    def test_a_place_in_the_journal_is_taken_once(self, store: Store) -> None:
+        """Blob store: "Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is
+        or was taken."
+
+        Check first: append inserts where nothing is, and never replaces; it tells by its own reply, not by a look
+        before.
+        """
+        backend, another = _journals(store)
+        place = _end(backend)
+        assert backend.append(place, b"first"), "append to a free place returned False"
+        for each in (backend, another):
+            assert not each.append(place, b"second"), "append to a taken place returned True"
+            assert not each.append(place, b"first"), (
+                "append of a record that stands there already returned True: it is another client's, which looks the "
+                "same"
+            )
+        assert _records(backend, place) == [b"first"], "a taken place was written again"
+        assert another.append(place + 1, b"first"), "append to a free place returned False"
+        assert _records(backend, place) == [b"first", b"first"]
+
+    def test_the_journal_reads_in_order_from_any_place(self, store: Store) -> None:
+        """Blob store: "The journal's records from ``from_seq`` on, in order; none where there are no more."
+
+        Check first: records are ordered by number, not by text or by time; all are given, however many; a read from
+        the end is empty and no error.
+        """
+        backend, _ = _journals(store)
+        begin = _end(backend)
+        records = [bytes([number % 256]) * (1 + number % 50) for number in range(_RECORDS)]
+        records[_RECORDS // 2] = b"long" * 300_000
+        for number, record in enumerate(records):
+            assert backend.append(begin + number, record), f"append to free place {begin + number} returned False"
+        for start in (0, 1, 2, 9, 10, 99, 100, _RECORDS - 1, _RECORDS, _RECORDS + 5):
+            try:
+                found = _records(backend, begin + start)
+            except Exception as error:
+                pytest.fail(f"read({begin + start}) of {begin + _RECORDS} records raised {error!r}.")
+            assert len(found) == len(records[start:]), (
+                f"read({begin + start}) gave {len(found)} of {len(records[start:])} records"
+            )
+            wrong = [index for index, record in enumerate(found) if record != records[start + index]]
+            assert not wrong, f"read({begin + start}): the records at {preview(wrong)} are not in their order"
+
+    def test_other_clients_read_what_was_appended(self, store: Store) -> None:
+        """Blob store: "Every process replays it through the same deterministic ledger, so all agree on what was
+        written, claimed and acked".
+
+        Check first: append returns when every process can read the record; read asks the store, not a copy of it.
+        """
+        backend, another = _journals(store)
+        place = _end(backend)
+        assert _end(another) == place, "two clients see journals of different length"
+        for number, (writer, reader) in enumerate(itertools.islice(itertools.cycle([(0, 1), (1, 0)]), 12)):
+            stores = (backend, another)
+            record = f"record {number}".encode()
+            assert stores[writer].append(place + number, record)
+            assert _records(stores[reader], place + number) == [record], "another client does not read the record"
+            assert not stores[reader].append(place + number, b"late"), "another client's place was taken"
+
+    def test_racing_appends_take_each_place_once(self, store: Store) -> None:
+        """Blob store: "Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is
+        or was taken."
+
+        Check first: the store decides in one step who takes a place: a unique key, an exclusive create, a
+        transaction; a reader meanwhile sees whole records, without a gap.
+        """
+        backend, another = _journals(store)
+        begin = _end(backend)
+        start = threading.Barrier(_WRITERS)
+        done = threading.Event()
+
+        def writer(number: int, journal: BlobStore) -> Callable[[], list[int]]:
+            def run() -> list[int]:
+                taken = []
+                try:
+                    for place in range(begin, begin + _PLACES):
+                        start.wait(60)
+                        if journal.append(place, f"{place} by {number}".encode()):
+                            taken.append(place)
+                except BaseException:
+                    start.abort()
+                    raise
+                finally:
+                    done.set()
+                return taken
+
+            return run
+
+        def reader() -> list[int]:
+            while True:
+                last = done.is_set()
+                for index, record in enumerate(_records(another, begin)):
+                    place = record.partition(b" ")[0]
+                    assert place == str(begin + index).encode(), f"place {begin + index} reads {record!r:.40}"
+                if last:
+                    return []
+
+        writers = [writer(number, (backend, another)[number % 2]) for number in range(_WRITERS)]
+        winners = in_threads(*writers, reader)[:-1]
+        for place in range(begin, begin + _PLACES):
+            won = [number for number, taken in enumerate(winners) if place in taken]
+            assert len(won) == 1, f"place {place} was taken by {len(won)} of {_WRITERS} that raced for it"
+            (record,) = _records(backend, place)[:1]
+            assert record == f"{place} by {won[0]}".encode(), f"place {place} holds {record!r}, not its winner's record"
+
+    def test_a_trimmed_journal_begins_where_it_was_told(self, store: Store) -> None:
+        """Blob store: "Drops the records below ``before_seq``" and "Of a journal that was trimmed beyond ``from_seq``:
+        those that are kept."
+
+        Check first: the record with the number itself stays; a read from below it is not empty, and no error; numbers
+        do not shift.
+        """
+        journals, begin, records = _trimmed(store, "trim")
+        for again in range(2):
+            for backend in journals:
+                for start in (0, begin, begin + _TRIMMED - 1, begin + _TRIMMED, begin + _TRIMMED + 5):
+                    expected = records[max(start - begin, _TRIMMED) :]
+                    found = _records(backend, start)
+                    assert found == expected, (
+                        f"read({start}) gave {len(found)} records, {preview(found[:1]) or 'none'} first, after "
+                        f"trim({begin + _TRIMMED}). Expected {len(expected)}, {expected[0]!r} first"
+                    )
+            journals[again].trim(begin + _TRIMMED - 3 * again)  # again, and for less: nothing to do
+
+    def test_a_trimmed_place_stays_taken(self, store: Store) -> None:
+        """Blob store: "False if ``seq`` is or was taken."
+
+        Check first: append compares with the highest number, or with where the journal begins, and not only with the
+        records that are there. Else a process that was suspended appends under the number that it knew, and its call
+        is lost.
+        """
+        journals, begin, records = _trimmed(store, "taken")
+        for backend in journals:
+            for place in (0, begin, begin + 1, begin + _TRIMMED - 1, begin + _TRIMMED):
+                assert not backend.append(place, b"late"), (
+                    f"append to place {place} returned True after trim({begin + _TRIMMED})"
+                )
+        assert _records(journals[0], 0) == records[_TRIMMED:]
+        assert journals[0].append(begin + len(records), b"next"), "append to the next place returned False after a trim"
+        assert _records(journals[1], 0) == [*records[_TRIMMED:], b"next"]

@@ -1,0 +1,136 @@
+"""The first minute with a store, in a second: a few rows and some hundreds go in and come out.
+
+These run before all else, so that what is broken for every caller is said at once, and not after minutes of histories.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from dataplane_core.capabilities import Capability, Scope
+from dataplane_core.errors import DataPlaneError
+from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._blobs import new_keys, of_all
+from dataplane_core.testing._columns import check_column, ids, jagged
+from dataplane_core.testing._store import Store
+from dataplane_core.testing._timing import PROMPT_S
+
+__all__ = ["SmokeSuite"]
+
+#: Rows of the larger tests: enough for a store that loses one in a hundred to be caught nearly always.
+_ROWS: Final = 400
+#: Rows of one put.
+_STEP: Final = 100
+
+
+def _column(values: list[int]) -> torch.Tensor:
+    return jagged([torch.full((value % 5,), value) for value in values])
+
+
+def _put_hundreds(store: Store, partition: str) -> None:
+    for start in range(0, _ROWS, _STEP):
+        values = list(range(start, start + _STEP))
+        store.put(partition, ids(_ROWS)[start : start + _STEP], x=torch.tensor(values), y=_column(values))
+
+
+def _readable(store: Store, partition: str, names: list[str], fields: list[str]) -> None:
+    """Asserts that rows can be read at all, before the client would have waited for its own, long deadline."""
+    try:
+        store.hooks.within(PROMPT_S).get(partition, names, fields)
+    except DataPlaneError as error:
+        raise AssertionError(f"{len(names)} samples were put, and cannot be read: {error}") from error
+
+
+class SmokeSuite(Suite, chapter="smoke"):
+    """What every other test of the kit takes for granted."""
+
+    def test_smoke_hundreds_of_blobs_come_back(self, store: Store) -> None:
+        """Blob store: "Stores a blob under a key that was never used before; returns when every process can read it."
+
+        Check first: put; every blob is kept, whatever its key and however many there are.
+        """
+        backend = store.blobs()
+        blobs = {key: key.encode() * 3 for key in new_keys(_ROWS)}
+        for key, data in blobs.items():
+            backend.put(key, data)
+        lost = [key for key, data in blobs.items() if backend.get(key) != data]
+        assert not lost, f"{of_all(lost, blobs)} are lost: they were put, and get does not give them back"
+        backend.delete_many(list(blobs))
+
+    def test_smoke_a_few_rows_go_in_and_out(self, store: Store) -> None:
+        """Contract: "Writes cells; fields is a TensorDict of batch size [len(sample_ids)]." and "Exactly one row per id
+        given, in that order, repeats included."
+
+        Check first: one put and one get by hand, as in the guide; nothing else can work before these do.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(3), [{"n": 0}, {"n": 1}, {"n": 2}], x=torch.arange(3), y=_column([7, 8, 9]))
+        _readable(store, partition, ids(3), ["x", "y"])
+        found = store.get(partition, ["s2", "s0", "s1"], "x", "y")
+        assert found["x"].tolist() == [2, 0, 1]
+        check_column(found["y"], list(_column([9, 7, 8]).unbind()))
+
+    def test_smoke_hundreds_of_rows_go_in_and_out(self, store: Store) -> None:
+        """Contract: "Returns only when the write is committed and visible to every other client" and "Exactly one row
+        per id given, in that order, repeats included."
+
+        Check first: no row is lost among many, within a put and over several.
+        """
+        partition = store.register("x", "y")
+        _put_hundreds(store, partition)
+        _readable(store, partition, ids(_ROWS), ["x", "y"])
+        order = list(range(_ROWS))[::-1]
+        found = store.get(partition, [f"s{value}" for value in order], "x", "y")
+        assert found["x"].tolist() == order
+        check_column(found["y"], list(_column(order).unbind()))
+
+    @proves(Capability.CLAIMS)
+    def test_smoke_hundreds_of_rows_are_claimed_once(self, store: Store) -> None:
+        """Contract: "Across all clients and processes no sample is given to a task twice." and "Order: by first write."
+
+        Check first: claim; it marks what it gives as given, and leaves nothing out.
+        """
+        partition = store.register("x", "y", num_samples=_ROWS)
+        _put_hundreds(store, partition)
+        given: list[str] = []
+        while meta := store.claim(partition, 64).sample_ids:
+            given += meta
+            assert len(given) <= _ROWS, f"claims gave {len(given)} samples of {_ROWS}"
+        assert given == ids(_ROWS)
+        assert store.client.check_consumption_status(partition, ["train"])
+
+    def test_smoke_a_clear_takes_what_it_names(self, store: Store) -> None:
+        """Contract: "ids: drops those rows with their tags and cursors; ids not there are ignored." and "None: drops
+        the whole partition, schema included, whoever wrote it."
+
+        Check first: clear_samples, of some rows and of all; what is not named stays.
+        """
+        partition = store.register("x", "y")
+        _put_hundreds(store, partition)
+        store.client.clear_samples([f"s{value}" for value in range(0, _ROWS, 2)], partition)
+        rest = list(range(1, _ROWS, 2))
+        _readable(store, partition, [f"s{value}" for value in rest], ["x"])
+        assert store.get(partition, [f"s{value}" for value in rest])["x"].tolist() == rest
+        assert not store.has(partition, "s0")
+        assert not store.has(partition, f"s{_ROWS - 2}")
+        store.client.clear_samples(None, partition)
+        store.register("x", partition_id=partition)
+        assert not store.has(partition, "s1")
+        store.put(partition, ["s1"], x=torch.tensor([-1]))
+        assert store.get(partition, ["s1"])["x"].tolist() == [-1]
+
+    @proves(Scope.HOST)
+    def test_smoke_two_clients_share_a_store(self, store: Store) -> None:
+        """Contract: "Returns only when the write is committed and visible to every other client".
+
+        Check first: a client that attaches reaches the same store, and sees what others wrote before and after.
+        """
+        partition = store.register("x")
+        store.put(partition, ["mine"], x=torch.tensor([1]))
+        other = store.attached_client()
+        assert other.get_samples(["mine"], partition, ["x"])["x"].tolist() == [1]
+        other.put_samples(["theirs"], partition, {"x": torch.tensor([2])})
+        _readable(store, partition, ["mine", "theirs"], ["x"])
+        assert store.get(partition, ["theirs", "mine"])["x"].tolist() == [2, 1]

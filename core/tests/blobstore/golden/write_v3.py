@@ -1,0 +1,72 @@
+"""Writes ``v3.json``: a journal with every op and a snapshot, as version 3 of the records has them.
+
+Run it only with the core that made version 3: the file shows that later ones still read it.
+"""
+
+import base64
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch
+from tensordict import NonTensorStack
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from blob_stores import Clock, journaled, open_client
+
+from dataplane_core import journal_shortening
+
+
+class Untrimmed(journaled()):
+    """Keeps what a trim would drop, so that a replay of all can be compared with the snapshot."""
+
+    def trim(self, before_seq):
+        pass
+
+
+def fill(client):
+    clock = Clock(client)
+    client.register_partition("p", ["x"], 100, ["t", "u"], grpo_group_size=2, enums={"word": ["a", "b"]})
+    client.register_partition("q", ["y"], None, ["t"])
+    ids = ["k_g0", "k_g1", "m_g0", "m_g1"]
+    tags = [{"n": i, "f": 0.5, "s": "ü", "b": True, "none": None} for i in range(4)]
+    client.put_samples(ids, "p", {"x": torch.arange(4), "word": NonTensorStack("a", "b", "a", "b")}, tags=tags)
+    client.put_samples(["k_g0"], "p", {"z": torch.ones(1, 3)})
+    client.put_samples(["k_g0"], "p", {"z": torch.zeros(1, 3)})  # what it replaces is collected
+    client.put_samples(["k_g0", "k_g1"], "p", tags=[{"late": 1}] * 2)
+    client.ack(client.claim_meta("p", "t", ["x"], 2, lease_s=10.0))
+    client.nack(client.claim_meta("p", "t", ["x"], 2, lease_s=10.0))
+    client.renew(client.claim_meta("p", "t", ["x"], 2, lease_s=10.0), 5.0)
+    clock.now += 7.0
+    client.claim_meta("p", "t", ["x"], 2, lease_s=10.0, tag_filter={"n": (">=", 2)})
+    client.claim_meta("p", "u", ["z"], 2, blocking=False)
+    client.put_samples(["gone"], "q", {"y": torch.zeros(1)})
+    client.clear_samples(["gone"], "q")
+    client.clear_samples(None, "q")
+    deadline = clock.now + 1e9
+    begin = ["p", ["v_g0"], {}, [0], None, None]
+    client._backend._ledger(deadline, "wait_for_room", "b0" * 16, 8, wait_s=20.0)
+    client._backend._ledger(deadline, "begin_put", *begin, write_id=17, ticket="b0" * 16, ttl_s=30.0)
+    client._backend._ledger(deadline, "begin_put", *begin, write_id=1 << 127, ticket=None, ttl_s=30.0)
+    client._backend._ledger(deadline, "abort_put", 17)
+
+
+def main():
+    os.getpid, socket.gethostname = (lambda: 4711), (lambda: "host-a")  # who claims
+    with open_client(Untrimmed) as client:
+        fill(client)
+        journal_shortening._TAIL_BYTES = 1
+        client.put_samples(["k_g0"], "p", tags=[{"late": 2}])
+        journal_shortening._TAIL_BYTES = 1 << 30
+        client.put_samples(["k_g1"], "p", tags=[{"late": 3}])
+        blobs = {key: base64.b64encode(data).decode() for key, data in client._backend.blobs.items()}
+        records = [base64.b64encode(Untrimmed.journal[seq]).decode() for seq in sorted(Untrimmed.journal)]
+    text = json.dumps({"records": records, "blobs": blobs}, indent=1)
+    Path(__file__).with_name("v3.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""Claims and their settling: in as many scripts as their rows take, so that none holds the server for long.
+
+A claim that waits asks with one command whether anything changed, and runs its script where something did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from dataplane_core.errors import DataPlaneError, OperationTimeoutError
+from dataplane_core.hookspecs import (
+    AckRequest,
+    Claim,
+    ClaimRequest,
+    LeaseHolder,
+    NackRequest,
+    RenewRequest,
+    SettleReply,
+    Shortfall,
+)
+from dataplane_redis import _refusals
+from dataplane_redis._wire import pack_filter, pack_layout, pack_request, text_of, to_bytes, unpack_tags
+
+__all__ = ["Claims"]
+
+#: Rows that one script looks at, and rows that it gives, settles or takes back. A script then takes some 10 ms.
+_LOOK_ROWS: Final = 2500
+_GIVE_ROWS: Final = 2000
+#: Seconds between two questions of a claim that another one of its task, which takes many rows, keeps waiting.
+_BUSY_S: Final = 0.02
+#: Seconds after which a waiting claim looks again, even where nothing changed: for the case that a server came back
+#: from an older state.
+_LOOK_AGAIN_S: Final = 10.0
+#: How often all clients together ask for claims that wait. A client is counted once it has waited so long, and counts
+#: itself again after so long.
+_ASKS_PER_S: Final = 250.0
+#: Seconds ahead, at most, for which a client's claims take turns.
+_MOST_AHEAD_S: Final = 2.0
+_COUNT_AFTER_S: Final = 0.2
+#: What is left of its time in seconds when a claim that timed out no longer counts what keeps the samples back.
+_COUNT_RESERVE_S: Final = 0.1
+_COUNT_AGAIN_S: Final = 7.0
+
+
+class Claims:
+    """Claims on the store of one client.
+
+    Args:
+        run: Runs a script: ``run(operation, deadline, script, *values)``.
+        command: Sends a command: ``command(operation, deadline, *words)``.
+        base: The prefix of all keys.
+    """
+
+    def __init__(self, run: Callable[..., Any], command: Callable[..., Any], base: bytes) -> None:
+        self._run = run
+        self._command = command
+        self._base = base
+        self._client = os.urandom(8)
+        self._count_at = 0.0
+        self._slot_s = 0.0  # between two questions of this client
+        self._next_at = 0.0
+        self._lock = threading.Lock()
+
+    # --- claims -------------------------------------------------------------------------------------------------------
+
+    def claim(self, request: ClaimRequest) -> Claim:
+        """Hands out ready samples; see the hook."""
+        what = f"claim_meta('{request.partition_id}', '{request.task_name}')"
+        now = time.monotonic()
+        began = float(request.since.rpartition(":")[2]) if request.since else now
+        counts = now >= max(began + _COUNT_AFTER_S, self._count_at)
+        if not counts and self._is_unchanged(what, request):
+            return Claim(version=request.since, ask_again_s=self._pause_s())
+        if counts:
+            self._count_at = now + _COUNT_AGAIN_S
+        required, conditions = pack_layout(sorted(set(request.required_fields))), pack_conditions(request)
+        ids: list[str] = []
+        tags: list[Any] = []
+        lease = b""
+        while True:
+            asked = time.monotonic()
+            kind, *rest = self._run(
+                what,
+                request.deadline,
+                "claim",
+                request.partition_id,
+                request.task_name,
+                request.batch_size,
+                int(request.all_or_nothing),
+                -1 if request.lease_s is None else request.lease_s,
+                request.token,
+                request.holder,
+                required,
+                conditions,
+                _LOOK_ROWS,
+                _GIVE_ROWS,
+                lease,
+                self._client if counts else b"",
+            )
+            if kind in (b"part", b"ok"):
+                first, some, some_tags = rest
+                ids += map(text_of, some)
+                tags += map(unpack_tags, some_tags)
+                if kind == b"ok":
+                    return Claim(
+                        sample_ids=ids,
+                        tags=tags,
+                        lease_tokens=None if request.lease_s is None else [request.token] * len(ids),
+                        exhausted=bool(first),
+                        num_ready=len(ids),
+                    )
+                lease = first
+            elif kind == b"lost":
+                ids, tags, lease = [], [], b""
+            elif kind == b"busy":
+                if request.all_or_nothing:
+                    return self._wait(what, request, required, conditions, None, _BUSY_S)
+                if time.monotonic() + _BUSY_S >= request.deadline:
+                    raise OperationTimeoutError(f"{what} timed out: another claim of this task took many samples.")
+                time.sleep(_BUSY_S)
+            elif kind == b"wait":
+                epoch, change, left_s, num_clients = rest
+                until = asked + min(_LOOK_AGAIN_S, float(left_s or _LOOK_AGAIN_S))
+                self._take_slot(num_clients / _ASKS_PER_S)
+                version = f"{epoch.decode()}:{change.hex()}:{until}:{began}"
+                return self._wait(what, request, required, conditions, version, self._pause_s())
+            elif kind != b"again":
+                _refusals.raise_claim(what, request, [kind, *rest])
+
+    def _take_slot(self, slot_s: float) -> None:
+        with self._lock:
+            if slot_s < self._slot_s:  # fewer wait than those for whom the time ahead was taken
+                self._next_at = 0.0
+            self._slot_s = slot_s
+
+    def _pause_s(self) -> float:
+        """How long the claim that just asked lets pass at least: its questions and those of others take turns."""
+        with self._lock:
+            now = time.monotonic()
+            self._next_at = min(max(self._next_at, now), now + _MOST_AHEAD_S) + self._slot_s
+            return self._next_at - now
+
+    def _is_unchanged(self, what: str, request: ClaimRequest) -> bool:
+        """Whether the answer is what it was: since then the partition did not change, and no lease ended."""
+        if request.since is None or request.explain:
+            return False
+        epoch, change, until, _ = request.since.split(":")
+        if time.monotonic() >= float(until):
+            return False
+        key = self._base + b":p:" + to_bytes(request.partition_id)
+        found = self._command(what, request.deadline, b"HMGET", key, b"epoch", b"turn")
+        return [each or b"" for each in found] == [epoch.encode(), bytes.fromhex(change)]
+
+    def _wait(
+        self,
+        what: str,
+        request: ClaimRequest,
+        required: bytes,
+        conditions: bytes,
+        version: str | None,
+        ask_again_s: float,
+    ) -> Claim:
+        """The answer to a claim that has to wait. Where many time out over many rows, it says what was counted until
+        its deadline."""
+        if not request.explain:
+            return Claim(version=version, ask_again_s=ask_again_s)
+        question = (request.partition_id, request.task_name, required, conditions, _LOOK_ROWS)
+        reply: Any = None
+        while reply is None or (reply[0] == b"again" and time.monotonic() < request.deadline - _COUNT_RESERVE_S):
+            try:
+                reply = self._run(what, request.deadline, "shortfall", *question)
+            except OperationTimeoutError:
+                if reply is None:
+                    raise
+                break  # it tells what was counted so far
+        if reply[0] not in (b"ok", b"again"):
+            _refusals.raise_claim(what, request, reply)
+        _, num_ready, num_leased, leased, num_passed, num_incomplete, groups, num_lacking, cells = reply
+        shortfall = Shortfall(
+            num_leased=num_leased,
+            leased=tuple(
+                LeaseHolder(sample_id=text_of(each[0]), holder=text_of(each[1]), left_s=float(each[2]))
+                for each in _tuples(leased, 3)
+            ),
+            num_not_matching=num_passed,
+            num_incomplete=num_incomplete,
+            incomplete_groups={text_of(group): int(count) for group, count in _tuples(groups, 2)},
+            num_lacking=num_lacking,
+            missing_cells={text_of(each[0]): tuple(map(text_of, each[1:])) for each in cells},
+        )
+        num_ready = min(num_ready, request.batch_size)
+        return Claim(num_ready=num_ready, shortfall=shortfall, version=version, ask_again_s=ask_again_s)
+
+    # --- settling -----------------------------------------------------------------------------------------------------
+
+    def settle(self, action: str, request: AckRequest | NackRequest | RenewRequest, lease_s: float) -> SettleReply:
+        """Acks, nacks or renews all of the rows or none; see the hooks."""
+        what = f"{action}('{request.partition_id}', '{request.task_name}', {len(request.sample_ids)} samples)"
+
+        def run(mode: str, epoch: Any, ids: Sequence[str], tokens: Sequence[str], leases: Sequence[Any] = ()) -> Any:
+            return self._run(
+                what,
+                request.deadline,
+                "settle",
+                mode,
+                action,
+                request.partition_id,
+                request.task_name,
+                epoch,
+                ids,
+                tokens,
+                lease_s,
+                leases,
+                _GIVE_ROWS,
+            )
+
+        if len(request.sample_ids) <= _GIVE_ROWS:
+            reply = run("all", "", request.sample_ids, request.lease_tokens)
+        else:
+            reply = _settle_many(run, request.sample_ids, request.lease_tokens)
+        if reply[0] != b"ok":
+            _refusals.raise_settle(what, request, reply)
+        with contextlib.suppress(DataPlaneError):  # it is settled; what is not yet back, the next claim takes back
+            while reply[0] == b"ok" and reply[1]:  # the partition may be gone, or registered anew without the task
+                reply = run("finish", "", [], [])
+        return SettleReply(num_samples=len(request.sample_ids))
+
+
+def pack_conditions(request: ClaimRequest) -> bytes:
+    """A claim's filter; equal ones are equal bytes."""
+    return pack_request(*sorted(pack_filter(request.tag_filter))) if request.tag_filter else b""
+
+
+def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[str]) -> Any:
+    """Settles more rows than one script does: checks them all, and then settles their leases at once.
+
+    A lease that is named in part is split before, which nobody notices. A client that dies on the way has changed
+    nothing.
+    """
+    while True:
+        reply = run("check", "", [], [])
+        if reply[0] != b"ok":
+            return reply
+        _, epoch, group_size, _ = reply
+        lost: list[bytes] = []
+        part = None
+        tokens_of: dict[bytes, bytes] = {}
+        named: dict[bytes, int] = {}
+        held: dict[bytes, int] = {}
+        chunks: list[tuple[list[str], list[str], list[bytes]]] = []
+        for some, some_tokens in _chunks(ids, tokens, group_size):
+            reply = run("check", epoch, some, some_tokens)
+            if reply[0] == b"lost":
+                lost += reply[1]
+            elif reply[0] == b"part":
+                part = part or reply
+            elif reply[0] != b"ok":
+                return reply
+            else:
+                found = list(_tuples(reply[3], 4))
+                chunks.append((some, some_tokens, [lease for lease, *_ in found]))
+                for lease, token, count, rows in found:
+                    tokens_of[lease] = token
+                    named[lease] = named.get(lease, 0) + count
+                    held.setdefault(lease, rows)
+        if lost:
+            return [b"lost", lost]
+        if part:
+            return part
+        # rows never join a lease: one that holds as many as were named, before and at the commit, holds just these
+        into = {lease: lease if count == held[lease] else b"" for lease, count in named.items()}
+        if _split(run, epoch, chunks, into):
+            leases = [each for lease, to in into.items() for each in (to, tokens_of[lease], named[lease])]
+            reply = run("commit", epoch, [], [], leases)
+            if reply[0] != b"changed":
+                return reply
+
+
+def _split(
+    run: Callable[..., Any],
+    epoch: bytes,
+    chunks: Sequence[tuple[list[str], list[str], list[bytes]]],
+    into: dict[bytes, bytes],
+) -> bool:
+    """Puts the rows of leases that are named in part into leases of their own, and says which in ``into``; False where
+    others changed them meanwhile."""
+    in_part = {lease for lease, to in into.items() if not to}
+    for ids, tokens, leases in chunks:
+        pairs = [each for lease in leases if lease in in_part for each in (lease, into[lease])]
+        if pairs:
+            reply = run("split", epoch, ids, tokens, pairs)
+            if reply[0] != b"ok":
+                return False
+            into.update(_tuples(reply[1], 2))
+    return True
+
+
+def _chunks(ids: Sequence[str], tokens: Sequence[str], group_size: int) -> Iterator[tuple[list[str], list[str]]]:
+    """Rows for one script each; the members of a group stay together."""
+    units: dict[str, list[int]] = {}
+    for place, sample_id in enumerate(ids):
+        units.setdefault(sample_id.rpartition("_g")[0] if group_size else sample_id, []).append(place)
+    places: list[int] = []
+    for unit in units.values():
+        if places and len(places) + len(unit) > _GIVE_ROWS:
+            yield [ids[place] for place in places], [tokens[place] for place in places]
+            places = []
+        places += unit
+    yield [ids[place] for place in places], [tokens[place] for place in places]
+
+
+def _tuples(flat: Sequence[Any], size: int) -> Iterator[tuple[Any, ...]]:
+    return zip(*[iter(flat)] * size, strict=True)

@@ -1,0 +1,84 @@
+-- Puts that wait for room: first come, first served, within a bound. The rule is that of dataplane_core._room; the
+-- numbers are this store's own.
+--
+--   base:line      zset  the writes of puts that wait, in the order in which they came
+--   base:waiting   hash  write -> {bytes, when it came, until when it is kept, bytes that later puts took before it}
+--   base:freed     when room last became free
+local LINE, WAITING = BASE .. ':line', BASE .. ':waiting'
+-- Seconds after its last question, at most, after which a put no longer waits.
+local KEPT_S = 10
+-- Seconds without any room becoming free, after which later puts may pass those that wait.
+local QUIET_S = 1
+-- Seconds until the next question: of the first put in the line, more for each one before it, and at most.
+local PAUSE_S, PAUSE_MOST_S = 0.01, 2
+
+local function read_waiting(write)
+  local packed = call('HGET', WAITING, write)
+  if not packed then return nil end
+  local waiting = {write = write}
+  waiting.bytes, waiting.came, waiting.kept, waiting.passed = unpack(cmsgpack.unpack(packed))
+  return waiting
+end
+
+local function save_waiting(waiting)
+  local packed = cmsgpack.pack({waiting.bytes, waiting.came, waiting.kept, waiting.passed})
+  call('HSET', WAITING, waiting.write, packed)
+end
+
+local function leave_line(write)
+  if call('ZREM', LINE, write) == 1 then call('HDEL', WAITING, write) end
+end
+
+-- Whether a put that would fit leaves those that came before it their room, or may pass them. Where it enters now, these
+-- note what it takes.
+local function may_enter(write, bytes, free, capacity, enters)
+  local time, sum, quiet, may_pass, ahead, seen = now(), bytes, nil, true, {}, 0
+  while true do
+    local writes = call('ZRANGE', LINE, seen, seen + 99)
+    for _, each in ipairs(writes) do
+      if each == write then writes = {} break end
+      local waiting = read_waiting(each)
+      if waiting.kept <= time then
+        leave_line(each)
+      else
+        seen = seen + 1
+        ahead[seen] = waiting
+        sum = sum + waiting.bytes
+        if quiet == nil then
+          quiet = time - math.max(tonumber(call('GET', BASE .. ':freed') or 0), waiting.came) >= QUIET_S
+        end
+        may_pass = may_pass and quiet and waiting.passed + bytes <= capacity
+        if sum > free and not may_pass then return false end
+      end
+    end
+    if #writes == 0 then break end
+  end
+  if sum > free and enters then
+    for _, waiting in ipairs(ahead) do
+      waiting.passed = waiting.passed + bytes
+      save_waiting(waiting)
+    end
+  end
+  return true
+end
+
+-- Nil where a put may take its room now, which it does if `enters`. Else it waits from now on, for `wait_s` seconds (0: it
+-- does not wait), and this is the reply: {"full", bytes held, puts before it, seconds until it asks again}.
+local function refuse_room(write, bytes, capacity, wait_s, enters)
+  local held = tonumber(call('GET', BASE .. ':held') or 0)
+  if held + bytes <= capacity and may_enter(write, bytes, capacity - held, capacity, enters) then return nil end
+  if wait_s <= 0 or bytes > capacity then return {'full', held, call('ZCARD', LINE), '0'} end
+  local time = now()
+  local waiting = read_waiting(write)
+  if not waiting then
+    local last = call('ZREVRANGE', LINE, 0, 0, 'WITHSCORES')
+    call('ZADD', LINE, string.format('%.0f', (tonumber(last[2]) or 0) + 1), write)
+    waiting = {write = write, bytes = bytes, came = time, kept = 0, passed = 0}
+  end
+  if waiting.kept - time < KEPT_S / 2 then
+    waiting.kept = time + math.min(wait_s, KEPT_S)
+    save_waiting(waiting)
+  end
+  local before = call('ZRANK', LINE, write)
+  return {'full', held, before, string.format('%.3f', math.min(PAUSE_MOST_S, PAUSE_S * (1 + before)))}
+end

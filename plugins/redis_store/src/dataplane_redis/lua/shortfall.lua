@@ -1,0 +1,207 @@
+-- Request: {partition, task, required (as a layout), filter (packed conditions, "": none), rows to look at}. What keeps a
+-- claim from more samples, as dataplane_core.hookspecs.Shortfall says. Looks at about so many rows and replies
+-- {"again", ...} with what was counted so far, or at last {"ok", ...}: rows that are ready, leased rows, {id, holder,
+-- seconds left, ...} of the first, rows passed over, rows in incomplete groups, {group, members, ...} of the first, rows
+-- that lack fields, {{id, field, ...}, ...} of the first. All who ask the same count together, and what took several
+-- scripts is told again for a moment: where many time out at once, the rows are looked at once.
+local name, task_name, required, filter, budget = unpack(cmsgpack.unpack(ARGV[1]))
+-- Milliseconds for which a count that nobody goes on with is kept, and the most for which one that is done is told again:
+-- for so many rows looked at, one.
+local KEEP_MS, ROWS_PER_MS = 2000, 20
+local NAMED = 3
+local P = open_partition(name)
+if not P then return unknown_partition() end
+local task = task_index(P, task_name)
+if not task then return unknown_task(P) end
+local fields, held_key = names_of(required), P.at .. 'h:' .. task
+local conditions = filter ~= '' and cmsgpack.unpack(filter)
+local S = {at = '0', ready = 0, leased = 0, first = {}, passed = 0, incomplete = 0, groups = {}, lost = {},
+  lacking = 0, cells = {}, rows = 0}
+local kept_at = BASE .. ':why:' .. redis.sha1hex(P.epoch .. '|' .. task .. '|' .. #required .. '|' .. required .. filter)
+local kept = call('GET', kept_at)
+if kept then S = cmsgpack.unpack(kept) end
+
+local ends = {}
+local function end_of(lease)
+  if not ends[lease.number] then
+    ends[lease.number] = tonumber(call('ZSCORE', P.at .. 'q', lease.number) or 0)
+  end
+  return ends[lease.number]
+end
+
+-- Keeps the leased rows whose leases end first, in this order.
+local function note_leased(id, lease)
+  S.leased = S.leased + 1
+  local place = #S.first + 1
+  while place > 1 and S.first[place - 1][3] > end_of(lease) do place = place - 1 end
+  if place > NAMED then return end
+  table.insert(S.first, place, {id, lease.holder, end_of(lease)})
+  S.first[NAMED + 1] = nil
+end
+
+-- Keeps the incomplete groups that come first, by seq.
+local function note_group(group)
+  local place = #S.groups + 1
+  while place > 1 and S.groups[place - 1][1] > group.seq do place = place - 1 end
+  if place > NAMED then return end
+  table.insert(S.groups, place, {group.seq, group.name, group.count})
+  S.groups[NAMED + 1] = nil
+end
+
+-- All rows of a group that lost a member were met.
+local function end_lost(found)
+  local seq, group, count, free, passed = unpack(found)
+  S.lost[group] = nil
+  if passed == 1 then
+    S.passed = S.passed + free
+  elseif free > 0 then
+    S.incomplete = S.incomplete + free
+    note_group({seq = seq, name = group, count = count})
+  end
+end
+
+-- A row of a group that lost a member: who else is in it is not kept, so its rows are put together as they come.
+local function look_at_lost(id, group)
+  local hold = call('HGET', held_key, id)
+  if hold then
+    local lease = hold ~= 'D' and read_lease(P, hold)
+    if lease and lease.kind ~= 'A' and lease.kind ~= 'D' then note_leased(id, lease) end
+  end
+  local found = S.lost[group.name] or {group.seq, group.name, group.count, 0, 0, 0}
+  S.lost[group.name] = found
+  if not hold then found[4] = found[4] + 1 end
+  if conditions and not matches(call('HGET', P.at .. 't', id), conditions) then found[5] = 1 end
+  found[6] = found[6] + 1
+  if found[6] >= group.count then end_lost(found) end
+end
+
+-- Rows without groups.
+local function look_at_rows(ids)
+  local free, rest, lacking_of = {}, {}, {}
+  for i, hold in ipairs(hmget(held_key, ids)) do
+    if not hold then
+      free[#free + 1] = ids[i]
+    elseif hold ~= 'D' then
+      local lease = read_lease(P, hold)
+      if lease.kind ~= 'A' and lease.kind ~= 'D' then note_leased(ids[i], lease) end
+    end
+  end
+  rest = free
+  if conditions then
+    rest = {}
+    for i, packed in ipairs(hmget(P.at .. 't', free)) do
+      if matches(packed, conditions) then rest[#rest + 1] = free[i] end
+    end
+    S.passed = S.passed + #free - #rest
+  end
+  for i, row in ipairs(hmget(P.at .. 'r', rest)) do
+    local sig = signature(row)
+    if not lacking_of[sig] then
+      local has, lacking = fields_of(P, sig), {}
+      for _, field in ipairs(fields) do
+        if not has[field] then lacking[#lacking + 1] = field end
+      end
+      lacking_of[sig] = lacking
+    end
+    if #lacking_of[sig] == 0 then
+      S.ready = S.ready + 1
+    else
+      S.lacking = S.lacking + 1
+      if #S.cells < NAMED then S.cells[#S.cells + 1] = {rest[i], unpack(lacking_of[sig])} end
+    end
+  end
+end
+
+local function look(ids, group)
+  local held, free = hmget(held_key, ids), {}
+  for i, id in ipairs(ids) do
+    if not held[i] then
+      free[#free + 1] = id
+    elseif held[i] ~= 'D' then
+      local lease = read_lease(P, held[i])
+      if lease.kind ~= 'A' and lease.kind ~= 'D' then note_leased(id, lease) end
+    end
+  end
+  if #free == 0 then return end
+  if conditions then
+    for _, packed in ipairs(hmget(P.at .. 't', ids)) do
+      if not matches(packed, conditions) then
+        S.passed = S.passed + #free
+        return
+      end
+    end
+  end
+  if not is_whole(P, group) then
+    S.incomplete = S.incomplete + #free
+    note_group(group)
+    return
+  end
+  local lacks = false
+  for i, row in ipairs(hmget(P.at .. 'r', free)) do
+    local lacking, has = {free[i]}, fields_of(P, signature(row))
+    for _, field in ipairs(fields) do
+      if not has[field] then lacking[#lacking + 1] = field end
+    end
+    if #lacking > 1 then
+      lacks = true
+      if #S.cells < NAMED then S.cells[#S.cells + 1] = lacking end
+    end
+  end
+  if lacks then
+    S.lacking = S.lacking + #free
+  elseif #free == #ids then
+    S.ready = S.ready + #free
+  end
+end
+
+local done, count = S.done, P.group and math.max(1, math.floor(CHUNK / P.group)) or CHUNK
+while not done and budget > 0 do
+  local flat = call('ZRANGEBYSCORE', P.at .. 'o', '(' .. S.at, '+inf', 'WITHSCORES', 'LIMIT', 0, count)
+  local ids, names = {}, {}
+  for i = 1, #flat, 2 do ids[#ids + 1] = flat[i] end
+  if not P.group then
+    look_at_rows(ids)
+  else  -- a group is looked at when its first row is met, which has its seq
+    local heads = load_heads(P, distinct_groups(ids))
+    for i, id in ipairs(ids) do
+      local group = heads[group_of(id)]
+      group.name = group_of(id)
+      if group.poisoned then
+        look_at_lost(id, group)
+      elseif group.seq == tonumber(flat[2 * i]) then
+        names[#names + 1] = group.name
+      end
+    end
+    local groups = load_groups(P, names)
+    for _, unit in ipairs(names) do
+      groups[unit].name = unit
+      look(groups[unit].members, groups[unit])
+      budget = budget - #groups[unit].members
+    end
+  end
+  S.at = flat[#flat] or S.at
+  S.rows = S.rows + #ids
+  budget = budget - #ids
+  done = #ids < count
+end
+if done and not S.done then
+  S.done = true
+  local left = {}
+  for _, found in pairs(S.lost) do left[#left + 1] = found end
+  for _, found in ipairs(left) do end_lost(found) end
+  if kept then call('SET', kept_at, cmsgpack.pack(S), 'PX', math.min(KEEP_MS, math.ceil(S.rows / ROWS_PER_MS))) end
+elseif not done then
+  call('SET', kept_at, cmsgpack.pack(S), 'PX', KEEP_MS)
+end
+local groups = {}
+for _, each in ipairs(S.groups) do
+  groups[#groups + 1] = each[2]
+  groups[#groups + 1] = each[3]
+end
+local leased, time = {}, now()
+for _, each in ipairs(S.first) do
+  leased[#leased + 1] = each[1]
+  leased[#leased + 1] = each[2]
+  leased[#leased + 1] = string.format('%.6f', math.max(0, each[3] - time))
+end
+return {done and 'ok' or 'again', S.ready, S.leased, leased, S.passed, S.incomplete, groups, S.lacking, S.cells}

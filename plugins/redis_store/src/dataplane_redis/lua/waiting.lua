@@ -1,0 +1,46 @@
+-- What a filter has seen of a view, kept while it is asked with, so that the next question looks at nothing twice.
+-- Equal filters share it. It expires by itself.
+--
+--   f:<digest>     hash  at: seq up to which the view's ready units were looked at; more: seq up to which the rows were
+--                        looked at for units that are not ready; seen: the note up to which changes were followed
+--   f:<digest>:m   zset  ready units that match, by seq; some may have gone since
+--   f:<digest>:n   set   units that match and are not ready; some may be ready or gone by now
+--   c              zset  units that changed, in order of their notes; lives at least as long as every f
+--   fs             zset  digests by time, for whoever drops the partition
+local KEEP_S = 60
+
+local function open_filter(P, view, packed)
+  local digest = redis.sha1hex(view.name .. '|' .. packed)
+  local key = P.at .. 'f:' .. digest
+  local F = {key = key, matching = key .. ':m', coming = key .. ':n', conditions = cmsgpack.unpack(packed)}
+  local kept = call('HMGET', key, 'at', 'more', 'seen')
+  F.is_new = not kept[1]
+  if F.is_new then
+    call('UNLINK', F.matching, F.coming)
+    kept = {'0', '0', call('HGET', P.meta, 'noted') or '0'}
+  end
+  F.at, F.more, F.seen = kept[1], kept[2], kept[3]
+  F.old = {F.at, F.more, F.seen}
+  F.digest = digest
+  return F
+end
+
+local function save_filter(P, F)
+  if F.is_new or F.at ~= F.old[1] or F.more ~= F.old[2] or F.seen ~= F.old[3] then
+    call('HSET', F.key, 'at', F.at, 'more', F.more, 'seen', F.seen)
+  end
+  local left_ms = F.is_new and 0 or call('PTTL', F.key)
+  if left_ms < KEEP_S * 500 then
+    left_ms = KEEP_S * 1000
+    F.wrote = true
+    call('PEXPIRE', F.key, left_ms)
+    call('ZADD', P.at .. 'c', '0', '')
+    call('PEXPIRE', P.at .. 'c', left_ms)
+    call('ZREMRANGEBYSCORE', P.at .. 'fs', '-inf', string.format('%.6f', now() - 2 * KEEP_S))
+    call('ZADD', P.at .. 'fs', string.format('%.6f', now()), F.digest)
+  end
+  if F.wrote then
+    call('PEXPIRE', F.matching, left_ms)
+    call('PEXPIRE', F.coming, left_ms)
+  end
+end

@@ -1,0 +1,284 @@
+"""Servers that come back from an older state, empty or replaced: nothing is given twice, no foreign bytes are read."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.errors import (
+    AlreadyRunningError,
+    BackendUnavailableError,
+    LeaseExpiredError,
+    MissingDataError,
+    StalePartitionError,
+    UnknownPartitionError,
+)
+from dataplane_core.hookspecs import PutRequest, RegisterRequest
+
+SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
+
+
+def columns(count, size, value):
+    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
+
+
+def comes_back(server):
+    """Kills a server, which then starts again from its snapshot."""
+    server.kill()
+    server.start()
+
+
+def between_begin_and_rows(client, monkeypatch, act):
+    """Calls `act` once, when a put has reserved and not yet written."""
+    write, met = client._backend._write, []
+
+    def wrapped(*args):
+        if not met:
+            met.append(1)
+            act()
+        return write(*args)
+
+    monkeypatch.setattr(client._backend, "_write", wrapped)
+
+
+@pytest.fixture
+def pair(start_server, connect):
+    """Two clients of one server, and a partition with one sample."""
+    server = start_server()
+    one = connect(url=server.url, namespace="history")
+    two = connect(url=server.url, namespace="history", bootstrap=False)
+    one.register_partition("p", ["x"], None, ["train"])
+    one.put_samples(["a"], "p", columns(1, SMALL, 1))
+    return server, one, two
+
+
+def test_two_holders_never_both_ack_after_a_rollback(pair):
+    server, one, two = pair
+    server.admin("SAVE")
+    lost = one.claim_meta("p", "train", ["x"], 1, lease_s=600)
+    comes_back(server)
+    found = two.claim_meta("p", "train", ["x"], 1, lease_s=600)
+    assert lost.sample_ids == found.sample_ids == ["a"]
+    assert lost.lease_tokens != found.lease_tokens
+    with pytest.raises(LeaseExpiredError):
+        one.ack(lost)
+    with pytest.raises(LeaseExpiredError):
+        one.nack(lost)
+    with pytest.raises(LeaseExpiredError):
+        one.renew(lost, 600)
+    two.ack(found)
+    assert two.check_consumption_status("p", ["train"])
+
+
+def test_a_put_that_a_rollback_undid_writes_over_nobody(pair, monkeypatch):
+    server, one, two = pair
+    server.admin("SAVE")
+
+    def others_come_first():
+        comes_back(server)
+        two.put_samples(["b"], "p", columns(1, LARGE, 2))
+
+    between_begin_and_rows(one, monkeypatch, others_come_first)
+    with pytest.raises(StalePartitionError):
+        one.put_samples(["c"], "p", columns(1, LARGE, 3))
+    assert (two.get_samples(["b"], "p", ["x"])["x"] == 2).all()
+    assert one.list_samples("p").sample_ids == ["a", "b"]
+    one.put_samples(["c"], "p", columns(1, LARGE, 3))
+    assert (two.get_samples(["b", "c"], "p", ["x"])["x"][:, 0]).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_put_whose_begin_is_in_the_snapshot_is_judged_by_what_came_after(pair, monkeypatch, cleared):
+    server, one, two = pair
+
+    def others_come_first():
+        server.admin("SAVE")
+        two.put_samples(["lost"], "p", columns(1, SMALL, 5))  # takes the number that "a" gets below
+        comes_back(server)
+        if cleared:
+            two.clear_samples(["a"], "p")
+            two.put_samples(["a"], "p", columns(1, SMALL, 2))
+
+    between_begin_and_rows(one, monkeypatch, others_come_first)
+    if cleared:
+        with pytest.raises(StalePartitionError, match="'a' was cleared"):
+            one.put_samples(["a"], "p", columns(1, LARGE, 3))
+    else:
+        one.put_samples(["a"], "p", columns(1, LARGE, 3))
+    found = two.get_samples(["a"], "p", ["x"])["x"]
+    assert found.shape == (1, SMALL if cleared else LARGE)
+    assert (found == (2 if cleared else 3)).all()
+
+
+def test_a_registration_that_a_rollback_undid_is_not_the_next_one(pair):
+    server, one, two = pair
+    server.admin("SAVE")
+    deadline = time.monotonic() + 60
+    registration = RegisterRequest(
+        partition_id="p",
+        fields=["x"],
+        num_samples=None,
+        consumer_tasks=["train"],
+        grpo_group_size=None,
+        enums={},
+        deadline=deadline,
+    )
+    lost = one._backend.register_partition(registration)
+    comes_back(server)
+    two.register_partition("p", ["x"], None, ["train"])
+    request = PutRequest(
+        partition_id="p",
+        sample_ids=["b"],
+        columns={},
+        specs={},
+        tags=[{"v": 1}],
+        epoch=lost.epoch,
+        deadline=deadline,
+    )
+    with pytest.raises(StalePartitionError):
+        one._backend.put_samples(request)
+    assert two.list_samples("p").size == 0
+
+
+def test_samples_that_a_rollback_undid_are_missing(pair):
+    server, one, two = pair
+    server.admin("SAVE")
+    one.put_samples(["b", "c"], "p", columns(2, LARGE, 1))
+    comes_back(server)
+    with pytest.raises(MissingDataError) as caught:
+        two.get_samples(["a", "b"], "p", ["x"])
+    assert caught.value.missing_samples == ("b",)
+
+
+def calls(client, meta):
+    """Every operation, by name."""
+    return {
+        "put": lambda: client.put_samples(["z"], "p", columns(1, SMALL, 9)),
+        "large put": lambda: client.put_samples(["z"], "p", columns(1, LARGE, 9)),
+        "tags": lambda: client.put_samples(["z"], "p", tags=[{"v": 1}]),
+        "get": lambda: client.get_samples(["a"], "p", ["x"]),
+        "claim": lambda: client.claim_meta("p", "train", ["x"], 1, timeout_s=20),
+        "look": lambda: client.claim_meta("p", "train", ["x"], 1, blocking=False),
+        "ack": lambda: client.ack(meta),
+        "nack": lambda: client.nack(meta),
+        "renew": lambda: client.renew(meta, 60),
+        "list": lambda: client.list_samples("p"),
+        "status": lambda: client.check_consumption_status("p", ["train"]),
+        "clear": lambda: client.clear_samples(["a"], "p"),
+        "drop": lambda: client.clear_samples(None, "p"),
+        "register": lambda: client.register_partition("p", ["x"], None, ["train"]),
+    }
+
+
+@pytest.mark.parametrize("bootstrapped", [False, True])
+def test_a_store_that_was_emptied_is_not_the_one_that_a_client_knew(pair, connect, bootstrapped):
+    server, one, two = pair
+    meta = two.claim_meta("p", "train", ["x"], 1, lease_s=600)
+    server.admin("FLUSHALL")
+    if bootstrapped:
+        other = connect(url=server.url, namespace="history")
+        other.register_partition("p", ["x"], None, ["train"])
+        other.put_samples(["a"], "p", columns(1, SMALL, 4))
+    for client in (one, two):
+        for name, call in calls(client, meta).items():
+            with pytest.raises(StalePartitionError, match="no longer holds the store") as caught:
+                call()
+            assert not caught.value.retryable, name
+    if bootstrapped:
+        again = connect(url=server.url, namespace="history", bootstrap=False)
+        assert again.list_samples("p").sample_ids == ["a"]
+        assert again.get_samples(["a"], "p", ["x"])["x"].tolist() == [[4] * SMALL]
+        one.close()  # is not the owner of this one
+        connect(url=server.url, namespace="history", bootstrap=False)
+    else:
+        with pytest.raises(BackendUnavailableError, match="holds no instance"):
+            connect(url=server.url, namespace="history", bootstrap=False)
+        assert server.admin("DBSIZE") == 0
+
+
+def test_a_put_that_meets_an_emptied_store_writes_nothing(pair, connect, monkeypatch):
+    server, one, _ = pair
+
+    def others_come_first():
+        server.admin("FLUSHALL")
+        other = connect(url=server.url, namespace="history")
+        other.register_partition("p", ["x"], None, ["train"])
+        other.put_samples(["a"], "p", columns(1, LARGE, 4))
+
+    between_begin_and_rows(one, monkeypatch, others_come_first)
+    with pytest.raises(StalePartitionError, match="no longer holds the store"):
+        one.put_samples(["a"], "p", columns(1, LARGE, 9))
+    again = connect(url=server.url, namespace="history", bootstrap=False)
+    assert (again.get_samples(["a"], "p", ["x"])["x"] == 4).all()
+
+
+@pytest.mark.parametrize("tag_filter", [None, {"v": 1}])
+def test_a_claim_that_waits_meets_an_emptied_store(pair, tag_filter):
+    server, one, _ = pair
+    before = server.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"]
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(one.claim_meta, "p", "train", ["x"], 2, timeout_s=60, tag_filter=tag_filter)
+        give_up = time.monotonic() + 30
+        while server.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"] == before:
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+        server.admin("FLUSHALL")
+        with pytest.raises(StalePartitionError, match="no longer holds the store"):
+            waits.result(40)
+
+
+def test_a_replica_that_lost_its_tail_gives_nothing_twice(start_server, connect):
+    primary, replica = start_server(), start_server()
+    replica.admin("REPLICAOF", "127.0.0.1", primary.port)
+    url = f"unix://{primary.socket}"
+    one = connect(url=url, namespace="history")
+    one.register_partition("p", ["x"], None, ["train"])
+    one.put_samples(["a"], "p", columns(1, SMALL, 1))
+    assert primary.admin("WAIT", 1, 20_000) == 1
+    replica.admin("REPLICAOF", "127.0.0.1", "1")  # nobody there: what comes now does not reach it
+    lost = one.claim_meta("p", "train", ["x"], 1, lease_s=600)
+    one.put_samples(["b"], "p", columns(1, LARGE, 2))
+    one.register_partition("q", ["x"], None, ["train"])
+    primary.kill()
+    replica.admin("REPLICAOF", "NO", "ONE")
+    os.rename(replica.socket, primary.socket)  # the address is that of the new primary
+    two = connect(url=url, namespace="history", bootstrap=False)
+    found = two.claim_meta("p", "train", ["x"], 1, lease_s=600)
+    assert found.sample_ids == ["a"]
+    with pytest.raises(LeaseExpiredError):
+        one.ack(lost)
+    two.ack(found)
+    with pytest.raises(MissingDataError):
+        one.get_samples(["b"], "p", ["x"])
+    with pytest.raises(UnknownPartitionError):
+        one.get_samples(["b"], "q", ["x"])
+
+
+def test_a_client_that_takes_an_instance_over_keeps_what_it_is(plain, connect):
+    one = connect(url=plain.url, namespace="kept")
+    attached = connect(url=plain.url, namespace="kept", bootstrap=False)
+    one.register_partition("p", ["x"], None, ["train"])
+    two = connect(url=plain.url, namespace="kept")  # equal options
+    one.close()  # is no longer the owner
+    attached.put_samples(["a"], "p", columns(1, SMALL, 1))
+    with pytest.raises(AlreadyRunningError, match=r"HDEL 'dp:\{kept\}:instance' owner"):
+        connect(url=plain.url, namespace="kept", capacity_bytes=1 << 30)
+    two.close()
+    with pytest.raises(BackendUnavailableError, match="holds no instance"):
+        connect(url=plain.url, namespace="kept", bootstrap=False)
+    attached.put_samples(["b"], "p", columns(1, SMALL, 1))  # nobody ended it
+    three = connect(url=plain.url, namespace="kept", capacity_bytes=1 << 30)
+    assert three.list_samples("p").sample_ids == attached.list_samples("p").sample_ids == ["a", "b"]
+
+
+def test_an_instance_of_another_version_is_refused(plain, connect):
+    plain.admin("SET", "dp:{older}:instance", '{"version": 1}')
+    for bootstrap in (True, False):
+        with pytest.raises(ValueError, match=r"of version 1\. Expected 2"):
+            connect(url=plain.url, namespace="older", bootstrap=bootstrap)
+    plain.admin("HSET", "dp:{newer}:instance", "version", "3")
+    with pytest.raises(ValueError, match=r"of version 3\. Expected 2"):
+        connect(url=plain.url, namespace="newer")

@@ -1,0 +1,238 @@
+"""Puts that wait for room: first come, first served, within a bound."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import msgpack
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    CapacityExceededError,
+    DataPlaneError,
+    OperationTimeoutError,
+)
+from dataplane_redis._scripts import SCRIPTS
+
+_UNIT = 1000  # bytes
+_HEAD = 16  # of these, of a cell besides its values
+
+
+@pytest.fixture
+def client(plain, connect):
+    client = connect(url=plain.url, capacity_bytes=100 * _UNIT, on_full="block", op_timeout_s=60.0)
+    client.register_partition("p", ["x"], None, ["train"])
+    return client
+
+
+def put(client, name, units):
+    columns = TensorDict({"x": torch.ones(1, units * _UNIT - _HEAD, dtype=torch.uint8)}, batch_size=[1])
+    client.put_samples([name], "p", columns)
+
+
+def put_by_thread(client, name, units, done):
+    def run():
+        put(client, name, units)
+        done.append(name)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def line(client):
+    return client._backend._command("test", time.monotonic() + 5, b"ZCARD", client._backend._base + b":line")
+
+
+def until(condition):
+    give_up = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def test_a_large_put_that_waits_is_not_passed_by_small_ones(client):
+    for number in range(10):
+        put(client, f"old{number}", 10)
+    done = []
+    large = put_by_thread(client, "large", 60, done)
+    until(lambda: line(client) == 1)
+    small = [put_by_thread(client, f"small{number}", 5, done) for number in range(4)]
+    until(lambda: line(client) == 5)
+    for number in range(6):  # each makes room for two small ones
+        assert done == []
+        client.clear_samples([f"old{number}"], "p")
+    large.join(30)
+    assert done == ["large"]
+    client.clear_samples([f"old{number}" for number in range(6, 10)], "p")
+    for thread in small:
+        thread.join(30)
+    assert sorted(done[1:]) == [f"small{number}" for number in range(4)]
+
+
+def test_a_put_goes_where_there_is_room_for_it_and_for_all_before_it(client):
+    put(client, "old1", 50)
+    put(client, "old2", 50)
+    done = []
+    large = put_by_thread(client, "large", 30, done)
+    until(lambda: line(client) == 1)
+    client.clear_samples(["old1"], "p")
+    put(client, "small", 10)
+    large.join(30)
+    assert done == ["large"]
+
+
+def test_small_puts_pass_while_no_room_becomes_free_and_within_a_bound(client):
+    put(client, "old", 50)
+    done = []
+    large = put_by_thread(client, "large", 60, done)
+    until(lambda: line(client) == 1)
+    for number in range(2):  # who frees room may need them; as much as the store holds, not more
+        start = time.monotonic()
+        put(client, f"passes{number}", 50)
+        assert time.monotonic() - start > 0.3
+        client.clear_samples([f"passes{number}"], "p")
+    late = put_by_thread(client, "late", 50, done)
+    until(lambda: line(client) == 2)
+    client.clear_samples(["old"], "p")
+    large.join(60)
+    assert done == ["large"]
+    client.clear_samples(["large"], "p")
+    late.join(60)
+    assert done == ["large", "late"]
+
+
+def test_a_put_that_never_fits_and_one_of_tags_alone_do_not_wait(client):
+    put(client, "old", 90)
+    done = []
+    waiting = put_by_thread(client, "waits", 20, done)
+    until(lambda: line(client) == 1)
+    with pytest.raises(CapacityExceededError) as caught:
+        put(client, "never", 101)
+    assert not caught.value.retryable
+    client.put_samples(["tagged"], "p", tags=[{"v": 1}])
+    client.clear_samples(["old"], "p")
+    waiting.join(30)
+    assert done == ["waits"]
+
+
+def test_a_put_that_gave_up_keeps_nobody_waiting(client, plain, connect):
+    namespace = client.config.options["namespace"]
+    impatient = connect(bootstrap=False, url=plain.url, namespace=namespace, op_timeout_s=0.5)
+    put(client, "old", 60)
+    with pytest.raises(OperationTimeoutError, match="timed out waiting for room"):
+        put(impatient, "large", 90)
+    until(lambda: line(client) == 0)
+    start = time.monotonic()
+    put(client, "small", 40)
+    assert time.monotonic() - start < 10
+
+
+_WAITS = """
+import sys, torch
+from tensordict import TensorDict
+from dataplane_core import connect
+options = {"url": sys.argv[1], "namespace": sys.argv[2]}
+client = connect({"backend": "redis_store", "options": options, "op_timeout_s": 4}, bootstrap=False)
+client.put_samples(["large"], "p", TensorDict({"x": torch.ones(1, 89_984, dtype=torch.uint8)}, batch_size=[1]))
+"""
+
+
+def test_a_put_whose_client_was_killed_keeps_nobody_waiting_for_long(client, plain):
+    put(client, "old", 60)
+    words = [sys.executable, "-c", _WAITS, plain.url, client.config.options["namespace"]]
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
+        until(lambda: line(client) == 1)
+        process.kill()
+    put(client, "small", 20)
+
+    def is_forgotten():
+        put(client, "probe", 1)
+        client.clear_samples(["probe"], "p")
+        return line(client) == 0
+
+    until(is_forgotten)
+
+
+def test_questions_of_puts_that_wait_are_few_and_small(client, plain):
+    put(client, "old", 100)
+    done = []
+    threads = [put_by_thread(client, f"s{number}", 1, done) for number in range(50)]
+    until(lambda: line(client) == 50)
+    before = plain.admin("INFO", "persistence")["rdb_changes_since_last_save"]
+    calls = plain.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"]
+    start = time.monotonic()
+    time.sleep(1.0)  # what is measured
+    lasted_s = time.monotonic() - start
+    assert plain.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"] - calls < 1000 * lasted_s
+    assert plain.admin("INFO", "persistence")["rdb_changes_since_last_save"] - before < 100 * lasted_s
+    client.clear_samples(["old"], "p")
+    for thread in threads:
+        thread.join(30)
+    assert len(done) == 50
+
+
+def test_a_put_that_waited_and_is_refused_then_keeps_nobody_waiting(client):
+    put(client, "old", 100)
+    refused = []
+
+    def put_stale(name, units):
+        try:
+            put(client, name, units)
+        except DataPlaneError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=put_stale, args=(f"stale{units}", units)) for units in (60, 90)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        until(lambda number=number: line(client) == number + 1)
+    client.clear_samples(None, "p")
+    for thread in threads:
+        thread.join(30)
+    assert len(refused) == 2
+    assert line(client) == 0
+
+
+def test_a_begin_whose_reply_is_lost_holds_no_room(client, monkeypatch):
+    script, base = client._backend._link.script, client._backend._base
+
+    def lose_the_reply(what, deadline, run, *words):
+        reply = script(what, deadline, run, *words)
+        if run is SCRIPTS["put"]:
+            raise BackendUnavailableError("the connection was lost.")
+        return reply
+
+    with monkeypatch.context() as lost:
+        lost.setattr(client._backend._link, "script", lose_the_reply)
+        with pytest.raises(BackendUnavailableError):
+            put(client, "large", 90)
+    assert client._backend._command("test", time.monotonic() + 5, b"GET", base + b":held") == b"0"
+
+
+def test_a_put_without_payload_can_be_given_up(client):
+    write = b"w" * 16
+    backend = client._backend
+    deadline = time.monotonic() + 5
+    backend._command("test", deadline, b"ZADD", backend._base + b":pending", b"9e15", write)
+    backend._command("test", deadline, b"HSET", backend._base + b":reserved", write, b"0")
+    assert backend._run("test", deadline, "abort", write) == [b"ok"]
+
+
+def test_who_passes_is_within_the_bound_of_all_that_wait(client):
+    """The first in the line was passed by as much as the store holds, the one behind it was not."""
+    backend = client._backend
+    deadline, base = time.monotonic() + 10, backend._base
+    put(client, "old", 50)
+    for number, (units, passed) in enumerate([(20, 100), (60, 0)]):
+        write = bytes([number]) * 16
+        packed = msgpack.packb([units * _UNIT, 0.0, 9e15, passed * _UNIT], use_bin_type=False)
+        backend._command("test", deadline, b"ZADD", base + b":line", b"%d" % number, write)
+        backend._command("test", deadline, b"HSET", base + b":waiting", write, packed)
+    backend._command("test", deadline, b"SET", base + b":freed", b"0")
+    # 10 fit beside the first; beside both they do not, and the first may be passed no more
+    reply = backend._run("test", deadline, "room", b"n" * 16, 10 * _UNIT, 100 * _UNIT, 5.0)
+    assert reply[0] == b"full"

@@ -1,0 +1,301 @@
+"""Many rows are claimed, settled and cleared by several scripts, so that none holds the server for long."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.errors import ClaimTimeoutError, LeaseExpiredError
+from dataplane_redis import _backend, _claims
+
+_COUNT = 1000
+#: Seconds of the server's time that a script takes on average, at most; on one machine it was 3 to 20 ms.
+_MOST_S = 0.06
+
+
+@pytest.fixture
+def client(plain, connect, monkeypatch):
+    """Scripts that give, settle and clear few rows."""
+    monkeypatch.setattr(_claims, "_GIVE_ROWS", 100)
+    monkeypatch.setattr(_backend, "_CLEAR_ROWS", 100)
+    monkeypatch.setattr(_backend, "_LIST_ROWS", 100)
+    return connect(url=plain.url)
+
+
+@pytest.fixture
+def other(client, plain, connect):
+    return connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
+
+
+def put(client, ids, partition="p", tags=None):
+    columns = TensorDict({"x": torch.ones(len(ids))}, batch_size=[len(ids)])
+    client.put_samples(ids, partition, columns, tags)
+
+
+def fill(client, group_size=None, num_samples=None):
+    client.register_partition("p", ["x"], num_samples, ["train"], grpo_group_size=group_size)
+    ids = [f"q{number // 4}_g{number % 4}" for number in range(_COUNT)]
+    put(client, ids)
+    return ids
+
+
+def scripts_of(client, monkeypatch, act_at=None, act=None):
+    """The replies to the scripts of `client`; before that of number `act_at` is returned, `act` runs."""
+    script, replies = client._backend._link.script, []
+
+    def counted(*words):
+        replies.append(script(*words))
+        if len(replies) == act_at:
+            act()
+        return replies[-1]
+
+    monkeypatch.setattr(client._backend._link, "script", counted)
+    return replies
+
+
+@pytest.mark.parametrize("group_size", [None, 4], ids=["rows", "groups"])
+@pytest.mark.parametrize("lease_s", [None, 60.0], ids=["for good", "leased"])
+def test_a_claim_of_many_rows_gives_all_of_them_in_order(client, monkeypatch, group_size, lease_s):
+    ids = fill(client, group_size)
+    replies = scripts_of(client, monkeypatch)
+    meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=lease_s)
+    assert meta.sample_ids == ids
+    assert len(replies) >= _COUNT / 100
+    assert client.check_consumption_status("p", ["train"]) == (lease_s is None)
+    if lease_s is not None:
+        client.ack(meta)
+        client.ack(meta)
+        assert client.check_consumption_status("p", ["train"])
+
+
+def test_a_claim_of_many_rows_keeps_others_of_its_task_out(client, other, monkeypatch):
+    ids = fill(client)
+    seen = []
+
+    def meddle():
+        with pytest.raises(ClaimTimeoutError, match="100 are leased"):
+            other.claim_meta("p", "train", ["x"], 1, timeout_s=0.0)
+        seen.append(True)
+
+    scripts_of(client, monkeypatch, 1, meddle)
+    assert client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=60).sample_ids == ids
+    assert seen
+
+
+def test_a_claim_whose_rows_are_cleared_on_the_way_gives_nothing(client, other, monkeypatch):
+    ids = fill(client)
+    scripts_of(client, monkeypatch, 1, lambda: other.clear_samples(ids[-10:], "p"))
+    with pytest.raises(ClaimTimeoutError, match=f"{_COUNT - 10} of {_COUNT} samples were ready"):
+        client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=0.0)
+    assert other.claim_meta("p", "train", ["x"], _COUNT - 10, timeout_s=10.0).sample_ids == ids[:-10]
+
+
+_DIES = """
+import os, signal, sys
+from dataplane_core import connect
+from dataplane_redis import _claims
+_claims._GIVE_ROWS = 100
+client = connect({"backend": "redis_store", "options": {"url": sys.argv[1], "namespace": sys.argv[2]}}, bootstrap=False)
+script, asked = client._backend._link.script, []
+def counted(*words):
+    reply = script(*words)
+    asked.append(reply)
+    if len(asked) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reply
+client._backend._link.script = counted
+client.claim_meta("p", "train", ["x"], 1000, lease_s=3600)
+"""
+
+
+def test_rows_of_a_claim_whose_client_dies_on_the_way_go_back(client, plain):
+    ids = fill(client)
+    died = subprocess.run([sys.executable, "-c", _DIES, plain.url, client.config.options["namespace"]], timeout=60)
+    assert died.returncode == -signal.SIGKILL
+    assert client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=30.0).sample_ids == ids
+
+
+@pytest.mark.parametrize("group_size", [None, 4], ids=["rows", "groups"])
+def test_settling_many_rows_settles_all(client, monkeypatch, group_size):
+    ids = fill(client, group_size)
+    meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=60)
+    client.renew(meta, 60)
+    client.nack(meta)
+    with pytest.raises(LeaseExpiredError):
+        client.ack(meta)
+    first = client.claim_meta("p", "train", ["x"], 400, timeout_s=10.0, lease_s=60)
+    second = client.claim_meta("p", "train", ["x"], 600, timeout_s=10.0, lease_s=60)
+    assert first.sample_ids + second.sample_ids == ids
+    part = first.slice(200, 400).concat(second.slice(0, 300))  # a part of either
+    replies = scripts_of(client, monkeypatch)
+    client.nack(part)
+    assert len(replies) > 10
+    assert client.claim_meta("p", "train", ["x"], 500, timeout_s=10.0).sample_ids == part.sample_ids
+    client.ack(first.slice(0, 200).concat(second.slice(300, 600)))
+    assert client.check_consumption_status("p", ["train"])
+
+
+@pytest.mark.parametrize("at", [2, 9, 12], ids=["at the check", "after the check", "at the split"])
+@pytest.mark.parametrize("action", ["ack", "nack", "renew"])
+def test_settling_many_rows_of_which_one_is_lost_changes_none(client, other, monkeypatch, action, at):
+    fill(client)
+    meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=60)
+    part = meta.slice(0, 800)
+    lost = meta.sample_ids[150]
+    replies = scripts_of(client, monkeypatch, at, lambda: other.clear_samples([lost], "p"))
+    with pytest.raises(LeaseExpiredError) as caught:
+        getattr(client, action)(part, *((60,) if action == "renew" else ()))
+    assert caught.value.sample_ids == (lost,)
+    assert len(replies) > at
+    left = meta.drop([150])
+    assert left is not None
+    assert client.claim_meta("p", "train", ["x"], 1, blocking=False).size == 0  # none went back
+    client.ack(left)  # none was settled
+    assert client.check_consumption_status("p", ["train"])
+
+
+@pytest.mark.parametrize("action", ["ack", "nack", "renew"])
+def test_rows_are_not_put_beside_those_that_another_settled_meanwhile(client, other, monkeypatch, action):
+    fill(client)
+    meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=60)
+    # after the first split of 800 rows another thread settles just the rows that it moved
+    replies = scripts_of(client, monkeypatch, 10, lambda: other.ack(meta.slice(0, 100)))
+    part = meta.slice(0, 800)
+    if action == "ack":
+        client.ack(part)
+    else:
+        with pytest.raises(LeaseExpiredError) as caught:
+            getattr(client, action)(part, *((60,) if action == "renew" else ()))
+        assert caught.value.sample_ids == tuple(meta.sample_ids[:100])
+        client.renew(meta.slice(100, 800), 60)  # they are leased still
+    assert len(replies) > 10
+    client.ack(meta)
+    assert client.check_consumption_status("p", ["train"])
+
+
+@pytest.mark.parametrize("what", ["the partition", "the task"])
+def test_a_nack_ends_where_what_it_gives_back_to_goes_on_the_way(client, other, monkeypatch, what):
+    fill(client)
+    meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=60)
+
+    def go():
+        if what == "the partition":
+            other.clear_samples(None, "p")
+        else:
+            other.register_partition("p", ["x"], None, ["eval"])
+
+    replies = scripts_of(client, monkeypatch, 12, go)
+    client.nack(meta)
+    assert 12 < len(replies) < 20
+
+
+def test_part_of_a_group_is_refused_among_many_rows(client):
+    fill(client, 4)
+    meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=60)
+    with pytest.raises(ValueError, match="it names 3 of the 4 samples held of group 'q100'"):
+        client.ack(meta.drop([400]))
+    client.ack(meta)
+
+
+def test_many_rows_are_cleared_and_listed(client):
+    ids = fill(client)
+    assert client.list_samples("p").sample_ids == ids
+    client.clear_samples(ids[:-50], "p")
+    assert client.list_samples("p").sample_ids == ids[-50:]
+    assert client._backend._command("test", time.monotonic() + 5, b"GET", client._backend._base + b":held") != b"0"
+    client.clear_samples(ids, "p")
+    assert client.list_samples("p").size == 0
+    assert client._backend._command("test", time.monotonic() + 5, b"GET", client._backend._base + b":held") == b"0"
+
+
+def test_a_clear_in_turns_leaves_a_later_registration_alone(client, other, monkeypatch):
+    ids = fill(client)
+    scripts_of(client, monkeypatch, 3, lambda: fill(other))
+    client.clear_samples(ids, "p")
+    assert other.list_samples("p").size == _COUNT
+
+
+def test_a_list_in_turns_begins_again_where_the_partition_is_registered_anew(client, other, monkeypatch):
+    fill(client)
+
+    def register_anew():
+        other.register_partition("p", ["x"], None, ["train"])
+        put(other, ["a", "b"])
+
+    scripts_of(client, monkeypatch, 3, register_anew)
+    assert client.list_samples("p").sample_ids == ["a", "b"]
+
+
+def server_use(server):
+    """Seconds of its main thread, and scripts: its own measure, which other processes do not stretch."""
+    cpu, stats = server.admin("INFO", "cpu"), server.admin("INFO", "commandstats")
+    seconds = cpu["used_cpu_user_main_thread"] + cpu["used_cpu_sys_main_thread"]
+    return seconds, stats["cmdstat_evalsha"]["calls"]
+
+
+def check_use(server, before):
+    seconds, scripts = (now - then for now, then in zip(server_use(server), before, strict=True))
+    assert seconds < _MOST_S * scripts, f"{scripts} scripts took {seconds} s"
+
+
+def check_turns(server, connect, count, group_size):
+    client = connect(url=server.url, op_timeout_s=300.0)
+    ids = [f"q{number // 8}_g{number % 8}" for number in range(count)]
+    meta = None
+
+    def check(act):
+        before = server_use(server)
+        found = act()
+        check_use(server, before)
+        return found
+
+    def fill():
+        client.register_partition("p", ["x"], None, ["train"], grpo_group_size=group_size)
+        for first in range(0, count, 2000):
+            put(client, ids[first : first + 2000])
+
+    def claim():
+        return client.claim_meta("p", "train", ["x"], count, timeout_s=300.0, lease_s=300.0)
+
+    fill()
+    meta = check(claim)
+    assert meta.size == count
+    check(lambda: client.renew(meta, 300.0))
+    check(lambda: client.renew(meta.slice(0, count - 8), 300.0))
+    check(lambda: client.nack(meta))
+    meta = check(claim)
+    check(lambda: client.ack(meta))
+    assert check(lambda: client.list_samples("p")).size == count
+    check(lambda: client.clear_samples(ids, "p"))
+    fill()
+    check(lambda: client.register_partition("p", ["x"], None, ["train"], grpo_group_size=group_size))
+    fill()
+    check(lambda: client.clear_samples(None, "p"))
+
+
+@pytest.mark.parametrize("group_size", [None, 8], ids=["rows", "groups"])
+def test_no_script_holds_the_server_for_long(plain, connect, group_size):
+    check_turns(plain, connect, 24_000, group_size)
+
+
+@pytest.mark.parametrize("tag_filter", [None, {"v": 1}], ids=["all", "filtered"])
+def test_a_claim_of_groups_that_came_member_by_member_does_not_hold_the_server(plain, connect, tag_filter):
+    client = connect(url=plain.url, op_timeout_s=60.0)
+    client.register_partition("p", ["x"], None, ["train"], grpo_group_size=64)
+    for member in range(64):
+        ids = [f"q{number}_g{member}" for number in range(400)]
+        put(client, ids, tags=[{"v": 1}] * len(ids) if tag_filter else None)
+    before = server_use(plain)
+    meta = client.claim_meta("p", "train", ["x"], 64, timeout_s=60.0, tag_filter=tag_filter)
+    assert meta.sample_ids == [f"q0_g{member}" for member in range(64)]
+    check_use(plain, before)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("group_size", [None, 8], ids=["rows", "groups"])
+def test_no_script_of_200000_rows_holds_the_server_for_long(plain, connect, group_size):
+    check_turns(plain, connect, 200_000, group_size)

@@ -1,0 +1,94 @@
+"""What Ray does not bound or refuse by itself: calls that wait for a dead head, and its use after a fork."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import ray
+
+from dataplane_core.errors import BackendUnavailableError
+
+__all__ = ["end_within", "refuse_fork"]
+
+_logger = logging.getLogger(__name__)
+
+#: Threads that Ray's core runs in every process that is connected; one that is there will do.
+_RAYS_THREADS: Final = frozenset({"worker.io", "gcs_client_io_s", "task_event_buff", "worker.user_obj"})
+
+#: Whether this process has used Ray by this package, and whether it was forked from one that had used Ray.
+_used = False
+_forked_from_ray = False
+
+
+def _note_fork() -> None:
+    global _forked_from_ray
+    _forked_from_ray = _forked_from_ray or _used or ray.is_initialized()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def refuse_fork() -> None:
+    """Refuses the use of Ray in a fork of a process that used it: it has none of the threads that Ray works in.
+
+    Raises:
+        BackendUnavailableError: This process is one.
+    """
+    global _used
+    if _forked_from_ray or _lacks_rays_threads():
+        raise BackendUnavailableError(
+            f"process {os.getpid()} was forked from one that used Ray, and Ray does not work in a fork: every call "
+            "would hang.",
+            retryable=False,
+            hint="Start such processes by spawn: multiprocessing.get_context('spawn'), or "
+            "DataLoader(..., multiprocessing_context='spawn'); then call connect(config, bootstrap=False) in them, "
+            "with ray_address (host:port of the cluster) among the options.",
+        )
+    _used = True
+
+
+def _lacks_rays_threads() -> bool:
+    """Whether Ray is connected, but has no thread: so it was before the fork, in a parent without this module."""
+    if not ray.is_initialized():
+        return False
+    listener = getattr(ray._private.worker.global_worker, "listener_thread", None)  # a driver has one
+    if listener is not None and listener.is_alive():
+        return False
+    try:
+        names = {comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")}
+    except OSError:  # another system, or a thread that has just ended
+        return False
+    return bool(names) and names.isdisjoint(_RAYS_THREADS)
+
+
+def end_within(limit_s: float, what: str, work: Callable[[], object]) -> None:
+    """Runs what ends something on Ray, and goes on without it where Ray does not answer in time.
+
+    Args:
+        limit_s: In seconds.
+        what: For the log: what Ray was to do.
+        work: Runs in a thread of its own, which is left behind where it takes longer.
+
+    Raises:
+        Exception: What ``work`` raised.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="dataplane-ray-end", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        _logger.warning("Ray was to %s, and did not within %g s: its head is dead or stands still.", what, limit_s)
+    elif errors:
+        raise errors[0]

@@ -119,7 +119,7 @@ def main(backend: str, ray_address: str, other_ip: str) -> None:
         client.register_partition("p", list(columns(1).keys()), None, ["train"])
         client.put_samples(ids("here"), "p", columns(1))
         placed = answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False))
-        answered = ray.get(placed.remote(attach), timeout=120)
+        answered = ray.get(placed.remote(attach), timeout=300)
         read = same(client.get_samples(ids("there"), "p", list(columns(2).keys())), columns(2))
         units = []
         if backend != "redis_store":

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(460)
 @pytest.mark.parametrize("backend", ["tq_simple", "tq_mooncake", "redis_store"])
 def test_data_crosses_hosts_both_ways_bit_for_bit(pair: Any, backend: str) -> None:
     found = pair.cross(backend)

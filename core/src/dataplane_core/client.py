@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -62,7 +63,6 @@ from dataplane_core.hookspecs import (
     SampleList,
     SettleReply,
     WireBatch,
-    new_id,
 )
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.middleware import MiddlewareContext
@@ -282,18 +282,14 @@ class DataPlaneClient:
             columns, specs = ({}, {}) if fields is None else self._lower(where, fields, len(ids))
             if not columns and rows is None:
                 raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
-            deadline = self._deadline()
-
-            def request() -> PutRequest:
-                return PutRequest(
-                    partition_id=partition_id,
-                    sample_ids=list(ids),
-                    columns={name: list(each) if isinstance(each, list) else each for name, each in columns.items()},
-                    specs=dict(specs),
-                    tags=None if rows is None else [dict(row) for row in rows],
-                    deadline=deadline,
-                )
-
+            request = PutRequest(
+                partition_id=partition_id,
+                sample_ids=ids,
+                columns=columns,
+                specs=specs,
+                tags=rows,
+                deadline=self._deadline(),
+            )
             self._put(where, request, fields)
             return KVBatchMeta(
                 partition_id,
@@ -422,24 +418,20 @@ class DataPlaneClient:
             condition = check_tag_filter(tag_filter)
             if condition is not None:
                 self._require(Capability.TAG_FILTERS, "claim_meta(tag_filter=...)")
-
-            def request(deadline: float, token: str) -> ClaimRequest:
-                return ClaimRequest(
-                    partition_id=partition_id,
-                    task_name=task_name,
-                    required_fields=list(names),
-                    batch_size=batch_size,
-                    all_or_nothing=blocking,
-                    lease_s=lease_s,
-                    tag_filter=None if condition is None else dict(condition),
-                    token=token,
-                    deadline=min(self._deadline(), deadline),
-                )
-
+            request = ClaimRequest(
+                partition_id=partition_id,
+                task_name=task_name,
+                required_fields=names,
+                batch_size=batch_size,
+                all_or_nothing=blocking,
+                lease_s=lease_s,
+                tag_filter=condition,
+                deadline=float("inf"),
+            )
             if blocking:
-                claim = wait_for_claim(request, self._claim_once, timeout_s, self._pacer, self._closing)
+                claim = wait_for_claim(request, self._claim, timeout_s, self._pacer, self._closing)
             else:
-                claim = self._claim_once(request(float("inf"), new_id()))
+                claim = self._claim(request)
             tags = [dict(row) for row in claim.tags]
             return KVBatchMeta(
                 partition_id,
@@ -622,9 +614,7 @@ class DataPlaneClient:
             allow_pickle=self._config.allow_pickle,
         )
 
-    def _put(self, where: str, make_request: Callable[[], PutRequest], fields: Any) -> None:
-        """Commits a put; each attempt is a request of its own, since middleware changes those that it is given."""
-        request = make_request()
+    def _put(self, where: str, request: PutRequest, fields: Any) -> None:
         words = {
             name: strings
             for name, spec in request.specs.items()
@@ -635,7 +625,6 @@ class DataPlaneClient:
             return
         # only strings can break an enum; the vocabulary belongs to one registration, so the put is tied to it
         for attempt in (0, 1):
-            request = make_request()
             info = self._infos.get(request.partition_id)
             if info is None or attempt:
                 info = self._infos[request.partition_id] = self._describe(request)
@@ -651,19 +640,33 @@ class DataPlaneClient:
                     raise
 
     def _commit(self, where: str, request: PutRequest) -> None:
-        reply = self._call("put_samples", request, PutReply)
+        """Calls the hook with a copy, since middleware changes the requests that it is given."""
+        copied = replace(
+            request,
+            sample_ids=list(request.sample_ids),
+            columns={name: list(each) if isinstance(each, list) else each for name, each in request.columns.items()},
+            specs=dict(request.specs),
+            tags=None if request.tags is None else [dict(row) for row in request.tags],
+        )
+        reply = self._call("put_samples", copied, PutReply)
         check_counts(where, len(request.sample_ids), rows=reply.num_samples)
 
     def _describe(self, request: PutRequest) -> PartitionInfo:
         describe = DescribeRequest(partition_id=request.partition_id, deadline=request.deadline)
         return self._call("describe_partition", describe, PartitionInfo)
 
-    def _claim_once(self, request: ClaimRequest) -> Claim:
-        leased = request.lease_s is not None  # as asked: middleware may change the request
-        claim = self._call("claim", request, Claim)
+    def _claim(self, request: ClaimRequest) -> Claim:
+        """Calls the hook with a copy, since middleware changes the requests that it is given."""
+        copied = replace(
+            request,
+            required_fields=list(request.required_fields),
+            tag_filter=None if request.tag_filter is None else dict(request.tag_filter),
+            deadline=min(self._deadline(), request.deadline),
+        )
+        claim = self._call("claim", copied, Claim)
         where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
         counts = {"tags": len(claim.tags)}
-        if leased or claim.lease_tokens is not None:
+        if request.lease_s is not None or claim.lease_tokens is not None:
             counts["lease tokens"] = len(claim.lease_tokens or ())
         check_counts(where, len(claim.sample_ids), **counts)
         return claim

@@ -1,4 +1,4 @@
-"""What a fork of a process with an open client may do: the clients that are open, and hints that fit the backend."""
+"""Forks of a process with an open client: which clients are open, and what errors advise."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Partition:
         specs: Field -> what it keeps, fixed by its first write.
         seen: Ids ever written, cleared ones included, up to ``num_samples`` of them; none where that is None.
         groups: Group -> its members, while it has any.
-        poisoned: Names of the groups that lost a member, for good: the one thing that grows with what was cleared.
+        poisoned: Names of the groups that lost a member, for good: it grows with what was cleared.
         leases: When which lease may end.
         version: Grows with every change of ``rows``.
         self_expiring: Whether a lease ends by itself once its time is over, or by `end_lease` alone.

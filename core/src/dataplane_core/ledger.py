@@ -68,6 +68,11 @@ class Located:
     parts: list[Part]
     specs: dict[str, FieldSpec]
 
+    @property
+    def refs(self) -> list[Ref]:
+        """What is read, part by part."""
+        return [(part.write_id, position) for part in self.parts for position in part.positions]
+
 
 @dataclass(frozen=True, slots=True)
 class Due:

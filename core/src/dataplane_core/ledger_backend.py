@@ -220,7 +220,7 @@ class LedgerBackend(Backend, ABC):
                 # the ledger lets go of a ref before its payload goes: what it still names after that is lost
                 lost: Iterable[Ref] = gone.intersection(error.refs)
                 if not error.refs and located == before:
-                    lost = self._find_gone(located, request.deadline)
+                    lost = self._find_gone(located.refs, request.deadline)
                 if lost:
                     raise _lost_samples(request, located, lost) from error
                 gone.update(error.refs)
@@ -282,12 +282,12 @@ class LedgerBackend(Backend, ABC):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
-    def _find_gone(self, located: Located, deadline: float) -> Sequence[Ref]:
-        """Which refs of a read are gone, for an engine that does not say it; here: any of them."""
-        return _refs_of(located)
+    def _find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
+        """Which refs of a failed read are gone, where the engine did not say; here all count as gone."""
+        return refs
 
     def _new_write_id(self) -> int | None:
-        """A write id that was never given, or None: the ledger numbers the writes, since it lives and dies with their
+        """A write id drawn at random; None lets the ledger number the writes, where it lives and dies with their
         payload."""
         return secrets.randbits(128)
 
@@ -364,7 +364,7 @@ class LedgerBackend(Backend, ABC):
         """Best effort after a failed put, in the time that it has left; else the next call goes on with it.
 
         A put whose commit went through although its reply was lost stays: the ledger then frees nothing. What nobody
-        undoes, the ledger gives up on its own and hands to a clear.
+        undoes, the ledger gives up on its own, and a later clear collects it.
         """
         deadline = min(deadline, time.monotonic() + _UNDO_S)
         if time.monotonic() < deadline:
@@ -397,10 +397,6 @@ class LedgerBackend(Backend, ABC):
             *extra,
         )
         return SettleReply(num_samples=len(request.sample_ids))
-
-
-def _refs_of(located: Located) -> list[Ref]:
-    return [(part.write_id, position) for part in located.parts for position in part.positions]
 
 
 def _lost_samples(request: GetRequest, located: Located, lost: Iterable[Ref]) -> LostSamplesError:

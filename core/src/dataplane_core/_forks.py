@@ -1,4 +1,4 @@
-"""What a fork of a process with an open client may do: the clients that are open, and hints that fit the backend."""
+"""Forks of a process with an open client: which clients are open, and what errors advise."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataplane_core.capabilities import Scope
 from dataplane_core.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
-    from dataplane_core.client import DataPlaneClient
+    from dataplane_core._connection import Connection
 
 __all__ = ["fork_hint", "open_clients", "refuse_in_fork"]
 
 #: The clients that are open in this process, and in a fork those of the process that it was forked from.
-open_clients: Final[weakref.WeakSet[DataPlaneClient]] = weakref.WeakSet()
+open_clients: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
 
 _CONNECT: Final = "Call connect(config, bootstrap=False) in this process: each opens a client of its own."
 _SPAWN: Final = (
@@ -36,7 +36,7 @@ def fork_hint(backend_class: type[Backend]) -> str:
     return _CONNECT if backend_class.opens_in_forks else _SPAWN
 
 
-def _all_open() -> list[DataPlaneClient]:
+def _all_open() -> list[Connection]:
     while True:
         try:
             return list(open_clients)

@@ -46,7 +46,7 @@ class Leases:
         return None
 
     def all_due(self, find: _Find, now: float) -> list[tuple[Row, str]]:
-        """Every row and task whose lease has ended, in the order of the ends; they stay here until it is settled."""
+        """Every row and task whose lease has ended, in the order of the ends; their entries stay."""
         found: dict[tuple[int, str], tuple[Row, str]] = {}
         entries: list[tuple[float, int, str, str]] = []
         while (due := self.next_due(find, now)) is not None:
@@ -57,7 +57,7 @@ class Leases:
         return list(found.values())
 
     def tidy(self, find: _Find, num_running: int) -> None:
-        """Leaves one entry per lease where more than half of them are of none."""
+        """Keeps one entry per running lease, once most entries belong to none."""
         if len(self.heap) <= 2 * num_running + _SLACK:
             return
         running: dict[tuple[int, str], tuple[float, int, str, str]] = {}

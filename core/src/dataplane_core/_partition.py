@@ -15,7 +15,7 @@ from dataplane_core.fields import FieldSpec
 from dataplane_core.hookspecs import Claim, PartitionInfo, Shortfall
 from dataplane_core.tags import TagValue
 
-__all__ = ["Partition", "Task"]
+__all__ = ["Partition", "Question", "Task"]
 
 
 @dataclass(slots=True)
@@ -31,6 +31,17 @@ class Task:
     views: dict[frozenset[str], View] = field(default_factory=dict)
     num_held: int = 0
     num_done: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a task asks for; attributes as of the hook's `ClaimRequest`."""
+
+    task_name: str
+    required_fields: frozenset[str]
+    batch_size: int
+    all_or_nothing: bool
+    tag_filter: Mapping[str, tuple[str, Any]] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,7 @@ class Partition:
         specs: Field -> what it keeps, fixed by its first write.
         seen: Ids ever written, cleared ones included, up to ``num_samples`` of them; none where that is None.
         groups: Group -> its members, while it has any.
-        poisoned: Names of the groups that lost a member, for good: the one thing that grows with what was cleared.
+        poisoned: Names of the groups that lost a member, for good: it grows with what was cleared.
         leases: When which lease may end.
         version: Grows with every change of ``rows``.
         self_expiring: Whether a lease ends by itself once its time is over, or by `end_lease` alone.
@@ -158,18 +169,7 @@ class Partition:
     # --- claims -------------------------------------------------------------------------------------------------------
 
     def claim(
-        self,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        *,
-        all_or_nothing: bool,
-        lease_s: float | None,
-        tag_filter: Mapping[str, tuple[str, Any]] | None,
-        explain: bool,
-        token: str,
-        holder: str,
-        now: float,
+        self, question: Question, *, lease_s: float | None, explain: bool, token: str, holder: str, now: float
     ) -> Claim:
         """Hands out ready samples to a task, as the hook ``claim`` says.
 
@@ -177,10 +177,10 @@ class Partition:
         changed since the filter was last asked with. What is ready and not handed out costs nothing.
         """
         self._expire(now)
-        found = self._find(task_name, required_fields, batch_size, all_or_nothing, tag_filter, now)
+        found = self._find(question, now)
         units = found.ready.first(found.num_units) if found.gives else []
         rows = [row for unit in units for row in unit.rows]
-        self._hold(task_name, units, lease_s, token, holder, now)
+        self._hold(question.task_name, units, lease_s, token, holder, now)
         for unit in units:
             found.ready.discard(unit.seq)
         return Claim(
@@ -189,64 +189,40 @@ class Partition:
             lease_tokens=None if lease_s is None else [token] * len(rows),
             exhausted=found.exhausted,
             num_ready=found.num_units * self._group_size,
-            shortfall=self._shortfall(task_name, required_fields, tag_filter, now) if explain and not rows else None,
+            shortfall=self._shortfall(question, now) if explain and not rows else None,
         )
 
-    def may_claim(
-        self,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        *,
-        all_or_nothing: bool,
-        tag_filter: Mapping[str, tuple[str, Any]] | None,
-        now: float,
-    ) -> bool:
+    def may_claim(self, question: Question, now: float) -> bool:
         """Whether `claim` would change anything: hand out samples, or end leases; errors as `claim`."""
-        found = self._find(task_name, required_fields, batch_size, all_or_nothing, tag_filter, now)
-        return found.gives or (self.self_expiring and self.leases.next_due(self._lease, now) is not None)
+        return self._find(question, now).gives or (
+            self.self_expiring and self.leases.next_due(self._lease, now) is not None
+        )
 
-    def _find(
-        self,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        all_or_nothing: bool,
-        tag_filter: Mapping[str, tuple[str, Any]] | None,
-        now: float,
-    ) -> _Answer:
-        task = self._task(task_name)
-        wanted, rest = divmod(batch_size, self._group_size)
+    def _find(self, question: Question, now: float) -> _Answer:
+        task = self._task(question.task_name)
+        wanted, rest = divmod(question.batch_size, self._group_size)
         if rest:
             raise InvalidRequestError(
-                f"claim_meta('{self.partition_id}', '{task_name}') refused: batch_size {batch_size} is not a "
-                f"multiple of the group size {self._group_size}."
+                f"claim_meta('{self.partition_id}', '{question.task_name}') refused: batch_size {question.batch_size} "
+                f"is not a multiple of the group size {self._group_size}."
             )
-        ready = self._view(task_name, task, frozenset(required_fields)).of(tag_filter, now)
+        ready = self._view(question.task_name, task, question.required_fields).of(question.tag_filter, now)
         num_units = min(len(ready), wanted)
-        exhausted = num_units < wanted and self._num_left(task_name, task, tag_filter, now) == num_units
-        gives = num_units > 0 and (num_units == wanted or exhausted or not all_or_nothing)
+        exhausted = num_units < wanted and self._num_left(question, task, now) == num_units
+        gives = num_units > 0 and (num_units == wanted or exhausted or not question.all_or_nothing)
         return _Answer(ready, num_units, gives, exhausted)
 
-    def _num_left(
-        self, task_name: str, task: Task, tag_filter: Mapping[str, tuple[str, Any]] | None, now: float
-    ) -> int | None:
+    def _num_left(self, question: Question, task: Task, now: float) -> int | None:
         """How many units the task may still be given one day, ready or not; None where more may be written."""
         if self.info.num_samples is None or len(self.seen) < self.info.num_samples:
             return None
-        if self.info.grpo_group_size is None and not tag_filter:
+        if self.info.grpo_group_size is None and not question.tag_filter:
             return len(self.rows) - task.num_held
-        return len(self._view(task_name, task, frozenset()).of(tag_filter, now))
+        return len(self._view(question.task_name, task, frozenset()).of(question.tag_filter, now))
 
-    def _shortfall(
-        self,
-        task_name: str,
-        required_fields: Sequence[str],
-        tag_filter: Mapping[str, tuple[str, Any]] | None,
-        now: float,
-    ) -> Shortfall:
+    def _shortfall(self, question: Question, now: float) -> Shortfall:
         return find_shortfall(
-            self._units(), task_name, frozenset(required_fields), tag_filter, lambda unit: self._is_whole(unit), now
+            self._units(), question.task_name, question.required_fields, question.tag_filter, self._is_whole, now
         )
 
     def _hold(

@@ -24,7 +24,7 @@ def find_shortfall(
     is_whole: Callable[[Unit], bool],
     now: float,
 ) -> Shortfall:
-    """Looks at every row.
+    """Counts and names; looks at every row.
 
     Args:
         units: All units of the partition, in order of first write.

@@ -9,26 +9,26 @@ from typing import Final
 
 from dataplane_core._pacing import LONGEST_PAUSE_S, Pacer, backoff_s
 from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, preview
-from dataplane_core.hookspecs import Claim, ClaimRequest, Shortfall, new_id
+from dataplane_core.hookspecs import Claim, ClaimRequest, Shortfall
 
-__all__ = ["describe_shortfall", "wait_for_claim"]
+__all__ = ["wait_for_claim"]
 
 #: What the last question of a waiting claim may take, when its own time is up.
 _LAST_ASK_S: Final = 1.0
 
 
 def wait_for_claim(
-    make_request: Callable[[float, str], ClaimRequest],
+    request: ClaimRequest,
     ask: Callable[[ClaimRequest], Claim],
     timeout_s: float,
     pacer: Pacer,
     closed: threading.Event,
 ) -> Claim:
-    """Asks until there is an answer; each question is a request of its own, since middleware changes requests.
+    """Asks until there is an answer.
 
     Args:
-        make_request: Makes one for a deadline on `time.monotonic`'s clock, with a token: all have the same one.
-        ask: One call of the hook.
+        request: The question, changed from one time to the next. Its token stays.
+        ask: One call of the hook, which leaves the request as it is.
         timeout_s: How long to wait, in seconds.
         pacer: Shared by all who wait on this client.
         closed: Set when the client is closed.
@@ -37,51 +37,36 @@ def wait_for_claim(
         ClaimTimeoutError: Says what keeps the samples back.
         ClientClosedError: The client was closed.
     """
-    token = new_id()
-    try:
-        return _ask_until_answered(make_request, token, ask, timeout_s, pacer, closed)
-    finally:
-        pacer.leave(token)
-
-
-def _ask_until_answered(
-    make_request: Callable[[float, str], ClaimRequest],
-    token: str,
-    ask: Callable[[ClaimRequest], Claim],
-    timeout_s: float,
-    pacer: Pacer,
-    closed: threading.Event,
-) -> Claim:
     start = time.monotonic()
     give_up = start + timeout_s
     pause_s = 0.0
-    version: str | None = None
-    while True:
-        now = time.monotonic()
-        request = make_request(max(give_up, now + _LAST_ASK_S), token)
-        request.since = version
-        explain = request.explain = give_up - now <= pause_s
-        batch_size, required = request.batch_size, list(request.required_fields)
-        claim = ask(request)
-        version = claim.version
-        if claim.sample_ids or claim.exhausted:
-            return claim
-        now = time.monotonic()
-        if explain and now >= give_up:
-            where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
-            raise ClaimTimeoutError(
-                f"{where} timed out after {timeout_s:g} s: {claim.num_ready} of {batch_size} samples were ready with "
-                f"{preview(required)}. {describe_shortfall(claim.shortfall)}",
-                num_ready=claim.num_ready,
-                shortfall=claim.shortfall,
-            )
-        pause_s = max(backoff_s(now - start), claim.ask_again_s, pacer.pause_s(token))
-        pause_s = min(pause_s, LONGEST_PAUSE_S)
-        if closed.wait(max(0.0, min(pause_s, give_up - now))):
-            raise ClientClosedError("the client was closed while a claim waited.")
+    try:
+        while True:
+            now = time.monotonic()
+            request.deadline = max(give_up, now + _LAST_ASK_S)
+            request.explain = give_up - now <= pause_s
+            claim = ask(request)
+            if claim.sample_ids or claim.exhausted:
+                return claim
+            request.since = claim.version
+            now = time.monotonic()
+            if request.explain and now >= give_up:
+                where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
+                raise ClaimTimeoutError(
+                    f"{where} timed out after {timeout_s:g} s: {claim.num_ready} of {request.batch_size} samples were "
+                    f"ready with {preview(request.required_fields)}. {_describe(claim.shortfall)}",
+                    num_ready=claim.num_ready,
+                    shortfall=claim.shortfall,
+                )
+            pause_s = max(backoff_s(now - start), claim.ask_again_s, pacer.pause_s(request.token))
+            pause_s = min(pause_s, LONGEST_PAUSE_S)
+            if closed.wait(max(0.0, min(pause_s, give_up - now))):
+                raise ClientClosedError("the client was closed while a claim waited.")
+    finally:
+        pacer.leave(request.token)
 
 
-def describe_shortfall(shortfall: Shortfall | None) -> str:
+def _describe(shortfall: Shortfall | None) -> str:
     """What keeps samples back, as sentences."""
     told: list[str] = []
     if shortfall is not None:

@@ -19,7 +19,8 @@ from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.errors import PluginSignatureError, UnsupportedOperationError
 from dataplane_core.journal import Journal
 from dataplane_core.journal_shortening import Shortener
-from dataplane_core.ledger_backend import LEDGER_CAPABILITIES, LedgerService, RefsGoneError
+from dataplane_core.ledger_backend import LEDGER_CAPABILITIES, RefsGoneError
+from dataplane_core.ledger_service import LedgerService
 from dataplane_core.row_store import RowStoreBackend
 
 __all__ = ["BlobStore"]

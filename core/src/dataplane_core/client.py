@@ -3,16 +3,11 @@ that are the same for every backend."""
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-import pluggy
 from tensordict import TensorDict, TensorDictBase
 
 from dataplane_core._checks import (
@@ -25,17 +20,12 @@ from dataplane_core._checks import (
     check_seconds,
     strings_of,
 )
-from dataplane_core._forks import fork_hint, open_clients
-from dataplane_core._pacing import Pacer
+from dataplane_core._connection import Connection
 from dataplane_core._waiting import wait_for_claim
-from dataplane_core.backend import Backend
-from dataplane_core.capabilities import Capability, Scope, WireFormat
+from dataplane_core.capabilities import Capability
 from dataplane_core.codec.wire import lower, raise_columns, take_rows
-from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import (
     BackendError,
-    ClientClosedError,
-    DataPlaneError,
     InvalidRequestError,
     InvalidTypeError,
     StalePartitionError,
@@ -62,126 +52,20 @@ from dataplane_core.hookspecs import (
     SampleList,
     SettleReply,
     WireBatch,
-    new_id,
 )
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.middleware import MiddlewareContext
 from dataplane_core.tags import TagFilter, TagValue, check_tag_filter, check_tags, lengths_of
 
 __all__ = ["DataPlaneClient"]
 
-_R = TypeVar("_R")
 
-
-class DataPlaneClient:
+class DataPlaneClient(Connection):
     """One process's door to a store; made by `dataplane_core.connect`, closed by `close` or as a context manager.
 
     May be used from several threads; not pickled, and not used after a fork. Every method blocks until it is done or
     until ``op_timeout_s`` of the config has passed (a blocking claim: its own ``timeout_s``). Errors derive from
     `DataPlaneError`.
     """
-
-    def __init__(self) -> None:
-        raise UnsupportedOperationError(
-            "DataPlaneClient is not constructed directly.", hint="Use dataplane_core.connect(config)."
-        )
-
-    @classmethod
-    def _open(
-        cls,
-        *,
-        config: DataPlaneConfig,
-        backend: Backend,
-        manager: pluggy.PluginManager,
-        middleware: Sequence[Any],
-        context: MiddlewareContext,
-        bootstrap: bool,
-        deadline: float,
-    ) -> DataPlaneClient:
-        client = object.__new__(cls)
-        client._config = config
-        client._backend = backend
-        client._hooks = manager.hook
-        client._wire = type(backend).wire
-        client._capabilities = type(backend).capabilities
-        client._middleware = []
-        client._infos = {}
-        client._closed = False
-        client._bootstrapped = bootstrap
-        client._pid = os.getpid()
-        client._in_flight = 0
-        client._state = threading.Condition(threading.Lock())
-        client._close_lock = threading.Lock()
-        client._closing = threading.Event()
-        client._pacer = Pacer()
-        try:
-            backend.start(bootstrap=bootstrap, deadline=deadline)
-            for plugin in middleware:
-                if hasattr(plugin, "start"):
-                    plugin.start(context)
-                client._middleware.append(plugin)
-        except BaseException as error:
-            client._closed = True
-            client._stop_all(suppress=True)
-            if isinstance(error, DataPlaneError):
-                error.backend = error.backend or config.backend
-                raise
-            if isinstance(error, Exception):
-                raise BackendError(
-                    f"connect failed while starting the backend: {type(error).__name__}: {error}",
-                    backend=config.backend,
-                ) from error
-            raise
-        open_clients.add(client)
-        return client
-
-    _config: DataPlaneConfig
-    _backend: Backend
-    _hooks: Any
-    _wire: WireFormat
-    _capabilities: frozenset[Capability]
-    _middleware: list[Any]
-    _infos: dict[str, PartitionInfo]
-    _closed: bool  # guarded by _state
-    _bootstrapped: bool
-    _pid: int
-    _in_flight: int
-    _state: threading.Condition
-    _close_lock: threading.Lock
-    _closing: threading.Event  # wakes those who wait
-    _pacer: Pacer
-
-    # --- what it is ---------------------------------------------------------------------------------------------------
-
-    @property
-    def backend_name(self) -> str:
-        """Entry-point name of the backend."""
-        return self._config.backend
-
-    @property
-    def capabilities(self) -> frozenset[Capability]:
-        """What the backend declares."""
-        return self._capabilities
-
-    @property
-    def scope(self) -> Scope:
-        """How far apart clients of this store may be."""
-        return type(self._backend).scope
-
-    @property
-    def bootstrapped(self) -> bool:
-        """Whether this client started what the backend needs, and ends it on close; else it attached."""
-        return self._bootstrapped
-
-    @property
-    def config(self) -> DataPlaneConfig:
-        """The config that this client was connected with."""
-        return self._config
-
-    @property
-    def middleware(self) -> tuple[Any, ...]:
-        """The middleware objects around the backend, outermost first."""
-        return tuple(self._middleware)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -282,18 +166,14 @@ class DataPlaneClient:
             columns, specs = ({}, {}) if fields is None else self._lower(where, fields, len(ids))
             if not columns and rows is None:
                 raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
-            deadline = self._deadline()
-
-            def request() -> PutRequest:
-                return PutRequest(
-                    partition_id=partition_id,
-                    sample_ids=list(ids),
-                    columns={name: list(each) if isinstance(each, list) else each for name, each in columns.items()},
-                    specs=dict(specs),
-                    tags=None if rows is None else [dict(row) for row in rows],
-                    deadline=deadline,
-                )
-
+            request = PutRequest(
+                partition_id=partition_id,
+                sample_ids=ids,
+                columns=columns,
+                specs=specs,
+                tags=rows,
+                deadline=self._deadline(),
+            )
             self._put(where, request, fields)
             return KVBatchMeta(
                 partition_id,
@@ -422,24 +302,20 @@ class DataPlaneClient:
             condition = check_tag_filter(tag_filter)
             if condition is not None:
                 self._require(Capability.TAG_FILTERS, "claim_meta(tag_filter=...)")
-
-            def request(deadline: float, token: str) -> ClaimRequest:
-                return ClaimRequest(
-                    partition_id=partition_id,
-                    task_name=task_name,
-                    required_fields=list(names),
-                    batch_size=batch_size,
-                    all_or_nothing=blocking,
-                    lease_s=lease_s,
-                    tag_filter=None if condition is None else dict(condition),
-                    token=token,
-                    deadline=min(self._deadline(), deadline),
-                )
-
+            request = ClaimRequest(
+                partition_id=partition_id,
+                task_name=task_name,
+                required_fields=names,
+                batch_size=batch_size,
+                all_or_nothing=blocking,
+                lease_s=lease_s,
+                tag_filter=condition,
+                deadline=float("inf"),
+            )
             if blocking:
-                claim = wait_for_claim(request, self._claim_once, timeout_s, self._pacer, self._closing)
+                claim = wait_for_claim(request, self._claim, timeout_s, self._pacer, self._closing)
             else:
-                claim = self._claim_once(request(float("inf"), new_id()))
+                claim = self._claim(request)
             tags = [dict(row) for row in claim.tags]
             return KVBatchMeta(
                 partition_id,
@@ -517,92 +393,7 @@ class DataPlaneClient:
             check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(tags))
             return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(tags), tags=tags)
 
-    def close(self) -> None:
-        """Waits for running operations (up to ``op_timeout_s``), then disconnects. Idempotent.
-
-        A client that bootstrapped its backend ends what it started; an attached one leaves it running.
-        """
-        if self._pid != os.getpid():
-            return  # a forked child owns none of it
-        with self._close_lock:
-            if self._closed:
-                return
-            with self._state:
-                self._closed = True
-                self._closing.set()
-                self._state.wait_for(lambda: self._in_flight == 0, timeout=self._config.op_timeout_s)
-            open_clients.discard(self)
-            self._stop_all(suppress=False)
-
-    def __enter__(self) -> DataPlaneClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise InvalidTypeError(
-            "a DataPlaneClient cannot be pickled.",
-            backend=self.backend_name,
-            hint="Ship its config, and call connect(config, bootstrap=False) in the other process.",
-        )
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "open"
-        return f"<DataPlaneClient backend={self.backend_name!r} {state}>"
-
     # --- how it is done -----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _operation(self) -> Iterator[None]:
-        if self._pid != os.getpid():
-            raise ClientClosedError(
-                f"this client was opened in process {self._pid} and is used in its fork {os.getpid()}.",
-                backend=self.backend_name,
-                hint=fork_hint(type(self._backend)),
-            )
-        with self._state:
-            if self._closed:
-                raise ClientClosedError("the client is closed.", backend=self.backend_name)
-            self._in_flight += 1
-        try:
-            yield
-        except DataPlaneError as error:
-            error.backend = error.backend or self.backend_name
-            raise
-        finally:
-            with self._state:
-                self._in_flight -= 1
-                if self._in_flight == 0:
-                    self._state.notify_all()
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._config.op_timeout_s
-
-    def _require(self, capability: Capability, what: str) -> None:
-        if capability not in self._capabilities:
-            raise UnsupportedOperationError(
-                f"{what} refused: backend '{self.backend_name}' does not declare '{capability}'.",
-                hint=f"It declares: {', '.join(sorted(self._capabilities)) or 'nothing'}.",
-            )
-
-    def _call(self, operation: str, request: Any, reply_type: type[_R]) -> _R:
-        hook: Callable[..., Any] = getattr(self._hooks, operation)
-        try:
-            reply = hook(request=request)
-        except DataPlaneError:
-            raise
-        except Exception as error:
-            raise BackendError(
-                f"{operation} failed inside the backend or its middleware: {type(error).__name__}: {error}",
-            ) from error
-        if not isinstance(reply, reply_type):
-            raise BackendError(
-                f"{operation}: the backend returned {type(reply).__name__}. Expected {reply_type.__name__}."
-            )
-        return reply
 
     def _lower(self, where: str, fields: Any, num_samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
         if not isinstance(fields, (TensorDictBase, Mapping)):
@@ -622,9 +413,7 @@ class DataPlaneClient:
             allow_pickle=self._config.allow_pickle,
         )
 
-    def _put(self, where: str, make_request: Callable[[], PutRequest], fields: Any) -> None:
-        """Commits a put; each attempt is a request of its own, since middleware changes those that it is given."""
-        request = make_request()
+    def _put(self, where: str, request: PutRequest, fields: Any) -> None:
         words = {
             name: strings
             for name, spec in request.specs.items()
@@ -635,7 +424,6 @@ class DataPlaneClient:
             return
         # only strings can break an enum; the vocabulary belongs to one registration, so the put is tied to it
         for attempt in (0, 1):
-            request = make_request()
             info = self._infos.get(request.partition_id)
             if info is None or attempt:
                 info = self._infos[request.partition_id] = self._describe(request)
@@ -651,19 +439,33 @@ class DataPlaneClient:
                     raise
 
     def _commit(self, where: str, request: PutRequest) -> None:
-        reply = self._call("put_samples", request, PutReply)
+        """Calls the hook with a copy, since middleware changes the requests that it is given."""
+        copied = replace(
+            request,
+            sample_ids=list(request.sample_ids),
+            columns={name: list(each) if isinstance(each, list) else each for name, each in request.columns.items()},
+            specs=dict(request.specs),
+            tags=None if request.tags is None else [dict(row) for row in request.tags],
+        )
+        reply = self._call("put_samples", copied, PutReply)
         check_counts(where, len(request.sample_ids), rows=reply.num_samples)
 
     def _describe(self, request: PutRequest) -> PartitionInfo:
         describe = DescribeRequest(partition_id=request.partition_id, deadline=request.deadline)
         return self._call("describe_partition", describe, PartitionInfo)
 
-    def _claim_once(self, request: ClaimRequest) -> Claim:
-        leased = request.lease_s is not None  # as asked: middleware may change the request
-        claim = self._call("claim", request, Claim)
+    def _claim(self, request: ClaimRequest) -> Claim:
+        """Calls the hook with a copy, since middleware changes the requests that it is given."""
+        copied = replace(
+            request,
+            required_fields=list(request.required_fields),
+            tag_filter=None if request.tag_filter is None else dict(request.tag_filter),
+            deadline=min(self._deadline(), request.deadline),
+        )
+        claim = self._call("claim", copied, Claim)
         where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
         counts = {"tags": len(claim.tags)}
-        if leased or claim.lease_tokens is not None:
+        if request.lease_s is not None or claim.lease_tokens is not None:
             counts["lease tokens"] = len(claim.lease_tokens or ())
         check_counts(where, len(claim.sample_ids), **counts)
         return claim
@@ -690,16 +492,3 @@ class DataPlaneClient:
             )
             reply = self._call(operation, request, SettleReply)
             check_counts(f"{operation}('{meta.partition_id}')", len(tokens), rows=reply.num_samples)
-
-    def _stop_all(self, *, suppress: bool) -> None:
-        errors: list[Exception] = []
-        for stoppable in [*self._middleware, self._backend]:
-            try:
-                if hasattr(stoppable, "stop"):
-                    stoppable.stop()
-            except Exception as error:  # the others must still be stopped; raised below
-                errors.append(error)
-        if errors and not suppress:
-            raise BackendError(
-                f"close: {type(errors[0]).__name__}: {errors[0]}", backend=self.backend_name
-            ) from errors[0]

@@ -62,7 +62,7 @@ def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         except OSError as error:
             message = f"{label} cannot be read: {error.strerror or error}."
-            raise ConfigError(message, hint=_what_it_is(str(source))) from error
+            raise ConfigError(message, hint=_config_hint(str(source))) from error
         except (yaml.YAMLError, ValueError) as error:
             raise ConfigError(f"{label} is not valid YAML: {yaml_problem(error)}.") from None
     elif type(source).__module__.partition(".")[0] == "omegaconf":
@@ -71,17 +71,17 @@ def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[
         values = OmegaConf.to_container(source, resolve=True)
     if not isinstance(values, Mapping):
         message = f"{label} must be a mapping with the key 'backend', got {type(values).__name__}."
-        raise ConfigError(message, hint=_what_it_is())
+        raise ConfigError(message, hint=_config_hint())
     try:
         return validate_model(DataPlaneConfig, values, label)
     except ConfigError as error:
         if "backend" not in values:
-            error.hint = _what_it_is()
+            error.hint = _config_hint()
         raise
 
 
-def _what_it_is(given: str = "") -> str:
-    """What a config is and which backends there are, for one who gave something else."""
+def _config_hint(given: str = "") -> str:
+    """The hint for one who gave no config: what it is, and which backends are installed."""
     installed = list(dict.fromkeys(record.name for record in find_plugins()))
     meant = nearest(given, installed) or ("noop" if "noop" in installed else next(iter(installed), "noop"))
     return (

@@ -335,7 +335,7 @@ class CapacityExceededError(DataPlaneError, RuntimeError):
     """The store is full and the configuration says to raise, or the batch can never fit.
 
     Attributes:
-        ask_again_s: Seconds that a put that waits for room lets pass before it asks again.
+        ask_again_s: Seconds that a waiting put lets pass before it asks again; 0: the store does not say.
     """
 
     default_retryable = True

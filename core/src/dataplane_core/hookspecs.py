@@ -309,8 +309,10 @@ class LeaseHolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
-    """What keeps a claim from more samples: every sample held that the task was not given for good and that is not
-    ready, under the first of these that applies. Each kind is counted in full, and its first few are named.
+    """What keeps a claim from more samples.
+
+    Counts every sample of the partition that is not ready for the task and was not given to it for good, each once,
+    under the first kind that applies. A few of each kind are named.
 
     Attributes:
         num_leased: Samples under a lease of this task.

@@ -33,7 +33,7 @@ from dataplane_core.errors import (
 from dataplane_core.hookspecs import new_id
 from dataplane_core.journal_records import DIGEST_BYTES, OPS, VERSION, Record
 from dataplane_core.ledger import Ledger
-from dataplane_core.ledger_backend import LedgerService
+from dataplane_core.ledger_service import LedgerService
 from dataplane_core.ledger_state import StateReader, to_state
 from dataplane_core.snapshot import ChunkGoneError, SnapshotReader, head
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NoReturn
 
-from dataplane_core._partition import Partition, Task
+from dataplane_core._partition import Partition, Question, Task
 from dataplane_core._room import RoomQueue
 from dataplane_core._rows import Ref, Row, group_of
 from dataplane_core.errors import (
@@ -67,6 +67,11 @@ class Located:
 
     parts: list[Part]
     specs: dict[str, FieldSpec]
+
+    @property
+    def refs(self) -> list[Ref]:
+        """What is read, part by part."""
+        return [(part.write_id, position) for part in self.parts for position in part.positions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,17 +512,9 @@ class Ledger:
         now: float,
     ) -> Claim:
         """Hands out ready samples to a task; arguments, order and errors as the hook ``claim`` says."""
+        question = Question(task_name, frozenset(required_fields), batch_size, all_or_nothing, tag_filter)
         return self._partition(partition_id).claim(
-            task_name,
-            required_fields,
-            batch_size,
-            all_or_nothing=all_or_nothing,
-            lease_s=lease_s,
-            tag_filter=tag_filter,
-            explain=explain,
-            token=token,
-            holder=holder,
-            now=now,
+            question, lease_s=lease_s, explain=explain, token=token, holder=holder, now=now
         )
 
     def may_claim(
@@ -536,9 +533,8 @@ class Ledger:
         Raises:
             UnknownPartitionError, UnknownTaskError: Not registered.
         """
-        return self._partition(partition_id).may_claim(
-            task_name, required_fields, batch_size, all_or_nothing=all_or_nothing, tag_filter=tag_filter, now=now
-        )
+        question = Question(task_name, frozenset(required_fields), batch_size, all_or_nothing, tag_filter)
+        return self._partition(partition_id).may_claim(question, now)
 
     def ack(
         self, partition_id: str, task_name: str, sample_ids: Sequence[str], tokens: Sequence[str], *, now: float

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dataplane_core._pacing import backoff_s
+from dataplane_core._pacing import LEAST_ROOM_PAUSE_S, backoff_s
 from dataplane_core.backend import Backend
 from dataplane_core.capabilities import OPERATIONS, Capability
 from dataplane_core.codec.sizes import row_nbytes
@@ -58,9 +58,8 @@ from dataplane_core.hookspecs import (
     new_id,
 )
 from dataplane_core.ledger import Located, Ref
-from dataplane_core.ledger_service import LedgerService
 
-__all__ = ["LEDGER_CAPABILITIES", "CapacityOptions", "LedgerBackend", "LedgerService", "RefsGoneError"]
+__all__ = ["LEDGER_CAPABILITIES", "CapacityOptions", "LedgerBackend", "RefsGoneError"]
 
 #: What the ledger and the order of storing, committing and deleting give to every backend on top of them.
 LEDGER_CAPABILITIES: Final[frozenset[Capability]] = OPERATIONS | {Capability.FENCED, Capability.ATOMIC_OVERWRITE}
@@ -71,8 +70,6 @@ _ABANDON_GRACE_S: Final = 30.0
 _UNDO_S: Final = 5.0
 #: Seconds of its own that a later call gives to that, and that a put which gives up gives to leaving the queue.
 _LATE_UNDO_S: Final = 1.0
-#: Seconds between two tries of a put that waits for room, at least.
-_FULL_POLL_S: Final = 0.01
 #: Seconds between two calls in which a put says that it still waits.
 _STILL_WAITS_S: Final = 15.0
 #: What `Ledger.begin_put` raises: nothing is reserved then. After another error it may be.
@@ -223,7 +220,7 @@ class LedgerBackend(Backend, ABC):
                 # the ledger lets go of a ref before its payload goes: what it still names after that is lost
                 lost: Iterable[Ref] = gone.intersection(error.refs)
                 if not error.refs and located == before:
-                    lost = self._find_gone(located, request.deadline)
+                    lost = self._find_gone(located.refs, request.deadline)
                 if lost:
                     raise _lost_samples(request, located, lost) from error
                 gone.update(error.refs)
@@ -285,12 +282,12 @@ class LedgerBackend(Backend, ABC):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
-    def _find_gone(self, located: Located, deadline: float) -> Sequence[Ref]:
-        """Which refs of a read are gone, for an engine that does not say it; here: any of them."""
-        return _refs_of(located)
+    def _find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
+        """Which refs of a failed read are gone, where the engine did not say; here all count as gone."""
+        return refs
 
     def _new_write_id(self) -> int | None:
-        """A write id that was never given, or None: the ledger numbers the writes, since it lives and dies with their
+        """A write id drawn at random; None lets the ledger number the writes, where it lives and dies with their
         payload."""
         return secrets.randbits(128)
 
@@ -316,7 +313,7 @@ class LedgerBackend(Backend, ABC):
                     raise
                 now = time.monotonic()
                 left_s = request.deadline - now
-                if left_s <= _FULL_POLL_S:
+                if left_s <= LEAST_ROOM_PAUSE_S:
                     raise OperationTimeoutError(
                         f"put_samples('{request.partition_id}', {len(request.sample_ids)} samples) timed out waiting "
                         f"for room. Nothing was written. {error.message}",
@@ -326,8 +323,8 @@ class LedgerBackend(Backend, ABC):
                     ticket.queued_at = now
                     self._ledger(request.deadline, "wait_for_room", ticket.id, sum(row_bytes), wait_s=left_s)
                 # an engine that is full by itself says nothing of when to ask again
-                pause_s = error.ask_again_s or max(backoff_s(now - start), _FULL_POLL_S)
-                time.sleep(min(pause_s, left_s - _FULL_POLL_S / 2))
+                pause_s = error.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
+                time.sleep(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
 
     def _put(self, request: PutRequest, row_bytes: Sequence[int], ticket: _Ticket | None) -> Sequence[Ref]:
         """One try of a put; what it frees."""
@@ -367,7 +364,7 @@ class LedgerBackend(Backend, ABC):
         """Best effort after a failed put, in the time that it has left; else the next call goes on with it.
 
         A put whose commit went through although its reply was lost stays: the ledger then frees nothing. What nobody
-        undoes, the ledger gives up on its own and hands to a clear.
+        undoes, the ledger gives up on its own, and a later clear collects it.
         """
         deadline = min(deadline, time.monotonic() + _UNDO_S)
         if time.monotonic() < deadline:
@@ -400,10 +397,6 @@ class LedgerBackend(Backend, ABC):
             *extra,
         )
         return SettleReply(num_samples=len(request.sample_ids))
-
-
-def _refs_of(located: Located) -> list[Ref]:
-    return [(part.write_id, position) for part in located.parts for position in part.positions]
 
 
 def _lost_samples(request: GetRequest, located: Located, lost: Iterable[Ref]) -> LostSamplesError:

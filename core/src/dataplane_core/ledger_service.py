@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from dataplane_core._pacing import LONGEST_PAUSE_S, Pacer
+from dataplane_core._pacing import LEAST_ROOM_PAUSE_S, Pacer
 from dataplane_core.errors import CapacityExceededError
 from dataplane_core.hookspecs import Claim, PartitionInfo, SampleList, Shortfall
 from dataplane_core.ledger import Due, Ledger, Located, Ref
@@ -17,8 +17,7 @@ from dataplane_core.tags import TagValue
 
 __all__ = ["LedgerService"]
 
-#: Seconds between two questions of a put that waits for room, at least, and of the first in the queue.
-_LEAST_PAUSE_S: Final = 0.01
+#: Seconds between two questions of the put that is the first in the queue for room.
 _FIRST_IN_QUEUE_S: Final = 0.06
 #: How many at the head of the queue ask more often than the others, each half as often as the one before it.
 _NUM_HEAD: Final = 4
@@ -104,7 +103,7 @@ class LedgerService:
             if ticket is not None and error.retryable:
                 place = self._ledger.place_in_queue(ticket)
                 pause_s = _FIRST_IN_QUEUE_S * 2**place if place < _NUM_HEAD else self._pacer.pause_s(ticket)
-                error.ask_again_s = min(max(pause_s, _LEAST_PAUSE_S), LONGEST_PAUSE_S)
+                error.ask_again_s = max(pause_s, LEAST_ROOM_PAUSE_S)
             raise
 
     def _do_commit_put(self, write_id: int) -> list[Ref]:
@@ -132,13 +131,11 @@ class LedgerService:
         required_fields: Sequence[str],
         batch_size: int,
         *,
-        all_or_nothing: bool,
         explain: bool,
-        tag_filter: Mapping[str, tuple[str, Any]] | None,
         token: str,
         **options: Any,
     ) -> Claim:
-        question = (partition_id, task_name, tuple(required_fields), repr(tag_filter))
+        question = (partition_id, task_name, tuple(required_fields), repr(options["tag_filter"]))
         told = self._explained.get(question) if explain else None
         start = time.thread_time()
         self._pacer.leave(token)
@@ -147,12 +144,10 @@ class LedgerService:
             task_name,
             required_fields,
             batch_size,
-            all_or_nothing=all_or_nothing,
-            token=token,
             explain=explain and (told is None or told.stale_at <= time.monotonic()),
-            tag_filter=tag_filter,
-            **options,
+            token=token,
             now=self._clock(),
+            **options,
         )
         if claim.sample_ids or claim.exhausted:
             return claim
@@ -164,7 +159,9 @@ class LedgerService:
             self._explained[question] = _Explained(claim.shortfall, stale_at)
         elif told is not None:
             claim = replace(claim, shortfall=told.shortfall)
-        if not all_or_nothing or explain:  # nobody waits, or not much longer: no slot is kept for the next question
+        if (
+            not options["all_or_nothing"] or explain
+        ):  # nobody waits, or not much longer: no slot is kept for the next question
             return claim
         return replace(claim, ask_again_s=self._pacer.pause_s(token))
 

@@ -27,7 +27,7 @@ from dataplane_core.hookspecs import PartitionInfo
 from dataplane_core.journal_records import pack_refs, pack_write_id, unpack_refs, unpack_write_id
 from dataplane_core.ledger import Ledger, Pending, Write
 
-__all__ = ["StateReader", "from_state", "to_state"]
+__all__ = ["StateReader", "to_state"]
 
 #: Items in one section, which bounds what lies in memory at once.
 _SECTION_ITEMS: Final = 2_000
@@ -77,20 +77,6 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
         yield {"part": "garbage", "refs": pack_refs(refs)}
 
 
-def from_state(sections: Iterable[Mapping[str, Any]], now: float, *, self_expiring: bool = True) -> Ledger:
-    """A ledger in the state that `to_state` told.
-
-    Args:
-        sections: What `to_state` gave.
-        now: The time; what was left of leases and of unfinished puts is left from now on.
-        self_expiring: As for `Ledger`.
-    """
-    reader = StateReader(self_expiring=self_expiring)
-    for section in sections:
-        reader.take(section, now)
-    return reader.ledger
-
-
 class StateReader:
     """Takes the sections that `to_state` told, one after another.
 
@@ -108,7 +94,7 @@ class StateReader:
         self._partition: Partition | None = None
 
     def take(self, section: Mapping[str, Any], now: float) -> None:
-        """Takes the next section; ``now`` as for `from_state`."""
+        """Takes the next section; what was left of leases and of unfinished puts is left from ``now`` on."""
         ledger, partition, part = self.ledger, self._partition, section["part"]
         if part == "ledger":
             ledger._next_write = section["next_write"]

@@ -1,4 +1,4 @@
-"""A server that a backend starts for itself: ended by process id, and by kernel and watcher after a killed owner."""
+"""A server that a backend starts for itself: ended by its id, or by kernel and watcher when its owner is killed."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class OwnedProcess:
 
     It runs in a session of its own: an interrupt of the trainer must not reach a store before the store's clients. It
     ends when this process is killed, in two ways: on Linux the kernel ends it, whatever else is killed at the same
-    time; and a shell waits for this process's end of a pipe to close, ends it and removes what it leaves. Where the
-    watcher is killed too, that stays for the next owner to remove.
+    time; and a shell, the watcher, waits for this process's end of a pipe to close, ends it and removes what it leaves.
+    Where the watcher is killed too, the next owner has to remove it.
 
     Args:
         command: The program and its arguments.

@@ -145,24 +145,24 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
 class _OtherWasFaster(Exception):
     """Another process is about to finish bootstrapping, and can be attached to soon."""
 
-    def __init__(self, nothing: BackendUnavailableError) -> None:
+    def __init__(self, not_found: BackendUnavailableError) -> None:
         super().__init__()
-        self.nothing = nothing
+        self.not_found = not_found
 
 
 def _attach_or_bootstrap(open_client: Callable[..., DataPlaneClient]) -> DataPlaneClient:
     """One try of each."""
     try:
         return open_client(False)
-    except BackendUnavailableError as nothing:
-        if not nothing.retryable:
+    except BackendUnavailableError as not_found:
+        if not not_found.retryable:
             raise
         try:
             return open_client(True, exclusive=True)
         except AlreadyRunningError as faster:
             if not faster.retryable:
                 raise
-            raise _OtherWasFaster(nothing) from faster
+            raise _OtherWasFaster(not_found) from faster
 
 
 def _until(give_up: float, deadline: float, open_client: Callable[[], DataPlaneClient]) -> DataPlaneClient:
@@ -170,30 +170,30 @@ def _until(give_up: float, deadline: float, open_client: Callable[[], DataPlaneC
 
     Args:
         give_up: On `time.monotonic`'s clock, in seconds.
-        deadline: The same, for one that knows that another process is about to finish bootstrapping.
+        deadline: The same, once another process is known to be about to finish bootstrapping.
         open_client: One try.
     """
     was_faster = False
     pause_s = _AGAIN_FIRST_S
-    nothing: BackendUnavailableError | None = None
+    not_found: BackendUnavailableError | None = None
     while True:
         try:
             return open_client()
         except BackendUnavailableError as error:
-            nothing = error
+            not_found = error
             if not error.retryable or time.monotonic() + pause_s >= give_up:
                 raise
         except _OtherWasFaster as error:
-            nothing = error.nothing
+            not_found = error.not_found
             if not was_faster:
                 was_faster = True
                 give_up = min(deadline, max(give_up, time.monotonic() + _FASTER_S))
             if time.monotonic() + pause_s >= give_up:
-                raise nothing from (nothing.__cause__ or error.__cause__)
+                raise not_found from (not_found.__cause__ or error.__cause__)
         except OperationTimeoutError as error:
-            if nothing is None or time.monotonic() < give_up:
+            if not_found is None or time.monotonic() < give_up:
                 raise
-            raise nothing from error  # the last try was cut short, so it says less
+            raise not_found from error  # the last try was cut short, so it says less
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _AGAIN_MOST_S)
 
@@ -219,7 +219,7 @@ def _middleware(item: Any) -> Any:
 
 
 def _validated(model: type[_M], options: Mapping[str, Any], label: str) -> _M:
-    """Options, checked; keys of the config itself among them are told where they belong."""
+    """Options, checked; for keys of the config itself the error says where they belong."""
     misplaced = [key for key in options if key in DataPlaneConfig.model_fields and key not in model.model_fields]
     if misplaced:
         names = ", ".join(f"'{key}'" for key in misplaced)

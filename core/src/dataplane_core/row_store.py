@@ -53,7 +53,7 @@ class RowStoreBackend(LedgerBackend):
         self._put_rows(range(write_id, write_id + num_samples), buffer, offsets, deadline)
 
     def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
-        refs = [(part.write_id, position) for part in located.parts for position in part.positions]
+        refs = located.refs
         try:
             found = self._get_rows([write_id + position for write_id, position in refs], deadline)
         except RefsGoneError as error:
@@ -76,12 +76,8 @@ class RowStoreBackend(LedgerBackend):
                     column[position] = frames[slot]
         return dict(columns)
 
-    def _find_gone(self, located: Located, deadline: float) -> Sequence[Ref]:
-        refs = [(part.write_id, position) for part in located.parts for position in part.positions]
-        return self._narrow_down(refs, deadline)
-
-    def _narrow_down(self, refs: list[Ref], deadline: float) -> list[Ref]:
-        """Those that are gone, found by reading halves; what there is no time for counts as gone."""
+    def _find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
+        """Found by reading halves; what there is no time for counts as gone."""
         if time.monotonic() >= deadline:
             return refs
         try:
@@ -90,7 +86,7 @@ class RowStoreBackend(LedgerBackend):
             middle = len(refs) // 2
             if not middle:
                 return refs
-            return self._narrow_down(refs[:middle], deadline) + self._narrow_down(refs[middle:], deadline)
+            return [*self._find_gone(refs[:middle], deadline), *self._find_gone(refs[middle:], deadline)]
         return []
 
     def _delete(self, refs: Sequence[Ref], deadline: float) -> None:

@@ -13,7 +13,7 @@ from dataplane_core.errors import InvalidRequestError, LeaseExpiredError
 from dataplane_core.fields import FieldSpec
 from dataplane_core.hookspecs import new_id
 from dataplane_core.ledger import Ledger
-from dataplane_core.ledger_state import from_state, to_state
+from dataplane_core.ledger_state import StateReader, to_state
 
 FIELDS = ["x", "y"]
 IDS = [f"q{q}_g{g}" for q in range(4) for g in range(3)]
@@ -91,7 +91,10 @@ class LedgerMachine(RuleBasedStateMachine):
         """In another process, whose clock shows another time."""
         saved = [msgpack.packb(section) for section in to_state(self.made, self.now)]
         self.now += seconds
-        self.made = from_state(map(msgpack.unpackb, saved), self.now, self_expiring=self.self_expiring)
+        reader = StateReader(self_expiring=self.self_expiring)
+        for section in saved:
+            reader.take(msgpack.unpackb(section), self.now)
+        self.made = reader.ledger
         self.holds = {key: (token, at + seconds, done) for key, (token, at, done) in self.holds.items()}
 
     def expire(self):

@@ -6,7 +6,7 @@ import pytest
 from dataplane_core.errors import LeaseExpiredError, StalePartitionError
 from dataplane_core.fields import FieldSpec
 from dataplane_core.ledger import Ledger
-from dataplane_core.ledger_state import from_state, to_state
+from dataplane_core.ledger_state import StateReader, to_state
 
 INT = FieldSpec("tensor", "int64", 1)
 LARGE = 1 << 127
@@ -24,7 +24,10 @@ def begin(made, ids, write_id, now=0.0, tags=None):
 
 
 def saved_and_loaded(made, now=0.0, then=0.0):
-    return from_state([msgpack.unpackb(msgpack.packb(each)) for each in to_state(made, now)], then)
+    reader = StateReader()
+    for section in [msgpack.packb(each) for each in to_state(made, now)]:
+        reader.take(msgpack.unpackb(section), then)
+    return reader.ledger
 
 
 def test_an_unfinished_put_commits_after_loading(made):

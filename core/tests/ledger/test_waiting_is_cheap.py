@@ -11,7 +11,7 @@ from dataplane_core.errors import CapacityExceededError
 from dataplane_core.fields import FieldSpec
 from dataplane_core.hookspecs import new_id
 from dataplane_core.ledger import Ledger
-from dataplane_core.ledger_backend import LedgerService
+from dataplane_core.ledger_service import LedgerService
 from dataplane_core.tags import matches
 
 INT = FieldSpec("tensor", "int64", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import ClassVar
 
 import pytest
 
@@ -25,9 +26,9 @@ class Door(BlobStore):
     """A backend of which only the door counts: what an attach finds, try by try, is written down in advance."""
 
     scope = Scope.CLUSTER
-    attach: list[Exception | None] = []  # noqa: RUF012 - each test sets its own
-    bootstrap: Exception | None = None
-    tries: list[tuple[bool, bool, float]] = []  # noqa: RUF012
+    attach: ClassVar[list[Exception | None]] = []  # each test sets its own
+    bootstrap: ClassVar[Exception | None] = None
+    tries: ClassVar[list[tuple[bool, bool, float]]] = []
 
     def start(self, *, bootstrap, deadline):
         self.tries.append((bootstrap, self.exclusive, self.attach_wait_s))

@@ -109,9 +109,9 @@ def _run(
     reports: list[Report] = []
 
     class Collector:
-        """Has progress told, and takes the reports out of the session that ends.
+        """Shows progress, and takes the reports out of the session when it ends.
 
-        What has assertions is imported where pytest is ready to rewrite them.
+        Modules with assertions are imported only once pytest can rewrite these.
         """
 
         @pytest.hookimpl(tryfirst=True)

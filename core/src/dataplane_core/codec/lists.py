@@ -1,7 +1,7 @@
 """Lists as columns: the one place that decides what a list becomes, whichever call writes it.
 
-A list of numbers is a tensor column, whatever its rows' lengths; any other list is one object per row. Where a list
-nearly is one of numbers, what is meant is asked for, not guessed.
+A list of numbers is a tensor column, whatever its rows' lengths; any other list is one object per row. A list that is
+nearly one of numbers is refused, since what is meant would be a guess.
 
 Shape legend: ``N`` rows, ``L`` a row's own length.
 """

@@ -24,7 +24,8 @@ from dataplane_core.errors import (
     StalePartitionError,
 )
 from dataplane_core.hookspecs import Claim, PutReply, SettleReply
-from dataplane_core.ledger_backend import CapacityOptions, LedgerService, RefsGoneError
+from dataplane_core.ledger_backend import CapacityOptions, RefsGoneError
+from dataplane_core.ledger_service import LedgerService
 from dataplane_core.row_store import RowStoreBackend
 
 _KEY = b"a toy"

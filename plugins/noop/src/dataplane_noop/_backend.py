@@ -13,9 +13,9 @@ from dataplane_core.ledger_backend import (
     LEDGER_CAPABILITIES,
     CapacityOptions,
     LedgerBackend,
-    LedgerService,
     RefsGoneError,
 )
+from dataplane_core.ledger_service import LedgerService
 from dataplane_noop._segments import Segment, StoredColumn, merge, to_wire
 
 __all__ = ["NoopBackend"]

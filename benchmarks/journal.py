@@ -113,7 +113,7 @@ def use(cls: type[BlobStore], path: Path, records: int) -> None:
     """Rows come and go; ``ROWS`` of them stay. Ends where the next snapshot is nearly due: the worst time to open."""
     trims = [0, 0]  # the number of the step in which each was
 
-    class Watched(cls):  # type: ignore[misc, valid-type]
+    class Watched(cls):
         def trim(self, before_seq: int) -> None:
             super().trim(before_seq)
             trims.append(number)

@@ -469,3 +469,34 @@ def test_a_snapshot_that_is_too_long_for_one_call_is_loaded_in_several():
             with pytest.raises(OperationTimeoutError, match=f"{num_read} of the {count} blobs"):
                 late._backend._journal.catch_up(0.0)
         assert late.list_samples("p").sample_ids == expected
+
+
+def test_a_slow_client_opens_a_store_that_others_shorten_all_the_time():
+    cls = trimmed()
+    with open_client(cls) as one:
+        one.register_partition("p", ["x"], None, ["t"])
+        one.put_samples([f"kept{i}" for i in range(100)], "p", column(*range(100)))
+        numbers = itertools.count()
+
+        def shortened(steps):
+            before = len(cls.trims)
+            for _ in range(steps):
+                step(one, next(numbers))
+            return len(cls.trims) - before
+
+        assert shortened(80) > 8  # while nobody loads
+        count = Record.from_bytes(cls.journal[min(cls.journal)], 0).fields["chunks"]
+        assert count > 8
+        with open_client(cls, bootstrap=False) as late:
+            calls, opened = 0, False
+            while not opened and calls < 4 * count:
+                calls += 1
+                try:
+                    late._backend._journal.catch_up(0.0)  # loads one chunk
+                    opened = True
+                except OperationTimeoutError:
+                    shortened(4)
+            assert opened
+            assert calls > count
+            assert late.list_samples("p").sample_ids == one.list_samples("p").sample_ids
+        assert shortened(80) > 8

@@ -250,11 +250,6 @@ class Journal:
         """Who this store is."""
         return self._store_id
 
-    @property
-    def next_seq(self) -> int:
-        """The number of the next record."""
-        return self._next_seq
-
     # --- replay -------------------------------------------------------------------------------------------------------
 
     def catch_up(self, deadline: float) -> None:
@@ -426,7 +421,7 @@ class Journal:
             self._forget()
             if isinstance(error, CorruptDataError):
                 self._loading = None
-            if isinstance(error, (ValueError, TypeError, KeyError, IndexError, StopIteration)) and not isinstance(
+            if isinstance(error, (ValueError, TypeError, KeyError, IndexError)) and not isinstance(
                 error, DataPlaneError
             ):
                 raise CorruptDataError(

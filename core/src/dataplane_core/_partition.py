@@ -394,11 +394,11 @@ class Partition:
         view = task.views.get(required)
         if view is None:
             view = task.views[required] = View(required)
-            for row in self.rows.values():
-                if required <= row.cells.keys():
-                    self._count_member(view, row)
-            for unit in self._units():
-                self._offer(view, unit, task_name)
+            if self.info.grpo_group_size is not None:
+                for row in self.rows.values():
+                    if required <= row.cells.keys():
+                        self._count_member(view, row)
+            view.begin(unit for unit in self._units() if self._is_ready(view, unit, task_name))
         return view
 
     def _count_member(self, view: View, row: Row) -> None:
@@ -409,13 +409,14 @@ class Partition:
 
     def _offer(self, view: View, unit: Unit, task_name: str) -> None:
         """Something changed for a unit: adds it to a view, if it is ready now."""
-        if isinstance(unit, Row):
-            is_ready = view.required <= unit.cells.keys() and task_name not in unit.holds
-        else:
-            # members of a group that lost one are not counted, so that it is never ready
-            is_ready = view.ready_members.get(unit.seq, 0) == self._group_size and not unit.num_held.get(task_name)
-        if is_ready:
+        if self._is_ready(view, unit, task_name):
             view.add(unit)
+
+    def _is_ready(self, view: View, unit: Unit, task_name: str) -> bool:
+        if isinstance(unit, Row):
+            return view.required <= unit.cells.keys() and task_name not in unit.holds
+        # members of a group that lost one are not counted, so that it is never ready
+        return view.ready_members.get(unit.seq, 0) == self._group_size and not unit.num_held.get(task_name)
 
     def _units(self) -> Iterable[Unit]:
         return self.rows.values() if self.info.grpo_group_size is None else self.groups.values()

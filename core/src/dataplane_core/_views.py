@@ -34,6 +34,12 @@ class ReadySet:
     def __len__(self) -> int:
         return len(self.units)
 
+    @classmethod
+    def of(cls, units: Iterable[Unit]) -> ReadySet:
+        """A set of these."""
+        by_seq = {unit.seq: unit for unit in units}
+        return cls(by_seq, sorted(by_seq))
+
     def add(self, unit: Unit) -> None:
         """Adds a unit, if it is not in."""
         if unit.seq not in self.units:
@@ -92,6 +98,10 @@ class View:
     first_change: int = 0
     filters: dict[str, _Matching] = field(default_factory=dict)
 
+    def begin(self, units: Iterable[Unit]) -> None:
+        """The units that are ready when the view is made."""
+        self.ready = ReadySet.of(units)
+
     def add(self, unit: Unit) -> None:
         """A unit became ready."""
         self.ready.add(unit)
@@ -123,10 +133,7 @@ class View:
 
     def _catch_up(self, matching: _Matching) -> None:
         if matching.next_change < self.first_change:
-            matching.ready = ReadySet()
-            for unit in self.ready.units.values():
-                if matching.accepts(unit):
-                    matching.ready.add(unit)
+            matching.ready = ReadySet.of(unit for unit in self.ready.units.values() if matching.accepts(unit))
         else:
             changed: Iterable[int] = self.changes[matching.next_change - self.first_change :]
             for seq in dict.fromkeys(changed):

@@ -48,6 +48,8 @@ _ANOTHER_HISTORY: Final = (
     "claim and read again, and write again what is missing."
 )
 _BROKEN: Final = "Restore a whole copy of the store, or begin a new one."
+#: Tries to take a place in the journal for a plan that holds others back; it may go without.
+_HOLD_TRIES: Final = 8
 #: Records that are replayed between two looks at the deadline.
 _CHECK_EVERY: Final = 256
 
@@ -132,6 +134,7 @@ class Journal:
         self._lock = threading.Lock()
         self.clock = time.monotonic
         self._loading: _Loading | None = None  # what a call that ran out of time leaves to the next one
+        self._was_overtaken = False  # a newer snapshot took the place of one that was being loaded
         self._forget()
 
     def _forget(self) -> None:
@@ -247,11 +250,6 @@ class Journal:
         """Who this store is."""
         return self._store_id
 
-    @property
-    def next_seq(self) -> int:
-        """The number of the next record."""
-        return self._next_seq
-
     # --- replay -------------------------------------------------------------------------------------------------------
 
     def catch_up(self, deadline: float) -> None:
@@ -272,7 +270,8 @@ class Journal:
                     newer = self._snapshot_after(record.seq)
                     if newer is None:
                         raise
-                    snapshot = newer
+                    snapshot, self._was_overtaken = newer, True
+        self._was_overtaken = False
 
     def _snapshot_after(self, seq: int) -> tuple[Record, bytes] | None:
         """The next record of a snapshot behind record ``seq``, if there is one."""
@@ -302,6 +301,8 @@ class Journal:
             self._check_next(record)
             self._take(record, data)
             if not self._next_seq % _CHECK_EVERY and time.monotonic() >= deadline:
+                if self._was_overtaken:
+                    self._hold_back(record.seq)
                 raise OperationTimeoutError(
                     f"the journal was replayed up to record {self._next_seq - 1} by the deadline, and goes on. Nothing "
                     "was written.",
@@ -382,8 +383,11 @@ class Journal:
         fields = record.fields
         loading = self._loading
         if loading is None or loading.record != data:
+            self._was_overtaken |= loading is not None
             chunks = SnapshotReader(fields["snapshot"], fields["chunks"], fields["digest"])
             loading = _Loading(data, chunks, StateReader(self_expiring=False))
+        if self._was_overtaken:
+            self._hold_back(record.seq)
         try:
             while loading.chunks.num_read < fields["chunks"]:
                 self._loading = loading  # where this chunk cannot be read in time, the next call goes on with it
@@ -417,13 +421,27 @@ class Journal:
             self._forget()
             if isinstance(error, CorruptDataError):
                 self._loading = None
-            if isinstance(error, (ValueError, TypeError, KeyError, IndexError, StopIteration)) and not isinstance(
+            if isinstance(error, (ValueError, TypeError, KeyError, IndexError)) and not isinstance(
                 error, DataPlaneError
             ):
                 raise CorruptDataError(
                     f"snapshot {fields['snapshot']}, which journal record {record.seq} names, cannot be read: {error}."
                 ) from error
             raise
+
+    def _hold_back(self, seq: int) -> None:
+        """Keeps others from writing another snapshot while this process catches up; it knows of record ``seq``.
+
+        A plan of which nothing more is heard does so until records worth two snapshots have followed, and each call
+        that does not get to the end makes another. So a slow client starves only where that much is written from one of
+        its calls to the next; without it, where records worth one snapshot are written before it has caught up.
+        """
+        prev = b""
+        for _ in range(_HOLD_TRIES):
+            for data in self._store.read(seq):
+                seq, prev = seq + 1, data[:DIGEST_BYTES]
+            if prev and self._store.append(seq, Record(seq, prev, "plan", {"snapshot": new_id()}).to_bytes()):
+                return
 
     def _refuse_history(self, what: str) -> NoReturn:
         self._forget()

@@ -109,7 +109,7 @@ OPS: Final[Mapping[str, Mapping[str, _Kind]]] = {
     # --- of the journal itself
     "begin": {"store": _TEXT},  # record 0: who this store is, at random
     "expire": {"leases": _LIST, "writes": _WRITES},  # leases and unfinished puts whose time is over
-    "plan": {"snapshot": _TEXT},  # somebody begins to write this snapshot
+    "plan": {"snapshot": _TEXT},  # somebody begins to write this snapshot, or keeps others from it
     "snapshot": {  # and has written it: the state after all records before this one
         "store": _TEXT,
         "snapshot": _TEXT,

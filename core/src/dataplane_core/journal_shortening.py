@@ -7,7 +7,8 @@
 
 A crash leaves the journal as it was, or a shorter one. A plan of which nothing is heard is given up after a while, and
 what it left is deleted with a later snapshot. A new snapshot is due when the records since the last one are worth a
-share of it: opening a store costs little more than its state, and each record pays for a bounded part of a snapshot.
+share of it: so opening a store reads its state and that share of records, and the work of snapshots grows with the
+records that are made.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ _log = logging.getLogger(__name__)
 #: A journal is left alone up to this many bytes since its snapshot, and up to this share of the snapshot's size.
 _TAIL_BYTES: Final = 1 << 16
 _TAIL_SHARE: Final = 0.25
-#: Records up to this many bytes stand in the record of a snapshot: others may take its place no more often than that of
-#: any call.
+#: What others recorded while a snapshot was written stands in its record, up to this many bytes; more goes into a chunk
+#: first. Writing a chunk takes time, in which others take the next place in the journal; writing the record alone does
+#: not.
 _RECORDS_BYTES: Final = 1 << 16
-#: A planned snapshot counts as given up when as many records were made since as this many snapshots are due for.
+#: A planned snapshot counts as given up when the records since its plan would be worth this many snapshots.
 _PATIENCE: Final = 2
 
 
@@ -66,8 +68,8 @@ class Shortener:
         self._store = store
         self._until = until
         self._busy = threading.Lock()
-        self._again_at = 0  # size of the tail at which to try again, after a failure,
-        self._failed_behind: tuple[str, int] | None = None  # while this is the newest snapshot
+        self._again_at = 0  # after a failure: the size of the tail at which to try again
+        self._failed_behind: tuple[str, int] | None = None  # the newest snapshot then; behind another, that is void
         self._step = _TAIL_BYTES  # what the tail grows by until then: twice as much after each failure
         self._mine: str | None = None  # the plan of this process, which it no longer writes
 

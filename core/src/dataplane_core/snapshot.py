@@ -21,7 +21,7 @@ import msgpack
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.journal_records import DIGEST_BYTES, VERSION, seal, unseal
 
-__all__ = ["ChunkGoneError", "Chunks", "SnapshotReader", "chunk_key", "head"]
+__all__ = ["ChunkGoneError", "Chunks", "SnapshotReader", "chunk_key", "head", "pack_chunks"]
 
 #: About how large a chunk is; a section that is larger by itself makes a larger one.
 _CHUNK_BYTES: Final = 1 << 20

@@ -24,11 +24,13 @@ class Plain(BlobStore):
 
 
 def journaled():
-    """A class whose instances share one store; its journal lies open as ``journal``, number -> record."""
+    """A class whose instances share one store; its journal lies open as ``journal``, number -> record, and its blobs as
+    ``stored``."""
     blobs, records = {}, {}
 
     class Shared(Plain):
         journal = records
+        stored = blobs
 
         def __init__(self, config):
             super().__init__(config)
@@ -45,9 +47,10 @@ def journaled():
 
 def trimmed():
     """As `journaled`, of a class that can trim; where it did so stands in ``trims``."""
+    trimmed_at = []
 
     class Trimmed(journaled()):
-        trims = []  # noqa: RUF012 - shared by design
+        trims = trimmed_at
 
         @property
         def _first(self):

@@ -212,11 +212,20 @@ def test_a_crash_at_any_moment_leaves_a_store_that_opens_and_nothing_that_stays(
 def copy_of(cls):
     """A store of its own that holds what that of ``cls`` does."""
     other = trimmed()
-    with open_client(cls, bootstrap=False) as one, open_client(other) as two:
-        other.journal.update(cls.journal)
-        other.trims.extend(cls.trims)
-        two._backend.blobs.update(one._backend.blobs)
+    other.journal.update(cls.journal)
+    other.trims.extend(cls.trims)
+    other.stored.update(cls.stored)
     return other
+
+
+def steps_until_it_dies(cls, at, numbers):
+    """Steps of a process that dies at its ``at``-th call of shortening: the rows kept, and those of the last step."""
+    client, kept = open_client(dying(cls, at), bootstrap=False), set()
+    with contextlib.suppress(Died):
+        for number in numbers:
+            step(client, number, keep=1)
+            kept.add(f"s{number}_g0")
+    return kept, {f"s{number}_g{i}" for i in range(4)}
 
 
 def test_crashes_of_two_processes_in_a_row_at_any_moments_leave_a_store_that_opens(monkeypatch):
@@ -228,20 +237,18 @@ def test_crashes_of_two_processes_in_a_row_at_any_moments_leave_a_store_that_ope
         while len(made.trims) < 2:
             step(one, next(numbers), keep=1)
         kept = set(one.list_samples("p").sample_ids)
-    begin, moments = next(numbers), 12
-    for first, second in itertools.product(range(1, moments), repeat=2):
-        cls, expected, under_way = copy_of(made), set(kept), set()
-        for at, some in ((first, range(begin, begin + 12)), (second, range(begin + 12, begin + 24))):
-            client = open_client(dying(cls, at), bootstrap=False)
-            with contextlib.suppress(Died):
-                for number in some:
-                    step(client, number, keep=1)
-                    expected.add(f"s{number}_g0")
-            under_way |= {f"s{number}_g{i}" for i in range(4)}
-        with open_client(cls, bootstrap=False) as late:
-            found = set(late.list_samples("p").sample_ids)
-            assert found - under_way == expected - under_way, (first, second)
-            step(late, 1_000)
+    begin, moments = next(numbers), range(1, 12)
+    for first in moments:
+        crashed = copy_of(made)
+        kept_first, last_first = steps_until_it_dies(crashed, first, range(begin, begin + 12))
+        for second in moments:
+            cls = copy_of(crashed)
+            kept_second, last_second = steps_until_it_dies(cls, second, range(begin + 12, begin + 24))
+            under_way = last_first | last_second
+            with open_client(cls, bootstrap=False) as late:
+                found = set(late.list_samples("p").sample_ids)
+                assert found - under_way == (kept | kept_first | kept_second) - under_way, (first, second)
+                step(late, 1_000)
 
 
 def test_a_snapshot_whose_blobs_are_gone_is_passed_over_where_a_newer_one_stands_behind_it():
@@ -441,13 +448,13 @@ def test_a_snapshot_that_is_too_long_for_one_call_is_loaded_in_several():
         count = Record.from_bytes(cls.journal[min(cls.journal)], 0).fields["chunks"]
     assert count > 3
 
-    class Slow(cls):
-        reads = []  # noqa: RUF012 - of this class alone
+    reads = []
 
+    class Slow(cls):
         def get(self, key):
             if key.startswith("snap"):
-                self.reads.append(key)
-                if len(self.reads) % 3 == 0:
+                reads.append(key)
+                if len(reads) % 3 == 0:
                     raise OperationTimeoutError("the disk is slow")
             return super().get(key)
 
@@ -456,9 +463,40 @@ def test_a_snapshot_that_is_too_long_for_one_call_is_loaded_in_several():
             with contextlib.suppress(OperationTimeoutError):
                 late.list_samples("p")
         assert late.list_samples("p").sample_ids == expected
-        assert len(set(Slow.reads)) == count
+        assert len(set(reads)) == count
     with open_client(cls, bootstrap=False) as late:
         for num_read in range(1, count):
             with pytest.raises(OperationTimeoutError, match=f"{num_read} of the {count} blobs"):
                 late._backend._journal.catch_up(0.0)
         assert late.list_samples("p").sample_ids == expected
+
+
+def test_a_slow_client_opens_a_store_that_others_shorten_all_the_time():
+    cls = trimmed()
+    with open_client(cls) as one:
+        one.register_partition("p", ["x"], None, ["t"])
+        one.put_samples([f"kept{i}" for i in range(100)], "p", column(*range(100)))
+        numbers = itertools.count()
+
+        def shortened(steps):
+            before = len(cls.trims)
+            for _ in range(steps):
+                step(one, next(numbers))
+            return len(cls.trims) - before
+
+        assert shortened(80) > 8  # while nobody loads
+        count = Record.from_bytes(cls.journal[min(cls.journal)], 0).fields["chunks"]
+        assert count > 8
+        with open_client(cls, bootstrap=False) as late:
+            calls, opened = 0, False
+            while not opened and calls < 4 * count:
+                calls += 1
+                try:
+                    late._backend._journal.catch_up(0.0)  # loads one chunk
+                    opened = True
+                except OperationTimeoutError:
+                    shortened(4)
+            assert opened
+            assert calls > count
+            assert late.list_samples("p").sample_ids == one.list_samples("p").sample_ids
+        assert shortened(80) > 8

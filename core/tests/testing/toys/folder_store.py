@@ -437,6 +437,25 @@ class ReadsNothingBelowTheFirst(FolderStore):
         return super().read(from_seq) if from_seq >= self.first() else []
 
 
+@breaks("test_a_journal_is_trimmed_to_the_same_or_a_lower_number_without_a_change")
+class TrimsBack(FolderStore):
+    """trim to a lower number sets back where the journal begins: nothing is there, so read finds none."""
+
+    def trim(self, before_seq):
+        super().trim(before_seq)
+        (self.config.path / "first").write_text(str(before_seq))
+
+
+@breaks("test_a_journal_is_trimmed_to_the_same_or_a_lower_number_without_a_change")
+class TrimsOnlyOnce(FolderStore):
+    """trim to the same number is an error."""
+
+    def trim(self, before_seq):
+        if before_seq == self.first():
+            raise FileNotFoundError(before_seq)
+        super().trim(before_seq)
+
+
 @breaks("test_a_trimmed_place_stays_taken")
 class TakesWhatWasTrimmed(FolderStore):
     """append looks only at the records that are there."""

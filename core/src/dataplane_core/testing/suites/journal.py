@@ -179,16 +179,36 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         do not shift.
         """
         journals, begin, records = _trimmed(store, "trim")
-        for again in range(2):
-            for backend in journals:
-                for start in (0, begin, begin + _TRIMMED - 1, begin + _TRIMMED, begin + _TRIMMED + 5):
-                    expected = records[max(start - begin, _TRIMMED) :]
-                    found = _records(backend, start)
-                    assert found == expected, (
-                        f"read({start}) gave {len(found)} records, {preview(found[:1]) or 'none'} first, after "
-                        f"trim({begin + _TRIMMED}). Expected {len(expected)}, {expected[0]!r} first"
-                    )
-            journals[again].trim(begin + _TRIMMED - 3 * again)  # again, and for less: nothing to do
+        for backend in journals:
+            for start in (0, begin, begin + _TRIMMED - 1, begin + _TRIMMED, begin + _TRIMMED + 5):
+                expected = records[max(start - begin, _TRIMMED) :]
+                found = _records(backend, start)
+                assert found == expected, (
+                    f"read({start}) gave {len(found)} records, {preview(found[:1]) or 'none'} first, after "
+                    f"trim({begin + _TRIMMED}). Expected {len(expected)}, {expected[0]!r} first"
+                )
+
+    def test_a_journal_is_trimmed_to_the_same_or_a_lower_number_without_a_change(self, store: Store) -> None:
+        """Blob store: "Asked again, or for a number below which the journal was trimmed already, it changes nothing."
+
+        Check first: a trim to a lower number does not set back where the journal begins, which `read` and `append` look
+        at; a record that is gone is no error. Two clients may trim at once, and the slower one then asks for less.
+        """
+        journals, begin, records = _trimmed(store, "again")
+        kept, free = records[_TRIMMED:], begin + len(records)
+        for backend in journals:
+            for number in (begin + _TRIMMED, begin + _TRIMMED - 3, 0):
+                told = f"trim({number}) of a journal that begins with record {begin + _TRIMMED}"
+                try:
+                    backend.trim(number)
+                except Exception as error:
+                    pytest.fail(f"{told} raised {error!r}. Expected that it does nothing.")
+                for each in journals:
+                    assert _records(each, 0) == kept, f"{told} changed what read(0) gives"
+                    for place in (begin, begin + _TRIMMED - 1):
+                        assert not each.append(place, b"late"), f"append to place {place} returned True after {told}"
+        assert journals[0].append(free, b"next"), f"append to the next place, {free}, returned False after such trims"
+        assert _records(journals[1], 0) == [*kept, b"next"]
 
     def test_a_trimmed_place_stays_taken(self, store: Store) -> None:
         """Blob store: "False if ``seq`` is or was taken."

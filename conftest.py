@@ -87,7 +87,9 @@ def ray_server() -> Iterator[str]:
     command = [sys.executable, "-c", _KEEPER]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
-        yield keeper.stdout.readline().strip()
+        address = keeper.stdout.readline().strip()
+        assert address, "Ray did not start: it says why on standard error"
+        yield address
 
 
 @pytest.fixture(scope="module")

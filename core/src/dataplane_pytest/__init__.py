@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import pytest
 
@@ -55,10 +55,11 @@ def _kit() -> Any:
     return sys.modules.get("dataplane_core.testing._base")
 
 
-def _is_kit_test(item: pytest.Item) -> bool:
+def _is_kit_test(item: pytest.Item) -> TypeGuard[pytest.Function]:
     kit = _kit()
-    cls = getattr(item, "cls", None)
-    return kit is not None and isinstance(cls, type) and issubclass(cls, kit.Suite) and bool(kit.chapter_of(item.obj))  # type: ignore[attr-defined]
+    if kit is None or not isinstance(item, pytest.Function) or item.cls is None:
+        return False
+    return issubclass(item.cls, kit.Suite) and bool(kit.chapter_of(item.obj))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -76,8 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         record = report.record_of(item)
         item.user_properties.append((_PROPERTY, record))
         item.add_marker(pytest.mark.dataplane(proves=record["proves"], chapter=record["chapter"]))
-        test = getattr(item, "obj", None)
-        limit_s = _kit().limit_of(test) or (None if others_limit else _TIMEOUT_S)
+        limit_s = _kit().limit_of(item.obj) or (None if others_limit else _TIMEOUT_S)
         if timeout and limit_s is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(limit_s))
     unused = report.unused_deviations(mine)
@@ -112,7 +112,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """Prints the rule next to a failure of its test; where nothing was tested yet, no rule was broken."""
     outcome = yield
     if outcome.failed and outcome.when == "call" and _is_kit_test(item):
-        outcome.sections.append(("the rule that it breaks", inspect.getdoc(item.obj) or ""))  # type: ignore[attr-defined]
+        outcome.sections.append(("the rule that it breaks", inspect.getdoc(item.obj) or ""))
     return outcome
 
 

@@ -91,6 +91,16 @@ class TestMine(BackendConformance):
     assert list(_selected(report)) == ["test_get_keeps_the_order_asked_for"]
 
 
+def test_what_an_author_leaves_out_is_not_run(run):
+    body = "class TestMine(BackendConformance):\n    backend_class = NoopBackend\n"
+    _, (report,) = run(body, "-k", "holds_the_objects_put or leaves_nothing_in_the_engine or lost_payload")
+    assert {name: (test["outcome"], test["reason"]) for name, test in _selected(report).items()} == {
+        "test_the_engine_holds_the_objects_put": ("not run", "the author's class supplies no raw_get"),
+        "test_a_refused_put_leaves_nothing_in_the_engine": ("not run", "the author's class supplies no held_bytes"),
+        "test_lost_payload_is_named": ("pass", ""),
+    }
+
+
 def test_one_store_serves_the_class_unless_told_otherwise(run):
     body = """
 class Counts(NoopBackend):

@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,21 +26,17 @@ def pytest_configure(config):
 """
 
 _BODY = """
+from broken_reads import ReordersRows
 from dataplane_core.testing import BackendConformance
-from dataplane_noop import NoopBackend
-
-class Sorts(NoopBackend):
-    def get_samples(self, request):
-        request.sample_ids = sorted(request.sample_ids)
-        return super().get_samples(request)
 
 class TestMine(BackendConformance):
-    backend_class = Sorts
+    backend_class = ReordersRows
 """
 
 
 def test_failures_are_told_at_once_with_their_rule_and_how_long_the_rest_takes(pytester, monkeypatch):
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.syspath_prepend(Path(__file__).parent / "toys")
     pytester.makeconftest(_CONFTEST)
     pytester.makepyfile(_BODY)
     options = ["-q", "-p", "no:cacheprovider", "-W", "error", "--strict-markers", "-o", "console_output_style=classic"]

@@ -19,6 +19,11 @@ def namespace():
     return f"kit-{uuid.uuid4().hex[:8]}"
 
 
+def _ask(backend, *words):
+    """What the server replies to a command of the kit's own."""
+    return backend._link.command("the kit's", time.monotonic() + 30, *words)
+
+
 class TestRedis(BackendConformance):
     backend = "redis_store"
     backend_class = RedisBackend
@@ -34,25 +39,27 @@ class TestRedis(BackendConformance):
         return {**options, "capacity_bytes": 1 << 30}
 
     def raw_get(self, backend, partition_id, sample_id, field):
-        def ask(*words):
-            return backend._link.command("raw_get", time.monotonic() + 5, *words)
+        key, position, place = self._lies_at(backend, partition_id, sample_id, field)
+        (cells,) = split_rows([_ask(backend, b"HGET", key, position)])
+        return bytes(cells[place])
 
+    def lose_payload(self, backend, partition_id, sample_id, field):
+        key, position, _ = self._lies_at(backend, partition_id, sample_id, field)
+        assert _ask(backend, b"HDEL", key, position) == 1
+
+    def _lies_at(self, backend, partition_id, sample_id, field):
+        """The hash of the put that wrote a cell, the row's field in it, and the cell's place in the row."""
         base = backend._base
-        at = base + b":e:" + ask(b"HGET", base + b":p:" + to_bytes(partition_id), b"epoch") + b":"
-        (refs,) = unpack_rows([ask(b"HGET", at + b"r", to_bytes(sample_id))])
-        layouts = [unpack_layout(each) for each in ask(b"LRANGE", at + b"l", b"0", b"-1")]
+        at = base + b":e:" + _ask(backend, b"HGET", base + b":p:" + to_bytes(partition_id), b"epoch") + b":"
+        (refs,) = unpack_rows([_ask(backend, b"HGET", at + b"r", to_bytes(sample_id))])
+        layouts = [unpack_layout(each) for each in _ask(backend, b"LRANGE", at + b"l", b"0", b"-1")]
         write, position, layout, _ = [ref for ref in refs if field in layouts[ref[2]]][-1]
-        (cells,) = split_rows([ask(b"HGET", b"%s:w:%s" % (base, write.hex().encode()), b"%d" % position)])
-        return bytes(cells[layouts[layout].index(field)])
+        return b"%s:w:%s" % (base, write.hex().encode()), b"%d" % position, layouts[layout].index(field)
 
     def held_bytes(self, backend):
         """What the server says its hashes of rows take."""
-
-        def ask(*words):
-            return backend._link.command("held_bytes", time.monotonic() + 30, *words)
-
-        keys = ask(b"KEYS", backend._base + b":w:*")
-        return sum(ask(b"MEMORY", b"USAGE", key, b"SAMPLES", b"0") or 0 for key in keys)
+        keys = _ask(backend, b"KEYS", backend._base + b":w:*")
+        return sum(_ask(backend, b"MEMORY", b"USAGE", key, b"SAMPLES", b"0") or 0 for key in keys)
 
     def restart(self, backend):
         os.kill(backend._server.pid, signal.SIGKILL)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -20,3 +23,23 @@ def test_an_interrupt_is_not_lost_where_the_call_has_just_ended(monkeypatch: pyt
     monkeypatch.setattr(_calls, "_MAX_IDLE", 0)  # its thread ends with it
     with pytest.raises(KeyboardInterrupt):
         _calls.bounded("a call", lambda _: 1, time.monotonic() + 30)
+
+
+def in_threads(number: int) -> list[threading.Thread]:
+    """The threads of these many calls that run at once."""
+    together = threading.Barrier(number)
+
+    def work(_: object) -> threading.Thread:
+        together.wait(60)
+        return threading.current_thread()
+
+    with ThreadPoolExecutor(number) as pool:
+        return list(pool.map(lambda _: _calls.bounded("a call", work, time.monotonic() + 60), range(number)))
+
+
+def test_calls_share_a_few_threads_and_no_more_are_kept(wait_until: Callable[..., None]) -> None:
+    """A thread per call made the process grow: the C library gives each new one another of its heaps."""
+    used = {thread for _ in range(300) for thread in in_threads(1)}
+    assert len(used) <= _calls._MAX_IDLE
+    used |= set(in_threads(4 * _calls._MAX_IDLE))
+    wait_until(lambda: sum(thread.is_alive() for thread in used) <= _calls._MAX_IDLE)

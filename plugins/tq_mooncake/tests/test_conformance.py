@@ -1,7 +1,9 @@
 """tq_mooncake against the contract, on a real Ray and a real master."""
 
 import time
+import urllib.request
 
+import psutil
 import pytest
 
 from dataplane_core.codec.frames import split_rows
@@ -29,6 +31,15 @@ class TestTQMooncake(BackendConformance):
         handle = part.write_id + part.positions[0]
         ((*frames,),) = split_rows(backend._engine.get_rows([handle], deadline=deadline))
         return bytes(frames[part.slots[0]])
+
+    def held_bytes(self, backend):
+        """What the master says is allocated in the segments."""
+        words = psutil.Process(backend._engine._instance.master_pid).cmdline()
+        (port,) = (word.partition("=")[2] for word in words if word.startswith("--metrics_port="))
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+            lines = reply.read().decode().splitlines()
+        (allocated,) = (line.split()[1] for line in lines if line.startswith("master_allocated_bytes "))
+        return int(allocated)
 
     def conflicting_options(self, options):
         return {**options, "num_storage_units": 2}

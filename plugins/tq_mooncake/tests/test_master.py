@@ -10,7 +10,7 @@ import pytest
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_mooncake import _master, machine
-from dataplane_mooncake._master import Master
+from dataplane_mooncake._master import Master, MasterWatch
 
 _OWNER = """
 import time
@@ -92,3 +92,15 @@ def test_a_master_that_does_not_come_up_leaves_nothing(tmp_path, monkeypatch, sc
     with pytest.raises(error, match=said):
         master.start(time.monotonic() + 3)
     assert not any(runs(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+
+
+def test_a_watch_looks_again_after_as_long_as_each_caller_says(monkeypatch):
+    looks = []
+    monkeypatch.setattr(MasterWatch, "_refuses", lambda self: looks.append(self))
+    watch = MasterWatch("instance", "127.0.0.1:1")
+    for every_s, expected in ((1000.0, 1), (1000.0, 1), (0.0, 2), (1000.0, 2)):
+        watch.check(every_s=every_s)
+        assert len(looks) == expected
+    time.sleep(0.02)
+    watch.check(every_s=0.01)
+    assert len(looks) == 3

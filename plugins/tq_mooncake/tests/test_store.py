@@ -129,6 +129,17 @@ def test_memory_is_registered_once_per_process(client, connect, ray_address, mon
     assert len(registered) == 1
 
 
+def test_operations_share_a_few_threads(client, monkeypatch):
+    made, worker = [], _calls._Worker
+    monkeypatch.setattr(_calls, "_Worker", lambda: made.append(worker()) or made[-1])
+    before = psutil.Process().num_threads()
+    for seed in range(100):
+        client.put_samples(ids(4), "p", rows(4, 1000, seed))
+        assert torch.equal(client.get_samples(ids(4), "p", ["x"])["x"], rows(4, 1000, seed)["x"])
+    assert len(made) <= _calls._MAX_IDLE
+    assert psutil.Process().num_threads() - before <= _calls._MAX_IDLE
+
+
 class BreaksOnce:
     """The real engine, but for every third row of the first put and of the first get, whose transfers fail."""
 

@@ -54,6 +54,7 @@ _AUTHORS_NAMES: Final = frozenset(
         "deviations",
         "held_bytes",
         "isolated_options",
+        "lose_payload",
         "most_copies",
         "op_timeout_s",
         "options",
@@ -204,8 +205,10 @@ class Suite:
         """Options that name the running store of ``options`` but would shape it otherwise; None: there are none."""
         return None
 
+    # Without one of these, the tests that need it are not run, and the report says so.
+
     def raw_get(self, backend: Backend, partition_id: str, sample_id: str, field: str) -> Any:
-        """A second way to read one cell, past the backend's own hooks and core's codec.
+        """A second way to read one cell, past the backend's own hooks and core's codec; for the chapter "matrix".
 
         Args:
             backend: The started backend of the kit's client.
@@ -219,18 +222,36 @@ class Suite:
         raise NotImplementedError
 
     def held_bytes(self, backend: Backend) -> int:
-        """Payload bytes that the engine holds now, counted past the backend's own books.
+        """Payload bytes that the engine holds now, counted past the backend's own books; for the chapter "room".
 
         What the engine itself says of what it keeps: the sizes of its keys, files or segments. Its own overhead may be
-        in it. The tests of the chapter "room" compare it before and after.
+        in it. The tests compare it before and after. Of a `BlobStore` the kit finds it out by itself.
 
         Args:
             backend: The started backend of the kit's client.
         """
         raise NotImplementedError
 
+    def lose_payload(self, backend: Backend, partition_id: str, sample_id: str, field: str) -> None:
+        """Deletes the payload of one cell in the engine, and leaves the books as they are; for the chapter "get".
+
+        What was put in one call with the cell, of the same sample, may go with it. Of a `LedgerBackend` the kit can do
+        it by itself.
+
+        Args:
+            backend: The started backend of the kit's client.
+            partition_id: A registered partition.
+            sample_id: A sample that was put.
+            field: A field of it.
+        """
+        raise NotImplementedError
+
     def restart(self, backend: Backend) -> None:
-        """Kills the store's processes (kill -9) and starts them again; for backends that declare ``durable``."""
+        """Kills the store's processes (kill -9) and starts them again; for backends that declare ``durable``.
+
+        Args:
+            backend: The started backend of the kit's client, which goes on after it.
+        """
         raise NotImplementedError
 
     # --- fixtures -----------------------------------------------------------------------------------------------------
@@ -265,6 +286,11 @@ class Suite:
     def all_deviations(cls) -> dict[str, str]:
         """The backend's deviations and this class's."""
         return {**cls.under_test().deviations, **cls.deviations}
+
+    @classmethod
+    def supplies(cls, name: str) -> bool:
+        """Whether the author's class has its own of a method that may be left out."""
+        return getattr(cls, name) is not getattr(Suite, name)
 
     @classmethod
     def copies_allowed(cls, operation: str) -> tuple[float, str]:

@@ -77,8 +77,8 @@ class BackendConformance(
 
     What a subclass may define: ``backend`` or ``backend_class``, ``options``, ``deviations``, ``most_copies``,
     ``op_timeout_s``, ``store_per_test``, ``isolated_options``, ``attach_options``, ``absent_options``,
-    ``conflicting_options``, ``raw_get``, ``held_bytes`` and ``restart``, all documented on this class; and tests of its
-    own. It may not override the kit's.
+    ``conflicting_options``, ``raw_get``, ``held_bytes``, ``lose_payload`` and ``restart``, all documented on this
+    class; and tests of its own. It may not override the kit's.
     """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,13 +21,14 @@ from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import DataPlaneError
+from dataplane_core.ledger_backend import LedgerBackend
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.registry import Bootstrap, connect_backend
 from dataplane_core.testing._blobs import recorded_keys
 from dataplane_core.testing._columns import batch, bits
 from dataplane_core.testing._hooks import Hooks
 from dataplane_core.testing._nursery import Nursery
-from dataplane_core.testing._timing import STARTS_S
+from dataplane_core.testing._timing import PROMPT_S, STARTS_S
 from dataplane_core.testing._workers import BackendReference, Worker
 from dataplane_core.testing.faults import Faults
 
@@ -359,7 +361,7 @@ class Store:
 
     def raw_payload(self, partition_id: str, sample_id: str, field: str, rank: int) -> bytes:
         """The bytes of a tensor cell of that rank as the engine holds it, read past hooks and codec."""
-        raw, wire = self._raw(partition_id, sample_id, field), self.deployment.backend_class.wire
+        raw, wire = self.ask_author("raw_get", partition_id, sample_id, field), self.deployment.backend_class.wire
         if wire.bytes:
             return _frame_payload(raw)
         assert isinstance(raw, torch.Tensor), f"raw_get returned a {type(raw).__name__}, expected the cell's tensor"
@@ -367,7 +369,7 @@ class Store:
 
     def raw_item(self, partition_id: str, sample_id: str, field: str) -> Any:
         """An object item as the engine holds it, read past hooks and codec."""
-        raw, wire = self._raw(partition_id, sample_id, field), self.deployment.backend_class.wire
+        raw, wire = self.ask_author("raw_get", partition_id, sample_id, field), self.deployment.backend_class.wire
         if wire.bytes:
             return msgpack.unpackb(_frame_payload(raw))
         if wire.objects == "native":
@@ -380,23 +382,29 @@ class Store:
 
         Of a `BlobStore` for which the author counts nothing, the blobs that were put in the block and are there.
         """
-        backend, case = self.backend, self.case
-        try:
-            before = case.held_bytes(backend)
-        except NotImplementedError:
-            if not isinstance(backend, BlobStore):
-                not_run("the author's class supplies no held_bytes")
-        else:
-            yield lambda: case.held_bytes(backend) - before
+        backend = self.backend
+        if isinstance(backend, BlobStore) and not self.case.supplies("held_bytes"):
+            with recorded_keys(backend) as keys:
+                yield lambda: sum(len(data) for data in map(backend.get, keys) if data is not None)
             return
-        with recorded_keys(backend) as keys:
-            yield lambda: sum(len(data) for data in map(backend.get, keys) if data is not None)
+        before = self.ask_author("held_bytes")
+        yield lambda: self.ask_author("held_bytes") - before
 
-    def _raw(self, partition_id: str, sample_id: str, field: str) -> Any:
-        try:
-            return self.case.raw_get(self.backend, partition_id, sample_id, field)
-        except NotImplementedError:
-            not_run("the author's class supplies no raw_get")
+    def lose(self, partition_id: str, sample_id: str, field: str) -> None:
+        """Deletes the payload of a cell in the engine, past the ledger."""
+        backend = self.backend
+        if isinstance(backend, LedgerBackend) and not self.case.supplies("lose_payload"):
+            deadline = time.monotonic() + PROMPT_S
+            located = backend._ledger(deadline, "locate", partition_id, [sample_id], [field])
+            backend._delete([(part.write_id, at) for part in located.parts for at in part.positions], deadline)
+        else:
+            self.ask_author("lose_payload", partition_id, sample_id, field)
+
+    def ask_author(self, name: str, *args: Any) -> Any:
+        """Calls a method that an author may supply; ends the test as not run where this one does not."""
+        if not self.case.supplies(name):
+            not_run(f"the author's class supplies no {name}")
+        return getattr(self.case, name)(self.backend, *args)
 
     # --- refusals -----------------------------------------------------------------------------------------------------
 

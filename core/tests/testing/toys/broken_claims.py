@@ -1,43 +1,142 @@
-"""More backends that are wrong in one way each: in who a thing is, in the order of columns, in who gets the room, and
-in what they say of a claim that waited in vain."""
+"""Backends that are wrong in one way each: in what a claim gives, and what it says when it waited in vain."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
-from broken import breaks
+from broken import Broken
 
-from dataplane_core.errors import LostSamplesError, OperationTimeoutError
+from dataplane_core.hookspecs import (
+    Claim,
+    ConsumptionReply,
+)
 from dataplane_noop import NoopBackend
 
-
-@breaks("test_the_epoch_is_the_one_that_the_registration_drew")
-class CountsEpochs(NoopBackend):
-    """Registrations are numbered in the store, which forgets how far it had counted."""
-
-    def register_partition(self, request):
-        self.count = self.__dict__.get("count", 0) + 1
-        request.epoch = str(self.count)
-        return super().register_partition(request)
+BROKEN = Broken()
+breaks = BROKEN.breaks
 
 
-@breaks("test_lease_tokens_are_those_that_the_claim_drew")
-class CountsTokens(NoopBackend):
-    """Lease tokens are numbered in the store, which forgets how far it had counted."""
+@breaks("test_each_sample_is_given_once")
+class ClaimsTwice(NoopBackend):
+    """Forgets what it gave."""
 
     def claim(self, request):
-        self.count = self.__dict__.get("count", 0) + 1
-        request.token = f"1.{self.count}"
-        return super().claim(request)
+        claim = super().claim(replace(request, lease_s=request.lease_s or 1e-9))
+        return claim if request.lease_s else replace(claim, lease_tokens=None)
 
 
-@breaks("test_middleware_may_add_its_column_first")
-class PairsColumnsByTheirOrder(NoopBackend):
-    """Joins the columns of a row in the order in which they come, and numbers them by the order of the specs."""
+@breaks("test_many_claimers_get_each_sample_once")
+class ClaimsInTwoSteps(NoopBackend):
+    """Looks first and marks later, so that two claimers see the same sample."""
 
-    def put_samples(self, request):
-        request.columns = dict(zip(request.specs, request.columns.values(), strict=True))
-        return super().put_samples(request)
+    def claim(self, request):
+        given = self.__dict__.setdefault("given", {}).setdefault((request.partition_id, request.task_name), [])
+        partition = self._service._ledger._partitions[request.partition_id]
+        ready = [each for each in list(partition.rows) if each not in given][: request.batch_size]
+        time.sleep(0.001)
+        whole = partition.info.num_samples is not None and len(partition.rows) >= partition.info.num_samples
+        if request.all_or_nothing and len(ready) < request.batch_size and not whole:
+            return Claim()
+        given.extend(ready)
+        return Claim(sample_ids=ready, tags=[{}] * len(ready), exhausted=whole and not ready)
+
+
+@breaks("test_claim_hook_gives_all_or_nothing")
+class LosesTheTail(NoopBackend):
+    """The last, smaller batch is never handed out."""
+
+    def register_partition(self, request):
+        return super().register_partition(replace(request, num_samples=None))
+
+
+@breaks("test_claims_come_in_order_of_first_write")
+class ClaimsByName(NoopBackend):
+    """Sorts by id."""
+
+    def claim(self, request):
+        claim = super().claim(request)
+        order = sorted(range(len(claim.sample_ids)), key=lambda place: claim.sample_ids[place])
+        return replace(
+            claim,
+            sample_ids=[claim.sample_ids[place] for place in order],
+            tags=[claim.tags[place] for place in order],
+        )
+
+
+@breaks("test_claims_bring_tags")
+class ClaimsWithoutTags(NoopBackend):
+    """Tags are left behind."""
+
+    def claim(self, request):
+        claim = super().claim(request)
+        return replace(claim, tags=[{} for _ in claim.sample_ids])
+
+
+@breaks("test_claim_hook_never_waits")
+class WaitsInsideTheClaim(NoopBackend):
+    """Blocks in the hook until its deadline."""
+
+    def claim(self, request):
+        while True:
+            claim = super().claim(request)
+            if claim.sample_ids or claim.exhausted or time.monotonic() >= request.deadline:
+                return claim
+            time.sleep(0.01)
+
+
+@breaks("test_incomplete_groups_are_not_given")
+class SplitsGroups(NoopBackend):
+    """Takes no notice of the group size."""
+
+    def register_partition(self, request):
+        return super().register_partition(replace(request, grpo_group_size=None))
+
+
+@breaks("test_a_group_with_a_cleared_member_is_never_given")
+class MendsGroups(NoopBackend):
+    """A group whose cleared member was written again is given."""
+
+    def clear_samples(self, request):
+        reply = super().clear_samples(request)
+        partition = self._service._ledger._partitions.get(request.partition_id)
+        if partition is not None:
+            partition.poisoned.clear()
+            for task in partition.tasks.values():
+                task.views.clear()
+        return reply
+
+
+@breaks("test_claims_match_the_filter[{'version':('>=',7)}]")
+class IgnoresFilters(NoopBackend):
+    """Hands out whatever is ready."""
+
+    def claim(self, request):
+        return super().claim(replace(request, tag_filter=None))
+
+
+@breaks("test_leased_samples_count_when_acked")
+class CountsLeasesAsConsumed(NoopBackend):
+    """What was claimed counts, acked or not."""
+
+    def check_consumption(self, request):
+        partition = self._service._ledger._partitions.get(request.partition_id)
+        if partition is None or not partition.rows or not all(name in partition.tasks for name in request.task_names):
+            return ConsumptionReply(consumed=False)
+        return ConsumptionReply(
+            consumed=all(name in row.holds for row in partition.rows.values() for name in request.task_names)
+        )
+
+
+@breaks("test_an_empty_partition_is_not_consumed")
+class ConsumesNothing(NoopBackend):
+    """Zero of zero samples counts as everything."""
+
+    def check_consumption(self, request):
+        partition = self._service._ledger._partitions.get(request.partition_id)
+        if partition is not None and not partition.rows:
+            return ConsumptionReply(consumed=True)
+        return super().check_consumption(request)
 
 
 def _without(**kept):
@@ -69,28 +168,6 @@ class ForgetsGroups(NoopBackend):
     claim = _without(incomplete_groups={})
 
 
-@breaks("test_lost_payload_is_named")
-class TakesLossForHaste(NoopBackend):
-    """Payload that is gone is taken for rows that others overwrite all the time."""
-
-    def get_samples(self, request):
-        try:
-            return super().get_samples(request)
-        except LostSamplesError as error:
-            raise OperationTimeoutError("the rows were overwritten faster than they could be read.") from error
-
-
-@breaks("test_a_large_put_is_not_starved_by_small_ones")
-class GivesRoomToWhoeverAsks(NoopBackend):
-    """Nobody queues for room."""
-
-    def _put(self, request, row_bytes, ticket):
-        return super()._put(request, row_bytes, None)
-
-    def _ledger(self, deadline, method, *args, **kwargs):
-        return None if method == "wait_for_room" else super()._ledger(deadline, method, *args, **kwargs)
-
-
 @breaks("test_large_groups_are_written_and_given_whole")
 class CutsLongLists(NoopBackend):
     """A call of the engine takes 8,000 rows; the rest is not claimed."""
@@ -98,3 +175,12 @@ class CutsLongLists(NoopBackend):
     def claim(self, request):
         claim = super().claim(request)
         return replace(claim, sample_ids=claim.sample_ids[:8000], tags=claim.tags[:8000])
+
+
+@breaks("test_images_may_come_later_and_from_another")
+class ReadyWithoutTheExtras(NoopBackend):
+    """A claim minds the registered fields only."""
+
+    def claim(self, request):
+        request.required_fields = [name for name in request.required_fields if name == "input_ids"] or ["x"]
+        return super().claim(request)

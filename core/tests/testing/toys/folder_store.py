@@ -12,21 +12,15 @@ import time
 import zlib
 from pathlib import Path
 
+from broken import Broken
+
 from dataplane_core.blobstore import BlobStore
 from dataplane_core.capabilities import Capability
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions
 
-#: Store -> the test of the kit that must fail.
-BROKEN: dict[type[BlobStore], str] = {}
-
-
-def breaks(test):
-    def register(cls):
-        BROKEN[cls] = test
-        return cls
-
-    return register
+BROKEN = Broken()
+breaks = BROKEN.breaks
 
 
 class FolderOptions(CapacityOptions):

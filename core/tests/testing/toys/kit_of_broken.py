@@ -3,12 +3,27 @@ they all derive from."""
 
 from __future__ import annotations
 
-import broken_under_faults  # noqa: F401 - registers its backends
-from broken import BROKEN
+import broken_claims
+import broken_clears
+import broken_guarantees
+import broken_leases
+import broken_reads
+import broken_repeats
+import broken_writes
 
 from dataplane_core.testing import BackendConformance
 from dataplane_core.testing._conformance import SUITES
 from dataplane_noop import NoopBackend
+
+BROKEN = {
+    **broken_reads.BROKEN,
+    **broken_writes.BROKEN,
+    **broken_clears.BROKEN,
+    **broken_claims.BROKEN,
+    **broken_leases.BROKEN,
+    **broken_guarantees.BROKEN,
+    **broken_repeats.BROKEN,
+}
 
 
 def held_bytes(self, backend):

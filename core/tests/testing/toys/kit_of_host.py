@@ -21,12 +21,19 @@ from dataplane_core.testing.suites.crashes import CrashSuite
 from dataplane_core.testing.suites.lifecycle import LifecycleSuite
 
 
-class TestHostStore(BackendConformance):
-    backend_class = HostStore
+def _at(name):
+    """The options of a store whose socket has this name."""
 
     @pytest.fixture
     def options(self, tmp_path_factory):
-        return {"address": str(tmp_path_factory.getbasetemp() / "host")}
+        return {"address": str(tmp_path_factory.getbasetemp() / name)}
+
+    return options
+
+
+class TestHostStore(BackendConformance):
+    backend_class = HostStore
+    options = _at("host")
 
     def conflicting_options(self, options):
         return {**options, "capacity_bytes": 1}
@@ -44,47 +51,29 @@ class TestHostStore(BackendConformance):
 
 class TestKeepsCursorsInTheClient(BackendConformance):
     backend_class = KeepsCursorsInTheClient
-
-    @pytest.fixture
-    def options(self, tmp_path_factory):
-        return {"address": str(tmp_path_factory.getbasetemp() / "cursors")}
+    options = _at("cursors")
 
 
 class TestDiesBadly(CrashSuite):
     backend_class = DiesBadly
-
-    @pytest.fixture
-    def options(self, tmp_path_factory):
-        return {"address": str(tmp_path_factory.getbasetemp() / "dies")}
+    options = _at("dies")
 
 
 class TestLocksTheStore(CrashSuite):
     backend_class = LocksTheStore
-
-    @pytest.fixture
-    def options(self, tmp_path_factory):
-        return {"address": str(tmp_path_factory.getbasetemp() / "locks")}
+    options = _at("locks")
 
 
 class TestGivesUpAtOnce(LifecycleSuite):
     backend_class = GivesUpAtOnce
-
-    @pytest.fixture
-    def options(self, tmp_path_factory):
-        return {"address": str(tmp_path_factory.getbasetemp() / "gives_up")}
+    options = _at("gives_up")
 
 
 class TestBootstrapsOverWhatRuns(LifecycleSuite):
     backend_class = BootstrapsOverWhatRuns
-
-    @pytest.fixture
-    def options(self, tmp_path_factory):
-        return {"address": str(tmp_path_factory.getbasetemp() / "twice")}
+    options = _at("twice")
 
 
 class TestHangsInForks(LifecycleSuite):
     backend_class = HangsInForks
-
-    @pytest.fixture
-    def options(self, tmp_path_factory):
-        return {"address": str(tmp_path_factory.getbasetemp() / "hangs")}
+    options = _at("hangs")

@@ -41,7 +41,7 @@ class GivenUp(Exception):
 
 
 class Call:
-    """A call that runs in a thread of its own, until it ends or is given up."""
+    """A call that runs in another thread, until it ends or is given up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class Call:
             raise GivenUp
 
     def start(self, work: Callable[[Call], Any], undo: Callable[[Any], None] | None = None) -> None:
-        """Starts the thread; for ``work`` and ``undo`` see `bounded`."""
+        """Has a thread make it; for ``work`` and ``undo`` see `bounded`."""
         _register(self)
         try:
             try:

@@ -144,7 +144,7 @@ class MasterWatch:
         self._instance = instance
         self._address = address
         self._lock = threading.Lock()
-        self._next_look = 0.0
+        self._looked = float("-inf")  # when, on the monotonic clock
 
     def check(self, *, every_s: float = 1.0) -> None:
         """Looks whether something listens at its address, unless it did within the last ``every_s`` seconds.
@@ -156,11 +156,11 @@ class MasterWatch:
         """
         with self._lock:
             now = time.monotonic()
-            if now < min(self._next_look, now + every_s):
+            if now - self._looked < every_s:
                 return
-            self._next_look = now + every_s
+            self._looked = now
         if self._refuses():
-            self._next_look = 0.0
+            self._looked = float("-inf")
             raise BackendUnavailableError(
                 f"the mooncake_master at {self._address} of instance {self._instance!r} is dead: nothing listens "
                 "there.",

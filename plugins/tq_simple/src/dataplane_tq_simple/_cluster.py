@@ -47,7 +47,7 @@ NAMESPACE = "dataplane"
 # Settings of TransferQueue in the processes that an instance starts; a value in the bootstrapping client's environment
 # wins. A unit moves bytes and computes nothing, so one torch thread is enough, and more than the node has cores cost a
 # warning per request. The performance log would come to every driver's output each five minutes. Ray gives its workers
-# the priority of background work, by which busy clients on the same node would delay every call a hundredfold.
+# the priority of background work, so that calls would wait for whatever else is busy on the node.
 _ACTOR_ENV = {"TQ_NUM_THREADS": "1", "TQ_PERF_LOG_FLUSH_INTERVAL": "1000000000", "RAY_worker_niceness": "0"}
 
 # How long after a process ended Ray may still count its CPUs as taken, or its name as used.

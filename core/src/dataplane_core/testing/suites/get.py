@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
 from dataplane_core.capabilities import Capability
 from dataplane_core.errors import LostSamplesError, MissingDataError, UnknownPartitionError
-from dataplane_core.ledger_backend import LedgerBackend
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import as_objects, batch, check_column, ids, items_of, jagged, rows_of, shared
-from dataplane_core.testing._store import NOT_RUN, Store
-from dataplane_core.testing._timing import PROMPT_S, bounded
+from dataplane_core.testing._store import Store
+from dataplane_core.testing._timing import bounded
 
 __all__ = ["GetSuite"]
 
@@ -308,18 +305,13 @@ class GetSuite(Suite, chapter="get"):
         """Contract: "Payload that the store has lost: LostSamplesError at once, with the samples and fields, and not
         retryable."
 
-        Check first: a read that finds the payload gone asks again where it lies; told the same place, it is lost. The
-        kit can lose the payload of a LedgerBackend; of others it cannot.
+        Check first: a read that finds the payload gone asks again where it lies; told the same place, it is lost.
+        An author's lose_payload touches no other put.
         """
-        backend = store.backend
-        if not isinstance(backend, LedgerBackend):
-            pytest.skip(f"{NOT_RUN}the kit cannot lose the payload of a backend that is no LedgerBackend")
         partition = store.register("x", "y")
         store.put(partition, ids(3), x=torch.arange(3))
         store.put(partition, ids(3), y=torch.arange(3))
-        deadline = time.monotonic() + PROMPT_S
-        located = backend._ledger(deadline, "locate", partition, ["s1"], ["x"])
-        backend._delete([(part.write_id, at) for part in located.parts for at in part.positions], deadline)
+        store.lose(partition, "s1", "x")
         with store.refusal(LostSamplesError, "'s1'", "x") as caught:
             bounded(lambda: store.get(partition, ids(3), "y", "x"), what="a read of lost payload")
         assert not caught.value.retryable

@@ -1,4 +1,4 @@
-"""The first minute with a store, in a second: a few rows and some hundreds go in and come out.
+"""The simplest uses of a store: a few rows, and some hundreds, go in and come out.
 
 These run before all else, so that what is broken for every caller is said at once, and not after minutes of histories.
 """

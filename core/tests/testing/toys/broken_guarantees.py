@@ -1,0 +1,98 @@
+"""Backends that are wrong in one way each: in what they declare, in who gets the room, or over a long history."""
+
+from __future__ import annotations
+
+import pickle
+from typing import ClassVar
+
+from broken import Broken
+
+from dataplane_core.capabilities import Capability
+from dataplane_core.errors import (
+    CapacityExceededError,
+    DataPlaneError,
+)
+from dataplane_core.hookspecs import (
+    SampleList,
+)
+from dataplane_noop import NoopBackend
+
+BROKEN = Broken()
+breaks = BROKEN.breaks
+
+
+@breaks("test_nothing_is_evicted")
+class EvictsWhenFull(NoopBackend):
+    """Drops the oldest samples to make room."""
+
+    def put_samples(self, request):
+        while True:
+            try:
+                return super().put_samples(request)
+            except CapacityExceededError as error:
+                listed = self._service.call("list_samples", request.partition_id, None).sample_ids
+                if not error.retryable or not listed:
+                    raise
+                self._service.call("clear", request.partition_id, listed[:1])
+
+
+@breaks("test_room_does_not_leak")
+class LeaksRoom(NoopBackend):
+    """What a refused put reserved is never given back."""
+
+    def put_samples(self, request):
+        try:
+            return super().put_samples(request)
+        except DataPlaneError:
+            self._service._ledger._held_bytes += 10_000
+            raise
+
+
+@breaks("test_nothing_is_unpickled")
+class Unpickles(NoopBackend):
+    """Declares no_pickle, and pickles its tags."""
+
+    def list_samples(self, request):
+        listed = super().list_samples(request)
+        return SampleList(sample_ids=listed.sample_ids, tags=pickle.loads(pickle.dumps(listed.tags)))
+
+
+@breaks("test_operations_that_build_on_claims_declare_them")
+class DeclaresHalf(NoopBackend):
+    """Leases without claims."""
+
+    capabilities = NoopBackend.capabilities - {Capability.CLAIMS}
+
+
+@breaks("test_random_histories_agree_with_the_ledger")
+class ForgetsTheSecondTask(NoopBackend):
+    """Wrong only in a history of several steps: a clear of one sample gives all of the task 'eval' out again."""
+
+    def clear_samples(self, request):
+        reply = super().clear_samples(request)
+        partition = self._service._ledger._partitions.get(request.partition_id)
+        if request.sample_ids is not None and reply.num_samples and partition is not None and "eval" in partition.tasks:
+            task = partition.tasks["eval"]
+            task.views.clear()
+            task.num_held = task.num_done = 0
+            for row in partition.rows.values():
+                row.holds.pop("eval", None)
+        return reply
+
+
+@breaks("test_a_large_put_is_not_starved_by_small_ones")
+class GivesRoomToWhoeverAsks(NoopBackend):
+    """Nobody queues for room."""
+
+    def _put(self, request, row_bytes, ticket):
+        return super()._put(request, row_bytes, None)
+
+    def _ledger(self, deadline, method, *args, **kwargs):
+        return None if method == "wait_for_room" else super()._ledger(deadline, method, *args, **kwargs)
+
+
+@breaks("test_facts_are_about_what_is_not_declared")
+class ExplainsWhatItDeclares(NoopBackend):
+    """Declares claims, and says why it cannot have them."""
+
+    facts: ClassVar = {"claims": "the engine has no cursor"}

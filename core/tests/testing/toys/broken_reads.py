@@ -1,0 +1,235 @@
+"""Backends that are wrong in one way each: in what a read gives back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+from broken import Broken
+
+from dataplane_core.errors import (
+    DataPlaneError,
+    LostSamplesError,
+    MissingDataError,
+    OperationTimeoutError,
+)
+from dataplane_core.fields import FieldSpec
+from dataplane_core.hookspecs import (
+    WireBatch,
+)
+from dataplane_noop import NoopBackend
+from dataplane_noop._segments import Ragged, Segment
+
+BROKEN = Broken()
+breaks = BROKEN.breaks
+
+
+@breaks("test_get_of_missing_samples_names_them")
+class DropsMissingSamples(NoopBackend):
+    """Returns the rows that are there, and says nothing of the others."""
+
+    def get_samples(self, request):
+        listed = set(self._service.call("list_samples", request.partition_id, None).sample_ids)
+        request.sample_ids = [each for each in request.sample_ids if each in listed]
+        if not request.sample_ids:
+            return WireBatch(columns={}, specs={})
+        return super().get_samples(request)
+
+
+@breaks("test_get_of_missing_cells_names_them")
+class FillsMissingCells(NoopBackend):
+    """A cell not yet produced reads as zero."""
+
+    def get_samples(self, request):
+        try:
+            return super().get_samples(request)
+        except MissingDataError as error:
+            if not error.missing_cells:
+                raise
+            count = len(request.sample_ids)
+            spec = FieldSpec("tensor", "float32", 0)
+            return WireBatch(
+                columns={name: torch.zeros(count) for name in request.fields},
+                specs=dict.fromkeys(request.fields, spec),
+            )
+
+
+@breaks("test_get_keeps_the_order_asked_for")
+class ReordersRows(NoopBackend):
+    """Rows come back in the engine's own order."""
+
+    def get_samples(self, request):
+        request.sample_ids = sorted(request.sample_ids)
+        return super().get_samples(request)
+
+
+@breaks("test_columns_come_back_bit_for_bit[int64-scalars]")
+class PromotesScalars(NoopBackend):
+    """(N,) comes back as (N, 1)."""
+
+    def get_samples(self, request):
+        reply = super().get_samples(request)
+        columns, specs = dict(reply.columns), dict(reply.specs)
+        for name, spec in specs.items():
+            if spec.kind == "tensor" and spec.rank == 0:
+                columns[name], specs[name] = columns[name].unsqueeze(1), replace(spec, rank=1)
+        return WireBatch(columns=columns, specs=specs)
+
+
+@breaks("test_columns_come_back_bit_for_bit[int64-vectors]")
+class ChangesDtype(NoopBackend):
+    """int64 comes back as float32."""
+
+    def get_samples(self, request):
+        reply = super().get_samples(request)
+        columns, specs = dict(reply.columns), dict(reply.specs)
+        for name, spec in specs.items():
+            if spec.dtype == "int64" and not columns[name].is_nested:
+                columns[name], specs[name] = columns[name].float(), replace(spec, dtype="float32")
+        return WireBatch(columns=columns, specs=specs)
+
+
+@breaks("test_nan_payloads_survive[float32]")
+class CleansNaNs(NoopBackend):
+    """Every NaN becomes the same NaN."""
+
+    def get_samples(self, request):
+        reply = super().get_samples(request)
+        columns = {
+            name: torch.where(column.isnan(), torch.nan, column)
+            if isinstance(column, torch.Tensor) and column.dtype == torch.float32 and not column.is_nested
+            else column
+            for name, column in reply.columns.items()
+        }
+        return WireBatch(columns=columns, specs=reply.specs)
+
+
+@breaks("test_columns_come_back_bit_for_bit[int64-jagged_with_empty_rows]")
+class LosesEmptyRows(NoopBackend):
+    """Rows of length 0 come back with one zero."""
+
+    def get_samples(self, request):
+        reply = super().get_samples(request)
+        columns = dict(reply.columns)
+        for name, column in columns.items():
+            if isinstance(column, torch.Tensor) and column.is_nested:
+                columns[name] = [row if len(row) else row.new_zeros((1, *row.shape[1:])) for row in column.unbind()]
+        return WireBatch(columns=columns, specs=reply.specs)
+
+
+@breaks("test_objects_come_back_equal[none-NonTensorStack]")
+class TurnsNoneIntoText(NoopBackend):
+    """None is stored as an empty string."""
+
+    def get_samples(self, request):
+        reply = super().get_samples(request)
+        columns = {
+            name: ["" if item is None else item for item in column] if isinstance(column, list) else column
+            for name, column in reply.columns.items()
+        }
+        return WireBatch(columns=columns, specs=reply.specs)
+
+
+@breaks("test_tensors_may_be_reused_after_put")
+class KeepsTheCallersMemory(NoopBackend):
+    """Stores references to what it was handed."""
+
+    def _store(self, write_id, columns, num_samples, deadline):
+        kept = {
+            name: Ragged(column.values(), column.offsets())
+            if isinstance(column, torch.Tensor) and column.is_nested
+            else column
+            for name, column in columns.items()
+        }
+        self._segments[write_id] = Segment(kept, num_samples)
+
+
+@breaks("test_what_comes_back_is_owned_by_the_caller")
+class HandsOutItsOwnMemory(NoopBackend):
+    """Caches replies."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._cache = {}
+
+    def get_samples(self, request):
+        key = (request.partition_id, *request.sample_ids, "", *request.fields)
+        if key not in self._cache:
+            self._cache[key] = super().get_samples(request)
+        return self._cache[key]
+
+
+@breaks("test_a_read_of_missing_data_does_not_wait")
+class WaitsForMissingData(NoopBackend):
+    """Waits for a producer, far beyond what anybody asked for."""
+
+    def get_samples(self, request):
+        while True:
+            try:
+                return super().get_samples(request)
+            except MissingDataError:
+                time.sleep(0.05)
+
+
+@breaks("test_errors_are_of_the_hierarchy[get_missing_sample]")
+class RaisesItsEnginesErrors(NoopBackend):
+    """A KeyError of its own, which no user can tell from a bug."""
+
+    def get_samples(self, request):
+        try:
+            return super().get_samples(request)
+        except MissingDataError as error:
+            raise KeyError(request.sample_ids[0]) from error
+
+
+@breaks("test_get_hook_raises_its_own_errors")
+class LeavesErrorsToTheClient(NoopBackend):
+    """Counts on core to notice that rows are missing."""
+
+    def get_samples(self, request):
+        try:
+            return super().get_samples(request)
+        except DataPlaneError as error:
+            raise RuntimeError(str(error)) from error
+
+
+@breaks("test_lost_payload_is_named")
+class TakesLossForHaste(NoopBackend):
+    """Payload that is gone is taken for rows that others overwrite all the time."""
+
+    def get_samples(self, request):
+        try:
+            return super().get_samples(request)
+        except LostSamplesError as error:
+            raise OperationTimeoutError("the rows were overwritten faster than they could be read.") from error
+
+
+@breaks("test_routed_experts_come_back_per_token")
+class NarrowsIntegers(NoopBackend):
+    """int64 is stored as int32."""
+
+    def get_samples(self, request):
+        reply = super().get_samples(request)
+        columns = {
+            name: [row.int().long() for row in column.unbind()]
+            if isinstance(column, torch.Tensor) and column.is_nested and column.dtype == torch.int64
+            else column
+            for name, column in reply.columns.items()
+        }
+        return WireBatch(columns=columns, specs=reply.specs)
+
+
+@breaks("test_the_payload_is_copied_no_more_than_it_may_be[get_samples]")
+class CopiesOnTheWayOut(NoopBackend):
+    """Every read is converted to and fro."""
+
+    def get_samples(self, request):
+        reply = super().get_samples(request)
+        columns = {
+            name: column.double().float().double().float()
+            if isinstance(column, torch.Tensor) and column.dtype == torch.float32 and not column.is_nested
+            else column
+            for name, column in reply.columns.items()
+        }
+        return WireBatch(columns=columns, specs=reply.specs)

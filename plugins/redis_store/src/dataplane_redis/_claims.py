@@ -153,7 +153,7 @@ class Claims:
         if time.monotonic() >= float(until):
             return False
         key = self._base + b":p:" + to_bytes(request.partition_id)
-        found = self._command(what, request.deadline, b"HMGET", key, b"epoch", b"turn")
+        found = self._command(what, request.deadline, b"HMGET", key, b"epoch", b"change")
         return [each or b"" for each in found] == [epoch.encode(), bytes.fromhex(change)]
 
     def _wait(

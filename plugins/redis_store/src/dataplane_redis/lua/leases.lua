@@ -1,4 +1,5 @@
--- Leases. What a task holds of a row names a lease, so that settling a claim changes the lease and not each of its rows.
+-- Leases. What a task holds of a row names a lease, so that settling a claim changes the lease and not each of its
+-- rows.
 --
 --   k   hash   number -> {kind, task, rows held, rows given, token, holder, parts}
 --   q   zset   number by the time when the lease ends

@@ -29,8 +29,8 @@ local function leave_line(write)
   if call('ZREM', LINE, write) == 1 then call('HDEL', WAITING, write) end
 end
 
--- Whether a put that would fit leaves those that came before it their room, or may pass them. Where it enters now, these
--- note what it takes.
+-- Whether a put that would fit leaves those that came before it their room, or may pass them. Where it enters now,
+-- these note what it takes.
 local function may_enter(write, bytes, free, capacity, enters)
   local time, sum, quiet, may_pass, ahead, seen = now(), bytes, nil, true, {}, 0
   while true do
@@ -62,8 +62,8 @@ local function may_enter(write, bytes, free, capacity, enters)
   return true
 end
 
--- Nil where a put may take its room now, which it does if `enters`. Else it waits from now on, for `wait_s` seconds (0: it
--- does not wait), and this is the reply: {"full", bytes held, puts before it, seconds until it asks again}.
+-- Nil where a put may take its room now, which it does if `enters`. Else it waits from now on, for `wait_s` seconds (0:
+-- it does not wait), and this is the reply: {"full", bytes held, puts before it, seconds until it asks again}.
 local function refuse_room(write, bytes, capacity, wait_s, enters)
   local held = tonumber(call('GET', BASE .. ':held') or 0)
   if held + bytes <= capacity and may_enter(write, bytes, capacity - held, capacity, enters) then return nil end

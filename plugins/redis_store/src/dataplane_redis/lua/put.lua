@@ -1,8 +1,8 @@
--- Request: {mode, partition, epoch ("" for any), ids, row sizes, layout, {field, spec, ...}, tags ("" or one msgpack map
--- or "" per row), capacity (0: none), ttl_s, write (16 bytes), known, how long to wait for room}. Mode "begin" checks and
--- reserves; "commit" checks again what may have changed and makes the rows visible; "inline" does both, with the rows in
--- ARGV[2...]. A put is known by its write, so a commit meets no other history than one that holds its begin, and in that
--- no seq comes twice.
+-- Request: {mode, partition, epoch ("" for any), ids, row sizes, layout, {field, spec, ...}, tags ("" or one msgpack
+-- map or "" per row), capacity (0: none), ttl_s, write (16 bytes), known, how long to wait for room}. Mode "begin"
+-- checks and reserves; "commit" checks again what may have changed and makes the rows visible; "inline" does both, with
+-- the rows in ARGV[2...]. A put is known by its write, so a commit meets no other history than one that holds its
+-- begin, and in that no seq comes twice.
 local mode, name, epoch, ids, sizes, layout, specs, tags, capacity, ttl_s, write, known, wait_s =
   unpack(cmsgpack.unpack(ARGV[1]))
 local total = 0

@@ -1,12 +1,12 @@
--- Request: {partition, task, required (as a layout), filter (packed conditions, "": none), rows to look at}. What keeps a
--- claim from more samples, as dataplane_core.hookspecs.Shortfall says. Looks at about so many rows and replies
+-- Request: {partition, task, required (as a layout), filter (packed conditions, "": none), rows to look at}. What keeps
+-- a claim from more samples, as dataplane_core.hookspecs.Shortfall says. Looks at about so many rows and replies
 -- {"again", ...} with what was counted so far, or at last {"ok", ...}: rows that are ready, leased rows, {id, holder,
--- seconds left, ...} of the first, rows passed over, rows in incomplete groups, {group, members, ...} of the first, rows
--- that lack fields, {{id, field, ...}, ...} of the first. All who ask the same count together, and what took several
--- scripts is told again for a moment: where many time out at once, the rows are looked at once.
+-- seconds left, ...} of the first, rows passed over, rows in incomplete groups, {group, members, ...} of the first,
+-- rows that lack fields, {{id, field, ...}, ...} of the first. All who ask the same count together, and what took
+-- several scripts is told again for a moment: where many time out at once, the rows are looked at once.
 local name, task_name, required, filter, budget = unpack(cmsgpack.unpack(ARGV[1]))
--- Milliseconds for which a count that nobody goes on with is kept, and the most for which one that is done is told again:
--- for so many rows looked at, one.
+-- Milliseconds for which a count that nobody goes on with is kept, and the most for which one that is done is told
+-- again: for so many rows looked at, one.
 local KEEP_MS, ROWS_PER_MS = 2000, 20
 local NAMED = 3
 local P = open_partition(name)
@@ -17,7 +17,8 @@ local fields, held_key = names_of(required), P.at .. 'h:' .. task
 local conditions = filter ~= '' and cmsgpack.unpack(filter)
 local S = {at = '0', ready = 0, leased = 0, first = {}, passed = 0, incomplete = 0, groups = {}, lost = {},
   lacking = 0, cells = {}, rows = 0}
-local kept_at = BASE .. ':why:' .. redis.sha1hex(P.epoch .. '|' .. task .. '|' .. #required .. '|' .. required .. filter)
+local question = P.epoch .. '|' .. task .. '|' .. #required .. '|' .. required .. filter
+local kept_at = BASE .. ':why:' .. redis.sha1hex(question)
 local kept = call('GET', kept_at)
 if kept then S = cmsgpack.unpack(kept) end
 

@@ -1,7 +1,6 @@
 """What a claim that timed out says of the samples that it did not get: as the ledger says it."""
 
 import random
-import threading
 
 import pytest
 import torch
@@ -122,7 +121,7 @@ def fill(client, count):
         client.put_samples(ids, "p", TensorDict({"y": torch.ones(5000)}, batch_size=[5000]))
 
 
-def test_many_that_time_out_at_once_look_at_the_rows_once(plain, connect):
+def test_many_that_time_out_at_once_look_at_the_rows_once(plain, connect, at_once):
     client = connect(url=plain.url)
     fill(client, 20_000)
     errors = []
@@ -133,11 +132,7 @@ def test_many_that_time_out_at_once_look_at_the_rows_once(plain, connect):
         except DataPlaneError as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=wait) for _ in range(32)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(wait, 32)
     assert [type(error) for error in errors] == [ClaimTimeoutError] * 32
     assert max(error.shortfall.num_lacking for error in errors) == 20_000
 

@@ -86,6 +86,17 @@ local function batched(command, key, args)
   end
 end
 
+-- Adds a value to the list of its key; `order` gets the keys as they come first.
+local function add_to(lists, order, key, value)
+  local list = lists[key]
+  if not list then
+    list = {}
+    lists[key] = list
+    order[#order + 1] = key
+  end
+  list[#list + 1] = value
+end
+
 local function key_of_write(write)
   return BASE .. ':w:' .. string.format(HEX, string.byte(write, 1, 16))
 end
@@ -205,12 +216,7 @@ local function free_refs(P, refs)
   for _, ref in ipairs(refs) do
     local write, position, _, size = struct.unpack('<c16I4I4I8', ref)
     bytes = bytes + size
-    if not by_write[write] then
-      by_write[write] = {}
-      order[#order + 1] = write
-    end
-    local list = by_write[write]
-    list[#list + 1] = position
+    add_to(by_write, order, write, position)
   end
   for _, write in ipairs(order) do
     local key = key_of_write(write)

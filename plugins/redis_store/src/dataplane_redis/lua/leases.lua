@@ -46,6 +46,12 @@ local function ends_in(P, lease, seconds)
   call('ZADD', P.at .. 'q', string.format('%.6f', now() + seconds), lease.number)
 end
 
+-- The lease that a hold names, unless it was acked or given for good: then false.
+local function unsettled_lease(P, hold)
+  local lease = hold ~= 'D' and read_lease(P, hold)
+  return lease and lease.kind ~= 'A' and lease.kind ~= 'D' and lease
+end
+
 -- Rows that will not go back need no list of their ids, and no end.
 local function forget_parts(P, lease)
   local fields = {}

@@ -49,12 +49,7 @@ if P.group then
     if not rows[i] then
       local key = group_of(id)
       if not key then return refuse('no_group', id) end
-      if not joining[key] then
-        group_names[#group_names + 1] = key
-        joining[key] = {}
-      end
-      local list = joining[key]
-      list[#list + 1] = id
+      add_to(joining, group_names, key, id)
     end
   end
   groups = load_heads(P, group_names)

@@ -35,12 +35,7 @@ local function look_up()
     if not good or not ((lease.kind == 'L' and not lease.due) or (lease.kind == 'A' and action == 'ack')) then
       lost[#lost + 1] = id
     elseif lease.kind == 'L' then
-      if not rows_of[lease] then
-        rows_of[lease] = {}
-        order[#order + 1] = lease
-      end
-      local mine = rows_of[lease]
-      mine[#mine + 1] = id
+      add_to(rows_of, order, lease, id)
     end
   end
   return order, rows_of, lost

@@ -120,7 +120,7 @@ def scripts_of(monkeypatch):
     """Collects the replies to the scripts of a client; before that of number `act_at` is returned, `act` runs."""
 
     def collect(client, act_at=None, act=None):
-        script, replies = client._backend._link.script, []
+        script, replies = client._backend._session.link.script, []
 
         def counted(*words):
             replies.append(script(*words))
@@ -128,7 +128,7 @@ def scripts_of(monkeypatch):
                 act()
             return replies[-1]
 
-        monkeypatch.setattr(client._backend._link, "script", counted)
+        monkeypatch.setattr(client._backend._session.link, "script", counted)
         return replies
 
     return collect

@@ -132,5 +132,5 @@ def test_a_group_may_be_larger_than_what_lua_unpacks(plain, connect, piece):
     assert client.claim_meta("p", "train", ["x"], size, blocking=False).size == 0  # poisoned
     client.clear_samples(ids, "p")
     assert client.list_samples("p").size == 0
-    base = client._backend._base.decode()
+    base = client._backend._session.base.decode()
     assert [key for key in plain.admin("KEYS", base + ":*") if key.endswith(b":gm")] == []

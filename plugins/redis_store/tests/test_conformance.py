@@ -35,9 +35,9 @@ class TestRedis(BackendConformance):
 
     def raw_get(self, backend, partition_id, sample_id, field):
         def ask(*words):
-            return backend._link.command("raw_get", time.monotonic() + 5, *words)
+            return backend._session.link.command("raw_get", time.monotonic() + 5, *words)
 
-        base = backend._base
+        base = backend._session.base
         at = base + b":e:" + ask(b"HGET", base + b":p:" + to_bytes(partition_id), b"epoch") + b":"
         (refs,) = unpack_rows([ask(b"HGET", at + b"r", to_bytes(sample_id))])
         layouts = [unpack_layout(each) for each in ask(b"LRANGE", at + b"l", b"0", b"-1")]
@@ -49,9 +49,9 @@ class TestRedis(BackendConformance):
         """What the server says its hashes of rows take."""
 
         def ask(*words):
-            return backend._link.command("held_bytes", time.monotonic() + 30, *words)
+            return backend._session.link.command("held_bytes", time.monotonic() + 30, *words)
 
-        keys = ask(b"KEYS", backend._base + b":w:*")
+        keys = ask(b"KEYS", backend._session.base + b":w:*")
         return sum(ask(b"MEMORY", b"USAGE", key, b"SAMPLES", b"0") or 0 for key in keys)
 
     def restart(self, backend):

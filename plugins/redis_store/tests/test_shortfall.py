@@ -106,7 +106,7 @@ def test_a_holder_is_forgotten_with_its_lease(plain, connect):
     client.ack(first)
     client.nack(second)
     client.clear_samples(gone.sample_ids, "p")
-    base = client._backend._base.decode()
+    base = client._backend._session.base.decode()
     (records,) = plain.admin("KEYS", f"{base}:e:*:k")
     assert plain.admin("HLEN", records) == 1  # which token may ack 'a' again
     assert this_process().encode() not in b"".join(plain.admin("HVALS", records))
@@ -140,7 +140,7 @@ def test_many_that_time_out_at_once_look_at_the_rows_once(plain, connect, at_onc
 def test_a_timeout_tells_what_was_counted_until_the_deadline(plain, connect, monkeypatch):
     client = connect(url=plain.url)
     fill(client, 5000)
-    script, asked = client._backend._link.script, []
+    script, asked = client._backend._session.link.script, []
 
     def slow(what, deadline, run, *words):
         if run is SCRIPTS["shortfall"]:
@@ -149,7 +149,7 @@ def test_a_timeout_tells_what_was_counted_until_the_deadline(plain, connect, mon
                 raise OperationTimeoutError("the server did not answer in time.")
         return script(what, deadline, run, *words)
 
-    monkeypatch.setattr(client._backend._link, "script", slow)
+    monkeypatch.setattr(client._backend._session.link, "script", slow)
     monkeypatch.setattr(_claims, "_LOOK_ROWS", 1000)
     with pytest.raises(ClaimTimeoutError) as caught:
         client.claim_meta("p", "train", ["x"], 1, timeout_s=0.0)

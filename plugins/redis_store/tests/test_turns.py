@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core.errors import ClaimTimeoutError, LeaseExpiredError
-from dataplane_redis import _backend, _claims
+from dataplane_redis import _backend, _claims, _reads
 
 _COUNT = 1000
 #: Seconds of the server's time that a script takes on average, at most; on one machine it was 3 to 20 ms.
@@ -22,7 +22,7 @@ def client(plain, connect, monkeypatch):
     """Scripts that give, settle and clear few rows."""
     monkeypatch.setattr(_claims, "_GIVE_ROWS", 100)
     monkeypatch.setattr(_backend, "_CLEAR_ROWS", 100)
-    monkeypatch.setattr(_backend, "_LIST_ROWS", 100)
+    monkeypatch.setattr(_reads, "_LIST_ROWS", 100)
     return connect(url=plain.url)
 
 
@@ -86,14 +86,14 @@ from dataplane_core import connect
 from dataplane_redis import _claims
 _claims._GIVE_ROWS = 100
 client = connect({"backend": "redis_store", "options": {"url": sys.argv[1], "namespace": sys.argv[2]}}, bootstrap=False)
-script, asked = client._backend._link.script, []
+script, asked = client._backend._session.link.script, []
 def counted(*words):
     reply = script(*words)
     asked.append(reply)
     if len(asked) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return reply
-client._backend._link.script = counted
+client._backend._session.link.script = counted
 client.claim_meta("p", "train", ["x"], 1000, lease_s=3600)
 """
 
@@ -187,15 +187,20 @@ def test_part_of_a_group_is_refused_among_many_rows(client):
     client.ack(meta)
 
 
+def held_bytes(client):
+    session = client._backend._session
+    return session.command("test", time.monotonic() + 5, b"GET", session.base + b":held")
+
+
 def test_many_rows_are_cleared_and_listed(client):
     ids = fill(client)
     assert client.list_samples("p").sample_ids == ids
     client.clear_samples(ids[:-50], "p")
     assert client.list_samples("p").sample_ids == ids[-50:]
-    assert client._backend._command("test", time.monotonic() + 5, b"GET", client._backend._base + b":held") != b"0"
+    assert held_bytes(client) != b"0"
     client.clear_samples(ids, "p")
     assert client.list_samples("p").size == 0
-    assert client._backend._command("test", time.monotonic() + 5, b"GET", client._backend._base + b":held") == b"0"
+    assert held_bytes(client) == b"0"
 
 
 def test_a_clear_in_turns_leaves_a_later_registration_alone(client, other, scripts_of):

@@ -1,5 +1,6 @@
--- Puts that wait for room: first come, first served, within a bound. The rule is that of dataplane_core._room; the
--- numbers are this store's own.
+-- Puts that wait for room: first come, first served, within a bound. The rule is that of dataplane_core._room. A put
+-- that waits asks more often than there, where it does so through a host with one rate for all: so one whose client died
+-- is known sooner, after KEPT_S instead of 30 s.
 --
 --   base:line      zset  the writes of puts that wait, in the order in which they came
 --   base:waiting   hash  write -> {bytes, when it came, until when it is kept, bytes that later puts took before it}

@@ -37,15 +37,15 @@ _BUSY_S: Final = 0.02
 #: Seconds after which a waiting claim looks again, even where nothing changed: for the case that a server came back
 #: from an older state.
 _LOOK_AGAIN_S: Final = 10.0
-#: How often all clients together ask for claims that wait. A client is counted once it has waited so long, and counts
-#: itself again after so long.
+#: How often all clients together ask for claims that wait.
 _ASKS_PER_S: Final = 250.0
 #: Seconds ahead, at most, for which a client's claims take turns.
 _MOST_AHEAD_S: Final = 2.0
+#: A client counts itself among those that wait once a claim of it has waited so many seconds, and again after so many.
 _COUNT_AFTER_S: Final = 0.2
-#: What is left of its time in seconds when a claim that timed out no longer counts what keeps the samples back.
-_COUNT_RESERVE_S: Final = 0.1
 _COUNT_AGAIN_S: Final = 7.0
+#: What is left of its time in seconds when a claim that timed out stops to look for what keeps the samples back.
+_LOOK_RESERVE_S: Final = 0.1
 
 
 class Claims:
@@ -125,8 +125,8 @@ class Claims:
             elif kind != b"again":
                 _refusals.raise_claim(what, request, [kind, *rest])
 
-    # Core's Pacer serves one place that all who wait ask, at a rate that is fixed. Here nobody sees them all: each client
-    # has a share of the rate, which changes with how many wait.
+    # Core's Pacer serves one place that sees all who wait, at a fixed rate. Here each client sees its own only, and has
+    # a share of the rate, which changes with how many clients wait.
     def _take_slot(self, slot_s: float) -> None:
         with self._lock:
             if slot_s < self._slot_s:  # fewer wait than those for whom the time ahead was taken
@@ -166,7 +166,7 @@ class Claims:
             return Claim(version=version, ask_again_s=ask_again_s)
         question = (request.partition_id, request.task_name, required, conditions, _LOOK_ROWS)
         reply: Any = None
-        while reply is None or (reply[0] == b"again" and time.monotonic() < request.deadline - _COUNT_RESERVE_S):
+        while reply is None or (reply[0] == b"again" and time.monotonic() < request.deadline - _LOOK_RESERVE_S):
             try:
                 reply = self._session.run(what, request.deadline, "shortfall", *question)
             except OperationTimeoutError:

@@ -1,6 +1,6 @@
 """Puts and gets of whole batches through redis_store, beside a hand-written redis-py pipeline of the same cells.
 
-Run:  python benchmarks/redis_store.py [--rounds 7] [--batches A B] [--samples 10000 1000000]
+Run:  python benchmarks/redis_store.py [--rounds 7] [--batches A B] [--samples 10000 1000000] [--rows 60000]
 
 The batches are those of `batches.py`: A, 512 samples and 16 MB; B, 61 MB. The peer does what one would
 write by hand: one HSET of all cells per sample, one HMGET per sample, in one pipeline each, over the same unix socket;
@@ -9,15 +9,22 @@ schema, no commit. Rounds are interleaved, so a busy machine slows both alike; m
 
 Then claims of 512 out of 10,000 and of 1,000,000 ready samples of one scalar each, in turns: the first claim, which
 finds them, and the median of later ones.
+
+Then operations of 60,000 rows: how many scripts each takes, and the CPU of the server's main thread, which a busy
+machine does not stretch; and how long another process' reads of 8 rows of another partition take meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import time
 import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
 
 import redis
 import torch
@@ -89,15 +96,102 @@ def compare_claims(client: DataPlaneClient, sizes: list[int], claims: int) -> No
         )
 
 
+def read_others(config: dict[str, Any], pipe: Connection) -> None:
+    """A process that reads 8 rows of another partition, again and again; when told, it sends the times so far."""
+    with connect(config, bootstrap=False) as client:
+        pipe.send([])
+        while True:
+            times: list[float] = []
+            while not times or not pipe.poll():
+                start = time.perf_counter()
+                client.get_samples([f"r{i}" for i in range(8)], "others", ["x"])
+                times.append((time.perf_counter() - start) * 1e3)
+                time.sleep(0.002)
+            if pipe.recv() == "end":
+                return
+            pipe.send(times)
+
+
+def run_operations(client: DataPlaneClient, count: int, timed: Callable[[str, Callable[[], Any]], Any]) -> None:
+    """Operations of ``count`` rows, each by ``timed(name, act)``."""
+    ids = [f"s{number}" for number in range(count)]
+    columns = TensorDict({"x": torch.ones(count)}, batch_size=[count])
+    client.register_partition("rows", ["x"], None, ["t"])
+    for name in ("put", "overwrite"):
+        timed(name, lambda: client.put_samples(ids, "rows", columns))
+    for name, settle in (("renew", lambda meta: client.renew(meta, 600)), ("nack", client.nack), ("ack", client.ack)):
+        meta = timed("claim", lambda: client.claim_meta("rows", "t", ["x"], count, lease_s=600))
+        timed(name, lambda settle=settle, meta=meta: settle(meta))
+        if name == "renew":
+            client.nack(meta)
+    timed("get", lambda: client.get_samples(ids, "rows", ["x"]))
+    timed("list", lambda: client.list_samples("rows"))
+    timed("clear", lambda: client.clear_samples(ids, "rows"))
+
+
+def time_scripts(config: dict[str, Any], server: redis.Redis, client: DataPlaneClient, count: int) -> None:
+    """Prints what operations of ``count`` rows cost the server, and how long others' reads take meanwhile."""
+    used: dict[str, tuple[float, int]] = {}
+    reads: dict[str, list[float]] = {}
+
+    def use() -> tuple[float, int]:
+        cpu, stats = server.info("cpu"), server.info("commandstats")
+        seconds = cpu["used_cpu_user_main_thread"] + cpu["used_cpu_sys_main_thread"]
+        return seconds, stats["cmdstat_evalsha"]["calls"]
+
+    def cost(name: str, act: Callable[[], Any]) -> Any:
+        seconds, scripts = use()
+        found = act()
+        after, more = use()
+        used[name] = ((after - seconds) * 1e3, more - scripts)
+        return found
+
+    def beside(name: str, act: Callable[[], Any]) -> Any:
+        ask()
+        found = act()
+        reads.setdefault(name, []).extend(ask())
+        return found
+
+    def ask() -> list[float]:
+        here.send("times")
+        return here.recv()
+
+    run_operations(client, 8, lambda _, act: act())  # the server learns the scripts
+    run_operations(client, count, cost)
+    client.register_partition("others", ["x"], None, ["t"])
+    client.put_samples([f"r{i}" for i in range(8)], "others", TensorDict({"x": torch.ones(8)}, batch_size=[8]))
+    here, there = multiprocessing.Pipe()
+    reader = multiprocessing.get_context("spawn").Process(target=read_others, args=(config, there))
+    reader.start()
+    here.recv()
+    beside("nothing", lambda: time.sleep(1.0))
+    run_operations(client, count, beside)
+    here.send("end")
+    reader.join()
+    print(f"{count:,} rows: scripts, and CPU of the server's main thread; others' reads meanwhile")
+    for name, times in reads.items():
+        cpu_ms, scripts = used.get(name, (0.0, 0))
+        print(
+            f"  {name:10} {scripts:4} scripts, {cpu_ms:7.1f} ms, {cpu_ms / max(1, scripts):6.1f} ms each"
+            f"   reads: p99 {sorted(times)[int(0.99 * len(times))]:7.1f} ms, most {max(times):7.1f} ms"
+        )
+
+
 def main() -> None:
     """Runs the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", nargs="*", choices=sorted(MAX_TOKENS), default=sorted(MAX_TOKENS))
     parser.add_argument("--samples", nargs="*", type=int, default=[10_000, 1_000_000])
+    parser.add_argument("--rows", type=int, default=60_000)
     options = parser.parse_args()
     namespace = f"bench-{uuid.uuid4().hex[:8]}"
-    with connect({"backend": "redis_store", "options": {"server": "private", "namespace": namespace}}) as client:
+    config = {
+        "backend": "redis_store",
+        "options": {"server": "private", "namespace": namespace},
+        "op_timeout_s": 120.0,
+    }
+    with connect(config) as client:
         from dataplane_redis._server import private_url
 
         server = redis.Redis.from_url(private_url(namespace))
@@ -109,9 +203,12 @@ def main() -> None:
                 "redis-py pipeline": pipeline_steps(server, columns),
             }
             compare(columns, contestants, options.rounds)
-        server.close()
         print()
         compare_claims(client, options.samples, 19)
+        print()
+        if options.rows:
+            time_scripts(config, server, client, options.rows)
+        server.close()
     print(f"\n{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
 
 

@@ -7,7 +7,7 @@ samples that do not match; in an empty partition. Meanwhile one thread puts 8 sa
 them, and another reads 8. Then, in a full store, puts wait for room; the one thread writes tags, the other reads. The
 waiting clients are threads of four processes (noop: of this one). Shown are the CPU of the process that keeps the store
 (Redis, TransferQueue's controller; noop: this process), while nobody else works, and how long the others' operations
-take without and with those who wait.
+take without and with those who wait. Of Redis also how many requests it gets a second, from those who wait alone.
 """
 
 from __future__ import annotations
@@ -129,6 +129,15 @@ def cpu_share(process: psutil.Process, seconds: float) -> float:
     return 100 * (after.user + after.system - before.user - before.system) / (end - start)
 
 
+def num_requests(client: DataPlaneClient) -> int | None:
+    """How many requests Redis has got; None for other stores."""
+    session = getattr(client._backend, "_session", None)
+    if session is None:
+        return None
+    info = session.command("INFO", time.monotonic() + LONG_S, b"INFO", b"stats").decode()
+    return next(int(line.partition(":")[2]) for line in info.splitlines() if line.startswith("total_reads_processed:"))
+
+
 def others_ms(client: DataPlaneClient, kind: str, seconds: float) -> dict[str, list[float]]:
     """Milliseconds of each operation of one thread that writes and one that reads."""
     times: dict[str, list[float]] = {}
@@ -184,9 +193,15 @@ def measure(name: str, kind: str, count: int, seconds: float) -> None:
         alone = others_ms(client, kind, seconds)
         with waiting(client, config, kind, count):
             time.sleep(seconds / 2)  # the first questions of many clients come at once
+            asked = num_requests(client)
             busy = cpu_share(process, seconds)
+            asked = None if asked is None else num_requests(client) - asked
             beside = others_ms(client, kind, seconds)
-        print(f"{name}, {count} {kind} wait; CPU of the store's process: {idle:.1f} % without them, {busy:.1f} % with")
+        requests = "" if asked is None else f"; {asked / seconds:.0f} requests a second"
+        print(
+            f"{name}, {count} {kind} wait; CPU of the store's process: {idle:.1f} % without them, {busy:.1f} % with"
+            f"{requests}"
+        )
         for operation, before in alone.items():
             after = beside[operation]
             print(

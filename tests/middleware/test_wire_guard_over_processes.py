@@ -49,9 +49,9 @@ class Redis:
         """Replaces the stored row of a sample by ``change(row)``."""
 
         def ask(*words):
-            return backend._link.command("change", time.monotonic() + 60, *words)
+            return backend._session.link.command("change", time.monotonic() + 60, *words)
 
-        base = backend._base
+        base = backend._session.base
         at = base + b":e:" + ask(b"HGET", base + b":p:p", b"epoch") + b":"
         (((write, position, _, _), *_),) = unpack_rows([ask(b"HGET", at + b"r", to_bytes(sample_id))])
         key, field = b"%s:w:%s" % (base, write.hex().encode()), b"%d" % position

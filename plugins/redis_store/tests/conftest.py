@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -112,3 +113,37 @@ def connect():
     yield make
     for client in reversed(clients):
         client.close()
+
+
+@pytest.fixture
+def scripts_of(monkeypatch):
+    """Collects the replies to the scripts of a client; before that of number `act_at` is returned, `act` runs."""
+
+    def collect(client, act_at=None, act=None):
+        script, replies = client._backend._session.link.script, []
+
+        def counted(*words):
+            replies.append(script(*words))
+            if len(replies) == act_at:
+                act()
+            return replies[-1]
+
+        monkeypatch.setattr(client._backend._session.link, "script", counted)
+        return replies
+
+    return collect
+
+
+@pytest.fixture
+def at_once():
+    """Runs a function in so many threads, to their end."""
+
+    def run(act, count):
+        threads = [threading.Thread(target=act) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+
+    return run

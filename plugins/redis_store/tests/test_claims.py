@@ -1,7 +1,5 @@
 """Claims that take more than one script, since each looks at so many rows only."""
 
-import threading
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -28,21 +26,6 @@ def put(client, ids, field="x", tags=None):
 def scripts_run(server):
     """How many the server was asked for."""
     return server.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"]
-
-
-def between_scripts(client, monkeypatch, act):
-    """Calls `act` once, after the first script of a claim."""
-    script, asked = client._backend._link.script, []
-
-    def counted(*words):
-        reply = script(*words)
-        asked.append(reply)
-        if len(asked) == 1:
-            act()
-        return reply
-
-    monkeypatch.setattr(client._backend._link, "script", counted)
-    return asked
 
 
 def test_a_filter_looks_at_many_rows_in_several_scripts_and_at_each_once(plain, client):
@@ -78,20 +61,20 @@ def test_the_end_is_found_by_several_scripts(plain, client, group_size):
     assert client.claim_meta("p", "train", ["x"], 4, **claim).size == 0  # two lack the field still, but do not match
 
 
-def test_a_row_given_back_behind_a_claim_is_not_lost_at_the_end(client, plain, connect, monkeypatch):
+def test_a_row_given_back_behind_a_claim_is_not_lost_at_the_end(client, plain, connect, scripts_of):
     other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
     client.register_partition("p", ["x"], _COUNT, ["train"])
     ids = [f"s{number}" for number in range(_COUNT)]
     put(client, ids, tags={"v": 0})
     client.put_samples(ids[:1], "p", tags=[_FRESH])
     held = other.claim_meta("p", "train", ["x"], 1, lease_s=60)
-    asked = between_scripts(client, monkeypatch, lambda: other.nack(held))
+    asked = scripts_of(client, 1, lambda: other.nack(held))
     found = client.claim_meta("p", "train", ["x"], 4, timeout_s=10.0, tag_filter=_FRESH)
     assert asked[0][0] == b"again"
     assert found.sample_ids == held.sample_ids == ["s0"]
 
 
-def test_rows_that_change_between_two_scripts_are_not_given_as_they_were(client, plain, connect, monkeypatch):
+def test_rows_that_change_between_two_scripts_are_not_given_as_they_were(client, plain, connect, scripts_of):
     other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
     client.register_partition("p", ["x"], None, ["train"])
     ids = [f"s{number}" for number in range(_COUNT)]
@@ -106,13 +89,13 @@ def test_rows_that_change_between_two_scripts_are_not_given_as_they_were(client,
         put(other, ["s2"], tags=_FRESH)  # a new sample, behind all others
         other.put_samples(["s3"], "p", tags=[{"v": 0}])
 
-    asked = between_scripts(client, monkeypatch, change)
+    asked = scripts_of(client, 1, change)
     found = client.claim_meta("p", "train", ["x"], 5, blocking=False, tag_filter=_FRESH)
     assert asked[0][0] == b"again"
     assert found.sample_ids == [ids[-1], "s2"]
 
 
-def test_claimers_with_a_filter_get_each_row_once(client):
+def test_claimers_with_a_filter_get_each_row_once(client, at_once):
     client.register_partition("p", ["x"], _COUNT, ["train"])
     ids = [f"s{number}" for number in range(_COUNT)]
     put(client, ids, tags={"v": 0})
@@ -124,11 +107,7 @@ def test_claimers_with_a_filter_get_each_row_once(client):
         while meta := client.claim_meta("p", "train", ["x"], 7, timeout_s=20.0, tag_filter=_FRESH).sample_ids:
             given.extend(meta)
 
-    threads = [threading.Thread(target=consume) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    at_once(consume, 4)
     assert sorted(given) == sorted(fresh)
 
 
@@ -153,5 +132,5 @@ def test_a_group_may_be_larger_than_what_lua_unpacks(plain, connect, piece):
     assert client.claim_meta("p", "train", ["x"], size, blocking=False).size == 0  # poisoned
     client.clear_samples(ids, "p")
     assert client.list_samples("p").size == 0
-    base = client._backend._base.decode()
+    base = client._backend._session.base.decode()
     assert [key for key in plain.admin("KEYS", base + ":*") if key.endswith(b":gm")] == []

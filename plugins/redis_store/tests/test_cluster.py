@@ -69,7 +69,7 @@ def test_any_node_of_a_cluster_may_be_named(start_cluster, connect):
             client = connect(url=named, namespace=namespace_on(number, "u" if named.startswith("unix") else "t"))
             write_and_read(client, torch.randn(64, 4096))  # beyond what travels inside a script
             write_and_read(client, torch.arange(2))
-            key = client._backend._base + b":instance"
+            key = client._backend._session.base + b":instance"
             assert nodes[number].admin("EXISTS", key) == 1
 
 
@@ -81,7 +81,7 @@ def test_a_slot_that_moves_is_followed(start_cluster, connect):
     values = torch.randn(64, 4096)
     client.put_samples([f"s{row}" for row in range(64)], "p", TensorDict({"x": values}, batch_size=[64]))
 
-    slot = key_slot(client._backend._base)
+    slot = key_slot(client._backend._session.base)
     ids = [node.admin("CLUSTER", "MYID").decode() for node in nodes]
     nodes[2].admin("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
     nodes[0].admin("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[2])

@@ -21,7 +21,7 @@ def namespace():
 
 def _ask(backend, *words):
     """What the server replies to a command of the kit's own."""
-    return backend._link.command("the kit's", time.monotonic() + 30, *words)
+    return backend._session.link.command("the kit's", time.monotonic() + 30, *words)
 
 
 class TestRedis(BackendConformance):
@@ -49,7 +49,7 @@ class TestRedis(BackendConformance):
 
     def _lies_at(self, backend, partition_id, sample_id, field):
         """The hash of the put that wrote a cell, the row's field in it, and the cell's place in the row."""
-        base = backend._base
+        base = backend._session.base
         at = base + b":e:" + _ask(backend, b"HGET", base + b":p:" + to_bytes(partition_id), b"epoch") + b":"
         (refs,) = unpack_rows([_ask(backend, b"HGET", at + b"r", to_bytes(sample_id))])
         layouts = [unpack_layout(each) for each in _ask(backend, b"LRANGE", at + b"l", b"0", b"-1")]
@@ -58,7 +58,7 @@ class TestRedis(BackendConformance):
 
     def held_bytes(self, backend):
         """What the server says its hashes of rows take."""
-        keys = _ask(backend, b"KEYS", backend._base + b":w:*")
+        keys = _ask(backend, b"KEYS", backend._session.base + b":w:*")
         return sum(_ask(backend, b"MEMORY", b"USAGE", key, b"SAMPLES", b"0") or 0 for key in keys)
 
     def restart(self, backend):

@@ -129,7 +129,7 @@ def test_a_script_that_starts_between_two_steps_is_waited_for(start_server, conn
     made = connect(url=server.url)
     made.register_partition("p", ["x"], None, ["train"])
     made.put_samples(["a"], "p", columns(1, 100_000))
-    link = made._backend._link
+    link = made._backend._session.link
     step, met = getattr(link, name), []
 
     def busy_at_first(what, deadline, packed, *count):
@@ -223,7 +223,7 @@ def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_se
     server = start_server()
     made = connect(url=server.url, op_timeout_s=1.5, capacity_bytes=20_000_000)
     made.register_partition("p", ["x"], None, ["train"])
-    write, met = made._backend._write, []
+    write, met = made._backend._puts._write, []
 
     def on_a_stopped_server(*args):
         if not met:
@@ -231,7 +231,7 @@ def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_se
             os.kill(server.process.pid, signal.SIGSTOP)
         return write(*args)
 
-    monkeypatch.setattr(made._backend, "_write", on_a_stopped_server)
+    monkeypatch.setattr(made._backend._puts, "_write", on_a_stopped_server)
     start = time.monotonic()
     try:
         with pytest.raises(OperationTimeoutError):
@@ -242,7 +242,7 @@ def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_se
     made.put_samples(["b"], "p", columns(1, 2_000_000))
     assert made.list_samples("p").sample_ids == ["b"]
     made.clear_samples(["b"], "p")
-    assert int(server.admin("GET", made._backend._base + b":held")) == 0
+    assert int(server.admin("GET", made._backend._session.base + b":held")) == 0
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
@@ -251,10 +251,10 @@ def test_payload_that_is_gone_is_told_at_once_and_can_be_produced_again(plain, c
     made.register_partition("p", ["x", "y", "z"], None, ["train"])
     ids = ["a", "b", "c", "d"]
     made.put_samples(ids, "p", columns(4, size))
-    before = set(plain.admin("KEYS", made._backend._base + b":w:*"))
+    before = set(plain.admin("KEYS", made._backend._session.base + b":w:*"))
     both = TensorDict({"z": torch.zeros(4, size), "y": torch.ones(4, size)}, batch_size=[4])
     made.put_samples(ids, "p", both)
-    (write,) = set(plain.admin("KEYS", made._backend._base + b":w:*")) - before
+    (write,) = set(plain.admin("KEYS", made._backend._session.base + b":w:*")) - before
     plain.admin("HDEL", write, "1", "3")
     scripts = plain.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"]
     with pytest.raises(LostSamplesError, match="payload of 2 samples is gone") as caught:
@@ -269,8 +269,8 @@ def test_payload_that_is_gone_is_told_at_once_and_can_be_produced_again(plain, c
     made.put_samples(["d"], "p", both[:1])  # writes over what is gone
     assert made.get_samples(ids, "p", ["z", "y"])["y"].sum() == 4 * size
     made.clear_samples(ids, "p")
-    assert plain.admin("KEYS", made._backend._base + b":w:*") == []
-    assert int(plain.admin("GET", made._backend._base + b":held")) == 0
+    assert plain.admin("KEYS", made._backend._session.base + b":w:*") == []
+    assert int(plain.admin("GET", made._backend._session.base + b":held")) == 0
 
 
 def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
@@ -280,7 +280,7 @@ def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
     write = os.urandom(16)
     layout = pack_layout(["x"])
     request = ("begin", "p", "", ["a"], [900], layout, ["x", "tensor:int64:1:"], "", 1000, 0.05, write, b"")
-    reply = backend._script("t", time.monotonic() + 5, "put", pack_request(*request))
+    reply = backend._session.script("t", time.monotonic() + 5, "put", pack_request(*request))
     assert reply[0] == b"ok"
     key = b"dp:{reaped}:w:%s" % write.hex().encode()
     plain.admin("HSET", key, "0", "rows of a writer that died")
@@ -288,7 +288,7 @@ def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
     made.put_samples(["b"], "p", columns(1, 50))  # has room again
     assert plain.admin("EXISTS", key) == 0
     commit = ("commit", "p", reply[1], *request[3:10], write, reply[2])
-    late = backend._script("t", time.monotonic() + 5, "put", pack_request(*commit))
+    late = backend._session.script("t", time.monotonic() + 5, "put", pack_request(*commit))
     assert late[0] == b"abandoned"
 
 

@@ -45,7 +45,8 @@ def put_by_thread(client, name, units, done):
 
 
 def line(client):
-    return client._backend._command("test", time.monotonic() + 5, b"ZCARD", client._backend._base + b":line")
+    session = client._backend._session
+    return session.command("test", time.monotonic() + 5, b"ZCARD", session.base + b":line")
 
 
 def until(condition):
@@ -198,7 +199,7 @@ def test_a_put_that_waited_and_is_refused_then_keeps_nobody_waiting(client):
 
 
 def test_a_begin_whose_reply_is_lost_holds_no_room(client, monkeypatch):
-    script, base = client._backend._link.script, client._backend._base
+    script, base = client._backend._session.link.script, client._backend._session.base
 
     def lose_the_reply(what, deadline, run, *words):
         reply = script(what, deadline, run, *words)
@@ -207,32 +208,32 @@ def test_a_begin_whose_reply_is_lost_holds_no_room(client, monkeypatch):
         return reply
 
     with monkeypatch.context() as lost:
-        lost.setattr(client._backend._link, "script", lose_the_reply)
+        lost.setattr(client._backend._session.link, "script", lose_the_reply)
         with pytest.raises(BackendUnavailableError):
             put(client, "large", 90)
-    assert client._backend._command("test", time.monotonic() + 5, b"GET", base + b":held") == b"0"
+    assert client._backend._session.command("test", time.monotonic() + 5, b"GET", base + b":held") == b"0"
 
 
 def test_a_put_without_payload_can_be_given_up(client):
     write = b"w" * 16
     backend = client._backend
     deadline = time.monotonic() + 5
-    backend._command("test", deadline, b"ZADD", backend._base + b":pending", b"9e15", write)
-    backend._command("test", deadline, b"HSET", backend._base + b":reserved", write, b"0")
-    assert backend._run("test", deadline, "abort", write) == [b"ok"]
+    backend._session.command("test", deadline, b"ZADD", backend._session.base + b":pending", b"9e15", write)
+    backend._session.command("test", deadline, b"HSET", backend._session.base + b":reserved", write, b"0")
+    assert backend._session.run("test", deadline, "abort", write) == [b"ok"]
 
 
 def test_who_passes_is_within_the_bound_of_all_that_wait(client):
     """The first in the line was passed by as much as the store holds, the one behind it was not."""
     backend = client._backend
-    deadline, base = time.monotonic() + 10, backend._base
+    deadline, base = time.monotonic() + 10, backend._session.base
     put(client, "old", 50)
     for number, (units, passed) in enumerate([(20, 100), (60, 0)]):
         write = bytes([number]) * 16
         packed = msgpack.packb([units * _UNIT, 0.0, 9e15, passed * _UNIT], use_bin_type=False)
-        backend._command("test", deadline, b"ZADD", base + b":line", b"%d" % number, write)
-        backend._command("test", deadline, b"HSET", base + b":waiting", write, packed)
-    backend._command("test", deadline, b"SET", base + b":freed", b"0")
+        backend._session.command("test", deadline, b"ZADD", base + b":line", b"%d" % number, write)
+        backend._session.command("test", deadline, b"HSET", base + b":waiting", write, packed)
+    backend._session.command("test", deadline, b"SET", base + b":freed", b"0")
     # 10 fit beside the first; beside both they do not, and the first may be passed no more
-    reply = backend._run("test", deadline, "room", b"n" * 16, 10 * _UNIT, 100 * _UNIT, 5.0)
+    reply = backend._session.run("test", deadline, "room", b"n" * 16, 10 * _UNIT, 100 * _UNIT, 5.0)
     assert reply[0] == b"full"

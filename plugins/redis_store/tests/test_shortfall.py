@@ -1,7 +1,6 @@
 """What a claim that timed out says of the samples that it did not get: as the ledger says it."""
 
 import random
-import threading
 
 import pytest
 import torch
@@ -107,7 +106,7 @@ def test_a_holder_is_forgotten_with_its_lease(plain, connect):
     client.ack(first)
     client.nack(second)
     client.clear_samples(gone.sample_ids, "p")
-    base = client._backend._base.decode()
+    base = client._backend._session.base.decode()
     (records,) = plain.admin("KEYS", f"{base}:e:*:k")
     assert plain.admin("HLEN", records) == 1  # which token may ack 'a' again
     assert this_process().encode() not in b"".join(plain.admin("HVALS", records))
@@ -122,7 +121,7 @@ def fill(client, count):
         client.put_samples(ids, "p", TensorDict({"y": torch.ones(5000)}, batch_size=[5000]))
 
 
-def test_many_that_time_out_at_once_look_at_the_rows_once(plain, connect):
+def test_many_that_time_out_at_once_look_at_the_rows_once(plain, connect, at_once):
     client = connect(url=plain.url)
     fill(client, 20_000)
     errors = []
@@ -133,11 +132,7 @@ def test_many_that_time_out_at_once_look_at_the_rows_once(plain, connect):
         except DataPlaneError as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=wait) for _ in range(32)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(wait, 32)
     assert [type(error) for error in errors] == [ClaimTimeoutError] * 32
     assert max(error.shortfall.num_lacking for error in errors) == 20_000
 
@@ -145,7 +140,7 @@ def test_many_that_time_out_at_once_look_at_the_rows_once(plain, connect):
 def test_a_timeout_tells_what_was_counted_until_the_deadline(plain, connect, monkeypatch):
     client = connect(url=plain.url)
     fill(client, 5000)
-    script, asked = client._backend._link.script, []
+    script, asked = client._backend._session.link.script, []
 
     def slow(what, deadline, run, *words):
         if run is SCRIPTS["shortfall"]:
@@ -154,7 +149,7 @@ def test_a_timeout_tells_what_was_counted_until_the_deadline(plain, connect, mon
                 raise OperationTimeoutError("the server did not answer in time.")
         return script(what, deadline, run, *words)
 
-    monkeypatch.setattr(client._backend._link, "script", slow)
+    monkeypatch.setattr(client._backend._session.link, "script", slow)
     monkeypatch.setattr(_claims, "_LOOK_ROWS", 1000)
     with pytest.raises(ClaimTimeoutError) as caught:
         client.claim_meta("p", "train", ["x"], 1, timeout_s=0.0)

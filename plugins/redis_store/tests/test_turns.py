@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core.errors import ClaimTimeoutError, LeaseExpiredError
-from dataplane_redis import _backend, _claims
+from dataplane_redis import _backend, _claims, _reads
 
 _COUNT = 1000
 #: Seconds of the server's time that a script takes on average, at most; on one machine it was 3 to 20 ms.
@@ -22,7 +22,7 @@ def client(plain, connect, monkeypatch):
     """Scripts that give, settle and clear few rows."""
     monkeypatch.setattr(_claims, "_GIVE_ROWS", 100)
     monkeypatch.setattr(_backend, "_CLEAR_ROWS", 100)
-    monkeypatch.setattr(_backend, "_LIST_ROWS", 100)
+    monkeypatch.setattr(_reads, "_LIST_ROWS", 100)
     return connect(url=plain.url)
 
 
@@ -43,25 +43,11 @@ def fill(client, group_size=None, num_samples=None):
     return ids
 
 
-def scripts_of(client, monkeypatch, act_at=None, act=None):
-    """The replies to the scripts of `client`; before that of number `act_at` is returned, `act` runs."""
-    script, replies = client._backend._link.script, []
-
-    def counted(*words):
-        replies.append(script(*words))
-        if len(replies) == act_at:
-            act()
-        return replies[-1]
-
-    monkeypatch.setattr(client._backend._link, "script", counted)
-    return replies
-
-
 @pytest.mark.parametrize("group_size", [None, 4], ids=["rows", "groups"])
 @pytest.mark.parametrize("lease_s", [None, 60.0], ids=["for good", "leased"])
-def test_a_claim_of_many_rows_gives_all_of_them_in_order(client, monkeypatch, group_size, lease_s):
+def test_a_claim_of_many_rows_gives_all_of_them_in_order(client, scripts_of, group_size, lease_s):
     ids = fill(client, group_size)
-    replies = scripts_of(client, monkeypatch)
+    replies = scripts_of(client)
     meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=lease_s)
     assert meta.sample_ids == ids
     assert len(replies) >= _COUNT / 100
@@ -72,7 +58,7 @@ def test_a_claim_of_many_rows_gives_all_of_them_in_order(client, monkeypatch, gr
         assert client.check_consumption_status("p", ["train"])
 
 
-def test_a_claim_of_many_rows_keeps_others_of_its_task_out(client, other, monkeypatch):
+def test_a_claim_of_many_rows_keeps_others_of_its_task_out(client, other, scripts_of):
     ids = fill(client)
     seen = []
 
@@ -81,14 +67,14 @@ def test_a_claim_of_many_rows_keeps_others_of_its_task_out(client, other, monkey
             other.claim_meta("p", "train", ["x"], 1, timeout_s=0.0)
         seen.append(True)
 
-    scripts_of(client, monkeypatch, 1, meddle)
+    scripts_of(client, 1, meddle)
     assert client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=60).sample_ids == ids
     assert seen
 
 
-def test_a_claim_whose_rows_are_cleared_on_the_way_gives_nothing(client, other, monkeypatch):
+def test_a_claim_whose_rows_are_cleared_on_the_way_gives_nothing(client, other, scripts_of):
     ids = fill(client)
-    scripts_of(client, monkeypatch, 1, lambda: other.clear_samples(ids[-10:], "p"))
+    scripts_of(client, 1, lambda: other.clear_samples(ids[-10:], "p"))
     with pytest.raises(ClaimTimeoutError, match=f"{_COUNT - 10} of {_COUNT} samples were ready"):
         client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=0.0)
     assert other.claim_meta("p", "train", ["x"], _COUNT - 10, timeout_s=10.0).sample_ids == ids[:-10]
@@ -100,14 +86,14 @@ from dataplane_core import connect
 from dataplane_redis import _claims
 _claims._GIVE_ROWS = 100
 client = connect({"backend": "redis_store", "options": {"url": sys.argv[1], "namespace": sys.argv[2]}}, bootstrap=False)
-script, asked = client._backend._link.script, []
+script, asked = client._backend._session.link.script, []
 def counted(*words):
     reply = script(*words)
     asked.append(reply)
     if len(asked) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return reply
-client._backend._link.script = counted
+client._backend._session.link.script = counted
 client.claim_meta("p", "train", ["x"], 1000, lease_s=3600)
 """
 
@@ -120,7 +106,7 @@ def test_rows_of_a_claim_whose_client_dies_on_the_way_go_back(client, plain):
 
 
 @pytest.mark.parametrize("group_size", [None, 4], ids=["rows", "groups"])
-def test_settling_many_rows_settles_all(client, monkeypatch, group_size):
+def test_settling_many_rows_settles_all(client, scripts_of, group_size):
     ids = fill(client, group_size)
     meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=60)
     client.renew(meta, 60)
@@ -131,7 +117,7 @@ def test_settling_many_rows_settles_all(client, monkeypatch, group_size):
     second = client.claim_meta("p", "train", ["x"], 600, timeout_s=10.0, lease_s=60)
     assert first.sample_ids + second.sample_ids == ids
     part = first.slice(200, 400).concat(second.slice(0, 300))  # a part of either
-    replies = scripts_of(client, monkeypatch)
+    replies = scripts_of(client)
     client.nack(part)
     assert len(replies) > 10
     assert client.claim_meta("p", "train", ["x"], 500, timeout_s=10.0).sample_ids == part.sample_ids
@@ -141,12 +127,12 @@ def test_settling_many_rows_settles_all(client, monkeypatch, group_size):
 
 @pytest.mark.parametrize("at", [2, 9, 12], ids=["at the check", "after the check", "at the split"])
 @pytest.mark.parametrize("action", ["ack", "nack", "renew"])
-def test_settling_many_rows_of_which_one_is_lost_changes_none(client, other, monkeypatch, action, at):
+def test_settling_many_rows_of_which_one_is_lost_changes_none(client, other, scripts_of, action, at):
     fill(client)
     meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=60)
     part = meta.slice(0, 800)
     lost = meta.sample_ids[150]
-    replies = scripts_of(client, monkeypatch, at, lambda: other.clear_samples([lost], "p"))
+    replies = scripts_of(client, at, lambda: other.clear_samples([lost], "p"))
     with pytest.raises(LeaseExpiredError) as caught:
         getattr(client, action)(part, *((60,) if action == "renew" else ()))
     assert caught.value.sample_ids == (lost,)
@@ -159,11 +145,11 @@ def test_settling_many_rows_of_which_one_is_lost_changes_none(client, other, mon
 
 
 @pytest.mark.parametrize("action", ["ack", "nack", "renew"])
-def test_rows_are_not_put_beside_those_that_another_settled_meanwhile(client, other, monkeypatch, action):
+def test_rows_are_not_put_beside_those_that_another_settled_meanwhile(client, other, scripts_of, action):
     fill(client)
     meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=60)
     # after the first split of 800 rows another thread settles just the rows that it moved
-    replies = scripts_of(client, monkeypatch, 10, lambda: other.ack(meta.slice(0, 100)))
+    replies = scripts_of(client, 10, lambda: other.ack(meta.slice(0, 100)))
     part = meta.slice(0, 800)
     if action == "ack":
         client.ack(part)
@@ -178,7 +164,7 @@ def test_rows_are_not_put_beside_those_that_another_settled_meanwhile(client, ot
 
 
 @pytest.mark.parametrize("what", ["the partition", "the task"])
-def test_a_nack_ends_where_what_it_gives_back_to_goes_on_the_way(client, other, monkeypatch, what):
+def test_a_nack_ends_where_what_it_gives_back_to_goes_on_the_way(client, other, scripts_of, what):
     fill(client)
     meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=60)
 
@@ -188,7 +174,7 @@ def test_a_nack_ends_where_what_it_gives_back_to_goes_on_the_way(client, other, 
         else:
             other.register_partition("p", ["x"], None, ["eval"])
 
-    replies = scripts_of(client, monkeypatch, 12, go)
+    replies = scripts_of(client, 12, go)
     client.nack(meta)
     assert 12 < len(replies) < 20
 
@@ -201,32 +187,37 @@ def test_part_of_a_group_is_refused_among_many_rows(client):
     client.ack(meta)
 
 
+def held_bytes(client):
+    session = client._backend._session
+    return session.command("test", time.monotonic() + 5, b"GET", session.base + b":held")
+
+
 def test_many_rows_are_cleared_and_listed(client):
     ids = fill(client)
     assert client.list_samples("p").sample_ids == ids
     client.clear_samples(ids[:-50], "p")
     assert client.list_samples("p").sample_ids == ids[-50:]
-    assert client._backend._command("test", time.monotonic() + 5, b"GET", client._backend._base + b":held") != b"0"
+    assert held_bytes(client) != b"0"
     client.clear_samples(ids, "p")
     assert client.list_samples("p").size == 0
-    assert client._backend._command("test", time.monotonic() + 5, b"GET", client._backend._base + b":held") == b"0"
+    assert held_bytes(client) == b"0"
 
 
-def test_a_clear_in_turns_leaves_a_later_registration_alone(client, other, monkeypatch):
+def test_a_clear_in_turns_leaves_a_later_registration_alone(client, other, scripts_of):
     ids = fill(client)
-    scripts_of(client, monkeypatch, 3, lambda: fill(other))
+    scripts_of(client, 3, lambda: fill(other))
     client.clear_samples(ids, "p")
     assert other.list_samples("p").size == _COUNT
 
 
-def test_a_list_in_turns_begins_again_where_the_partition_is_registered_anew(client, other, monkeypatch):
+def test_a_list_in_turns_begins_again_where_the_partition_is_registered_anew(client, other, scripts_of):
     fill(client)
 
     def register_anew():
         other.register_partition("p", ["x"], None, ["train"])
         put(other, ["a", "b"])
 
-    scripts_of(client, monkeypatch, 3, register_anew)
+    scripts_of(client, 3, register_anew)
     assert client.list_samples("p").sample_ids == ["a", "b"]
 
 

@@ -134,7 +134,7 @@ def test_what_a_filter_has_seen_expires_and_goes_with_the_partition(plain, clien
     put(client, ["a", "b"], {"v": 1})
     put(client, ["c", "d"], {"v": 1}, ["y"])
     client._backend.claim(request(4, tag_filter=_FILTER))
-    base = client._backend._base.decode()
+    base = client._backend._session.base.decode()
     kept = [key for key in plain.admin("KEYS", f"{base}:e:*") if b":f:" in key or key.endswith(b":c")]
     assert len(kept) == 4
     assert all(0 < plain.admin("PTTL", key) <= 60_000 for key in kept)

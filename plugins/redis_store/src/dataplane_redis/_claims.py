@@ -24,11 +24,12 @@ from dataplane_core.hookspecs import (
     Shortfall,
 )
 from dataplane_redis import _refusals
+from dataplane_redis._session import Session
 from dataplane_redis._wire import pack_filter, pack_layout, pack_request, text_of, to_bytes, unpack_tags
 
 __all__ = ["Claims"]
 
-#: Rows that one script looks at, and rows that it gives, settles or takes back. A script then takes some 10 ms.
+#: Rows that one script looks at, and rows that it gives, settles or takes back.
 _LOOK_ROWS: Final = 2500
 _GIVE_ROWS: Final = 2000
 #: Seconds between two questions of a claim that another one of its task, which takes many rows, keeps waiting.
@@ -36,30 +37,22 @@ _BUSY_S: Final = 0.02
 #: Seconds after which a waiting claim looks again, even where nothing changed: for the case that a server came back
 #: from an older state.
 _LOOK_AGAIN_S: Final = 10.0
-#: How often all clients together ask for claims that wait. A client is counted once it has waited so long, and counts
-#: itself again after so long.
+#: How often all clients together ask for claims that wait.
 _ASKS_PER_S: Final = 250.0
 #: Seconds ahead, at most, for which a client's claims take turns.
 _MOST_AHEAD_S: Final = 2.0
+#: A client counts itself among those that wait once a claim of it has waited so many seconds, and again after so many.
 _COUNT_AFTER_S: Final = 0.2
-#: What is left of its time in seconds when a claim that timed out no longer counts what keeps the samples back.
-_COUNT_RESERVE_S: Final = 0.1
 _COUNT_AGAIN_S: Final = 7.0
+#: What is left of its time in seconds when a claim that timed out stops to look for what keeps the samples back.
+_LOOK_RESERVE_S: Final = 0.1
 
 
 class Claims:
-    """Claims on the store of one client.
+    """Claims of one client."""
 
-    Args:
-        run: Runs a script: ``run(operation, deadline, script, *values)``.
-        command: Sends a command: ``command(operation, deadline, *words)``.
-        base: The prefix of all keys.
-    """
-
-    def __init__(self, run: Callable[..., Any], command: Callable[..., Any], base: bytes) -> None:
-        self._run = run
-        self._command = command
-        self._base = base
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._client = os.urandom(8)
         self._count_at = 0.0
         self._slot_s = 0.0  # between two questions of this client
@@ -84,7 +77,7 @@ class Claims:
         lease = b""
         while True:
             asked = time.monotonic()
-            kind, *rest = self._run(
+            kind, *rest = self._session.run(
                 what,
                 request.deadline,
                 "claim",
@@ -132,6 +125,8 @@ class Claims:
             elif kind != b"again":
                 _refusals.raise_claim(what, request, [kind, *rest])
 
+    # Core's Pacer serves one place that sees all who wait, at a fixed rate. Here each client sees its own only, and has
+    # a share of the rate, which changes with how many clients wait.
     def _take_slot(self, slot_s: float) -> None:
         with self._lock:
             if slot_s < self._slot_s:  # fewer wait than those for whom the time ahead was taken
@@ -152,8 +147,8 @@ class Claims:
         epoch, change, until, _ = request.since.split(":")
         if time.monotonic() >= float(until):
             return False
-        key = self._base + b":p:" + to_bytes(request.partition_id)
-        found = self._command(what, request.deadline, b"HMGET", key, b"epoch", b"turn")
+        key = self._session.base + b":p:" + to_bytes(request.partition_id)
+        found = self._session.command(what, request.deadline, b"HMGET", key, b"epoch", b"change")
         return [each or b"" for each in found] == [epoch.encode(), bytes.fromhex(change)]
 
     def _wait(
@@ -171,9 +166,9 @@ class Claims:
             return Claim(version=version, ask_again_s=ask_again_s)
         question = (request.partition_id, request.task_name, required, conditions, _LOOK_ROWS)
         reply: Any = None
-        while reply is None or (reply[0] == b"again" and time.monotonic() < request.deadline - _COUNT_RESERVE_S):
+        while reply is None or (reply[0] == b"again" and time.monotonic() < request.deadline - _LOOK_RESERVE_S):
             try:
-                reply = self._run(what, request.deadline, "shortfall", *question)
+                reply = self._session.run(what, request.deadline, "shortfall", *question)
             except OperationTimeoutError:
                 if reply is None:
                     raise
@@ -203,7 +198,7 @@ class Claims:
         what = f"{action}('{request.partition_id}', '{request.task_name}', {len(request.sample_ids)} samples)"
 
         def run(mode: str, epoch: Any, ids: Sequence[str], tokens: Sequence[str], leases: Sequence[Any] = ()) -> Any:
-            return self._run(
+            return self._session.run(
                 what,
                 request.deadline,
                 "settle",

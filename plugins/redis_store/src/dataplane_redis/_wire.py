@@ -13,6 +13,8 @@ from dataplane_core.errors import CorruptDataError
 from dataplane_core.tags import TagValue
 
 __all__ = [
+    "INLINE_BYTES",
+    "INLINE_ROWS",
     "Refs",
     "pack_filter",
     "pack_layout",
@@ -25,6 +27,9 @@ __all__ = [
     "unpack_tags",
 ]
 
+#: Puts and reads of at most so many bytes travel inside their script, in one round trip.
+INLINE_BYTES: Final = 32 * 1024
+INLINE_ROWS: Final = 512
 #: Lone surrogates are legal in a str, so they travel too.
 _ERRORS: Final = "surrogatepass"
 _SIZE: Final = struct.Struct("<I")

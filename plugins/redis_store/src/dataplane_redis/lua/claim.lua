@@ -1,18 +1,18 @@
 -- Request: {partition, task, batch size, all_or_nothing, lease_s (-1: none), token, holder, required (sorted, as a
 -- layout), filter (packed conditions, "": none), rows to look at, rows to give, lease ("" at first), client
--- ("": it need not be counted among those that wait)}. A script looks at about that many rows and gives about that many,
--- so that none holds the server for long. It replies
+-- ("": it need not be counted among those that wait)}. A script looks at about that many rows and gives about that
+-- many, so that none holds the server for long. It replies
 --
 --   {"again"}                         ask again: it got on, and what it found is kept
 --   {"busy"}                          a claim of this task is being given more rows than one script gives: ask again
 --   {"part", lease, ids, tags}        these and more: ask again with that lease
 --   {"ok", exhausted, ids, tags}      these, the last
---   {"wait", epoch, mark, seconds until a lease ends or "", clients that wait}   nothing; the same answer until the mark
---                                     of the last change is another or that lease ends
+--   {"wait", epoch, change, seconds until a lease ends or "", clients that wait}   nothing; the same answer until the
+--                                     mark of the last change is another or that lease ends
 --   {"lost"}                          the parts given so far go back: the next one was asked for too late, or others
 --                                     cleared what was to be given
-local name, task_name, batch_size, all_or_nothing, lease_s, token, holder, required, filter, budget, most, number, client =
-  unpack(cmsgpack.unpack(ARGV[1]))
+local name, task_name, batch_size, all_or_nothing, lease_s, token, holder, required, filter, budget, most, number,
+  client = unpack(cmsgpack.unpack(ARGV[1]))
 -- Seconds in which a client asks for the next part, else what it was given goes back.
 local FILL_S = 5
 -- Seconds for which a client counts among those that wait.
@@ -251,7 +251,7 @@ if #units < step then
       call('ZREMRANGEBYSCORE', BASE .. ':waiters', '-inf', string.format('%.6f', now()))
       call('ZADD', BASE .. ':waiters', string.format('%.6f', now() + COUNTED_S), client)
     end
-    return done('wait', P.epoch, call('HGET', P.meta, 'turn') or '', next_end(P), call('ZCARD', BASE .. ':waiters'))
+    return done('wait', P.epoch, call('HGET', P.meta, 'change') or '', next_end(P), call('ZCARD', BASE .. ':waiters'))
   end
   if exhausted and all_or_nothing == 1 then units = gather(0) end
   if not units then return done('again') end

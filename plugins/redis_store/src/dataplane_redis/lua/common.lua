@@ -1,11 +1,11 @@
 -- What all scripts share. Keys are built from KEYS[1] = "dp:{namespace}", so that all of them lie in one hash slot.
 -- Requests are one msgpack array in ARGV[1]; the last argument says who asks: the id of the instance that the client is
--- connected to (32 characters), 16 random bytes of this call, and the time (8 bytes, see now). Instances, registrations,
--- writes and leases are told apart by random bits that clients draw, since a counter kept here comes again when the
--- server comes back from an older state. In keys they are written in hex.
+-- connected to (32 characters), 16 random bytes of this call, and the time (8 bytes, see now). Instances,
+-- registrations, writes and leases are told apart by random bits that clients draw, since a counter kept here comes
+-- again when the server comes back from an older state. In keys they are written in hex.
 --
---   base:instance        hash: version, id, capacity_bytes, on_full; owner, while the client lives that bootstrapped it;
---                        clock: the time of the store in seconds, and the server's clock at that time
+--   base:instance        hash: version, id, capacity_bytes, on_full; owner, while the client lives that bootstrapped
+--                        it; clock: the time of the store in seconds, and the server's clock at that time
 --   base:parts           set: the partitions
 --   base:held, base:seq  payload bytes held; the order of first writes
 --   base:pending         zset: puts begun and not committed, by the time when they count as abandoned
@@ -15,8 +15,9 @@
 --   base:why:<digest>    what a claim that timed out counted of the rows, for a moment, see shortfall.lua
 --   base:trash           set: dropped registrations; base:trash:<epoch>: their writes
 --   base:p:<partition>   hash: epoch, num, group, info, ntasks, seen, bytes, whole, t:<task> -> index,
---                        d:<index> -> samples done, w:<index> -> whole groups held, turn: the mark of the last change,
---                        noted: see changed, lease: the last lease's number, r:<index> -> the lease that a claim is filling
+--                        d:<index> -> samples done, w:<index> -> whole groups held, change: the mark of the last
+--                        change, noted: see changed, lease: the last lease's number,
+--                        r:<index> -> the lease that a claim is filling
 --   base:w:<write>       hash: position -> joined cells of one row; written before the commit, never changed
 --   base:e:<epoch>:      r   hash   id -> row: seq, then one ref (write, position, layout, bytes) per live write
 --                        t   hash   id -> msgpack map of tags
@@ -46,8 +47,8 @@ local INSTANCE = call('HMGET', BASE .. ':instance', 'id', 'clock')
 if INSTANCE[1] ~= string.sub(ASKER, 1, 32) then return {'other_history'} end
 
 -- The time of the store in seconds. It only goes forward, and by durations: each client learns it when it connects, and
--- counts on by its own monotonic clock; the one that is ahead holds. So no step of a clock ends leases or parks them. The
--- server's own clock tells only how long nobody was connected (instance.lua).
+-- counts on by its own monotonic clock; the one that is ahead holds. So no step of a clock ends leases or parks them.
+-- The server's own clock tells only how long nobody was connected (instance.lua).
 local kept_time, time
 local function now()
   if not time then
@@ -57,7 +58,8 @@ local function now()
   return time
 end
 
--- Keeps the time, about once in a second: with every change synced to disk, a script that changes nothing else is cheap.
+-- Keeps the time, about once in a second: with every change synced to disk, a script that changes nothing else is
+-- cheap.
 local function keep_time()
   if now() - kept_time < 1 then return end
   local t = call('TIME')
@@ -84,6 +86,17 @@ local function batched(command, key, args)
   end
 end
 
+-- Adds a value to the list of its key; `order` gets the keys as they come first.
+local function add_to(lists, order, key, value)
+  local list = lists[key]
+  if not list then
+    list = {}
+    lists[key] = list
+    order[#order + 1] = key
+  end
+  list[#list + 1] = value
+end
+
 local function key_of_write(write)
   return BASE .. ':w:' .. string.format(HEX, string.byte(write, 1, 16))
 end
@@ -98,11 +111,11 @@ local function open_partition(name)
   }
 end
 
--- Marks every change after which a claim may get another answer: who saw this mark need not look again. It is the call's
--- own, so none comes twice, also where the server comes back from an older state. While filters wait, the known units
--- (ids or groups) that changed are noted in order, so that these look at nothing else.
+-- Marks every change after which a claim may get another answer: who saw this mark need not look again. It is the
+-- call's own, so none comes twice, also where the server comes back from an older state. While filters wait, the known
+-- units (ids or groups) that changed are noted in order, so that these look at nothing else.
 local function changed(P, units)
-  call('HSET', P.meta, 'turn', string.sub(ASKER, 33, 48))
+  call('HSET', P.meta, 'change', string.sub(ASKER, 33, 48))
   if not units or #units == 0 or call('EXISTS', P.at .. 'c') == 0 then return end
   local args, last = {}, call('HINCRBY', P.meta, 'noted', #units)
   for i = 1, #units do
@@ -203,12 +216,7 @@ local function free_refs(P, refs)
   for _, ref in ipairs(refs) do
     local write, position, _, size = struct.unpack('<c16I4I4I8', ref)
     bytes = bytes + size
-    if not by_write[write] then
-      by_write[write] = {}
-      order[#order + 1] = write
-    end
-    local list = by_write[write]
-    list[#list + 1] = position
+    add_to(by_write, order, write, position)
   end
   for _, write in ipairs(order) do
     local key = key_of_write(write)
@@ -315,7 +323,9 @@ local function join_group(P, name, g, ids)
   if g.poisoned then return end
   local first, at = g.listed, P.at .. 'gm'
   local args, part, list = {}, math.floor(first / MEMBERS), {}
-  if first % MEMBERS ~= 0 then list = cmsgpack.unpack(part == 0 and g.first or call('HGET', at, name .. ':' .. part)) end
+  if first % MEMBERS ~= 0 then
+    list = cmsgpack.unpack(part == 0 and g.first or call('HGET', at, name .. ':' .. part))
+  end
   g.listed = first + #ids
   for i, id in ipairs(ids) do
     list[#list + 1] = id

@@ -1,7 +1,7 @@
--- Request: {action, version, id, owner, capacity_bytes ("": none), on_full}. "bootstrap" makes the instance, or takes it
--- over: one that has an owner with equal options, one that has none with any; "bootstrap alone" takes over only what has
--- no owner. What is there keeps its id, so that its clients go on. "attach" finds it, "end" takes the owner away. Runs
--- without the other scripts' common part, since that refuses who does not know the instance yet.
+-- Request: {action, version, id, owner, capacity_bytes ("": none), on_full}. "bootstrap" makes the instance, or takes
+-- it over: one that has an owner with equal options, one that has none with any; "bootstrap alone" takes over only what
+-- has no owner. What is there keeps its id, so that its clients go on. "attach" finds it, "end" takes the owner away.
+-- Runs without the other scripts' common part, since that refuses who does not know the instance yet.
 local action, version, id, owner, capacity_bytes, on_full = unpack(cmsgpack.unpack(ARGV[1]))
 local key = KEYS[1] .. ':instance'
 if redis.call('TYPE', key).ok == 'string' then return {'version', '1'} end
@@ -28,5 +28,6 @@ end
 local same = action == 'bootstrap' and found[3] == capacity_bytes and found[4] == on_full
 if found[5] and not same then return {'other', found[3], found[4]} end
 id = found[2] or id
-redis.call('HSET', key, 'version', version, 'id', id, 'capacity_bytes', capacity_bytes, 'on_full', on_full, 'owner', owner)
+local options = {'capacity_bytes', capacity_bytes, 'on_full', on_full}
+redis.call('HSET', key, 'version', version, 'id', id, 'owner', owner, unpack(options))
 return {'ok', id, capacity_bytes, on_full, time()}

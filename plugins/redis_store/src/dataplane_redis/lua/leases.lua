@@ -1,4 +1,5 @@
--- Leases. What a task holds of a row names a lease, so that settling a claim changes the lease and not each of its rows.
+-- Leases. What a task holds of a row names a lease, so that settling a claim changes the lease and not each of its
+-- rows.
 --
 --   k   hash   number -> {kind, task, rows held, rows given, token, holder, parts}
 --   q   zset   number by the time when the lease ends
@@ -43,6 +44,12 @@ end
 
 local function ends_in(P, lease, seconds)
   call('ZADD', P.at .. 'q', string.format('%.6f', now() + seconds), lease.number)
+end
+
+-- The lease that a hold names, unless it was acked or given for good: then false.
+local function unsettled_lease(P, hold)
+  local lease = hold ~= 'D' and read_lease(P, hold)
+  return lease and lease.kind ~= 'A' and lease.kind ~= 'D' and lease
 end
 
 -- Rows that will not go back need no list of their ids, and no end.

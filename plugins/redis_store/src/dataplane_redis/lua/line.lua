@@ -1,5 +1,6 @@
--- Puts that wait for room: first come, first served, within a bound. The rule is that of dataplane_core._room; the
--- numbers are this store's own.
+-- Puts that wait for room: first come, first served, within a bound. The rule is that of dataplane_core._room. A put
+-- that waits asks more often than there, where it does so through a host with one rate for all: so one whose client died
+-- is known sooner, after KEPT_S instead of 30 s.
 --
 --   base:line      zset  the writes of puts that wait, in the order in which they came
 --   base:waiting   hash  write -> {bytes, when it came, until when it is kept, bytes that later puts took before it}
@@ -29,8 +30,8 @@ local function leave_line(write)
   if call('ZREM', LINE, write) == 1 then call('HDEL', WAITING, write) end
 end
 
--- Whether a put that would fit leaves those that came before it their room, or may pass them. Where it enters now, these
--- note what it takes.
+-- Whether a put that would fit leaves those that came before it their room, or may pass them. Where it enters now,
+-- these note what it takes.
 local function may_enter(write, bytes, free, capacity, enters)
   local time, sum, quiet, may_pass, ahead, seen = now(), bytes, nil, true, {}, 0
   while true do
@@ -62,8 +63,8 @@ local function may_enter(write, bytes, free, capacity, enters)
   return true
 end
 
--- Nil where a put may take its room now, which it does if `enters`. Else it waits from now on, for `wait_s` seconds (0: it
--- does not wait), and this is the reply: {"full", bytes held, puts before it, seconds until it asks again}.
+-- Nil where a put may take its room now, which it does if `enters`. Else it waits from now on, for `wait_s` seconds (0:
+-- it does not wait), and this is the reply: {"full", bytes held, puts before it, seconds until it asks again}.
 local function refuse_room(write, bytes, capacity, wait_s, enters)
   local held = tonumber(call('GET', BASE .. ':held') or 0)
   if held + bytes <= capacity and may_enter(write, bytes, capacity - held, capacity, enters) then return nil end

@@ -1,8 +1,8 @@
--- Request: {mode, partition, epoch ("" for any), ids, row sizes, layout, {field, spec, ...}, tags ("" or one msgpack map
--- or "" per row), capacity (0: none), ttl_s, write (16 bytes), known, how long to wait for room}. Mode "begin" checks and
--- reserves; "commit" checks again what may have changed and makes the rows visible; "inline" does both, with the rows in
--- ARGV[2...]. A put is known by its write, so a commit meets no other history than one that holds its begin, and in that
--- no seq comes twice.
+-- Request: {mode, partition, epoch ("" for any), ids, row sizes, layout, {field, spec, ...}, tags ("" or one msgpack
+-- map or "" per row), capacity (0: none), ttl_s, write (16 bytes), known, how long to wait for room}. Mode "begin"
+-- checks and reserves; "commit" checks again what may have changed and makes the rows visible; "inline" does both, with
+-- the rows in ARGV[2...]. A put is known by its write, so a commit meets no other history than one that holds its
+-- begin, and in that no seq comes twice.
 local mode, name, epoch, ids, sizes, layout, specs, tags, capacity, ttl_s, write, known, wait_s =
   unpack(cmsgpack.unpack(ARGV[1]))
 local total = 0
@@ -49,12 +49,7 @@ if P.group then
     if not rows[i] then
       local key = group_of(id)
       if not key then return refuse('no_group', id) end
-      if not joining[key] then
-        group_names[#group_names + 1] = key
-        joining[key] = {}
-      end
-      local list = joining[key]
-      list[#list + 1] = id
+      add_to(joining, group_names, key, id)
     end
   end
   groups = load_heads(P, group_names)

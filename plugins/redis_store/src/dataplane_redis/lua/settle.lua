@@ -6,7 +6,8 @@
 -- check  -> {"ok", epoch, group size or 0, {lease, its token, rows of it in this chunk, rows of it in all,
 --           ...}}, {"lost", ids} or {"part", group, named, held}
 -- split  -> `leases`: {lease, the lease to put its rows into or "", ...}; {"ok", the same filled in}, or {"changed"}
--- commit -> `leases`: {lease, its token, its rows, ...}; {"ok", rows are left to give back}, or {"changed"}: check again
+-- commit -> `leases`: {lease, its token, its rows, ...}; {"ok", rows are left to give back}, or {"changed"}: check
+--           again
 -- all    -> as commit, or refused as check is
 local mode, action, name, task_name, epoch, ids, tokens, lease_s, leases, budget = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name)
@@ -34,12 +35,7 @@ local function look_up()
     if not good or not ((lease.kind == 'L' and not lease.due) or (lease.kind == 'A' and action == 'ack')) then
       lost[#lost + 1] = id
     elseif lease.kind == 'L' then
-      if not rows_of[lease] then
-        rows_of[lease] = {}
-        order[#order + 1] = lease
-      end
-      local mine = rows_of[lease]
-      mine[#mine + 1] = id
+      add_to(rows_of, order, lease, id)
     end
   end
   return order, rows_of, lost

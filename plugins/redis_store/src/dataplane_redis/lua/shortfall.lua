@@ -1,12 +1,12 @@
--- Request: {partition, task, required (as a layout), filter (packed conditions, "": none), rows to look at}. What keeps a
--- claim from more samples, as dataplane_core.hookspecs.Shortfall says. Looks at about so many rows and replies
+-- Request: {partition, task, required (as a layout), filter (packed conditions, "": none), rows to look at}. What keeps
+-- a claim from more samples, as dataplane_core.hookspecs.Shortfall says. Looks at about so many rows and replies
 -- {"again", ...} with what was counted so far, or at last {"ok", ...}: rows that are ready, leased rows, {id, holder,
--- seconds left, ...} of the first, rows passed over, rows in incomplete groups, {group, members, ...} of the first, rows
--- that lack fields, {{id, field, ...}, ...} of the first. All who ask the same count together, and what took several
--- scripts is told again for a moment: where many time out at once, the rows are looked at once.
+-- seconds left, ...} of the first, rows passed over, rows in incomplete groups, {group, members, ...} of the first,
+-- rows that lack fields, {{id, field, ...}, ...} of the first. All who ask the same count together, and what took
+-- several scripts is told again for a moment: where many time out at once, the rows are looked at once.
 local name, task_name, required, filter, budget = unpack(cmsgpack.unpack(ARGV[1]))
--- Milliseconds for which a count that nobody goes on with is kept, and the most for which one that is done is told again:
--- for so many rows looked at, one.
+-- Milliseconds for which a count that nobody goes on with is kept, and the most for which one that is done is told
+-- again: for so many rows looked at, one.
 local KEEP_MS, ROWS_PER_MS = 2000, 20
 local NAMED = 3
 local P = open_partition(name)
@@ -17,7 +17,8 @@ local fields, held_key = names_of(required), P.at .. 'h:' .. task
 local conditions = filter ~= '' and cmsgpack.unpack(filter)
 local S = {at = '0', ready = 0, leased = 0, first = {}, passed = 0, incomplete = 0, groups = {}, lost = {},
   lacking = 0, cells = {}, rows = 0}
-local kept_at = BASE .. ':why:' .. redis.sha1hex(P.epoch .. '|' .. task .. '|' .. #required .. '|' .. required .. filter)
+local question = P.epoch .. '|' .. task .. '|' .. #required .. '|' .. required .. filter
+local kept_at = BASE .. ':why:' .. redis.sha1hex(question)
 local kept = call('GET', kept_at)
 if kept then S = cmsgpack.unpack(kept) end
 
@@ -29,14 +30,44 @@ local function end_of(lease)
   return ends[lease.number]
 end
 
--- Keeps the leased rows whose leases end first, in this order.
-local function note_leased(id, lease)
+-- Counts a held row, where it is leased, and keeps those whose leases end first, in this order.
+local function note_held(id, hold)
+  local lease = unsettled_lease(P, hold)
+  if not lease then return end
   S.leased = S.leased + 1
   local place = #S.first + 1
   while place > 1 and S.first[place - 1][3] > end_of(lease) do place = place - 1 end
   if place > NAMED then return end
   table.insert(S.first, place, {id, lease.holder, end_of(lease)})
   S.first[NAMED + 1] = nil
+end
+
+-- The rows that nobody holds; the others are counted.
+local function free_of(ids)
+  local free = {}
+  for i, hold in ipairs(hmget(held_key, ids)) do
+    if hold then note_held(ids[i], hold) else free[#free + 1] = ids[i] end
+  end
+  return free
+end
+
+-- The fields that a row lacks.
+local lacking_by_sig = {}
+local function lacking_of(row)
+  local sig = signature(row)
+  if not lacking_by_sig[sig] then
+    local has, lacking = fields_of(P, sig), {}
+    for _, field in ipairs(fields) do
+      if not has[field] then lacking[#lacking + 1] = field end
+    end
+    lacking_by_sig[sig] = lacking
+  end
+  return lacking_by_sig[sig]
+end
+
+-- Keeps the cells that come first.
+local function note_cells(id, lacking)
+  if #S.cells < NAMED then S.cells[#S.cells + 1] = {id, unpack(lacking)} end
 end
 
 -- Keeps the incomplete groups that come first, by seq.
@@ -63,10 +94,7 @@ end
 -- A row of a group that lost a member: who else is in it is not kept, so its rows are put together as they come.
 local function look_at_lost(id, group)
   local hold = call('HGET', held_key, id)
-  if hold then
-    local lease = hold ~= 'D' and read_lease(P, hold)
-    if lease and lease.kind ~= 'A' and lease.kind ~= 'D' then note_leased(id, lease) end
-  end
+  if hold then note_held(id, hold) end
   local found = S.lost[group.name] or {group.seq, group.name, group.count, 0, 0, 0}
   S.lost[group.name] = found
   if not hold then found[4] = found[4] + 1 end
@@ -77,16 +105,8 @@ end
 
 -- Rows without groups.
 local function look_at_rows(ids)
-  local free, rest, lacking_of = {}, {}, {}
-  for i, hold in ipairs(hmget(held_key, ids)) do
-    if not hold then
-      free[#free + 1] = ids[i]
-    elseif hold ~= 'D' then
-      local lease = read_lease(P, hold)
-      if lease.kind ~= 'A' and lease.kind ~= 'D' then note_leased(ids[i], lease) end
-    end
-  end
-  rest = free
+  local free = free_of(ids)
+  local rest = free
   if conditions then
     rest = {}
     for i, packed in ipairs(hmget(P.at .. 't', free)) do
@@ -95,33 +115,19 @@ local function look_at_rows(ids)
     S.passed = S.passed + #free - #rest
   end
   for i, row in ipairs(hmget(P.at .. 'r', rest)) do
-    local sig = signature(row)
-    if not lacking_of[sig] then
-      local has, lacking = fields_of(P, sig), {}
-      for _, field in ipairs(fields) do
-        if not has[field] then lacking[#lacking + 1] = field end
-      end
-      lacking_of[sig] = lacking
-    end
-    if #lacking_of[sig] == 0 then
+    local lacking = lacking_of(row)
+    if #lacking == 0 then
       S.ready = S.ready + 1
     else
       S.lacking = S.lacking + 1
-      if #S.cells < NAMED then S.cells[#S.cells + 1] = {rest[i], unpack(lacking_of[sig])} end
+      note_cells(rest[i], lacking)
     end
   end
 end
 
-local function look(ids, group)
-  local held, free = hmget(held_key, ids), {}
-  for i, id in ipairs(ids) do
-    if not held[i] then
-      free[#free + 1] = id
-    elseif held[i] ~= 'D' then
-      local lease = read_lease(P, held[i])
-      if lease.kind ~= 'A' and lease.kind ~= 'D' then note_leased(id, lease) end
-    end
-  end
+-- The rows of a group that lost no member.
+local function look_at_group(ids, group)
+  local free = free_of(ids)
   if #free == 0 then return end
   if conditions then
     for _, packed in ipairs(hmget(P.at .. 't', ids)) do
@@ -138,13 +144,10 @@ local function look(ids, group)
   end
   local lacks = false
   for i, row in ipairs(hmget(P.at .. 'r', free)) do
-    local lacking, has = {free[i]}, fields_of(P, signature(row))
-    for _, field in ipairs(fields) do
-      if not has[field] then lacking[#lacking + 1] = field end
-    end
-    if #lacking > 1 then
+    local lacking = lacking_of(row)
+    if #lacking > 0 then
       lacks = true
-      if #S.cells < NAMED then S.cells[#S.cells + 1] = lacking end
+      note_cells(free[i], lacking)
     end
   end
   if lacks then
@@ -175,7 +178,7 @@ while not done and budget > 0 do
     local groups = load_groups(P, names)
     for _, unit in ipairs(names) do
       groups[unit].name = unit
-      look(groups[unit].members, groups[unit])
+      look_at_group(groups[unit].members, groups[unit])
       budget = budget - #groups[unit].members
     end
   end

@@ -1,0 +1,195 @@
+"""Reads: a script locates the rows, and commands fetch them. And listings.
+
+Rows are never changed after they are written and their names never used again, so a read that finds its rows and then
+fetches them sees whole rows, or finds them gone and looks again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from dataplane_core.codec.frames import split_rows
+from dataplane_core.errors import CorruptDataError, OperationTimeoutError
+from dataplane_core.fields import FieldSpec
+from dataplane_core.hookspecs import GetRequest, ListRequest, SampleList, WireBatch, WireColumn
+from dataplane_core.tags import TagValue
+from dataplane_redis import _refusals
+from dataplane_redis._link import Read, pack
+from dataplane_redis._rows import ReadPlans, row_overhead
+from dataplane_redis._session import Session
+from dataplane_redis._wire import (
+    INLINE_BYTES,
+    INLINE_ROWS,
+    Refs,
+    pack_filter,
+    text_of,
+    unpack_layout,
+    unpack_rows,
+    unpack_tags,
+)
+
+__all__ = ["Reads"]
+
+#: Rows are asked for in commands with replies of this size: the server copies one while the client receives another.
+_READ_BYTES: Final = 512 * 1024
+#: Rows that one script locates, or lists.
+_LOCATE_ROWS: Final = 4000
+_LIST_ROWS: Final = 4000
+
+#: Where a row lies: the write, and the position in it.
+_Place: TypeAlias = tuple[bytes, int]
+
+
+class Reads:
+    """Reads of one client."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def get_samples(self, request: GetRequest) -> WireBatch:
+        """Locates, fetches; again where the rows moved meanwhile.
+
+        A row moves to a place of its own, so a place that is located again and empty again was lost.
+        """
+        what = f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)"
+        moved: set[_Place] = set()
+        while True:
+            reply = self._locate(what, request)
+            if reply[0] == b"unknown_partition":
+                _refusals.raise_partition(request.partition_id, reply)
+            layouts = [unpack_layout(layout) for layout in reply[2]]
+            if reply[0] != b"ok" or None in reply[3]:
+                _refusals.raise_missing(what, request, reply[1], layouts)
+            refs = unpack_rows(reply[1])
+            plans = ReadPlans(request.fields, layouts)
+            picks = [plans.of(each) for each in refs]
+            if None in picks:
+                _refusals.raise_missing(what, request, reply[1], layouts)
+            specs = {
+                name: FieldSpec.from_text(text.decode()) for name, text in zip(request.fields, reply[3], strict=True)
+            }
+            sent = reply[5] if len(reply) > 5 else None
+            columns, empty = self._fetch(what, request, refs, picks, [len(each) for each in layouts], sent)
+            if not empty:
+                return WireBatch(columns=columns, specs=specs)
+            lost = [each for each in empty if sent is not None or each[:2] in moved]
+            if lost:
+                _refusals.raise_lost(what, request, [(row, pairs) for _, _, row, pairs in lost])
+            moved.update(each[:2] for each in empty)
+            if time.monotonic() >= request.deadline:
+                raise OperationTimeoutError(
+                    f"{what} timed out: the rows were overwritten faster than they could be read."
+                )
+
+    def _locate(self, what: str, request: GetRequest) -> Any:
+        """The reply of the script, put together from those of as many as the rows take."""
+        ids = request.sample_ids
+        most = INLINE_BYTES if len(ids) <= INLINE_ROWS else -1
+        whole: Any = None
+        first = 0
+        while first < len(ids):
+            some = ids[first : first + _LOCATE_ROWS]
+            reply = self._session.run(
+                what, request.deadline, "locate", request.partition_id, some, request.fields, most
+            )
+            if reply[0] == b"unknown_partition":
+                return reply
+            if whole is not None and whole[4] != reply[4]:  # registered anew meanwhile
+                whole, first = None, 0
+                continue
+            if whole is not None:
+                kind = b"ok" if whole[0] == reply[0] == b"ok" else b"missing"
+                reply = [kind, whole[1] + reply[1], *reply[2:]]  # layouts are only ever added
+            whole = reply
+            first += _LOCATE_ROWS
+        return whole
+
+    def _fetch(
+        self,
+        what: str,
+        request: GetRequest,
+        refs: Sequence[Refs],
+        picks: Sequence[Any],
+        num_cells: Sequence[int],
+        sent: Sequence[Any] | None,
+    ) -> tuple[dict[str, WireColumn], list[tuple[bytes, int, int, Any]]]:
+        """Frames in the order of the request; and what is no longer there: write, position, row of the request, its
+        (column, slot) pairs.
+
+        Args:
+            what: The operation.
+            request: The read.
+            refs: The refs of each row.
+            picks: For each row, (ref, [(column, slot)...]) of every ref that is needed.
+            num_cells: For each layout, its number of fields.
+            sent: The payload of all refs, where the script sent it along.
+        """
+        columns: list[list[Any]] = [[None] * len(refs) for _ in request.fields]
+        wanted: list[tuple[bytes, int, int, Any]] = []  # as what is no longer there
+        payload: list[Any] = []
+        if sent is not None:
+            start = 0
+            for row, (each, plan) in enumerate(zip(refs, picks, strict=True)):
+                for index, pairs in plan:
+                    wanted.append((*each[index][:2], row, pairs))
+                    payload.append(sent[start + index])
+                start += len(each)
+        else:
+            by_write: dict[bytes, list[tuple[int, int]]] = {}
+            places: dict[bytes, list[tuple[bytes, int, int, Any]]] = {}
+            for row, (each, plan) in enumerate(zip(refs, picks, strict=True)):
+                for index, pairs in plan:
+                    write, position, layout, size = each[index]
+                    by_write.setdefault(write, []).append((position, size + row_overhead(num_cells[layout])))
+                    places.setdefault(write, []).append((write, position, row, pairs))
+            link, _ = self._session.connected()
+            for found in link.fetch(what, request.deadline, self._reads(by_write)):
+                payload += found
+            wanted = [place for each in places.values() for place in each]
+        if None in payload:
+            return {}, [place for place, data in zip(wanted, payload, strict=True) if data is None]
+        for (_, _, row, pairs), frames in zip(wanted, split_rows(payload), strict=True):
+            for column, slot in pairs:
+                if slot >= len(frames):
+                    raise CorruptDataError(f"{what}: a row holds {len(frames)} cells. Expected more than {slot}.")
+                columns[column][row] = frames[slot]
+        return dict(zip(request.fields, columns, strict=True)), []
+
+    def _reads(self, by_write: Mapping[bytes, Sequence[tuple[int, int]]]) -> list[Read]:
+        """Commands that read rows, which are given by write as (position, size in bytes).
+
+        Each reply has `_READ_BYTES` at most, or one row.
+        """
+        reads = []
+        for write, rows in by_write.items():
+            words, size_bytes = [b"HMGET", self._session.key_of(write)], 0
+            for position, size in rows:
+                if size_bytes and size_bytes + size > _READ_BYTES:
+                    reads.append(Read(b"".join(pack(words)), size_bytes))
+                    words, size_bytes = [b"HMGET", self._session.key_of(write)], 0
+                words.append(b"%d" % position)
+                size_bytes += size
+            reads.append(Read(b"".join(pack(words)), size_bytes))
+        return reads
+
+    def list_samples(self, request: ListRequest) -> SampleList:
+        """Lists ids and tags."""
+        what = f"list_samples('{request.partition_id}')"
+        ids: list[str] = []
+        tags: list[dict[str, TagValue]] = []
+        conditions, epoch, seq = pack_filter(request.tag_filter), b"", b"0"
+        while seq:
+            reply = self._session.run(
+                what, request.deadline, "list", request.partition_id, epoch, conditions, seq, _LIST_ROWS
+            )
+            if reply[0] == b"changed":  # registered anew meanwhile
+                ids, tags, epoch, seq = [], [], b"", b"0"
+                continue
+            if reply[0] != b"ok":
+                _refusals.raise_partition(request.partition_id, reply)
+            _, some, some_tags, epoch, seq = reply
+            ids += map(text_of, some)
+            tags += map(unpack_tags, some_tags)
+        return SampleList(sample_ids=ids, tags=tags)

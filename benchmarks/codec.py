@@ -20,11 +20,9 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.capabilities import WireFormat
-from dataplane_core.codec.frames import frame_column, join_rows, split_rows, unframe_column
-from dataplane_core.codec.jagged import materialize, pack_jagged_fields
-from dataplane_core.codec.wire import lower, raise_columns
-from dataplane_core.fields import FieldSpec
+from dataplane_core.batch import materialize, pack_jagged_fields
+from dataplane_core.codec import frame_column, join_rows, lower, raise_columns, split_rows, unframe_column
+from dataplane_core.spec import FieldSpec, WireFormat
 
 ROUNDS = 7
 FIELDS = ("input_ids", "generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "advantages", "token_mask")

@@ -26,8 +26,8 @@ from typing import ClassVar
 import torch
 
 from dataplane_core import BlobStore, DataPlaneClient, DataPlaneConfig
-from dataplane_core.ledger_backend import CapacityOptions
-from dataplane_core.registry import connect_backend
+from dataplane_core.backends import CapacityOptions
+from dataplane_core.plugins import connect_backend
 
 ROWS, BATCH, OPENINGS = 10_000, 10, 7
 SQLITE = Path(__file__).resolve().parents[1] / "examples/third_party_sqlite/src"

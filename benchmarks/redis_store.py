@@ -32,8 +32,8 @@ from batches import MAX_TOKENS, NUM_SAMPLES, Step, batch, client_steps, describe
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
-from dataplane_core.capabilities import WireFormat
-from dataplane_core.codec.wire import lower
+from dataplane_core.codec import lower
+from dataplane_core.spec import WireFormat
 
 
 def pipeline_steps(server: redis.Redis, columns: TensorDict) -> tuple[Step, Step, Step]:

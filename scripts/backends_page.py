@@ -16,8 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dataplane_core.capabilities import GUARANTEES, OPERATIONS, Capability
-from dataplane_core.registry import find_plugins, load_backend
+from dataplane_core.plugins import find_plugins, load_backend
+from dataplane_core.spec import GUARANTEES, OPERATIONS, Capability
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "backends.md"

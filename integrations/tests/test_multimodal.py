@@ -11,8 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataplane_core import KVBatchMeta, connect, kv_first_write, shard_meta_for_dp
-from dataplane_core.batch import BatchedDataDict
-from dataplane_core.codec.jagged import stack_or_nest
+from dataplane_core.batch import BatchedDataDict, stack_or_nest
 from dataplane_core.middleware.metrics import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin

@@ -10,7 +10,7 @@ import pytest
 
 from dataplane_core import errors
 from dataplane_core.config import load_config
-from dataplane_core.registry import load_backend
+from dataplane_core.plugins import load_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 

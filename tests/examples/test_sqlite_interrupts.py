@@ -16,7 +16,7 @@ import torch
 from dataplane_sqlite_example import SQLiteOptions, SQLiteStore
 
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.registry import connect_backend
+from dataplane_core.plugins import connect_backend
 
 CALLS = {
     "put": lambda store, turn: store.put(f"a{turn}", b"data"),
@@ -85,7 +85,7 @@ import os
 import sys
 import torch
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.registry import connect_backend
+from dataplane_core.plugins import connect_backend
 from dataplane_sqlite_example import SQLiteStore
 
 config = DataPlaneConfig(backend="sqlite_example", options={"path": sys.argv[1]})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dataplane_core import connect
-from dataplane_core.codec.frames import split_rows
+from dataplane_core.codec import split_rows
 from dataplane_core.errors import CorruptDataError
 from dataplane_redis._wire import to_bytes, unpack_rows
 

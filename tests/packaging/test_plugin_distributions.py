@@ -41,16 +41,16 @@ SIGNATURES = {
 
 PROBE = """
 import json, sys
-from dataplane_core import registry
+from dataplane_core.plugins import connect, find_plugins
 replies = {}
 for name in sys.argv[1:]:
     try:
-        registry.connect({"backend": name})
+        connect({"backend": name})
         replies[name] = {"error": None}
     except Exception as error:
         replies[name] = {"error": type(error).__name__, "text": str(error), "cause": type(error.__cause__).__name__}
     replies[name]["modules"] = sorted(m for m in sys.modules if m.startswith("plug_"))
-    replies[name]["found"] = [(r.name, r.distribution) for r in registry.find_plugins()]
+    replies[name]["found"] = [(r.name, r.distribution) for r in find_plugins()]
 print(json.dumps(replies))
 """
 

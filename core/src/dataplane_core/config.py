@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dataplane_core._entry_points import find_plugins, nearest
+from dataplane_core.entry_points import find_plugins, nearest
 from dataplane_core.errors import ConfigError
 
 __all__ = ["DataPlaneConfig", "load_config", "validate_model", "yaml_problem"]

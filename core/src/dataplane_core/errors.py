@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from dataplane_core.hookspecs import Shortfall
+    from dataplane_core.spec import Shortfall
 
 __all__ = [
     "AlreadyRunningError",

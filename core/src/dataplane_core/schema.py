@@ -99,8 +99,8 @@ MULTIMODAL_FIELDS: Final[frozenset[str]] = frozenset(
     }
 )
 
-#: Message logs (`dataplane_core.message_log`): per sample the tokens, role and content of each turn, as lists of equal
-#: length, and (N,) int64 how many of its tokens the assistant wrote.
+#: Message logs (`dataplane_core.batch.message_log`): per sample the tokens, role and content of each turn, as lists of
+#: equal length, and (N,) int64 how many of its tokens the assistant wrote.
 TURN_LENGTHS_FIELD: Final = "turn_lengths"
 TURN_ROLES_FIELD: Final = "turn_roles"
 TURN_CONTENTS_FIELD: Final = "turn_contents"

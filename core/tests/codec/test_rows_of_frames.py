@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane_core.codec.frames import frame_column, join_row, join_rows, split_rows, unframe_column
+from dataplane_core.codec import frame_column, join_row, join_rows, split_rows, unframe_column
 from dataplane_core.errors import FrameError, InvalidRequestError
-from dataplane_core.fields import FieldSpec
+from dataplane_core.spec import FieldSpec
 
 FRAMES = [b"one", b"", b"a longer frame", bytes(range(256)) * 8]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tensordict import NonTensorStack
 
-from dataplane_core.capabilities import WireFormat
-from dataplane_core.codec.objects import encode_item
-from dataplane_core.codec.wire import column_nbytes, lower, num_rows, raise_columns
+from dataplane_core.codec import encode_item, lower, num_rows, raise_columns
+from dataplane_core.codec.wire import column_nbytes
+from dataplane_core.spec import WireFormat
 
 
 def jagged(lengths, *trailing, dtype=torch.float32):

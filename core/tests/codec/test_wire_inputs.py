@@ -9,8 +9,8 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
-from dataplane_core.capabilities import WireFormat
-from dataplane_core.codec.wire import lower, raise_columns
+from dataplane_core.codec import lower, raise_columns
+from dataplane_core.spec import WireFormat
 
 WIRES = [
     WireFormat(),

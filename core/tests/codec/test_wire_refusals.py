@@ -9,9 +9,9 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from dataplane_core.capabilities import WireFormat
-from dataplane_core.codec.wire import lower
+from dataplane_core.codec import lower
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
+from dataplane_core.spec import WireFormat
 
 JAGGED = torch.nested.nested_tensor_from_jagged(torch.arange(10.0), torch.tensor([0, 4, 5, 10]))
 

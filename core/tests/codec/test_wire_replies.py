@@ -7,11 +7,9 @@ import pytest
 import torch
 from tensordict import NonTensorStack
 
-from dataplane_core.capabilities import WireFormat
-from dataplane_core.codec.frames import frame_column
-from dataplane_core.codec.wire import lower, raise_columns
+from dataplane_core.codec import frame_column, lower, raise_columns
 from dataplane_core.errors import BackendError, FrameError
-from dataplane_core.fields import FieldSpec
+from dataplane_core.spec import FieldSpec, WireFormat
 
 JAGGED, ROWS, FRAMES = WireFormat(), WireFormat(ragged="rows"), WireFormat(bytes=True)
 FLOATS = FieldSpec.of_cells(torch.float32, (0,))

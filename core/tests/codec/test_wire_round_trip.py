@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane_core.capabilities import ALL_DTYPES, WireFormat
-from dataplane_core.codec.wire import lower, raise_columns
+from dataplane_core.codec import lower, raise_columns
+from dataplane_core.spec import ALL_DTYPES, WireFormat
 
 WIRES = {
     "jagged": WireFormat(),

@@ -8,12 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dataplane_core import _leases, _views
 from dataplane_core.errors import InvalidRequestError, LeaseExpiredError
-from dataplane_core.fields import FieldSpec
-from dataplane_core.hookspecs import new_id
-from dataplane_core.ledger import Ledger
-from dataplane_core.ledger_state import StateReader, to_state
+from dataplane_core.ledger import Ledger, StateReader, leases, to_state, views
+from dataplane_core.spec import FieldSpec, new_id
 
 FIELDS = ["x", "y"]
 IDS = [f"q{q}_g{g}" for q in range(4) for g in range(3)]
@@ -249,9 +246,9 @@ TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=40, 
 @pytest.mark.parametrize("seed", range(12))
 def test_long_histories_agree_with_the_model(seed, slack, monkeypatch):
     """Longer histories than Hypothesis makes, with rows that stay; what is kept is rebuilt all the time, or never."""
-    monkeypatch.setattr(_views, "_SLACK", slack)
-    monkeypatch.setattr(_leases, "_SLACK", slack)
-    monkeypatch.setattr(_views, "_MOST_FILTERS", 2 + slack)
+    monkeypatch.setattr(views, "_SLACK", slack)
+    monkeypatch.setattr(leases, "_SLACK", slack)
+    monkeypatch.setattr(views, "_MOST_FILTERS", 2 + slack)
     draw = random.Random(seed)
     machine = LedgerMachine()
     shape = {"group": draw.choice([None, 2]), "total": draw.choice([None, 4, 8, 12]), "self_expiring": seed % 2 == 0}

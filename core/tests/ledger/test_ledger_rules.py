@@ -15,9 +15,8 @@ from dataplane_core.errors import (
     UnknownTaskError,
     UnsupportedOperationError,
 )
-from dataplane_core.fields import FieldSpec
-from dataplane_core.hookspecs import new_id
 from dataplane_core.ledger import Ledger
+from dataplane_core.spec import FieldSpec, new_id
 
 INT = FieldSpec("tensor", "int64", 1)
 FLOAT = FieldSpec("tensor", "float32", 1)

@@ -4,9 +4,8 @@ import msgpack
 import pytest
 
 from dataplane_core.errors import LeaseExpiredError, StalePartitionError
-from dataplane_core.fields import FieldSpec
-from dataplane_core.ledger import Ledger
-from dataplane_core.ledger_state import StateReader, to_state
+from dataplane_core.ledger import Ledger, StateReader, to_state
+from dataplane_core.spec import FieldSpec
 
 INT = FieldSpec("tensor", "int64", 1)
 LARGE = 1 << 127

@@ -3,9 +3,8 @@
 import pytest
 
 from dataplane_core.errors import CapacityExceededError
-from dataplane_core.fields import FieldSpec
-from dataplane_core.hookspecs import new_id
 from dataplane_core.ledger import Ledger
+from dataplane_core.spec import FieldSpec, new_id
 
 INT = FieldSpec("tensor", "int64", 1)
 

@@ -5,14 +5,10 @@ from functools import partial
 
 import pytest
 
-from dataplane_core import _leases, _shortfall, _views
-from dataplane_core._pacing import ASKS_PER_S, LONGEST_PAUSE_S, Pacer
 from dataplane_core.errors import CapacityExceededError
-from dataplane_core.fields import FieldSpec
-from dataplane_core.hookspecs import new_id
-from dataplane_core.ledger import Ledger
-from dataplane_core.ledger_service import LedgerService
-from dataplane_core.tags import matches
+from dataplane_core.ledger import LONGEST_PAUSE_S, Ledger, LedgerService, Pacer, leases, shortfall, views
+from dataplane_core.ledger.pacing import ASKS_PER_S
+from dataplane_core.spec import FieldSpec, matches, new_id
 
 INT = FieldSpec("tensor", "int64", 1)
 FRESH = {"version": (">=", 7)}
@@ -27,7 +23,7 @@ def looks(monkeypatch):
         count[0] += 1
         return matches(tags, tag_filter)
 
-    for module in (_views, _shortfall):
+    for module in (views, shortfall):
         monkeypatch.setattr(module, "matches", counted)
     return count
 
@@ -79,7 +75,7 @@ def test_a_claim_that_waits_for_its_last_rows_leaves_those_that_are_ready_where_
     claim(made, 512)
     touched = []
     for name in ("heappush", "heappop", "heapify", "heapreplace"):
-        monkeypatch.setattr(_views.heapq, name, lambda *_, name=name: touched.append(name))
+        monkeypatch.setattr(views.heapq, name, lambda *_, name=name: touched.append(name))
     for _ in range(20):
         assert claim(made, 512) == []
     assert touched == []
@@ -91,7 +87,7 @@ def test_filters_that_nobody_asks_with_are_forgotten():
     for step in range(3000):
         claim(made, 8, {"version": ("<", step)}, now=step / 1000, all_or_nothing=False, lease_s=1e-9)
     (kept,) = (each.filters for each in view.values() if each.required)
-    assert sum(len(each.ready) for each in kept.values()) <= 4 * 100 + _views._SLACK + 100
+    assert sum(len(each.ready) for each in kept.values()) <= 4 * 100 + views._SLACK + 100
     claim(made, 8, FRESH, now=1000.0)
     assert len(kept) == 1
 
@@ -104,13 +100,13 @@ def test_leases_cost_one_entry_each_however_often_they_are_renewed():
         assert len(ids) == 1000
         for again in range(30):
             made.renew("p", "t", ids, ["k"] * 1000, 60.0, now=turn + again / 100)
-        assert len(partition.leases.heap) <= 2 * 1000 + _leases._SLACK
+        assert len(partition.leases.heap) <= 2 * 1000 + leases._SLACK
         made.nack("p", "t", ids, ["k"] * 1000, now=turn + 0.5)
-        assert len(partition.leases.heap) <= _leases._SLACK
+        assert len(partition.leases.heap) <= leases._SLACK
     ids = claim(made, 1000, lease_s=60.0, token="k", now=30.0)
     made.ack("p", "t", ids, ["k"] * 1000, now=30.0)
     made.clear("p", ids)
-    assert len(partition.leases.heap) <= _leases._SLACK
+    assert len(partition.leases.heap) <= leases._SLACK
 
 
 def test_a_renewed_lease_ends_when_it_was_renewed_to_sooner_or_later():

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from dataplane_core import BlobStore, DataPlaneConfig
-from dataplane_core.hookspecs import hookimpl
 from dataplane_core.middleware import Middleware
-from dataplane_core.registry import connect_backend
+from dataplane_core.plugins import connect_backend
+from dataplane_core.spec import hookimpl
 
 
 class Blobs(BlobStore):

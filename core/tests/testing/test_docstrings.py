@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dataplane_core import blobstore, hookspecs
+from dataplane_core.backends import blob_store
+from dataplane_core.spec import hooks
 from dataplane_core.testing import BackendConformance
 from dataplane_core.testing._base import chapter_of, needs_of
 
@@ -23,8 +24,8 @@ def _plain(text: str) -> str:
 
 _SOURCES = {
     "Contract": _plain(_CONTRACT.read_text(encoding="utf-8")),
-    "Hook spec": _plain(inspect.getsource(hookspecs)),
-    "Blob store": _plain(inspect.getsource(blobstore)),
+    "Hook spec": _plain(inspect.getsource(hooks)),
+    "Blob store": _plain(inspect.getsource(blob_store)),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core.errors import BackendError, BackendUnavailableError
-from dataplane_core.registry import connect
+from dataplane_core.plugins import connect
 from dataplane_core.testing import Faults
 
 

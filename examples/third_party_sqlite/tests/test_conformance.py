@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from dataplane_sqlite_example import SQLiteStore
 
-from dataplane_core.codec.frames import split_rows
+from dataplane_core.codec import split_rows
 from dataplane_core.testing import BackendConformance
 
 

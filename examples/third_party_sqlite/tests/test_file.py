@@ -8,7 +8,7 @@ from dataplane_sqlite_example import SQLiteStore
 
 from dataplane_core import DataPlaneConfig
 from dataplane_core.errors import BackendUnavailableError, LeaseExpiredError
-from dataplane_core.registry import connect_backend
+from dataplane_core.plugins import connect_backend
 
 
 def open_client(path, bootstrap=True):
@@ -24,7 +24,7 @@ def step(client, number):
 
 
 def test_a_file_in_which_no_row_is_left_does_not_grow(tmp_path, monkeypatch):
-    monkeypatch.setattr("dataplane_core.journal_shortening._TAIL_BYTES", 8_000)
+    monkeypatch.setattr("dataplane_core.backends.journal_shortening._TAIL_BYTES", 8_000)
     path = tmp_path / "store.sqlite"
     with open_client(path) as client:
         client.register_partition("p", ["x"], None, ["t"])

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, preview
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.tags import TagFilter, check_tag_filter, matches
+from dataplane_core.spec import TagFilter, check_tag_filter, matches
 from dataplane_integrations.errors import SamplingExhaustedError
 
 __all__ = ["DynamicSampling", "GroupRule", "SamplingCounts", "all_match", "tag_varies"]

@@ -12,13 +12,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final
 
-from dataplane_core.batch import BatchedDataDict
-from dataplane_core.capabilities import Scope
+from dataplane_core.batch import BatchedDataDict, read_columns, write_columns
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.columns import read_columns, write_columns
 from dataplane_core.errors import ConfigError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.registry import connect
+from dataplane_core.plugins import connect
 from dataplane_core.schema import (
     DP_TRAIN_FIELDS,
     GLOBAL_FORWARD_PAD_SEQLEN,
@@ -27,6 +25,7 @@ from dataplane_core.schema import (
     fields_with_optional_routed_experts,
 )
 from dataplane_core.sharding.preshard import shard_meta_for_dp
+from dataplane_core.spec import Scope
 from dataplane_integrations.attach import DataPlaneSource
 from dataplane_integrations.batching import Batching, Stage
 from dataplane_integrations.groups import WorkerGroup

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dataplane_core.errors import ConfigError
-from dataplane_core.registry import BACKEND_GROUP, PluginRecord, find_plugins, load_backend
+from dataplane_core.plugins import BACKEND_GROUP, PluginRecord, find_plugins, load_backend
 from dataplane_integrations.errors import PlacementError
 
 __all__ = ["NodeReport", "backend_runtime_env", "check_backend_on_nodes", "require_backend_on_nodes"]

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dataplane_core.batch import BatchedDataDict
-from dataplane_core.columns import kv_first_write
+from dataplane_core.batch import BatchedDataDict, kv_first_write
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.attach import DataPlaneClientMixin

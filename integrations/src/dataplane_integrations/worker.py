@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dataplane_core.batch import BatchedDataDict, SlicedDataDict
-from dataplane_core.columns import read_columns, write_columns
+from dataplane_core.batch import BatchedDataDict, SlicedDataDict, read_columns, write_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError, UnsupportedOperationError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (

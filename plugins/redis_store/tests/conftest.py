@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.registry import connect_backend
+from dataplane_core.plugins import connect_backend
 from dataplane_redis import RedisBackend
 
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from dataplane_core.backends import Level
 from dataplane_core.cli import main
-from dataplane_core.diagnosis import Level
 from dataplane_redis import RedisBackend
 from dataplane_redis.config import RedisConfig
 

@@ -16,7 +16,7 @@ from dataplane_core.errors import (
     StalePartitionError,
     UnknownPartitionError,
 )
-from dataplane_core.hookspecs import PutRequest, RegisterRequest
+from dataplane_core.spec import PutRequest, RegisterRequest
 
 SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
 

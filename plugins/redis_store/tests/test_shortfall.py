@@ -7,10 +7,8 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, OperationTimeoutError
-from dataplane_core.fields import FieldSpec
-from dataplane_core.hookspecs import new_id, this_process
 from dataplane_core.ledger import Ledger
-from dataplane_core.tags import check_tag_filter
+from dataplane_core.spec import FieldSpec, check_tag_filter, new_id, this_process
 from dataplane_redis import _claims
 from dataplane_redis._scripts import SCRIPTS
 

@@ -1,4 +1,4 @@
-"""Tags and filters on the server, against `dataplane_core.tags.matches`."""
+"""Tags and filters on the server, against `dataplane_core.spec.tags.matches`."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ import math
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.tags import FILTER_OPERATORS, check_tag_filter, matches
+from dataplane_core.spec import FILTER_OPERATORS, check_tag_filter, matches
 
 _BIG = 1 << 53
 _VALUES = [

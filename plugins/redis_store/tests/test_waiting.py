@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.hookspecs import ClaimRequest
+from dataplane_core.spec import ClaimRequest
 from dataplane_redis import _claims
 
 _COUNT = 3000

@@ -6,7 +6,7 @@ import urllib.request
 import psutil
 import pytest
 
-from dataplane_core.codec.frames import split_rows
+from dataplane_core.codec import split_rows
 from dataplane_core.testing import BackendConformance
 from dataplane_mooncake import TQMooncakeBackend
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from dataplane_core.diagnosis import Level
+from dataplane_core.backends import Level
 from dataplane_mooncake import TQMooncakeBackend, machine
 from dataplane_mooncake.config import TQMooncakeConfig
 

@@ -20,7 +20,7 @@ import ray, torch
 from tensordict import TensorDict
 from dataplane_core import connect
 from dataplane_core.errors import OperationTimeoutError
-from dataplane_core.registry import load_backend
+from dataplane_core.plugins import load_backend
 
 address, ending, times = sys.argv[1:]
 load_backend("tq_mooncake")

@@ -23,7 +23,7 @@ from dataplane_core.errors import (
     ConfigError,
     OperationTimeoutError,
 )
-from dataplane_core.registry import connect_backend
+from dataplane_core.plugins import connect_backend
 from dataplane_mooncake import TQMooncakeBackend, _calls
 from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import Store
@@ -364,7 +364,7 @@ def test_a_client_killed_mid_put_takes_nothing_with_it(client, ray_address):
 _OWNER = """
 import sys, time
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.registry import connect_backend
+from dataplane_core.plugins import connect_backend
 from dataplane_mooncake import TQMooncakeBackend
 
 options = {"instance": "orphan", "ray_address": sys.argv[1], "segment_size_bytes": 16 << 20}

@@ -5,7 +5,7 @@ import time
 import pytest
 import ray
 
-from dataplane_core.codec.frames import split_rows
+from dataplane_core.codec import split_rows
 from dataplane_core.testing import BackendConformance
 from dataplane_tq_simple import TQSimpleBackend
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from dataplane_core.cli._isolated import ask
 from dataplane_core.errors import DataPlaneError
-from dataplane_core.registry import find_plugins, load_backend
+from dataplane_core.plugins import find_plugins, load_backend
 
 __all__ = ["describe", "run"]
 

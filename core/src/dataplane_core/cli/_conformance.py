@@ -12,7 +12,7 @@ import yaml
 
 from dataplane_core.config import validate_model, yaml_problem
 from dataplane_core.errors import ConfigError, DataPlaneError
-from dataplane_core.registry import load_backend
+from dataplane_core.plugins import load_backend
 
 if TYPE_CHECKING:
     from dataplane_core.testing.report import Report

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
-from dataplane_core.capabilities import Capability
+from dataplane_core.backends import Finding, Level, missing_library
 from dataplane_core.cli._isolated import ask
 from dataplane_core.config import DataPlaneConfig, load_config, validate_model
-from dataplane_core.diagnosis import Finding, Level, missing_library
 from dataplane_core.errors import ConfigError, DataPlaneError, PluginImportError
-from dataplane_core.registry import MIDDLEWARE_GROUP, find_plugins, load_backend
+from dataplane_core.plugins import MIDDLEWARE_GROUP, find_plugins, load_backend
+from dataplane_core.spec import Capability
 
 __all__ = ["diagnose", "run"]
 

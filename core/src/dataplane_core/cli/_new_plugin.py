@@ -11,7 +11,7 @@ from string import Template
 from typing import Final
 
 from dataplane_core.errors import ConfigError
-from dataplane_core.registry import KNOWN_BACKENDS, find_plugins
+from dataplane_core.plugins import KNOWN_BACKENDS, find_plugins
 
 __all__ = ["run"]
 

@@ -1,1 +1,64 @@
-"""The codec: columns to a backend's wire format and back, padded to jagged, cells to bytes."""
+"""Columns to a backend's wire format and back, bit for bit: dtypes, ragged rows, objects, framed bytes.
+
+The client encodes every put and decodes every read here; backends that store bytes use its frames.
+"""
+
+from dataplane_core.codec.frames import frame_column, join_row, join_rows, split_rows, unframe_column
+from dataplane_core.codec.lists import column_of_list
+from dataplane_core.codec.objects import copy_item, decode_item, encode_item
+from dataplane_core.codec.rows import num_rows, object_column, take_rows
+from dataplane_core.codec.sizes import cell_nbytes, row_nbytes
+from dataplane_core.codec.tensors import (
+    BytesLike,
+    Ragged,
+    bounds_of,
+    byte_array,
+    byte_slices,
+    byte_view,
+    carrier,
+    gather_rows,
+    host_tensor,
+    is_jagged,
+    jagged_parts,
+    offsets_of,
+    pad_rows,
+    ragged_of_nested,
+    ragged_of_rows,
+    to_nested,
+)
+from dataplane_core.codec.wire import lower, raise_columns
+
+__all__ = [
+    "BytesLike",
+    "Ragged",
+    "bounds_of",
+    "byte_array",
+    "byte_slices",
+    "byte_view",
+    "carrier",
+    "cell_nbytes",
+    "column_of_list",
+    "copy_item",
+    "decode_item",
+    "encode_item",
+    "frame_column",
+    "gather_rows",
+    "host_tensor",
+    "is_jagged",
+    "jagged_parts",
+    "join_row",
+    "join_rows",
+    "lower",
+    "num_rows",
+    "object_column",
+    "offsets_of",
+    "pad_rows",
+    "ragged_of_nested",
+    "ragged_of_rows",
+    "raise_columns",
+    "row_nbytes",
+    "split_rows",
+    "take_rows",
+    "to_nested",
+    "unframe_column",
+]

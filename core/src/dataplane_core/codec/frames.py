@@ -41,7 +41,7 @@ from dataplane_core.codec.tensors import (
     to_nested,
 )
 from dataplane_core.errors import FrameError, InvalidRequestError
-from dataplane_core.fields import FieldSpec
+from dataplane_core.spec import FieldSpec
 
 __all__ = [
     "frame_cell",

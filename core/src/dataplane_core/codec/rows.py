@@ -22,7 +22,7 @@ from dataplane_core.codec.tensors import (
     ragged_of_nested,
     to_nested,
 )
-from dataplane_core.hookspecs import WireColumn
+from dataplane_core.spec import WireColumn
 
 __all__ = ["column_nbytes", "num_rows", "object_column", "take_rows"]
 

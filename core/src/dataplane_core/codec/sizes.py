@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataplane_core.hookspecs import WireColumn
+from dataplane_core.spec import WireColumn
 
 __all__ = ["cell_nbytes", "row_nbytes"]
 

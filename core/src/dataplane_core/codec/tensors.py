@@ -16,8 +16,8 @@ import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dataplane_core.capabilities import ALL_DTYPES
 from dataplane_core.errors import InvalidTypeError, SchemaMismatchError
+from dataplane_core.spec import ALL_DTYPES
 
 __all__ = [
     "DTYPE_CODES",

@@ -29,7 +29,6 @@ from tensordict import (
     is_tensorclass,
 )
 
-from dataplane_core.capabilities import WireFormat
 from dataplane_core.codec.frames import frame_ragged, ragged_of_items, unframe_ragged
 from dataplane_core.codec.header import (
     KIND_OBJECT,
@@ -61,8 +60,7 @@ from dataplane_core.errors import (
     InvalidRequestError,
     InvalidTypeError,
 )
-from dataplane_core.fields import FieldSpec
-from dataplane_core.hookspecs import WireColumn
+from dataplane_core.spec import FieldSpec, WireColumn, WireFormat
 
 __all__ = ["column_nbytes", "lower", "num_rows", "object_column", "raise_columns", "take_rows"]
 

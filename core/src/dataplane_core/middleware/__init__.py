@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from dataplane_core.backend import NoOptions
-from dataplane_core.capabilities import WireFormat
+from dataplane_core.backends import NoOptions
+from dataplane_core.spec import WireFormat
 
 __all__ = ["Middleware", "MiddlewareContext"]
 

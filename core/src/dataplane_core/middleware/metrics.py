@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dataplane_core.codec.sizes import cell_nbytes
-from dataplane_core.hookspecs import (
+from dataplane_core.codec import cell_nbytes
+from dataplane_core.middleware import Middleware
+from dataplane_core.spec import (
     AckRequest,
     Claim,
     ClaimRequest,
@@ -39,7 +40,6 @@ from dataplane_core.hookspecs import (
     WireBatch,
     hookimpl,
 )
-from dataplane_core.middleware import Middleware
 
 __all__ = ["Metrics", "OperationEvent"]
 

@@ -28,15 +28,20 @@ from typing import Any, Final
 
 import torch
 
-from dataplane_core.capabilities import WireFormat
-from dataplane_core.codec.objects import encode_item
-from dataplane_core.codec.rows import num_rows
-from dataplane_core.codec.tensors import BytesLike, Ragged, byte_view, host_tensor, ragged_of_nested
-from dataplane_core.codec.wire import lower, raise_columns
+from dataplane_core.codec import (
+    BytesLike,
+    Ragged,
+    byte_view,
+    encode_item,
+    host_tensor,
+    lower,
+    num_rows,
+    ragged_of_nested,
+    raise_columns,
+)
 from dataplane_core.errors import ConfigError, CorruptDataError, InvalidTypeError, MissingDataError, preview
-from dataplane_core.fields import FieldSpec
-from dataplane_core.hookspecs import GetRequest, PutReply, PutRequest, WireBatch, WireColumn, hookimpl
 from dataplane_core.middleware import Middleware, MiddlewareContext
+from dataplane_core.spec import FieldSpec, GetRequest, PutReply, PutRequest, WireBatch, WireColumn, WireFormat, hookimpl
 
 __all__ = ["WireGuard"]
 

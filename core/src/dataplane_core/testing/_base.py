@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 import pytest
 
-from dataplane_core.backend import Backend
-from dataplane_core.capabilities import OPERATIONS, Capability, Scope
+from dataplane_core.backends import Backend
 from dataplane_core.errors import DataPlaneError
-from dataplane_core.registry import load_backend
+from dataplane_core.plugins import load_backend
+from dataplane_core.spec import OPERATIONS, Capability, Scope
 from dataplane_core.testing._store import NOT_DECLARED, Deployment, Store
 
 __all__ = [

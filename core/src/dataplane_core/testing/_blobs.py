@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from dataplane_core.blobstore import BlobStore
+from dataplane_core.backends import BlobStore
 from dataplane_core.errors import preview
 
 __all__ = ["new_keys", "of_all", "recorded_keys"]

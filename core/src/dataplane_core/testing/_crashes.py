@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, LeaseExpiredError
+from dataplane_core.spec import Capability
 from dataplane_core.testing._columns import as_objects, batch, items_of, jagged, rows_of
 from dataplane_core.testing._profiles import is_long, new_seed
 from dataplane_core.testing._timing import PROMPT_S, eventually

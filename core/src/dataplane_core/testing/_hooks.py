@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
 
-from dataplane_core.backend import Backend
-from dataplane_core.codec.wire import lower, raise_columns
-from dataplane_core.hookspecs import (
+from dataplane_core.backends import Backend
+from dataplane_core.codec import lower, raise_columns
+from dataplane_core.spec import (
     AckRequest,
     Claim,
     ClaimRequest,
@@ -29,9 +29,10 @@ from dataplane_core.hookspecs import (
     RenewRequest,
     SampleList,
     SettleReply,
+    TagFilter,
     WireBatch,
+    check_tag_filter,
 )
-from dataplane_core.tags import TagFilter, check_tag_filter
 
 __all__ = ["Hooks"]
 

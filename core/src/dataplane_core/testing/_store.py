@@ -15,15 +15,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.backend import Backend
-from dataplane_core.blobstore import BlobStore
-from dataplane_core.capabilities import Capability, Scope
+from dataplane_core.backends import Backend, BlobStore, LedgerBackend
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import DataPlaneError
-from dataplane_core.ledger_backend import LedgerBackend
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.registry import Bootstrap, connect_backend
+from dataplane_core.plugins import Bootstrap, connect_backend
+from dataplane_core.spec import Capability, Scope
 from dataplane_core.testing._blobs import recorded_keys
 from dataplane_core.testing._columns import batch, bits
 from dataplane_core.testing._hooks import Hooks

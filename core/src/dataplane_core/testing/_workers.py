@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from dataplane_core.backend import Backend
+from dataplane_core.backends import Backend
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.registry import Bootstrap, connect_backend, load_backend
+from dataplane_core.plugins import Bootstrap, connect_backend, load_backend
 from dataplane_core.testing._nursery import Nursery
 
 __all__ = ["BackendReference", "Worker"]

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from dataplane_core.hookspecs import Claim, SampleList, WireBatch, hookimpl
-from dataplane_core.manager import OPERATION_NAMES
 from dataplane_core.middleware import Middleware
+from dataplane_core.plugins import OPERATION_NAMES
+from dataplane_core.spec import Claim, SampleList, WireBatch, hookimpl
 
 __all__ = ["Faults"]
 

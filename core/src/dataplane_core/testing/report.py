@@ -12,10 +12,9 @@ from typing import Any, Final
 
 import pytest
 
-from dataplane_core.backend import Backend
-from dataplane_core.capabilities import Capability, Scope
-from dataplane_core.hookspecs import CONTRACT_VERSION
-from dataplane_core.registry import find_plugins
+from dataplane_core.backends import Backend
+from dataplane_core.plugins import find_plugins
+from dataplane_core.spec import CONTRACT_VERSION, Capability, Scope
 from dataplane_core.testing._base import MOST_COPIES, chapter_of, deviation_of, kit_members, label_of, needs_of, rule_of
 
 __all__ = ["NOT_SELECTED", "OUTCOMES", "SCHEMA", "Report", "Result", "Row", "record_of", "to_json", "unused_deviations"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from dataplane_core.backend import Backend
+from dataplane_core.backends import Backend
 
 _Backend = TypeVar("_Backend", bound=type[Backend])
 

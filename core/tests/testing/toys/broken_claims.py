@@ -7,10 +7,7 @@ from dataclasses import replace
 
 from broken import Broken
 
-from dataplane_core.hookspecs import (
-    Claim,
-    ConsumptionReply,
-)
+from dataplane_core.spec import Claim, ConsumptionReply
 from dataplane_noop import NoopBackend
 
 BROKEN = Broken()

@@ -9,11 +9,7 @@ from broken import Broken
 from dataplane_core.errors import (
     DataPlaneError,
 )
-from dataplane_core.hookspecs import (
-    PartitionInfo,
-    RegisterRequest,
-    SampleList,
-)
+from dataplane_core.spec import PartitionInfo, RegisterRequest, SampleList
 from dataplane_noop import NoopBackend
 
 BROKEN = Broken()

@@ -7,14 +7,11 @@ from typing import ClassVar
 
 from broken import Broken
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.errors import (
     CapacityExceededError,
     DataPlaneError,
 )
-from dataplane_core.hookspecs import (
-    SampleList,
-)
+from dataplane_core.spec import Capability, SampleList
 from dataplane_noop import NoopBackend
 
 BROKEN = Broken()

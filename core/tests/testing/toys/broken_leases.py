@@ -9,9 +9,7 @@ from broken import Broken
 from dataplane_core.errors import (
     LeaseExpiredError,
 )
-from dataplane_core.hookspecs import (
-    SettleReply,
-)
+from dataplane_core.spec import SettleReply
 from dataplane_noop import NoopBackend
 
 BROKEN = Broken()

@@ -14,10 +14,7 @@ from dataplane_core.errors import (
     MissingDataError,
     OperationTimeoutError,
 )
-from dataplane_core.fields import FieldSpec
-from dataplane_core.hookspecs import (
-    WireBatch,
-)
+from dataplane_core.spec import FieldSpec, WireBatch
 from dataplane_noop import NoopBackend
 from dataplane_noop._segments import Ragged, Segment
 

@@ -10,13 +10,10 @@ from dataclasses import replace
 import torch
 from broken import Broken
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.errors import (
     DataPlaneError,
 )
-from dataplane_core.hookspecs import (
-    PutReply,
-)
+from dataplane_core.spec import Capability, PutReply
 from dataplane_noop import NoopBackend
 
 BROKEN = Broken()

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from broken import Broken
 
-from dataplane_core.blobstore import BlobStore
-from dataplane_core.capabilities import Capability
+from dataplane_core.backends import LEDGER_CAPABILITIES, BlobStore, CapacityOptions
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions
+from dataplane_core.spec import Capability
 
 BROKEN = Broken()
 breaks = BROKEN.breaks

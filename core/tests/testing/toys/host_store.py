@@ -16,17 +16,15 @@ from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Client, Listener
 
-from dataplane_core.capabilities import Capability, Scope
+from dataplane_core.backends import CapacityOptions, RefsGoneError, RowStoreBackend
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
     OperationTimeoutError,
     StalePartitionError,
 )
-from dataplane_core.hookspecs import Claim, PutReply, SettleReply
-from dataplane_core.ledger_backend import CapacityOptions, RefsGoneError
-from dataplane_core.ledger_service import LedgerService
-from dataplane_core.row_store import RowStoreBackend
+from dataplane_core.ledger import LedgerService
+from dataplane_core.spec import Capability, Claim, PutReply, Scope, SettleReply
 
 _KEY = b"a toy"
 _FAMILY = "AF_UNIX"

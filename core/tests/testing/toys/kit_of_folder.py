@@ -9,7 +9,7 @@ import pytest
 from folder_store import BROKEN, DropsATenth, FolderStore
 from kit_of_broken import suite_of
 
-from dataplane_core.codec.frames import split_rows
+from dataplane_core.codec import split_rows
 from dataplane_core.testing import BackendConformance
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dataplane_core.backend import NoOptions
-from dataplane_core.capabilities import Capability, WireFormat
-from dataplane_core.ledger_backend import CapacityOptions
+from dataplane_core.backends import CapacityOptions, NoOptions
+from dataplane_core.spec import Capability, WireFormat
 from dataplane_core.testing import BackendConformance
 from dataplane_noop import NoopBackend
 

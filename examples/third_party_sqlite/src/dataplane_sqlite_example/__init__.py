@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dataplane_core import BlobStore
-from dataplane_core.diagnosis import Finding
+from dataplane_core.backends import CapacityOptions, Finding
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError
-from dataplane_core.ledger_backend import CapacityOptions
 
 __all__ = ["SQLiteOptions", "SQLiteStore"]
 

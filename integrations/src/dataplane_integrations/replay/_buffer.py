@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
-from dataplane_core.batch import BatchedDataDict
-from dataplane_core.columns import read_columns
+from dataplane_core.batch import BatchedDataDict, read_columns
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.attach import DataPlaneClientMixin, DataPlaneSource

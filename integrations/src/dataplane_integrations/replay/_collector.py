@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, TypeAlias
 
+from dataplane_core.batch import kv_first_write
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.columns import kv_first_write
 from dataplane_core.errors import (
     CapacityExceededError,
     DataPlaneError,

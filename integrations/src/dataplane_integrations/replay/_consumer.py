@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final
 
-from dataplane_core.batch import BatchedDataDict
+from dataplane_core.batch import BatchedDataDict, read_columns
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.columns import read_columns
 from dataplane_core.errors import (
     ClaimTimeoutError,
     DataPlaneError,
@@ -19,7 +18,7 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.tags import TagFilter
+from dataplane_core.spec import TagFilter
 from dataplane_integrations.replay._ids import WEIGHT_VERSION_TAG
 
 __all__ = ["ClaimedBatch", "StreamingConsumer"]

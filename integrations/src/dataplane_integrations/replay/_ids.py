@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.tags import TagValue
+from dataplane_core.spec import TagValue
 
 __all__ = [
     "COLLECTOR_TAG",

@@ -13,14 +13,11 @@ from typing import Any, Final, cast
 import numpy as np
 from tensordict import TensorDict
 
-from dataplane_core.capabilities import WireFormat
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.codec.frames import join_rows, split_rows
-from dataplane_core.codec.objects import decode_item, encode_item
-from dataplane_core.codec.wire import lower, raise_columns
+from dataplane_core.codec import decode_item, encode_item, join_rows, lower, raise_columns, split_rows
 from dataplane_core.errors import CorruptDataError, InvalidRequestError, preview
-from dataplane_core.fields import FieldSpec
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import FieldSpec, WireFormat
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._files import SavedFiles, write_save
 from dataplane_integrations.replay._ids import group_of

@@ -6,16 +6,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from dataplane_core.capabilities import Capability, Scope, WireFormat
-from dataplane_core.hookspecs import WireColumn
-from dataplane_core.ledger import Located, Ref
-from dataplane_core.ledger_backend import (
-    LEDGER_CAPABILITIES,
-    CapacityOptions,
-    LedgerBackend,
-    RefsGoneError,
-)
-from dataplane_core.ledger_service import LedgerService
+from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
+from dataplane_core.ledger import LedgerService, Located, Ref
+from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
 from dataplane_noop._segments import Segment, StoredColumn, merge, to_wire
 
 __all__ = ["NoopBackend"]

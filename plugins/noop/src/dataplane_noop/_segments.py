@@ -11,9 +11,8 @@ from typing import TypeAlias
 
 import torch
 
-from dataplane_core.codec.objects import copy_item
-from dataplane_core.codec.tensors import carrier, jagged_parts
-from dataplane_core.hookspecs import WireColumn
+from dataplane_core.codec import carrier, copy_item, jagged_parts
+from dataplane_core.spec import WireColumn
 
 __all__ = ["Ragged", "Segment", "StoredColumn", "merge", "to_wire"]
 

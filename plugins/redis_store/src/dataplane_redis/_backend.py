@@ -12,14 +12,13 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from dataplane_core.backend import Backend
-from dataplane_core.capabilities import Capability, Scope, WireFormat
-from dataplane_core.diagnosis import Finding
+from dataplane_core.backends import Backend, Finding
 from dataplane_core.errors import (
     DataPlaneError,
 )
-from dataplane_core.hookspecs import (
+from dataplane_core.spec import (
     AckRequest,
+    Capability,
     Claim,
     ClaimRequest,
     ClearReply,
@@ -36,8 +35,10 @@ from dataplane_core.hookspecs import (
     RegisterRequest,
     RenewRequest,
     SampleList,
+    Scope,
     SettleReply,
     WireBatch,
+    WireFormat,
 )
 from dataplane_redis import _refusals
 from dataplane_redis._claims import Claims

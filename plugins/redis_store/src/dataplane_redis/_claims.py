@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from dataplane_core.errors import DataPlaneError, OperationTimeoutError
-from dataplane_core.hookspecs import (
+from dataplane_core.spec import (
     AckRequest,
     Claim,
     ClaimRequest,

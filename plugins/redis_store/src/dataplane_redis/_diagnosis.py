@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from dataplane_core.diagnosis import Finding
+from dataplane_core.backends import Finding
 from dataplane_core.errors import DataPlaneError
 from dataplane_redis._instance import (
     durability_of,

@@ -16,7 +16,7 @@ from dataplane_core.errors import (
     ConfigError,
     DataPlaneError,
 )
-from dataplane_core.hookspecs import new_id
+from dataplane_core.spec import new_id
 from dataplane_redis._link import Link
 from dataplane_redis._scripts import SCRIPTS, STORE_VERSION
 from dataplane_redis._wire import pack_request

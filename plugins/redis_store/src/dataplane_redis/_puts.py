@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from dataplane_core.codec.frames import join_rows
-from dataplane_core.codec.sizes import row_nbytes
+from dataplane_core.backends import framed_columns
+from dataplane_core.codec import join_rows, row_nbytes
 from dataplane_core.errors import DataPlaneError, OperationTimeoutError
-from dataplane_core.hookspecs import PutReply, PutRequest
-from dataplane_core.row_store import framed_columns
+from dataplane_core.spec import PutReply, PutRequest
 from dataplane_redis import _refusals
 from dataplane_redis._link import pack
 from dataplane_redis._rows import pack_rows

@@ -10,11 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from dataplane_core.codec.frames import split_rows
+from dataplane_core.codec import split_rows
 from dataplane_core.errors import CorruptDataError, OperationTimeoutError
-from dataplane_core.fields import FieldSpec
-from dataplane_core.hookspecs import GetRequest, ListRequest, SampleList, WireBatch, WireColumn
-from dataplane_core.tags import TagValue
+from dataplane_core.spec import FieldSpec, GetRequest, ListRequest, SampleList, TagValue, WireBatch, WireColumn
 from dataplane_redis import _refusals
 from dataplane_redis._link import Read, pack
 from dataplane_redis._rows import ReadPlans, row_overhead

@@ -18,10 +18,10 @@ from dataplane_core.errors import (
     UnknownTaskError,
     preview,
 )
-from dataplane_core.fields import FieldSpec
-from dataplane_core.hookspecs import (
+from dataplane_core.spec import (
     AckRequest,
     ClaimRequest,
+    FieldSpec,
     GetRequest,
     NackRequest,
     PutRequest,

@@ -15,7 +15,7 @@ import numpy as np
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import InvalidResponse, ResponseError
 
-from dataplane_core.codec.frames import join_row
+from dataplane_core.codec import join_row
 from dataplane_redis._wire import Refs
 
 __all__ = ["ArrayReader", "ReadPlans", "pack_rows", "row_overhead"]

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
+from dataplane_core.backends import OwnedProcess, last_words
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
     DataPlaneError,
     OperationTimeoutError,
 )
-from dataplane_core.owned_process import OwnedProcess, last_words
 from dataplane_redis._link import Link
 from dataplane_redis.config import RedisConfig
 

@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 
 from dataplane_core.errors import CorruptDataError
-from dataplane_core.tags import TagValue
+from dataplane_core.spec import TagValue
 
 __all__ = [
     "INLINE_BYTES",

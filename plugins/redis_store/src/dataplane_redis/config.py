@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, SecretStr, field_validator, model_valida
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
-from dataplane_core.ledger_backend import CapacityOptions
+from dataplane_core.backends import CapacityOptions
 
 __all__ = ["RedisConfig"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dataplane_core.diagnosis import Finding
+from dataplane_core.backends import Finding
 from dataplane_mooncake._diagnosis import diagnose
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import check_distributions, check_library, check_master, check_rdma

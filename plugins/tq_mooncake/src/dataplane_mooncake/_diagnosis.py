@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from dataplane_core.diagnosis import Finding
+from dataplane_core.backends import Finding
 from dataplane_core.errors import ConfigError
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import (

@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from dataplane_core.backends import RefsGoneError
 from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
@@ -19,7 +20,6 @@ from dataplane_core.errors import (
     ClientClosedError,
     ConfigError,
 )
-from dataplane_core.ledger_backend import RefsGoneError
 from dataplane_mooncake._calls import Call, bounded
 from dataplane_mooncake._cluster import MooncakeInstance, check_machine, this_nodes_address
 from dataplane_mooncake._master import MasterWatch

@@ -17,8 +17,8 @@ from typing import Final
 
 import psutil
 
+from dataplane_core.backends import OwnedProcess, last_words
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_core.owned_process import OwnedProcess, last_words
 from dataplane_mooncake._ending import parse_endpoint
 from dataplane_mooncake.machine import check_master, master_path
 

@@ -8,12 +8,10 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from dataplane_core.capabilities import Capability, Scope
-from dataplane_core.diagnosis import Finding
+from dataplane_core.backends import Finding, RefsGoneError, RowStoreBackend
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.ledger_backend import RefsGoneError
-from dataplane_core.ledger_service import LedgerService
-from dataplane_core.row_store import RowStoreBackend
+from dataplane_core.ledger import LedgerService
+from dataplane_core.spec import Capability, Scope
 from dataplane_tq_simple._diagnosis import diagnose
 from dataplane_tq_simple._errors import RowsGoneError
 from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Final
 
-from dataplane_core.diagnosis import Finding, Level, check_announced_address, missing_library
+from dataplane_core.backends import Finding, Level, check_announced_address, missing_library
 from dataplane_core.errors import DataPlaneError
 from dataplane_tq_simple.config import QueueConfig
 

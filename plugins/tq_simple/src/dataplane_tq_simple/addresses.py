@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from dataplane_core.diagnosis import never_reachable
+from dataplane_core.backends import never_reachable
 from dataplane_core.errors import ConfigError
 
 __all__ = ["announced_address", "check_address", "parse_announced", "this_nodes_addresses"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
-from dataplane_core.ledger_backend import CapacityOptions
+from dataplane_core.backends import CapacityOptions
 
 __all__ = ["QueueConfig", "TQSimpleConfig"]
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from dataplane_core.diagnosis import Level
+from dataplane_core.backends import Level
 from dataplane_tq_simple import TQSimpleBackend
 from dataplane_tq_simple.config import TQSimpleConfig
 

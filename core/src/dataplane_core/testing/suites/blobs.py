@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import pytest
 
-from dataplane_core.blobstore import BlobStore
-from dataplane_core.capabilities import Scope
+from dataplane_core.backends import BlobStore
 from dataplane_core.errors import preview
+from dataplane_core.spec import Scope
 from dataplane_core.testing import _workers
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._blobs import new_keys, of_all

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.errors import DataPlaneError
+from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import batch, ids
 from dataplane_core.testing._store import Store

@@ -9,12 +9,12 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from dataplane_core.backend import required_operations
-from dataplane_core.capabilities import Capability, Scope, WireFormat
+from dataplane_core.backends import required_operations
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import UnsupportedOperationError
-from dataplane_core.manager import check_backend_class
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.plugins import check_backend_class
+from dataplane_core.spec import Capability, Scope, WireFormat
 from dataplane_core.testing._base import Suite, undeclared_operations
 from dataplane_core.testing._columns import batch, ids
 from dataplane_core.testing._store import Store

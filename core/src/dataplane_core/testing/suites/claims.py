@@ -10,9 +10,8 @@ from functools import partial
 import pytest
 import torch
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, UnknownPartitionError, UnknownTaskError
-from dataplane_core.hookspecs import ClaimRequest, this_process
+from dataplane_core.spec import Capability, ClaimRequest, this_process
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import ids
 from dataplane_core.testing._store import Store

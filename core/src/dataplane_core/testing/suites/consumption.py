@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dataplane_core.capabilities import Capability
+from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import ids
 from dataplane_core.testing._store import Store

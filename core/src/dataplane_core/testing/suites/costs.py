@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import batch, ids, jagged, rows_of
 from dataplane_core.testing._copies import allocated

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.errors import preview
+from dataplane_core.spec import Capability, Scope
 from dataplane_core.testing._base import Suite, lasts, proves
 from dataplane_core.testing._crashes import LEASED, MOST_LOST, PLAIN, Aftermath, aftermath
 from dataplane_core.testing._store import Store

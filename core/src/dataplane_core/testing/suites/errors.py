@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.errors import BackendError, ClientClosedError, DataPlaneError, LeaseExpiredError
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import batch
 from dataplane_core.testing._store import BOUNDED_BYTES, Store, check_error

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
@@ -22,6 +21,7 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
 )
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import as_objects, ids, items_of
 from dataplane_core.testing._store import NOT_DECLARED, Store

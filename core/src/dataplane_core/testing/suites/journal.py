@@ -9,9 +9,9 @@ from typing import Final
 
 import pytest
 
-from dataplane_core.blobstore import BlobStore
-from dataplane_core.capabilities import Scope
+from dataplane_core.backends import BlobStore
 from dataplane_core.errors import preview
+from dataplane_core.spec import Scope
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._store import Store, not_run
 from dataplane_core.testing._timing import in_threads

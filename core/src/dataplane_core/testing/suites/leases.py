@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.errors import LeaseExpiredError
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import ids
 from dataplane_core.testing._store import Store

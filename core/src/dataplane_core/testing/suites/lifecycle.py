@@ -15,9 +15,9 @@ from typing import Any, Final
 import pytest
 import torch
 
-from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClientClosedError, ConfigError
+from dataplane_core.spec import Capability, Scope
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import batch, ids
 from dataplane_core.testing._store import Store, check_error, not_run

@@ -1,4 +1,4 @@
-"""Random histories, checked against `dataplane_core.ledger.Ledger` and a dict of values."""
+"""Random histories, checked against `dataplane_core.ledger.ledger.Ledger` and a dict of values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.errors import DataPlaneError, LeaseExpiredError
-from dataplane_core.fields import FieldSpec
-from dataplane_core.hookspecs import new_id
 from dataplane_core.ledger import Ledger
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.tags import check_tag_filter
+from dataplane_core.spec import Capability, FieldSpec, check_tag_filter, new_id
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import as_objects, check_column, items_of, jagged, same_items
 from dataplane_core.testing._profiles import is_long, kit_settings
@@ -330,7 +327,7 @@ class MachineSuite(Suite, chapter="machine"):
         """Contract: "What every client promises, on every backend; the conformance kit tests it word for word."
 
         Check first: the history that Hypothesis prints: replay it by hand against
-        dataplane_core.ledger.Ledger.
+        dataplane_core.ledger.ledger.Ledger.
         """
         machine: Any = functools.partial(StoreMachine, store)  # any callable that makes a machine will do
         # short histories first, in place of shrinking, which takes minutes on a real store

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dataplane_core.capabilities import Capability
+from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import as_objects, check_column, ids, items_of, jagged, random_cells
 from dataplane_core.testing._store import Store

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.errors import LeaseExpiredError
+from dataplane_core.spec import Capability, Scope
 from dataplane_core.testing import _workers
 from dataplane_core.testing._base import Suite, lasts, proves
 from dataplane_core.testing._columns import as_objects, batch, ids, items_of

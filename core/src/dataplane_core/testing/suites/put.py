@@ -11,9 +11,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.errors import StalePartitionError
-from dataplane_core.hookspecs import PutRequest
+from dataplane_core.spec import Capability, PutRequest
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import as_objects, batch, check_column, ids, items_of, jagged, values_and_offsets
 from dataplane_core.testing._store import Store, not_run

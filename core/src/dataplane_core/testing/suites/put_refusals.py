@@ -11,8 +11,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.errors import SchemaMismatchError, UnknownPartitionError
+from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import as_object_array, as_objects, batch, ids, items_of, jagged
 from dataplane_core.testing._store import Store

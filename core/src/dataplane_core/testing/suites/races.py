@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.errors import DataPlaneError, LeaseExpiredError
+from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import as_objects, ids, items_of, jagged, rows_of
 from dataplane_core.testing._profiles import is_long

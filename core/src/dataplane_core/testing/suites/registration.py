@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dataplane_core.capabilities import Capability
 from dataplane_core.errors import LeaseExpiredError, UnknownPartitionError
+from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import as_objects, ids
 from dataplane_core.testing._store import Store

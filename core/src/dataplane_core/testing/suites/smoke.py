@@ -9,8 +9,8 @@ from typing import Final
 
 import torch
 
-from dataplane_core.capabilities import Capability, Scope
 from dataplane_core.errors import DataPlaneError
+from dataplane_core.spec import Capability, Scope
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._blobs import new_keys, of_all
 from dataplane_core.testing._columns import check_column, ids, jagged

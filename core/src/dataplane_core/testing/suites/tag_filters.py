@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane_core.capabilities import Capability
+from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite, proves
 from dataplane_core.testing._columns import ids
 from dataplane_core.testing._store import Store
@@ -59,7 +59,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
         """Contract: "a small declarative predicate on tags ({"weight_version": (">=", 7)}), applied where the tags
         live."
 
-        Check first: dataplane_core.tags.matches: all conditions hold; a missing tag, or types that do not compare, do
+        Check first: dataplane_core.spec.matches: all conditions hold; a missing tag, or types that do not compare, do
         not match.
         """
         partition = store.register("x")
@@ -77,7 +77,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
     def test_listings_match_the_filter(self, store: Store, tag_filter: dict[str, Any], expected: list[int]) -> None:
         """Contract: "list_samples(partition_id, tag_filter=None) -> meta (listing): ids and tags, no data."
 
-        Check first: dataplane_core.tags.matches; the same rules as for claims.
+        Check first: dataplane_core.spec.tags.matches; the same rules as for claims.
         """
         partition = store.register("x")
         store.put(partition, ids(5), _TAGS, x=torch.arange(5))

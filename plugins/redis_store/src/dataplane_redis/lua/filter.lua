@@ -1,4 +1,4 @@
--- Tag filters, as dataplane_core.tags.matches judges them. A tag's value: "n" None, "t"/"u" bool, "i<digits>" int,
+-- Tag filters, as dataplane_core.spec.matches judges them. A tag's value: "n" None, "t"/"u" bool, "i<digits>" int,
 -- "I<rest>:<digits>" int whose double is off by <rest>, "f<8 bytes>" float, "s<utf-8>" str.
 local function number_of(value)
   local kind = string.sub(value, 1, 1)

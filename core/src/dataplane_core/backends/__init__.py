@@ -1,0 +1,32 @@
+"""What a storage author starts from: `Backend`; on a ledger, `LedgerBackend`, `RowStoreBackend` and `BlobStore`, which
+keeps a journal; checks for ``dataplane doctor``; processes that a backend owns.
+
+Backend packages derive from these classes; the client calls only `Backend`.
+"""
+
+from dataplane_core.backends.base import Backend, NoOptions, required_operations
+from dataplane_core.backends.blob_store import BlobStore
+from dataplane_core.backends.diagnosis import Finding, Level, check_announced_address, missing_library, never_reachable
+from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
+from dataplane_core.backends.owned_process import OwnedProcess, last_words
+from dataplane_core.backends.row_store import RowStoreBackend, framed_columns
+
+__all__ = [
+    "LEDGER_CAPABILITIES",
+    "Backend",
+    "BlobStore",
+    "CapacityOptions",
+    "Finding",
+    "LedgerBackend",
+    "Level",
+    "NoOptions",
+    "OwnedProcess",
+    "RefsGoneError",
+    "RowStoreBackend",
+    "check_announced_address",
+    "framed_columns",
+    "last_words",
+    "missing_library",
+    "never_reachable",
+    "required_operations",
+]

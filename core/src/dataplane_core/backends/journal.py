@@ -1,0 +1,456 @@
+"""The journal of a `BlobStore`: every process replays it through a ledger of its own, and so comes to one state.
+
+A call first reads what is new. If it changes something it is appended as a record, under the next number; where another
+process took that number, the call is judged anew. What a process is set to, such as its bound on bytes, decides before
+a record is made; a replay knows nothing of it.
+
+**History.** The records are a chain (`dataplane_core.backends.journal_records`), which every replay checks. Each call
+also looks whether the last record that this process knows is still there. Where it is not, the journal was cut, or is
+an older copy: the call raises `StalePartitionError` before it writes anything, and the next one begins with what the
+store holds now.
+
+**Time.** No clock is written down and none is compared with another. Each process measures, on its own monotonic clock,
+how long ago it *read* the record that granted a lease; when the lease's time is over, the first call that it could
+concern appends an ``expire`` record, which ends it in every process. So a lease never ends early, however the clocks of
+hosts are set. It ends late by the time until some process has read its grant, and asks after its end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn, Protocol
+
+from dataplane_core.backends.journal_records import DIGEST_BYTES, OPS, VERSION, Record
+from dataplane_core.backends.snapshot import ChunkGoneError, SnapshotReader, head
+from dataplane_core.errors import (
+    CorruptDataError,
+    DataPlaneError,
+    OperationTimeoutError,
+    StalePartitionError,
+)
+from dataplane_core.ledger import Ledger, LedgerService, StateReader, to_state
+from dataplane_core.spec import new_id
+
+__all__ = ["Journal", "JournalStore", "Snapshots"]
+
+#: Calls that change nothing, and so are not recorded.
+_READS: Final = frozenset({"describe", "locate", "consumed", "list_samples", "held_bytes"})
+#: Arguments of calls that shape the answer alone, and so are not recorded.
+_ANSWER_ONLY: Final = frozenset({"explain", "since"})
+_ANOTHER_HISTORY: Final = (
+    "The store was cut or set back to an older copy. What this client wrote, claimed or acked since then may be lost: "
+    "claim and read again, and write again what is missing."
+)
+_BROKEN: Final = "Restore a whole copy of the store, or begin a new one."
+#: Tries to take a place in the journal for a plan that holds others back; it may go without.
+_HOLD_TRIES: Final = 8
+#: Records that are replayed between two looks at the deadline.
+_CHECK_EVERY: Final = 256
+
+
+class JournalStore(Protocol):
+    """What a journal needs of a store; see `BlobStore`."""
+
+    def append(self, seq: int, record: bytes) -> bool: ...
+    def read(self, from_seq: int) -> Iterable[bytes]: ...
+    def get(self, key: str) -> bytes | None: ...
+
+
+@dataclass(slots=True)
+class Snapshots:
+    """What the records say of snapshots.
+
+    Attributes:
+        current: The newest snapshot, and how many chunks it has.
+        seq: The number of its record.
+        nbytes: Its size.
+        garbage: Snapshots whose blobs may still be there: (snapshot, its chunks where that is known).
+        plan: The snapshot that somebody is writing.
+        planned_nbytes: ``tail_nbytes`` when it began.
+        given_up: Earlier plans, of which nothing was heard.
+        tail_nbytes: Size of the records since the newest snapshot.
+    """
+
+    current: tuple[str, int] | None = None
+    seq: int = 0
+    nbytes: int = 0
+    garbage: list[tuple[str, int | None]] = field(default_factory=list)
+    plan: str | None = None
+    planned_nbytes: int = 0
+    given_up: list[str] = field(default_factory=list)
+    tail_nbytes: int = 0
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A snapshot that is being loaded.
+
+    Attributes:
+        record: The record that names it, as it stands in the journal.
+        chunks: What is read of it.
+        state: What was taken over.
+        head: Its head, once it was read.
+        tail: The records that stand in its chunks.
+    """
+
+    record: bytes
+    chunks: SnapshotReader
+    state: StateReader
+    head: dict[str, Any] | None = None
+    tail: list[bytes] = field(default_factory=list)
+
+    def take(self, section: dict[str, Any], now: float) -> None:
+        """Takes the next section over."""
+        if self.head is None:
+            self.head = section
+        elif section["part"] == "records":
+            self.tail.extend(section["records"])
+        else:
+            self.state.take(section, now)
+
+
+class Journal:
+    """Replays a store's journal through a ledger, and appends to it.
+
+    Args:
+        store: The store.
+        capacity_bytes: The bound that this process keeps its own puts to, or None.
+
+    Attributes:
+        clock: This process's clock for leases, in seconds; only differences count.
+        snapshots: What the records say of snapshots.
+        tail: Records read or made since this was last set to a list; None where nobody collects them.
+    """
+
+    def __init__(self, store: JournalStore, capacity_bytes: int | None) -> None:
+        self._store = store
+        self._capacity_bytes = capacity_bytes
+        self._lock = threading.Lock()
+        self.clock = time.monotonic
+        self._loading: _Loading | None = None  # what a call that ran out of time leaves to the next one
+        self._was_overtaken = False  # a newer snapshot took the place of one that was being loaded
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is replayed yet."""
+        self._service = LedgerService(clock=self._read_clock, ledger=Ledger(self_expiring=False))
+        self._store_id = ""
+        self._next_seq = 0
+        self._last = b""  # the record before that
+        self.snapshots = Snapshots()
+        self.tail: list[bytes] | None = None
+
+    def _read_clock(self) -> float:
+        return self.clock()
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def held(self, deadline: float, what: str) -> Iterator[None]:
+        """The journal, for this thread alone.
+
+        Raises:
+            OperationTimeoutError: Other threads held it until the deadline.
+        """
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise OperationTimeoutError(
+                f"{what}: other threads of this client waited for the store until the deadline. Nothing was written."
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def call(self, deadline: float, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carries a call of the ledger out after all that the journal holds, and records it if it changes anything.
+
+        Raises:
+            StalePartitionError: The journal is not the one that this process knew.
+            CorruptDataError: A record is damaged, or one is missing.
+            OperationTimeoutError: The deadline passed; nothing was written.
+        """
+        with self.held(deadline, method):
+            while True:
+                self.catch_up(deadline)
+                if method in _READS:
+                    return self._ask(method, *args, **kwargs)
+                due = self._ask("due")
+                if due:
+                    self.append("expire", leases=[list(lease) for lease in due.leases], writes=due.writes)
+                elif self._is_question(method, args, kwargs):
+                    return self._ask(method, *args, **kwargs)
+                elif not self._next_seq:
+                    self.append("begin", store=new_id())
+                else:
+                    fields = dict(zip(OPS[method], args, strict=False)) | kwargs
+                    answer_only = {name: fields.pop(name) for name in _ANSWER_ONLY & fields.keys()}
+                    record = self._offer(method, fields)
+                    if record is not None:
+                        # replayed from its recorded form, so that this process sees what the others will
+                        return self._apply(record, **answer_only)
+                if time.monotonic() >= deadline:
+                    raise OperationTimeoutError(
+                        f"{method}: other processes took every place in the journal until the deadline. Nothing was "
+                        "written."
+                    )
+
+    def append(self, op: str, **fields: Any) -> bool:
+        """Appends a record and carries it out; False where another process took the place. Call it when `held`."""
+        record = self._offer(op, fields)
+        if record is None:
+            return False
+        self._apply(record)
+        return True
+
+    def _offer(self, op: str, fields: dict[str, Any]) -> bytes | None:
+        record = Record(self._next_seq, self._last[:DIGEST_BYTES], op, fields).to_bytes()
+        return record if self._store.append(self._next_seq, record) else None
+
+    def _is_question(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call changes nothing, and so is not recorded; a put that is refused is not recorded either."""
+        if method == "claim":
+            names = ("all_or_nothing", "tag_filter")
+            return not self._ask("may_claim", *args, **{name: kwargs[name] for name in names})
+        if method == "begin_put":
+            partition_id, sample_ids, specs, row_bytes, _, epoch = args
+            judged = (partition_id, sample_ids, specs, row_bytes, epoch)
+            self._ask("check_put", *judged, capacity_bytes=self._capacity_bytes, ticket=kwargs["ticket"])
+        return False
+
+    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        with self._or_forget():
+            return self._service.call(method, *args, **kwargs)
+
+    @contextmanager
+    def _or_forget(self) -> Iterator[None]:
+        """Where a call of the ledger breaks off in the middle, what it left is dropped: the next call replays anew."""
+        try:
+            yield
+        except DataPlaneError:  # an answer: it changed nothing, or the same in every process
+            raise
+        except BaseException:
+            self._forget()
+            raise
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def sections(self) -> Iterator[dict[str, Any]]:
+        """The state after all records read, as a snapshot holds it. Take them all while `held`."""
+        yield head(self._store_id, self._next_seq, self._last[:DIGEST_BYTES])
+        yield from to_state(self._service.ledger, self.clock())
+
+    @property
+    def store_id(self) -> str:
+        """Who this store is."""
+        return self._store_id
+
+    # --- replay -------------------------------------------------------------------------------------------------------
+
+    def catch_up(self, deadline: float) -> None:
+        """Replays what is new. Where nothing is, that is one read of one record: the last one that is known.
+
+        Raises:
+            OperationTimeoutError: There is more than can be replayed by ``deadline``; the next call goes on from there.
+        """
+        while (snapshot := self._follow(deadline)) is not None:
+            loaded = False
+            while not loaded:
+                record, data = snapshot
+                self._forget()
+                try:
+                    self._load(record, data, deadline)
+                    loaded = True
+                except ChunkGoneError:
+                    newer = self._snapshot_after(record.seq)
+                    if newer is None:
+                        raise
+                    snapshot, self._was_overtaken = newer, True
+        self._was_overtaken = False
+
+    def _snapshot_after(self, seq: int) -> tuple[Record, bytes] | None:
+        """The next record of a snapshot behind record ``seq``, if there is one."""
+        for offset, data in enumerate(self._store.read(seq + 1), 1):
+            record = Record.from_bytes(data, seq + offset)
+            if record.op == "snapshot":
+                return record, data
+        return None
+
+    def _follow(self, deadline: float) -> tuple[Record, bytes] | None:
+        """Replays what is new, up to the record of a snapshot that must be loaded first: this one, or None."""
+        records = iter(self._store.read(max(0, self._next_seq - 1)))
+        if self._next_seq:
+            data = next(records, None)
+            if data is None:
+                self._refuse_history(f"journal record {self._next_seq - 1} is gone.")
+            if data != self._last:
+                record = Record.from_bytes(data, self._next_seq - 1)
+                self._check_first(record)
+                if record.seq > self._next_seq:
+                    return record, data
+                self._take(record, data)
+        for data in records:
+            record = Record.from_bytes(data, self._next_seq)
+            if record.op == "snapshot" and record.seq > self._next_seq:
+                return record, data  # what lies between was trimmed: it is in the snapshot
+            self._check_next(record)
+            self._take(record, data)
+            if not self._next_seq % _CHECK_EVERY and time.monotonic() >= deadline:
+                if self._was_overtaken:
+                    self._hold_back(record.seq)
+                raise OperationTimeoutError(
+                    f"the journal was replayed up to record {self._next_seq - 1} by the deadline, and goes on. Nothing "
+                    "was written.",
+                    hint="Call again: the replay goes on from there.",
+                )
+        return None
+
+    def _check_first(self, record: Record) -> None:
+        """Judges the first record read, where it is not the last one that this process knows."""
+        last = self._next_seq - 1
+        if record.seq <= last:
+            self._refuse_history(f"another record stands in the place of journal record {last}.")
+        if record.op != "snapshot":
+            self._refuse_gap(record, last)
+        if record.fields["store"] != self._store_id:
+            self._refuse_history(f"its journal is that of store {record.fields['store']}, not {self._store_id}.")
+        if record.seq == self._next_seq and record.prev != self._last[:DIGEST_BYTES]:
+            self._refuse_history(f"another record stood in the place of journal record {last}.")
+
+    def _check_next(self, record: Record) -> None:
+        if record.seq != self._next_seq or (not record.seq and record.op != "begin"):
+            self._refuse_gap(record, self._next_seq)
+        if record.prev != self._last[:DIGEST_BYTES]:
+            self._forget()
+            raise CorruptDataError(
+                f"journal record {record.seq} does not follow record {record.seq - 1}: another stood there when it was "
+                "written.",
+                hint=_BROKEN,
+            )
+
+    def _take(self, record: Record, data: bytes) -> None:
+        """Replays a record of another process."""
+        with suppress(DataPlaneError):  # refused, the same way in every process: it changed nothing
+            self._carry_out(record, data)
+
+    def _apply(self, data: bytes, **answer_only: Any) -> Any:
+        """Carries out a record of this process, from its recorded form; its answer."""
+        return self._carry_out(Record.from_bytes(data, self._next_seq), data, **answer_only)
+
+    def _carry_out(self, record: Record, data: bytes, **answer_only: Any) -> Any:
+        with self._or_forget():
+            self._next_seq += 1
+            self._last = data
+            self.snapshots.tail_nbytes += len(data)
+            tail = self.tail  # the shortener sets it to None without the lock
+            if tail is not None:
+                tail.append(data)
+            if record.op == "begin":
+                self._store_id = record.fields["store"]
+            elif record.op == "plan":
+                self._note_plan(record.fields["snapshot"])
+            elif record.op == "snapshot":
+                self._note_snapshot(record)
+            else:
+                if record.op == "claim":
+                    answer_only = {"explain": False, **answer_only}
+                return self._service.call(record.op, **record.fields, **answer_only)
+        return None
+
+    def _note_plan(self, snapshot: str) -> None:
+        known = self.snapshots
+        if known.plan is not None:
+            known.given_up.append(known.plan)
+        known.plan = snapshot
+        known.planned_nbytes = known.tail_nbytes
+
+    def _note_snapshot(self, record: Record) -> None:
+        fields = record.fields
+        self.snapshots = Snapshots(
+            current=(fields["snapshot"], fields["chunks"]),
+            seq=record.seq,
+            nbytes=fields["nbytes"],
+            garbage=[(snapshot, chunks) for snapshot, chunks in fields["garbage"]],
+        )
+
+    def _load(self, record: Record, data: bytes, deadline: float) -> None:
+        """Takes over the state of a snapshot, and the records that it holds beside it."""
+        fields = record.fields
+        loading = self._loading
+        if loading is None or loading.record != data:
+            self._was_overtaken |= loading is not None
+            chunks = SnapshotReader(fields["snapshot"], fields["chunks"], fields["digest"])
+            loading = _Loading(data, chunks, StateReader(self_expiring=False))
+        if self._was_overtaken:
+            self._hold_back(record.seq)
+        try:
+            while loading.chunks.num_read < fields["chunks"]:
+                self._loading = loading  # where this chunk cannot be read in time, the next call goes on with it
+                sections = loading.chunks.next_chunk(self._store.get)
+                self._loading = None  # what breaks off in the middle is of no use
+                for section in sections:
+                    loading.take(section, self.clock())
+                if time.monotonic() >= deadline and loading.chunks.num_read < fields["chunks"]:
+                    self._loading = loading
+                    raise OperationTimeoutError(
+                        f"{loading.chunks.num_read} of the {fields['chunks']} blobs of the journal's snapshot were "
+                        "loaded by the deadline. Nothing was written.",
+                        hint="Call again: the next call goes on from there.",
+                    )
+            first = loading.head
+            if first is None or first["v"] != VERSION or first["store"] != fields["store"]:
+                raise ValueError("its head is of another store or version")
+            self._service = LedgerService(clock=self._read_clock, ledger=loading.state.ledger)
+            self._store_id = fields["store"]
+            self._next_seq = first["seq"]
+            self._last = first["prev"]
+            for each in [*loading.tail, *fields["records"]]:
+                kept = Record.from_bytes(each, self._next_seq)
+                if (kept.seq, kept.prev) != (self._next_seq, self._last[:DIGEST_BYTES]):
+                    raise ValueError(f"record {kept.seq} beside it does not follow")
+                self._take(kept, each)
+            if (record.seq, record.prev) != (self._next_seq, self._last[:DIGEST_BYTES]):
+                raise ValueError("its records end elsewhere")
+            self._take(record, data)
+        except BaseException as error:
+            self._forget()
+            if isinstance(error, CorruptDataError):
+                self._loading = None
+            if isinstance(error, (ValueError, TypeError, KeyError, IndexError)) and not isinstance(
+                error, DataPlaneError
+            ):
+                raise CorruptDataError(
+                    f"snapshot {fields['snapshot']}, which journal record {record.seq} names, cannot be read: {error}."
+                ) from error
+            raise
+
+    def _hold_back(self, seq: int) -> None:
+        """Keeps others from writing another snapshot while this process catches up; it knows of record ``seq``.
+
+        A plan of which nothing more is heard does so until records worth two snapshots have followed, and each call
+        that does not get to the end makes another. So a slow client starves only where that much is written from one of
+        its calls to the next; without it, where records worth one snapshot are written before it has caught up.
+        """
+        prev = b""
+        for _ in range(_HOLD_TRIES):
+            for data in self._store.read(seq):
+                seq, prev = seq + 1, data[:DIGEST_BYTES]
+            if prev and self._store.append(seq, Record(seq, prev, "plan", {"snapshot": new_id()}).to_bytes()):
+                return
+
+    def _refuse_history(self, what: str) -> NoReturn:
+        self._forget()
+        raise StalePartitionError(
+            f"the store's history is another than this client knew: {what}", hint=_ANOTHER_HISTORY
+        )
+
+    def _refuse_gap(self, record: Record, expected: int) -> NoReturn:
+        self._forget()
+        raise CorruptDataError(
+            f"journal record {record.seq} ({record.op}) stands where record {expected} was expected: records are "
+            "missing, or in another order.",
+            hint=_BROKEN,
+        )

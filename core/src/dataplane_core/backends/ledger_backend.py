@@ -1,0 +1,417 @@
+"""`LedgerBackend`: every operation of a backend on top of a `Ledger` (wherever it lives) and a payload store.
+
+A storage author supplies four things: `_ledger` (one call into the ledger service), `_store`, `_fetch` and `_delete`.
+Payload is stored before the ledger makes it visible and deleted after the ledger has let go of it, and write ids are
+never used again; so a reader never meets half a row or a foreign one, whoever crashes when.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dataplane_core.backends.base import Backend
+from dataplane_core.codec import row_nbytes
+from dataplane_core.errors import (
+    BackendError,
+    CapacityExceededError,
+    DataPlaneError,
+    InvalidRequestError,
+    LostSamplesError,
+    OperationTimeoutError,
+    StalePartitionError,
+    UnknownPartitionError,
+    UnsupportedOperationError,
+    preview,
+)
+from dataplane_core.ledger import LEAST_ROOM_PAUSE_S, Located, Ref, backoff_s
+from dataplane_core.spec import (
+    OPERATIONS,
+    AckRequest,
+    Capability,
+    Claim,
+    ClaimRequest,
+    ClearReply,
+    ClearRequest,
+    ConsumptionReply,
+    ConsumptionRequest,
+    DescribeRequest,
+    GetRequest,
+    ListRequest,
+    NackRequest,
+    PartitionInfo,
+    PutReply,
+    PutRequest,
+    RegisterRequest,
+    RenewRequest,
+    SampleList,
+    SettleReply,
+    WireBatch,
+    WireColumn,
+    new_id,
+)
+
+__all__ = ["LEDGER_CAPABILITIES", "CapacityOptions", "LedgerBackend", "RefsGoneError"]
+
+#: What the ledger and the order of storing, committing and deleting give to every backend on top of them.
+LEDGER_CAPABILITIES: Final[frozenset[Capability]] = OPERATIONS | {Capability.FENCED, Capability.ATOMIC_OVERWRITE}
+
+#: Seconds beyond its deadline after which a put that was not committed counts as abandoned.
+_ABANDON_GRACE_S: Final = 30.0
+#: Seconds that undoing a failed put may take of those left to the put; then the next call goes on with it.
+_UNDO_S: Final = 5.0
+#: Seconds of its own that a later call gives to that, and that a put which gives up gives to leaving the queue.
+_LATE_UNDO_S: Final = 1.0
+#: Seconds between two calls in which a put says that it still waits.
+_STILL_WAITS_S: Final = 15.0
+#: What `Ledger.begin_put` raises: nothing is reserved then. After another error it may be.
+_REFUSALS: Final = (
+    CapacityExceededError,
+    InvalidRequestError,
+    StalePartitionError,
+    UnknownPartitionError,
+    UnsupportedOperationError,
+)
+
+
+class CapacityOptions(BaseModel):
+    """Options of every backend that bounds what it holds.
+
+    Attributes:
+        capacity_bytes: Bound on the payload bytes held, or None.
+        on_full: A put that does not fit waits until its deadline, or raises at once.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    capacity_bytes: int | None = Field(default=None, gt=0)
+    on_full: Literal["block", "raise"] = "block"
+
+
+class RefsGoneError(DataPlaneError):
+    """Payload that was located is no longer there: cleared or overwritten meanwhile, or lost. Locate again.
+
+    Attributes:
+        refs: What is gone, where that is known.
+        handles: The same of a `RowStoreBackend`, as handles of rows.
+    """
+
+    def __init__(self, message: str, *, refs: Iterable[Ref] = (), handles: Iterable[int] = (), **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.refs = tuple(refs)
+        self.handles = tuple(handles)
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """What a put is known by in the queue for room.
+
+    Attributes:
+        id: Random bits.
+        queued_at: When it last said that it waits, on `time.monotonic`'s clock; None: it is not in the queue.
+    """
+
+    id: str = field(default_factory=new_id)
+    queued_at: float | None = None
+
+
+class LedgerBackend(Backend, ABC):
+    """All operations, from a ledger and a payload store. ``Config`` derives from `CapacityOptions`."""
+
+    capabilities = LEDGER_CAPABILITIES
+    # annotated, so that an author's options may have fields without a default
+    Config: ClassVar[type[CapacityOptions]] = CapacityOptions
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._not_undone: deque[int] = deque()  # puts that failed, by write id
+
+    # --- what a storage author supplies -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _ledger(self, deadline: float, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls `LedgerService.call` where the ledger lives, by ``deadline`` (`time.monotonic`'s clock)."""
+
+    @abstractmethod
+    def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
+        """Stores the payload of a write; returns when every client can fetch it. Copies what it keeps.
+
+        Raises:
+            CapacityExceededError: The engine itself is full, whatever the ledger counts. What was stored is deleted.
+        """
+
+    @abstractmethod
+    def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
+        """Fetches columns in the order of the request, in memory of their own.
+
+        Raises:
+            RefsGoneError: A ref is no longer there.
+        """
+
+    @abstractmethod
+    def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
+        """Deletes payload; refs that are not there are ignored."""
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    def register_partition(self, request: RegisterRequest) -> PartitionInfo:
+        """Opens a partition afresh."""
+        info, freed = self._ledger(
+            request.deadline,
+            "register",
+            request.partition_id,
+            request.fields,
+            request.num_samples,
+            request.consumer_tasks,
+            request.grpo_group_size,
+            request.enums,
+            request.epoch,
+        )
+        self._collect(freed, request.deadline)
+        registered: PartitionInfo = info
+        return registered
+
+    def describe_partition(self, request: DescribeRequest) -> PartitionInfo:
+        """Reads a registration."""
+        info: PartitionInfo = self._ledger(request.deadline, "describe", request.partition_id)
+        return info
+
+    def put_samples(self, request: PutRequest) -> PutReply:
+        """Reserves, stores, commits; where there is no room, tries again, unless ``on_full`` is ``raise``."""
+        num_samples = len(request.sample_ids)
+        reply = PutReply(num_samples=num_samples)
+        if request.columns.keys() != request.specs.keys():
+            raise BackendError(
+                f"put_samples('{request.partition_id}', {num_samples} samples) refused: the request holds columns "
+                f"{preview(request.columns)} and specs of {preview(request.specs)}. Expected a spec for every column. "
+                "Nothing was written.",
+                hint="Middleware that adds or drops a column does the same with its spec.",
+            )
+        if not request.columns:
+            self._ledger(
+                request.deadline, "put_tags", request.partition_id, request.sample_ids, request.tags, request.epoch
+            )
+            return reply
+        self._finish_undoing(request.deadline)
+        row_bytes = row_nbytes(request.columns, num_samples)
+        freed = self._put_when_there_is_room(request, row_bytes)
+        self._collect(freed, request.deadline)
+        return reply
+
+    def get_samples(self, request: GetRequest) -> WireBatch:
+        """Locates, fetches; again where the rows moved meanwhile."""
+        gone: set[Ref] = set()
+        before: Located | None = None
+        while True:
+            located: Located = self._ledger(
+                request.deadline, "locate", request.partition_id, request.sample_ids, request.fields
+            )
+            try:
+                columns = self._fetch(located, len(request.sample_ids), request.deadline)
+            except RefsGoneError as error:
+                # the ledger lets go of a ref before its payload goes: what it still names after that is lost
+                lost: Iterable[Ref] = gone.intersection(error.refs)
+                if not error.refs and located == before:
+                    lost = self._find_gone(located.refs, request.deadline)
+                if lost:
+                    raise _lost_samples(request, located, lost) from error
+                gone.update(error.refs)
+                before = located
+                if time.monotonic() >= request.deadline:
+                    raise OperationTimeoutError(
+                        f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples) timed out: the rows "
+                        "were overwritten faster than they could be read."
+                    ) from error
+                continue
+            return WireBatch(columns=columns, specs=located.specs)
+
+    def claim(self, request: ClaimRequest) -> Claim:
+        """Hands out ready samples."""
+        claim: Claim = self._ledger(
+            request.deadline,
+            "claim",
+            request.partition_id,
+            request.task_name,
+            request.required_fields,
+            request.batch_size,
+            all_or_nothing=request.all_or_nothing,
+            lease_s=request.lease_s,
+            tag_filter=request.tag_filter,
+            explain=request.explain,
+            token=request.token,
+            holder=request.holder,
+        )
+        return claim
+
+    def ack(self, request: AckRequest) -> SettleReply:
+        """Settles leases."""
+        return self._settle("ack", request)
+
+    def nack(self, request: NackRequest) -> SettleReply:
+        """Gives leased samples back."""
+        return self._settle("nack", request)
+
+    def renew(self, request: RenewRequest) -> SettleReply:
+        """Extends leases."""
+        return self._settle("renew", request, request.lease_s)
+
+    def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:
+        """Asks the ledger."""
+        consumed = self._ledger(request.deadline, "consumed", request.partition_id, request.task_names)
+        return ConsumptionReply(consumed=consumed)
+
+    def clear_samples(self, request: ClearRequest) -> ClearReply:
+        """Drops rows, then their payload and what crashed writers left."""
+        self._finish_undoing(request.deadline)
+        count, garbage = self._ledger(request.deadline, "clear", request.partition_id, request.sample_ids)
+        self._collect(garbage, request.deadline)
+        return ClearReply(num_samples=count)
+
+    def list_samples(self, request: ListRequest) -> SampleList:
+        """Lists ids and tags."""
+        listed: SampleList = self._ledger(request.deadline, "list_samples", request.partition_id, request.tag_filter)
+        return listed
+
+    # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
+        """Which refs of a failed read are gone, where the engine did not say; here all count as gone."""
+        return refs
+
+    def _new_write_id(self) -> int | None:
+        """A write id drawn at random; None lets the ledger number the writes, where it lives and dies with their
+        payload."""
+        return secrets.randbits(128)
+
+    def _put_when_there_is_room(self, request: PutRequest, row_bytes: Sequence[int]) -> Sequence[Ref]:
+        """A put; where there is no room it queues, unless ``on_full`` is ``raise``. What it frees."""
+        ticket = _Ticket() if self.config.on_full == "block" else None
+        try:
+            return self._put_in_turn(request, row_bytes, ticket)
+        finally:
+            if ticket is not None and ticket.queued_at is not None:  # it ends without its room
+                until = min(request.deadline, time.monotonic() + _LATE_UNDO_S)
+                with suppress(Exception):  # the ledger forgets it by itself, later
+                    self._ledger(until, "wait_for_room", ticket.id, sum(row_bytes), wait_s=0.0)
+
+    def _put_in_turn(self, request: PutRequest, row_bytes: Sequence[int], ticket: _Ticket | None) -> Sequence[Ref]:
+        """Tries a put until there is room for it."""
+        start = time.monotonic()
+        while True:
+            try:
+                return self._put(request, row_bytes, ticket)
+            except CapacityExceededError as error:
+                if not error.retryable or ticket is None:
+                    raise
+                now = time.monotonic()
+                left_s = request.deadline - now
+                if left_s <= LEAST_ROOM_PAUSE_S:
+                    raise OperationTimeoutError(
+                        f"put_samples('{request.partition_id}', {len(request.sample_ids)} samples) timed out waiting "
+                        f"for room. Nothing was written. {error.message}",
+                        hint=error.hint,
+                    ) from error
+                if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
+                    ticket.queued_at = now
+                    self._ledger(request.deadline, "wait_for_room", ticket.id, sum(row_bytes), wait_s=left_s)
+                # an engine that is full by itself says nothing of when to ask again
+                pause_s = error.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
+                time.sleep(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
+
+    def _put(self, request: PutRequest, row_bytes: Sequence[int], ticket: _Ticket | None) -> Sequence[Ref]:
+        """One try of a put; what it frees."""
+        drawn = self._new_write_id()
+        try:
+            write_id: int = self._ledger(
+                request.deadline,
+                "begin_put",
+                request.partition_id,
+                request.sample_ids,
+                request.specs,
+                row_bytes,
+                request.tags,
+                request.epoch,
+                write_id=drawn,
+                ticket=None if ticket is None else ticket.id,
+                ttl_s=max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S,
+            )
+        except _REFUSALS:
+            raise
+        except BaseException:  # its reply may be lost, and its bytes be reserved
+            if drawn is not None:
+                self._undo(drawn, request.deadline)
+            raise
+        if ticket is not None:
+            ticket.queued_at = None  # it has its room, and queues again where the engine itself is full
+        try:
+            columns = {name: request.columns[name] for name in request.specs}  # in the ledger's order of slots
+            self._store(write_id, columns, len(request.sample_ids), request.deadline)
+            freed: Sequence[Ref] = self._ledger(request.deadline, "commit_put", write_id)
+        except BaseException:
+            self._undo(write_id, request.deadline)
+            raise
+        return freed
+
+    def _undo(self, write_id: int, deadline: float) -> None:
+        """Best effort after a failed put, in the time that it has left; else the next call goes on with it.
+
+        A put whose commit went through although its reply was lost stays: the ledger then frees nothing. What nobody
+        undoes, the ledger gives up on its own, and a later clear collects it.
+        """
+        deadline = min(deadline, time.monotonic() + _UNDO_S)
+        if time.monotonic() < deadline:
+            with suppress(Exception):  # whatever the engine raises now, why the put failed is what its caller gets
+                self._collect(self._ledger(deadline, "abort_put", write_id), deadline)
+                return
+        self._not_undone.append(write_id)
+
+    def _finish_undoing(self, deadline: float) -> None:
+        now = time.monotonic()
+        deadline = min(now + _LATE_UNDO_S, now + (deadline - now) / 4)
+        while self._not_undone and time.monotonic() < deadline:
+            with suppress(Exception):  # not this call's failure
+                write_id = self._not_undone.popleft()
+                self._collect(self._ledger(deadline, "abort_put", write_id), deadline)
+
+    def _collect(self, refs: Sequence[Ref], deadline: float) -> None:
+        if refs:
+            self._delete(refs, deadline)
+            self._ledger(deadline, "collected", refs)
+
+    def _settle(self, method: str, request: Any, *extra: Any) -> SettleReply:
+        self._ledger(
+            request.deadline,
+            method,
+            request.partition_id,
+            request.task_name,
+            request.sample_ids,
+            request.lease_tokens,
+            *extra,
+        )
+        return SettleReply(num_samples=len(request.sample_ids))
+
+
+def _lost_samples(request: GetRequest, located: Located, lost: Iterable[Ref]) -> LostSamplesError:
+    """Names the samples and fields whose payload the ledger still names and the store no longer has."""
+    gone = set(lost)
+    fields: dict[int, set[str]] = {}
+    for part in located.parts:
+        for row, position in zip(part.rows, part.positions, strict=True):
+            if (part.write_id, position) in gone:
+                fields.setdefault(row, set()).update(part.fields)
+    return LostSamplesError.for_payload(
+        f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)",
+        request.partition_id,
+        (
+            (request.sample_ids[row], [name for name in request.fields if name in names])
+            for row, names in sorted(fields.items())
+        ),
+    )

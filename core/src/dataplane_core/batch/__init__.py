@@ -1,0 +1,24 @@
+"""A trainer's side of the data: `BatchedDataDict`, jagged columns and padding, reads and writes of columns, gathering
+over a process group, message logs.
+
+Trainers and `dataplane_integrations` use it; backends do not.
+"""
+
+from dataplane_core.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
+from dataplane_core.batch.jagged import materialize, pack_jagged_fields, response_from_nested, stack_or_nest
+from dataplane_core.batch.message_log import rebuild_message_logs, split_message_logs
+from dataplane_core.batch.transfer import kv_first_write, read_columns, write_columns
+
+__all__ = [
+    "BatchedDataDict",
+    "SlicedDataDict",
+    "kv_first_write",
+    "materialize",
+    "pack_jagged_fields",
+    "read_columns",
+    "rebuild_message_logs",
+    "response_from_nested",
+    "split_message_logs",
+    "stack_or_nest",
+    "write_columns",
+]

@@ -1,0 +1,515 @@
+"""`BatchedDataDict`: equally long columns, and the ways in which trainers cut, join and order them.
+
+Shape legend: ``N`` rows, ``S`` padded sequence length.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard, TypeVar, overload
+
+import numpy as np
+import torch
+
+from dataplane_core.batch.rows import Column, concatenate, num_rows, object_array, select_rows, slice_rows
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
+from dataplane_core.schema import INPUT_IDS_FIELD, MULTIMODAL_FIELDS, PER_TOKEN_FIELDS
+from dataplane_core.sharding.plan import (
+    ShardPlan,
+    plan_dynamic_batches,
+    plan_even_shards,
+    plan_packed_batches,
+    plan_uneven_shards,
+)
+
+__all__ = ["BatchedDataDict", "Column", "SlicedDataDict"]
+
+_B = TypeVar("_B", bound="BatchedDataDict")
+
+
+class BatchedDataDict(UserDict[str, Any]):
+    """A dict of equally long columns, each a tensor (batch first), a list, or an array.
+
+    Tensors may be ``torch.jagged`` nested ones, as columns come whose rows differ in length. They are cut, picked and
+    reordered by rows; `from_batches` and `all_gather`, which join padded columns, refuse them.
+
+    Methods that give rows back share no plan with this batch, and leave it as it is, unless they say "in place".
+
+    Attributes:
+        micro_batch_indices: Per chunk (global batch) the ``[start, end)`` pair of each microbatch, counted in this
+            shard's rows of that chunk. None unless sharding set it.
+        micro_batch_lengths: Per chunk the length in tokens of each microbatch, aligned with the pairs: what its rows
+            are padded to (dynamic batching), or the sum of its rows' rounded lengths (packing). None unless sharding
+            set it.
+        elem_counts_per_gb: Per chunk how many rows this shard holds of it. None unless packing set it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.micro_batch_indices: list[list[list[int]]] | None = None
+        self.micro_batch_lengths: list[list[int]] | None = None
+        self.elem_counts_per_gb: list[int] | None = None
+        super().__init__(*args, **kwargs)
+
+    # --- joining ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_batches(
+        cls: type[_B],
+        batches: Sequence[Mapping[str, Any]],
+        pad_value_dict: Mapping[str, int | float] | None = None,
+    ) -> _B:
+        """Concatenates batches: lists join, 1-D tensors join, tensors of 2 and more dims are right-padded on dim 1.
+
+        Args:
+            batches: In order. One without rows may lack columns.
+            pad_value_dict: Column -> its pad value; default 0.
+
+        Returns:
+            The joined batch, without a plan; no batches give an empty dict.
+
+        Raises:
+            MissingDataError: A ``KeyError``: a key is missing from a batch with rows.
+            NotImplementedError: A column of another type; names key and type.
+            InvalidRequestError: A column differs between batches in dtype, number of dims, trailing dims or device, or
+                the columns of one batch differ in length.
+        """
+        pad_values = pad_value_dict or {}
+        sizes = [_common_size(f"from_batches: batch {number}: ", batch) for number, batch in enumerate(batches)]
+        joined = cls()
+        for key in dict.fromkeys(key for batch in batches for key in batch):
+            for number, batch in enumerate(batches):
+                if key not in batch and sizes[number]:
+                    raise MissingDataError(
+                        f"from_batches: key '{key}' is missing from batch {number}, which has {', '.join(batch)}. "
+                        "Expected the same columns in every batch that has rows."
+                    )
+            joined[key] = concatenate(key, [batch[key] for batch in batches if key in batch], pad_values.get(key, 0))
+        return joined
+
+    def all_gather(self: _B, group: Any) -> _B:
+        """Concatenates the batches of all ranks of a process group, in rank order. Collective, and blocks.
+
+        Leading sizes may differ between ranks, and may be 0; a rank may also have no columns at all. Tensors travel on
+        the group's own device (NCCL: the current CUDA device; gloo: CPU), and come back detached, on their old device.
+
+        Args:
+            group: A `torch.distributed` process group; None: the default one. Lists and arrays travel pickled.
+
+        Raises:
+            InvalidRequestError: On every rank: the ranks disagree on the columns, their dtypes or trailing dims, or one
+                of them cannot send its own.
+        """
+        from dataplane_core.batch.gather import all_gather_columns
+
+        gathered = type(self)()
+        gathered.data = all_gather_columns(self.data, group)
+        return gathered
+
+    # --- cutting ------------------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Number of rows.
+
+        Raises:
+            InvalidRequestError: Columns of different length; names them.
+            NotImplementedError: A column that is neither a tensor, a list nor an array.
+        """
+        return _common_size("", self.data)
+
+    def slice(self, start: int, end: int) -> SlicedDataDict:
+        """The rows ``[start, end)``. Tensors and arrays are views: pickled, each takes the whole of its memory along.
+
+        Raises:
+            InvalidRequestError: The range does not lie within the batch.
+        """
+        size = self.size
+        if not 0 <= start <= end <= size:
+            raise InvalidRequestError(f"slice: [{start}, {end}) does not lie within the {size} rows.")
+        return SlicedDataDict({key: slice_rows(key, column, start, end) for key, column in self.data.items()})
+
+    def chunk(self, rank: int, chunks: int) -> SlicedDataDict:
+        """The ``rank``-th of ``chunks`` equal parts, a `slice`.
+
+        Raises:
+            InvalidRequestError: ``rank`` is out of range, or the rows are not a multiple of ``chunks``.
+        """
+        size = self.size
+        if chunks < 1 or size % chunks:
+            raise InvalidRequestError(f"chunk: {size} rows are not a multiple of {chunks} chunks.")
+        if not 0 <= rank < chunks:
+            raise InvalidRequestError(f"chunk: rank {rank} is out of range for {chunks} chunks.")
+        part = size // chunks
+        return self.slice(rank * part, (rank + 1) * part)
+
+    def select_indices(self: _B, indices: Sequence[int] | torch.Tensor) -> _B:
+        """The rows at ``indices``, in that order; repeats are allowed. Copies tensors, not the items of lists.
+
+        Raises:
+            InvalidRequestError: An index lies outside ``[-size, size)``.
+            InvalidTypeError: A boolean mask.
+        """
+        picks = _as_ints("select_indices", indices)
+        size = self.size
+        for index in picks:
+            if not -size <= index < size:
+                raise InvalidRequestError(f"select_indices: index {index} is out of range for {size} rows.")
+        picked = type(self)()
+        picked.data = select_rows(self.data, [index % size for index in picks])
+        return picked
+
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
+        """One global batch's rows of this shard, a `slice`, with that batch's part of the plan.
+
+        Args:
+            batch_idx: Which.
+            batch_size: This shard's rows of each global batch. May be None where a plan says it. Packing gives batches
+                of differing size (``elem_counts_per_gb``): those counts decide there.
+
+        Raises:
+            InvalidRequestError: Out of range, or ``batch_size`` is not that of the plan.
+        """
+        size = self.size
+        if batch_size is not None and batch_size < 1:
+            raise InvalidRequestError(f"get_batch: batch_size must be at least 1, got {batch_size}.")
+        if self.elem_counts_per_gb is not None:
+            counts = self.elem_counts_per_gb
+        elif self.micro_batch_indices is not None:
+            counts = [pairs[-1][1] for pairs in self.micro_batch_indices]
+            if batch_size is not None and any(count != batch_size for count in counts):
+                raise InvalidRequestError(
+                    f"get_batch: batch_size {batch_size} is not that of the plan, which has {counts} rows per batch. "
+                    "Expected the batch_size that the batch was sharded with, divided by the number of shards."
+                )
+        elif batch_size is not None:
+            counts = [batch_size] * (size // batch_size)
+        else:
+            raise InvalidRequestError("get_batch: the batch has no plan. Expected a batch_size.")
+        if not 0 <= batch_idx < len(counts):
+            raise InvalidRequestError(
+                f"get_batch: batch {batch_idx} is out of range: {size} rows make {len(counts)} batches"
+                f"{'' if batch_size is None else f' of {batch_size} rows'}."
+            )
+        start = sum(counts[:batch_idx])
+        batch = self.slice(start, start + counts[batch_idx])
+        if self.micro_batch_indices is not None:
+            batch.micro_batch_indices = [[list(pair) for pair in self.micro_batch_indices[batch_idx]]]
+        if self.micro_batch_lengths is not None:
+            batch.micro_batch_lengths = [list(self.micro_batch_lengths[batch_idx])]
+        if self.elem_counts_per_gb is not None:
+            batch.elem_counts_per_gb = [counts[batch_idx]]
+        return batch
+
+    # --- sharding -----------------------------------------------------------------------------------------------------
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: None = None,
+        sequence_packing_args: None = None,
+    ) -> list[SlicedDataDict]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        *,
+        dynamic_batching_args: Mapping[str, Any],
+        sequence_packing_args: None = None,
+    ) -> tuple[list[SlicedDataDict], list[int]]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: None = None,
+        *,
+        sequence_packing_args: Mapping[str, Any],
+    ) -> tuple[list[SlicedDataDict], list[int]]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: Mapping[str, Any] | None = None,
+        sequence_packing_args: Mapping[str, Any] | None = None,
+    ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]: ...
+
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: Mapping[str, Any] | None = None,
+        sequence_packing_args: Mapping[str, Any] | None = None,
+    ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
+        """Cuts the batch in chunks, each chunk in ``shards`` equal parts, and joins the parts by position.
+
+        ``[A A B B C C D D]`` with batch_size 2 and shards 2 gives ``[A B C D]`` twice.
+
+        With dynamic batching or packing, all shards get the same number of microbatches in every chunk, so that ranks
+        which communicate once per microbatch do not wait for each other for ever.
+
+        Args:
+            shards: Number of shards.
+            batch_size: Rows of a chunk over all shards; None: one chunk of everything.
+            allow_uneven_shards: Without ``batch_size``: the last shards may be smaller, or empty.
+            dynamic_batching_args: `dataplane_core.sharding.DynamicBatchingArgs`: sort each chunk by length, deal it
+                round over the shards, and cut microbatches such that rows x padded length, by the longest row over all
+                shards, stays within a token limit. All shards get the same plan.
+            sequence_packing_args: `dataplane_core.sharding.SequencePackingArgs`: pack each chunk in bins of a token
+                limit, a multiple of ``shards`` in number, and deal the bins round. Shards may get differing numbers of
+                rows; a chunk needs at least one row per shard, but no multiple.
+
+        Returns:
+            A list of `SlicedDataDict`, whose tensors are copies. With dynamic batching or packing, ``(shards,
+            indices)``, where ``indices`` says where each row of the concatenated shards came from: `reorder_data` of
+            the concatenation restores the batch.
+
+        Raises:
+            InvalidRequestError: Sizes that are no multiples, both kinds of arguments, wrong keys in them, a row over
+                the token limit, or too few rows to pack.
+            MissingDataError: A ``KeyError``: a column that the arguments name is not there.
+        """
+        if dynamic_batching_args is not None and sequence_packing_args is not None:
+            raise InvalidRequestError(
+                "shard_by_batch_size refused: got dynamic_batching_args and sequence_packing_args. Expected one of "
+                "them, or none."
+            )
+        if allow_uneven_shards and (batch_size is not None or dynamic_batching_args is not None):
+            raise InvalidRequestError(
+                f"shard_by_batch_size refused: allow_uneven_shards with "
+                f"{'dynamic batching' if batch_size is None else f'batch_size {batch_size}'}. Expected equal shards "
+                "there: leave it out."
+            )
+        size = self.size
+        if dynamic_batching_args is not None:
+            lengths, width = self._lengths(dynamic_batching_args), self._width(dynamic_batching_args)
+            plan = plan_dynamic_batches(lengths, width, shards, batch_size, dynamic_batching_args)
+        elif sequence_packing_args is not None:
+            plan = plan_packed_batches(self._lengths(sequence_packing_args), shards, batch_size, sequence_packing_args)
+        elif allow_uneven_shards:
+            return self._carry_out(plan_uneven_shards(size, shards))
+        else:
+            return self._carry_out(plan_even_shards(size, shards, batch_size))
+        return self._carry_out(plan), plan.order()
+
+    def _lengths(self, args: Mapping[str, Any]) -> list[int]:
+        """Tokens per row; without the keys, nothing: the planner refuses such arguments."""
+        named = [self._column(args[key]) for key in ("input_key", "input_lengths_key") if key in args]
+        if len(named) < 2:
+            return []
+        column = named[1]
+        if isinstance(column, torch.Tensor | np.ndarray) and column.ndim != 1:
+            raise InvalidRequestError(
+                f"shard_by_batch_size: lengths '{args['input_lengths_key']}' have shape {tuple(column.shape)}. "
+                f"Expected one length for each of the {self.size} rows."
+            )
+        return _as_ints("shard_by_batch_size", column)
+
+    def _width(self, args: Mapping[str, Any]) -> int:
+        """Dim 1 of the input column; without the key, nothing: the planner refuses such arguments."""
+        if "input_key" not in args:
+            return 0
+        column = self._column(args["input_key"])
+        if not isinstance(column, torch.Tensor) or column.dim() < 2:
+            raise InvalidRequestError(
+                f"shard_by_batch_size: input_key '{args['input_key']}' names a {type(column).__name__}"
+                f"{f' of shape {tuple(column.shape)}' if isinstance(column, torch.Tensor) else ''}. Expected a padded "
+                "tensor (N, S, ...)."
+            )
+        return column.shape[1]
+
+    def _column(self, name: str) -> Any:
+        if name not in self.data:
+            raise MissingDataError(f"shard_by_batch_size: column '{name}' is not among {', '.join(self.data)}.")
+        return self.data[name]
+
+    def _carry_out(self, plan: ShardPlan) -> list[SlicedDataDict]:
+        pieces: list[SlicedDataDict] = []
+        for number, rows in enumerate(plan.rows):
+            piece = SlicedDataDict()
+            piece.data = select_rows(self.data, rows)
+            # shards share no list of a plan
+            if plan.micro_batch_indices is not None:
+                piece.micro_batch_indices = plan.micro_batch_indices[number]
+            if plan.micro_batch_lengths is not None:
+                piece.micro_batch_lengths = plan.micro_batch_lengths[number]
+            if plan.elem_counts_per_gb is not None:
+                piece.elem_counts_per_gb = plan.elem_counts_per_gb[number]
+            pieces.append(piece)
+        return pieces
+
+    # --- ordering and changing ----------------------------------------------------------------------------------------
+
+    def reorder_data(self, indices: Sequence[int] | torch.Tensor) -> None:
+        """Reorders **in place**: row j goes to the position that ``indices[j]`` ranks to.
+
+        ``indices`` names where each row came from, as `shard_by_batch_size` returns it: reordering puts the rows back.
+        (Where ``indices`` is a permutation p, new row p[j] is old row j; that is the inverse of selecting by p.) A
+        microbatch plan does not survive, since it speaks of the old order.
+
+        Raises:
+            InvalidRequestError: Not one index per row, or repeats.
+        """
+        came_from = _as_ints("reorder_data", indices)
+        size = self.size
+        if len(came_from) != size or len(set(came_from)) != size:
+            raise InvalidRequestError(
+                f"reorder_data: got {len(came_from)} indices, {len(set(came_from))} of them different. Expected one "
+                f"for each of the {size} rows, all different."
+            )
+        self.data = select_rows(self.data, np.argsort(np.asarray(came_from, dtype=np.int64)).tolist())
+        self.micro_batch_indices = self.micro_batch_lengths = self.elem_counts_per_gb = None
+
+    def repeat_interleave(self: _B, n: int) -> _B:
+        """Each row ``n`` times, side by side; list items are deep-copied.
+
+        Raises:
+            InvalidRequestError: ``n`` below 0.
+        """
+        if n < 0:
+            raise InvalidRequestError(f"repeat_interleave: n must be at least 0, got {n}.")
+        repeated = type(self)()
+        for key, column in self.data.items():
+            if isinstance(column, torch.Tensor) and column.is_nested:
+                rows = [row for row in range(num_rows(key, column)) for _ in range(n)]
+                repeated.data.update(select_rows({key: column}, rows))
+            elif isinstance(column, torch.Tensor):
+                repeated.data[key] = column.repeat_interleave(n, dim=0)
+            else:
+                items = [copy.deepcopy(item) for item in column for _ in range(n)]
+                repeated.data[key] = object_array(items) if isinstance(column, np.ndarray) else items
+        return repeated
+
+    def truncate_tensors(self, dim: int, truncated_len: int) -> None:
+        """Cuts **in place** every dense tensor that has ``dim`` to its first ``truncated_len`` elements there; views.
+
+        Jagged columns stay as they are.
+
+        Raises:
+            InvalidRequestError: ``dim`` below 1, or a negative length.
+        """
+        if dim < 1 or truncated_len < 0:
+            raise InvalidRequestError(
+                f"truncate_tensors: dim must be at least 1 and truncated_len at least 0, got {dim} and {truncated_len}."
+            )
+        self._truncate(self.data, dim, truncated_len)
+
+    def _truncate(self, names: Iterable[str], dim: int, truncated_len: int) -> None:
+        for key in list(names):
+            column = self.data[key]
+            if _has_dim(column, dim):
+                self.data[key] = column.narrow(dim, 0, min(truncated_len, column.shape[dim]))
+
+    def to(self: _B, device: str | torch.device) -> _B:
+        """Moves the tensors **in place**; returns itself."""
+        for key, column in self.data.items():
+            if isinstance(column, torch.Tensor):
+                self.data[key] = column.to(device)
+        return self
+
+    def get_dict(self) -> dict[str, Any]:
+        """The columns as a plain dict, not copied."""
+        return self.data
+
+    # --- microbatches -------------------------------------------------------------------------------------------------
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict]:
+        """Microbatches of equal size, in order.
+
+        Raises:
+            InvalidRequestError: The rows are not a multiple of ``microbatch_size``.
+        """
+        size = self.size
+        if microbatch_size < 1 or size % microbatch_size:
+            raise InvalidRequestError(f"{size} rows are not a multiple of microbatch_size {microbatch_size}.")
+        return (self.slice(start, start + microbatch_size) for start in range(0, size, microbatch_size))
+
+    def make_microbatch_iterator_with_dynamic_shapes(
+        self, sequence_dim: int = 1, token_aligned_fields: Collection[str] | None = None
+    ) -> Iterator[SlicedDataDict]:
+        """Microbatches of the plan, whose token columns are cut to the microbatch's padded length.
+
+        For a batch with one chunk, as `get_batch` gives it. Columns that do not run along the tokens are never cut.
+
+        Args:
+            sequence_dim: The dim that runs along the tokens.
+            token_aligned_fields: Names of the columns to cut. Default: dense tensors that are as wide as ``input_ids``
+                there, or are named in `schema.PER_TOKEN_FIELDS`, but none of `schema.MULTIMODAL_FIELDS`. In a batch
+                without ``input_ids``: every other dense tensor that has the dim.
+
+        Raises:
+            InvalidRequestError: No plan, or the plan of several chunks.
+        """
+        indices, lengths = self.micro_batch_indices, self.micro_batch_lengths
+        if indices is None or lengths is None or len(indices) != 1 or len(lengths) != 1:
+            held = "no plan" if indices is None or lengths is None else f"a plan of {len(indices)} chunks"
+            raise InvalidRequestError(
+                f"make_microbatch_iterator_with_dynamic_shapes: the batch has {held}. Expected the microbatch plan of "
+                "one chunk: shard with dynamic batching, then take get_batch."
+            )
+        if token_aligned_fields is None:
+            tokens = self._token_columns(sequence_dim)
+        else:
+            tokens = [name for name in token_aligned_fields if name in self.data]
+        return self._microbatches(indices[0], lengths[0], sequence_dim, tokens)
+
+    def _token_columns(self, sequence_dim: int) -> list[str]:
+        input_ids = self.data.get(INPUT_IDS_FIELD)
+        width = input_ids.shape[sequence_dim] if _has_dim(input_ids, sequence_dim) else None
+        return [
+            key
+            for key, column in self.data.items()
+            if _has_dim(column, sequence_dim)
+            and key not in MULTIMODAL_FIELDS
+            and (width is None or column.shape[sequence_dim] == width or key in PER_TOKEN_FIELDS)
+        ]
+
+    def _microbatches(
+        self, pairs: list[list[int]], lengths: list[int], sequence_dim: int, tokens: Sequence[str]
+    ) -> Iterator[SlicedDataDict]:
+        for (start, end), length in zip(pairs, lengths, strict=True):
+            microbatch = self.slice(start, end)
+            microbatch._truncate(tokens, sequence_dim, length)
+            yield microbatch
+
+
+class SlicedDataDict(BatchedDataDict):
+    """A shard, or a part of a batch."""
+
+
+def _has_dim(column: Any, dim: int) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor that can be cut along ``dim``."""
+    return isinstance(column, torch.Tensor) and not column.is_nested and column.dim() > dim
+
+
+def _common_size(where: str, columns: Mapping[str, Any]) -> int:
+    sizes = {key: num_rows(key, column) for key, column in columns.items()}
+    if len(set(sizes.values())) > 1:
+        raise InvalidRequestError(f"{where}columns differ in length: {sizes}. Expected one row per sample in each.")
+    return next(iter(sizes.values()), 0)
+
+
+def _as_ints(what: str, indices: Any) -> list[int]:
+    if isinstance(indices, torch.Tensor):
+        indices = indices.detach().cpu()
+    numbers = np.asarray(indices)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise InvalidTypeError(
+            f"{what}: got {numbers.dtype} of shape {numbers.shape}. Expected integers in one dim; for a mask, "
+            "mask.nonzero().flatten()."
+        )
+    listed: list[int] = numbers.tolist()
+    return listed

@@ -1,0 +1,361 @@
+"""Padded columns to jagged ones and back.
+
+Trainers compute on padded tensors; the data plane carries rows of their own length. Everything here works on host
+memory (CUDA inputs are copied to it), is detached, and moves whole columns as bytes: no tensor operation per row.
+
+Shape legend: ``N`` samples, ``S`` padded length, ``L`` a row's own length, ``T`` elements of all rows together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from dataplane_core.batch.batched_data_dict import BatchedDataDict
+from dataplane_core.codec import (
+    Ragged,
+    bounds_of,
+    byte_slices,
+    column_of_list,
+    gather_rows,
+    host_tensor,
+    object_column,
+    offsets_of,
+    pad_rows,
+    ragged_of_nested,
+    ragged_of_rows,
+    to_nested,
+)
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError
+
+__all__ = [
+    "as_lengths",
+    "materialize",
+    "pack_jagged_fields",
+    "pack_per_token_field",
+    "response_from_nested",
+    "stack_or_nest",
+    "to_nested_by_length",
+    "to_tensordict",
+]
+
+
+# --- pack -------------------------------------------------------------------------------------------------------------
+
+
+def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """Cuts the padding off a right-padded column.
+
+    Args:
+        padded: (N, S, ...), any strides.
+        lengths: N integers of 0 to S.
+
+    Returns:
+        One jagged nested tensor of N rows (L, ...), its min and max length known; new memory.
+
+    Raises:
+        InvalidRequestError: Fewer than 2 dims, another number of lengths than rows, or a length outside [0, S].
+        InvalidTypeError: A dtype or kind of tensor that is not carried.
+    """
+    return _Cut("to_nested_by_length", lengths).pack(padded)
+
+
+def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """`to_nested_by_length` for a column with one element per token, padded to any width or jagged already.
+
+    Args:
+        column: (N, W, ...) with W at least the longest row (a forward under sequence parallelism may round W up), or
+            jagged rows of these very lengths, which are returned as they are.
+        lengths: Tokens per row.
+
+    Raises:
+        InvalidRequestError: Sizes that do not fit.
+    """
+    return _Cut("pack_per_token_field", lengths).pack_or_pass(column)
+
+
+def pack_jagged_fields(
+    fields: Mapping[str, Any] | TensorDictBase,
+    *,
+    lengths: torch.Tensor | Sequence[int],
+    token_aligned_fields: Collection[str],
+) -> TensorDict:
+    """Packs the token-aligned columns of a batch; the others pass as they are.
+
+    Args:
+        fields: Columns of N rows: tensors, lists (`codec.lists.column_of_list` says what they become), and objects as
+            object arrays or ``NonTensorStack``.
+        lengths: N tokens counts.
+        token_aligned_fields: Names of columns with one element per token on dim 1. Names that ``fields`` lacks are
+            ignored, so that a declaration may cover more than one write.
+
+    Returns:
+        A TensorDict of batch size [N]. The packed columns share their offsets, so that torch lets them be combined.
+
+    Raises:
+        InvalidRequestError: Sizes that do not fit; names the field.
+        InvalidTypeError: A column that is neither a tensor nor one object per row.
+    """
+    cut = _Cut("pack_jagged_fields", lengths)
+    columns: dict[str, Any] = {}
+    for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
+        column = fields.get(name)
+        if isinstance(column, (list, tuple)):
+            column = column_of_list(f"field '{name}'", column)
+        if name in token_aligned_fields and isinstance(column, torch.Tensor):
+            try:
+                column = cut.pack_or_pass(column)
+            except (InvalidRequestError, InvalidTypeError) as error:
+                error.message = f"field '{name}': {error.message}"
+                raise
+        columns[name] = column
+    return to_tensordict(columns, len(cut.counts))
+
+
+def to_tensordict(columns: Mapping[str, Any], num_samples: int) -> TensorDict:
+    """Columns as a TensorDict of batch size [N]; lists and tuples become what `codec.lists.column_of_list` says.
+
+    Raises:
+        InvalidRequestError: A column of another number of rows; names it.
+        InvalidTypeError: A column that is neither a tensor nor one object per row.
+    """
+    ready: dict[str, Any] = {}
+    for name, column in columns.items():
+        if isinstance(column, (torch.Tensor, NonTensorStack)):
+            found = column.size(0) if column.dim() else 0
+        elif isinstance(column, NonTensorData) and isinstance(column.data, np.ndarray):
+            column = column.data
+            found = len(column)
+        elif isinstance(column, (list, tuple)) or (isinstance(column, np.ndarray) and column.ndim):
+            found = len(column)
+        else:
+            raise InvalidTypeError(
+                f"field '{name}' is a non-tensor column: a {type(column).__name__}. Expected a tensor, or a list of "
+                "one object per sample."
+            )
+        if found != num_samples:
+            raise InvalidRequestError(f"field '{name}' has {found} rows. Expected {num_samples}, one per sample.")
+        if isinstance(column, np.ndarray) and column.dtype != np.dtype(object):
+            raise InvalidTypeError(
+                f"field '{name}' is a non-tensor column: an ndarray of dtype {column.dtype}. Expected a tensor.",
+                hint="Write torch.as_tensor(x), or x.astype(object) for one object per sample.",
+            )
+        if isinstance(column, (list, tuple)):
+            column = column_of_list(f"field '{name}'", column)
+        ready[name] = object_column(list(column)) if isinstance(column, np.ndarray) else column
+    return TensorDict(ready, batch_size=[num_samples])
+
+
+def stack_or_nest(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows as one column: dense where they are of equal shape, else jagged; new memory.
+
+    Args:
+        rows: N tensors (L, ...) or N scalars.
+
+    Raises:
+        InvalidRequestError: No rows, or rows that differ in dtype, rank, or a dim other than their first.
+    """
+    if not len(rows):
+        raise InvalidRequestError("stack_or_nest: no rows were given, so the column's dtype and shape are not known.")
+    joined = ragged_of_rows(rows, "stack_or_nest: the column")
+    if isinstance(joined, torch.Tensor):
+        return joined
+    dense = joined.dense()
+    return to_nested(joined) if dense is None else dense
+
+
+def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """The response part of a per-token model output, shifted left by one token.
+
+    A model's output at a position is about the next token, so what belongs to the last R tokens of a row is found at
+    the R positions that end one before the row's end.
+
+    Args:
+        full: Jagged (or dense) rows of prompt and response, (L, ...).
+        response_mask: Jagged (or dense) rows of response length, (R, ...); only the lengths count.
+
+    Returns:
+        One jagged nested tensor of rows (R, ...); new memory.
+
+    Raises:
+        InvalidRequestError: Row counts differ, or a response that has no token before it.
+    """
+    rows, mask = _rows(full, "full"), _rows(response_mask, "response_mask")
+    if rows.num_rows != mask.num_rows:
+        raise InvalidRequestError(
+            f"response_from_nested: full has {rows.num_rows} rows and response_mask {mask.num_rows}. Expected one "
+            "response per row."
+        )
+    wide, need = rows.lengths, mask.lengths
+    short = np.flatnonzero((need > 0) & (need >= wide))
+    if len(short):
+        row = int(short[0])
+        raise InvalidRequestError(
+            f"response_from_nested: row {row} has {wide[row]} tokens and a response of {need[row]}. Expected at least "
+            "one token before the response."
+        )
+    starts = torch.from_numpy(np.where(need > 0, rows.offsets.numpy()[1:] - need - 1, 0))
+    return to_nested(gather_rows(rows.values, starts, offsets_of(torch.from_numpy(need))))
+
+
+class _Cut:
+    """Row lengths, with all that the columns cut by them can share."""
+
+    def __init__(self, caller: str, lengths: torch.Tensor | Sequence[int]) -> None:
+        self.caller = caller
+        self.counts = as_lengths(caller, lengths)
+        self.offsets = offsets_of(self.counts)
+        self.bounds = bounds_of(self.counts.numpy())
+        self._slices: dict[tuple[int, int], list[slice]] = {}
+
+    def pack(self, padded: torch.Tensor) -> torch.Tensor:
+        """Cuts a padded column."""
+        counts = self.counts
+        if padded.is_nested or padded.dim() < 2:
+            kind = "a nested tensor" if padded.is_nested else f"of shape {tuple(padded.shape)}"
+            raise InvalidRequestError(f"{self.caller}: the column is {kind}. Expected a padded tensor (N, S, ...).")
+        if len(counts) != len(padded):
+            raise InvalidRequestError(
+                f"{self.caller}: {len(counts)} lengths for {len(padded)} rows. Expected one per row."
+            )
+        width = padded.shape[1]
+        if self.bounds[0] < 0 or self.bounds[1] > width:
+            row = int(torch.nonzero((counts < 0) | (counts > width))[0])
+            raise InvalidRequestError(
+                f"{self.caller}: row {row} has length {int(counts[row])}, but the column is padded to {width}. "
+                f"Expected lengths of 0 to {width}."
+            )
+        plain = host_tensor(padded, f"{self.caller}: the column")
+        step = plain.element_size() * math.prod(plain.shape[2:])
+        starts = torch.arange(len(counts)) * width
+        if (width, step) not in self._slices:
+            self._slices[width, step] = byte_slices(starts, counts, step)
+        rows = gather_rows(plain.flatten(0, 1), starts, self.offsets, self._slices[width, step])
+        return to_nested(rows, self.bounds)
+
+    def pack_or_pass(self, column: torch.Tensor) -> torch.Tensor:
+        """Cuts a padded column; one that is jagged already must have these lengths."""
+        if not column.is_nested:
+            return self.pack(column)
+        rows = _rows(column, "the column")
+        if not torch.equal(rows.offsets, self.offsets):
+            raise InvalidRequestError(
+                f"{self.caller}: the column's {rows.num_rows} rows are jagged already, but not of the given lengths."
+            )
+        return to_nested(Ragged(rows.values, self.offsets), self.bounds)
+
+
+def as_lengths(caller: str, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """Row lengths as (N,) int64 on the host; (N, 1) is taken too.
+
+    Raises:
+        InvalidRequestError: Not one integer per row.
+    """
+    counts = torch.as_tensor(lengths).detach().cpu()
+    if counts.dim() == 2 and counts.shape[1] == 1:
+        counts = counts[:, 0]
+    integers = not (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool)
+    if counts.dim() != 1 or (counts.numel() and not integers):  # an empty list makes a float tensor
+        raise InvalidRequestError(
+            f"{caller}: lengths are {counts.dtype} of shape {tuple(counts.shape)}. Expected one integer per row."
+        )
+    return counts.to(torch.int64)
+
+
+def _rows(column: torch.Tensor, what: str) -> Ragged:
+    """A jagged, nested or dense column, end to end."""
+    if column.is_nested:
+        rows = ragged_of_nested(column, what)
+        if isinstance(rows, Ragged):
+            return rows
+        column = rows
+    if column.dim() < 2:
+        raise InvalidRequestError(f"{what} is of shape {tuple(column.shape)}. Expected rows of rank 1 or more.")
+    plain = host_tensor(column, what)
+    return Ragged(plain.flatten(0, 1), torch.arange(len(plain) + 1) * plain.shape[1])
+
+
+# --- unpack -----------------------------------------------------------------------------------------------------------
+
+
+def materialize(
+    td: TensorDictBase | Mapping[str, Any],
+    layout: Literal["padded", "jagged"] = "padded",
+    pad_value_dict: Mapping[str, float] | None = None,
+    pad_to_seqlen: int = 0,
+    *,
+    token_aligned_fields: Collection[str] | None = None,
+) -> BatchedDataDict:
+    """What `get_samples` returned, as the batch that trainers compute on.
+
+    Args:
+        td: Columns of N rows.
+        layout: ``padded``: jagged columns are right-padded to their longest row, and every column of two dims or more
+            to ``pad_to_seqlen`` where that is larger. ``jagged``: tensors pass as they are.
+        pad_value_dict: Field -> pad value. Default: 0.
+        pad_to_seqlen: The padded length in elements of dim 1; 0: as long as the longest row.
+        token_aligned_fields: Pad only these to ``pad_to_seqlen``. Default: every column of two dims or more, since a
+            dense column does not tell a sequence from a feature dim.
+
+    Returns:
+        A BatchedDataDict: padded columns in new memory, others as they are in ``td``; object columns as
+        ``np.ndarray(dtype=object)`` of shape (N,).
+
+    Raises:
+        InvalidRequestError: An unknown layout, or a pad value that the column's dtype cannot hold.
+    """
+    if layout not in ("padded", "jagged"):
+        raise InvalidRequestError(f"materialize: layout must be 'padded' or 'jagged', got {layout!r}.")
+    if pad_to_seqlen < 0:
+        raise InvalidRequestError(f"materialize: pad_to_seqlen must be 0 or more, got {pad_to_seqlen}.")
+    columns: dict[str, Any] = {}
+    for name in td.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
+        column = td.get(name)
+        columns[name] = column
+        if not isinstance(column, torch.Tensor):
+            columns[name] = _object_array(column)
+        elif layout == "padded" and column.dim() >= 2:
+            width = pad_to_seqlen if token_aligned_fields is None or name in token_aligned_fields else 0
+            columns[name] = _pad(name, column, (pad_value_dict or {}).get(name, 0), width)
+    return BatchedDataDict(columns)
+
+
+def _pad(name: str, column: torch.Tensor, value: float, width: int) -> torch.Tensor:
+    if column.is_nested:
+        rows = _rows(column, f"field '{name}'")
+        _check_pad_value(name, value, rows.values.dtype)
+        return pad_rows(rows, max(width, int(rows.lengths.max(initial=0))), value)
+    if column.shape[1] >= width:
+        return column
+    _check_pad_value(name, value, column.dtype)
+    padded = column.new_empty((column.shape[0], width, *column.shape[2:]))
+    padded[:, : column.shape[1]] = column
+    padded[:, column.shape[1] :] = torch.full((), value, dtype=column.dtype, device=column.device)
+    return padded
+
+
+def _check_pad_value(name: str, value: Any, dtype: torch.dtype) -> None:
+    try:
+        stored = torch.full((), value, dtype=dtype)
+        exact = dtype.is_floating_point or dtype.is_complex or stored.item() == value
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"materialize: field '{name}' of {dtype} cannot be padded with {value!r}.") from error
+    if not exact:
+        raise InvalidRequestError(f"materialize: field '{name}' of {dtype} cannot be padded with {value!r}.")
+
+
+def _object_array(column: Any) -> np.ndarray[Any, Any]:
+    if isinstance(column, NonTensorData):
+        column = column.data
+    if isinstance(column, np.ndarray):
+        return column
+    items = column.tolist() if isinstance(column, NonTensorStack) else list(column)
+    array = np.empty(len(items), dtype=object)
+    for row, item in enumerate(items):  # a slice assignment would unpack lists of equal length
+        array[row] = item
+    return array

@@ -1,0 +1,167 @@
+"""What `BatchedDataDict` does to one column: count, pick and join rows.
+
+Shape legend: ``N`` rows, ``S`` padded sequence length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from dataplane_core.codec import carrier, jagged_parts
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError
+
+__all__ = ["Column", "UnsupportedColumnError", "concatenate", "num_rows", "object_array", "select_rows", "slice_rows"]
+
+#: A column: rows along dim 0.
+Column: TypeAlias = torch.Tensor | list[Any] | np.ndarray[Any, Any]
+
+
+class UnsupportedColumnError(InvalidTypeError, NotImplementedError):
+    """A column that is neither a tensor with rows, a list nor an array."""
+
+
+def num_rows(key: str, column: Any) -> int:
+    """Number of rows.
+
+    Raises:
+        UnsupportedColumnError: Not a column.
+    """
+    if isinstance(column, torch.Tensor | np.ndarray):
+        if column.ndim:
+            return len(column)
+        raise UnsupportedColumnError(
+            f"column '{key}' is a {type(column).__name__} without dims. Expected one row per sample along dim 0."
+        )
+    if isinstance(column, list):
+        return len(column)
+    raise UnsupportedColumnError(
+        f"column '{key}' is of type {type(column).__name__}. Expected a tensor, a list or an array, one row per sample."
+    )
+
+
+def slice_rows(key: str, column: Any, start: int, end: int) -> Any:
+    """The rows ``[start, end)``, which lie within the column. Tensors and arrays are views, jagged ones too."""
+    if not (isinstance(column, torch.Tensor) and column.is_nested):
+        return column[start:end]
+    values, offsets = _end_to_end(key, column)
+    cuts = offsets[start : end + 1]
+    return _jagged(values[int(cuts[0]) : int(cuts[-1])], cuts - cuts[0])
+
+
+def select_rows(columns: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """The rows at ``rows``, each of which lies in ``[0, N)``. Copies tensors and arrays, not the items of lists.
+
+    Raises:
+        UnsupportedColumnError: A nested tensor whose rows do not lie end to end.
+    """
+    index = np.asarray(rows, dtype=np.int64)
+    by_device: dict[torch.device, torch.Tensor] = {}
+    picked: dict[str, Any] = {}
+    for key, column in columns.items():
+        if isinstance(column, torch.Tensor):
+            if column.device not in by_device:
+                by_device[column.device] = torch.from_numpy(index).to(column.device)
+            here = by_device[column.device]
+            picked[key] = _select_jagged(key, column, here) if column.is_nested else column.index_select(0, here)
+        elif isinstance(column, np.ndarray):
+            picked[key] = column[index]
+        else:
+            picked[key] = [column[row] for row in rows]
+    return picked
+
+
+def _select_jagged(key: str, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    values, offsets = _end_to_end(key, column)
+    lengths = offsets.diff()[rows]
+    cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    places = (offsets[rows] - cuts[:-1]).repeat_interleave(lengths) + torch.arange(int(cuts[-1]), device=cuts.device)
+    return _jagged(carrier(values).index_select(0, places).view(values.dtype), cuts)
+
+
+def _end_to_end(key: str, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A jagged column's values (T, ...) and int64 offsets (N + 1,), on its device."""
+    values, offsets, lengths, dim = (
+        jagged_parts(column) if column.layout is torch.jagged else (column, column, None, -1)
+    )
+    if lengths is not None or dim != 0:
+        raise UnsupportedColumnError(
+            f"column '{key}' is a nested tensor of layout {column.layout} whose rows do not lie end to end. Expected "
+            "a torch.jagged one that is ragged on its first dim after the batch, without holes.",
+            hint="torch.nested.as_nested_tensor(list(column.unbind()), layout=torch.jagged) makes one.",
+        )
+    return values, offsets.to(torch.int64)
+
+
+def _jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    lengths = offsets.diff()
+    low, high = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
+    nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=low, max_seqlen=high)
+    return nested
+
+
+def object_array(items: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """A 1-D object array of the items, whatever they are."""
+    array = np.empty(len(items), dtype=object)
+    for position, item in enumerate(items):
+        array[position] = item
+    return array
+
+
+def concatenate(key: str, columns: Sequence[Any], pad_value: float) -> Column:
+    """Joins columns along dim 0; tensors of 2 and more dims are right-padded on dim 1 to the widest.
+
+    Args:
+        key: The column's name, for errors.
+        columns: At least one.
+        pad_value: What tensors are padded with.
+
+    Raises:
+        UnsupportedColumnError: A column of another type, or of differing types.
+        InvalidRequestError: Tensors or arrays that differ in dtype, dims, trailing dims or device.
+    """
+    for column in columns:
+        num_rows(key, column)
+    if all(isinstance(column, torch.Tensor) for column in columns):
+        return _concatenate_tensors(key, columns, pad_value)
+    if all(isinstance(column, np.ndarray) for column in columns):
+        _require_equal(key, ((column.dtype, column.shape[1:]) for column in columns))
+        return np.concatenate(list(columns))
+    if any(isinstance(column, torch.Tensor) for column in columns):
+        raise UnsupportedColumnError(
+            f"from_batches: column '{key}' is {' and '.join(sorted({type(column).__name__ for column in columns}))}. "
+            "Expected one type in every batch."
+        )
+    return [item for column in columns for item in column]
+
+
+def _concatenate_tensors(key: str, columns: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:
+    if any(column.is_nested for column in columns):
+        raise UnsupportedColumnError(
+            f"from_batches: column '{key}' is a nested tensor. Expected a padded one: materialize(td, layout='padded')."
+        )
+    first = columns[0]
+    _require_equal(key, ((column.dtype, column.dim(), column.shape[2:], str(column.device)) for column in columns))
+    widths = {column.shape[1] for column in columns} if first.dim() > 1 else {0}
+    if len(widths) == 1:
+        return torch.cat(list(columns))
+    total = sum(len(column) for column in columns)
+    joined = first.new_full((total, max(widths), *first.shape[2:]), pad_value)
+    start = 0
+    for column in columns:
+        joined[start : start + len(column), : column.shape[1]] = column
+        start += len(column)
+    return joined
+
+
+def _require_equal(key: str, forms: Iterable[tuple[Any, ...]]) -> None:
+    # dtypes are not promoted: int64 ids joined with a float32 column would lose their low digits
+    different = dict.fromkeys(forms)
+    if len(different) > 1:
+        raise InvalidRequestError(
+            f"from_batches: column '{key}' differs between batches: {' against '.join(map(str, different))}. Expected "
+            "one dtype, number of dims, trailing shape and device."
+        )

@@ -1,0 +1,361 @@
+"""Batches to the data plane and back: `kv_first_write`, `write_columns`, `read_columns`.
+
+Trainers hold right-padded tensors; the data plane holds rows of their own length. These three functions pack on the way
+in and pad on the way out, so that neither side handles jagged tensors.
+
+Shape legend: ``N`` samples, ``S`` padded sequence length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from dataplane_core.batch.batched_data_dict import BatchedDataDict
+from dataplane_core.batch.jagged import as_lengths, materialize, pack_jagged_fields, to_tensordict
+from dataplane_core.codec import byte_array, column_of_list, host_tensor, is_jagged, jagged_parts
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.schema import (
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    INPUT_IDS_FIELD,
+    INPUT_LENGTHS_FIELD,
+    INPUT_LENGTHS_TAG,
+    MULTIMODAL_FIELDS,
+    PAD_TO_MULTIPLE,
+    PER_TOKEN_FIELDS,
+)
+
+if TYPE_CHECKING:
+    from dataplane_core.client import DataPlaneClient
+
+__all__ = ["kv_first_write", "read_columns", "write_columns"]
+
+#: The dtypes whose first bit is a sign, so that it does not tell zero from other values.
+_SIGNED_ZERO: Final = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
+)
+_PARTS: Final = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+
+
+def read_columns(
+    client: DataPlaneClient,
+    meta: KVBatchMeta,
+    select_fields: Sequence[str] | None = None,
+    *,
+    layout: Literal["padded", "jagged"] = "padded",
+    pad_value_dict: Mapping[str, float] | None = None,
+    pad_to_seqlen: int | None = None,
+    token_aligned_fields: Collection[str] | None = None,
+    ragged_fields: Collection[str] = MULTIMODAL_FIELDS,
+) -> BatchedDataDict:
+    """Reads the rows of a meta as the batch that trainers compute on. Blocks until they are here.
+
+    Only columns that run along the tokens are padded. Every other column comes as it went, whatever its shape: jagged
+    where its rows differ, such as the patches of a sample's images, else dense.
+
+    Args:
+        client: An open client.
+        meta: The rows, in order; repeats are allowed.
+        select_fields: The columns. Default: ``meta.fields``.
+        layout: ``padded``: token columns are right-padded; ``jagged``: they stay nested tensors.
+        pad_value_dict: Field -> pad value. Default: 0.
+        pad_to_seqlen: The least padded length in tokens. Default: ``extra_info[GLOBAL_FORWARD_PAD_SEQLEN]``, else none.
+            The longest row and ``extra_info[PAD_TO_MULTIPLE]`` are honoured either way: the result is padded to the
+            larger of this and the longest row, rounded up to the multiple.
+        token_aligned_fields: Names of the token columns. Default: those of `schema.PER_TOKEN_FIELDS`, and every column
+            whose rows have exactly as many elements as the sample has tokens. The tokens are known from
+            ``meta.sequence_lengths``, else from the columns ``input_lengths`` or ``input_ids``; where neither is known
+            every column of two dims or more counts as one.
+        ragged_fields: Names of columns that the default never takes for token columns, however long their rows are.
+
+    Returns:
+        A BatchedDataDict, owned by the caller; object columns as ``np.ndarray(dtype=object)``.
+
+    Raises:
+        InvalidRequestError: No fields to read, or a pad value that does not fit a column's dtype.
+        MissingDataError: A missing sample, or a cell not yet produced.
+    """
+    names = select_fields if select_fields is not None else meta.fields
+    if names is None:
+        raise InvalidRequestError(
+            f"read_columns('{meta.partition_id}', {meta.size} samples): neither select_fields nor meta.fields names "
+            "the columns to read."
+        )
+    td = client.get_samples(meta.sample_ids, meta.partition_id, list(names))
+    if layout != "padded":
+        return materialize(td, layout)
+    columns = dict(td.items())
+    tokens = _token_columns(meta, columns, ragged_fields) if token_aligned_fields is None else token_aligned_fields
+    width = _target_length(meta, columns, tokens, pad_to_seqlen)
+    padded = materialize({name: columns[name] for name in columns if name in tokens}, "padded", pad_value_dict, width)
+    others = materialize({name: columns[name] for name in columns if name not in tokens}, "jagged")
+    return BatchedDataDict({name: (padded if name in tokens else others)[name] for name in columns})
+
+
+def _token_columns(meta: KVBatchMeta, columns: Mapping[str, Any], ragged_fields: Collection[str]) -> set[str]:
+    """The columns that `read_columns` pads where it is not told which."""
+    rows = {name: _row_lengths(column) for name, column in columns.items()}
+    lengths = None
+    if meta.sequence_lengths is not None:
+        lengths = torch.tensor(meta.sequence_lengths, dtype=torch.int64)
+    elif INPUT_LENGTHS_FIELD in rows:
+        lengths = as_lengths(f"read_columns: field '{INPUT_LENGTHS_FIELD}'", columns[INPUT_LENGTHS_FIELD])
+    elif INPUT_IDS_FIELD in rows:
+        lengths = rows[INPUT_IDS_FIELD]
+    return {
+        name
+        for name, found in rows.items()
+        if found is not None
+        and name not in ragged_fields
+        and (name in PER_TOKEN_FIELDS or lengths is None or torch.equal(found, lengths))
+    }
+
+
+def _row_lengths(column: Any) -> torch.Tensor | None:
+    """(N,) int64 elements of each row; None for objects and for rows without dims."""
+    if not isinstance(column, torch.Tensor) or column.dim() < 2:
+        return None
+    if is_jagged(column):
+        return jagged_parts(column)[1].diff()
+    return torch.full((column.shape[0],), column.shape[1])
+
+
+def _target_length(
+    meta: KVBatchMeta, columns: Mapping[str, Any], tokens: Collection[str], pad_to_seqlen: int | None
+) -> int:
+    if pad_to_seqlen is None:
+        pad_to_seqlen = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0)
+    multiple = int(meta.extra_info.get(PAD_TO_MULTIPLE) or 1)
+    if pad_to_seqlen < 0 or multiple < 1:
+        raise InvalidRequestError(
+            f"read_columns('{meta.partition_id}', {meta.size} samples): pad_to_seqlen is {pad_to_seqlen} and "
+            f"{PAD_TO_MULTIPLE} is {multiple}. Expected at least 0 and at least 1."
+        )
+    if pad_to_seqlen == 0 and multiple == 1:
+        return 0
+    if meta.sequence_lengths is not None:
+        longest = max(meta.sequence_lengths, default=0)
+    else:
+        longest = max((_longest(name, columns[name]) for name in tokens if name in columns), default=0)
+    return -(-max(pad_to_seqlen, longest) // multiple) * multiple
+
+
+def _longest(name: str, column: Any) -> int:
+    """The longest row of a column that is surely per token; other dense ones may have feature dims."""
+    found = _row_lengths(column)
+    if found is None or not (is_jagged(column) or name in PER_TOKEN_FIELDS):
+        return 0
+    return int(found.max()) if len(found) else 0
+
+
+def write_columns(
+    client: DataPlaneClient,
+    meta: KVBatchMeta,
+    fields: Mapping[str, Any] | TensorDictBase,
+    *,
+    token_aligned_fields: Collection[str] | None = None,
+) -> KVBatchMeta:
+    """Writes columns of a meta's rows. Blocks until they are committed.
+
+    Args:
+        client: An open client.
+        meta: N rows, each id once.
+        fields: Columns of N rows: tensors, possibly padded beyond the longest row; lists, where numbers and lists of
+            numbers become tensor columns (`codec.lists.column_of_list`); objects as any other list, object arrays or
+            ``NonTensorStack``.
+        token_aligned_fields: Names of columns with one element per token on dim 1; these are cut to
+            ``meta.sequence_lengths`` and travel jagged. Only what is declared here is ever cut. Names that ``fields``
+            lacks are ignored.
+
+    Returns:
+        The meta with the written fields added to its own.
+
+    Raises:
+        InvalidRequestError: Sizes that do not fit, token-aligned columns but a meta without lengths, repeated ids.
+        InvalidTypeError: A column that is neither a tensor nor one object per row.
+        SchemaMismatchError: A field changes kind, dtype, rank or trailing shape.
+    """
+    where = f"write_columns('{meta.partition_id}', {meta.size} samples)"
+    names = list(fields.keys())
+    aligned = [name for name in names if name in (token_aligned_fields or ())]
+    if aligned and meta.sequence_lengths is None:
+        raise InvalidRequestError(
+            f"{where} refused: {', '.join(aligned)} is declared token-aligned, but the meta has no sequence_lengths to "
+            "cut it by."
+        )
+    with _telling(where):
+        if aligned:
+            assert meta.sequence_lengths is not None
+            td = pack_jagged_fields(fields, lengths=meta.sequence_lengths, token_aligned_fields=aligned)
+        else:
+            td = to_tensordict({name: fields.get(name) for name in names}, meta.size)
+    client.put_samples(meta.sample_ids, meta.partition_id, fields=td)
+    return meta.with_fields(names)
+
+
+def kv_first_write(
+    batch: Mapping[str, Any],
+    *,
+    sample_ids: Sequence[str],
+    dp_client: DataPlaneClient,
+    partition_id: str,
+    extra_info: Mapping[str, Any] | None = None,
+    task_name: str | None = "train",
+    pad_to_multiple: int = 1,
+    tags: Sequence[Mapping[str, Any]] | None = None,
+    token_aligned_fields: Collection[str] | None = None,
+    required_fields: Collection[str] = (),
+) -> KVBatchMeta:
+    """Writes a rollout's batch in one put: every tensor and object column. Blocks until it is committed.
+
+    Which columns are cut to ``input_lengths`` and travel jagged:
+
+    - with ``token_aligned_fields``: exactly those;
+    - without: tensors (N, S, ...) of the padded width S of ``input_ids`` that are named in
+      `schema.PER_TOKEN_FIELDS`, or hold nothing but zeros beyond the row lengths. So a column of another width, or an
+      embedding that happens to be S wide, is never cut: what is not known to be padding is kept.
+
+    Args:
+        batch: N rows: tensors; lists, where numbers and lists of numbers become tensor columns
+            (`codec.lists.column_of_list`); objects as any other list or object arrays. ``input_lengths`` (N,) gives the
+            tokens per row; without it nothing is cut.
+        sample_ids: N ids, each once.
+        dp_client: An open client.
+        partition_id: A registered partition.
+        extra_info: Goes into the meta.
+        task_name: Goes into the meta.
+        pad_to_multiple: Readers of the meta round their padded length up to a multiple of this many tokens; recorded in
+            ``extra_info``.
+        tags: N dicts of primitives. The tag ``input_lengths`` is added where the batch has the column, so that claims
+            know the lengths.
+        token_aligned_fields: Names of the columns to cut, instead of the rule above.
+        required_fields: Names of columns without which nothing is written: what a later stage cannot do without and
+            only this writer knows, such as ``routed_experts`` for router replay.
+
+    Returns:
+        The meta of the rows, with fields, ``sequence_lengths`` and tags.
+
+    Raises:
+        InvalidRequestError: A required column is missing. The number of ids must match batch size; other sizes that do
+            not fit.
+        InvalidTypeError: A column that is neither a tensor nor one object per row.
+    """
+    ids = list(sample_ids)
+    where = f"kv_first_write('{partition_id}', {len(ids)} samples)"
+    if pad_to_multiple < 1:
+        raise InvalidRequestError(f"{where} refused: pad_to_multiple must be at least 1, got {pad_to_multiple}.")
+    lacking = [name for name in required_fields if name not in batch]
+    if lacking:
+        raise InvalidRequestError(
+            f"{where} refused: the batch has no {preview(lacking)}, which is required. Found: "
+            f"{', '.join(map(repr, batch)) or 'nothing'}. Have what generates the rows return it."
+        )
+    for name, column in batch.items():
+        found = _num_rows(column)
+        if found is not None and found != len(ids):
+            raise InvalidRequestError(
+                f"{where} refused: the number of sample_ids must match batch size, got {len(ids)} ids and {found} rows "
+                f"in field '{name}'."
+            )
+    with _telling(where):  # here too, since which columns are per token is told by tensors
+        batch = {
+            name: column_of_list(f"field '{name}'", column) if ids and isinstance(column, (list, tuple)) else column
+            for name, column in batch.items()
+        }
+    if tags is not None and len(tags) != len(ids):
+        raise InvalidRequestError(f"{where} refused: tags must align 1:1 with sample_ids, got {len(tags)} entries.")
+    info = dict(extra_info or {})
+    if pad_to_multiple != 1 or PAD_TO_MULTIPLE not in info:
+        info[PAD_TO_MULTIPLE] = pad_to_multiple
+    lengths: list[int] | None = None
+    if INPUT_LENGTHS_FIELD in batch:
+        lengths = as_lengths(f"{where} refused: field '{INPUT_LENGTHS_FIELD}'", batch[INPUT_LENGTHS_FIELD]).tolist()
+    rows = None if tags is None else [dict(row) for row in tags]
+    if lengths is not None:
+        rows = [{INPUT_LENGTHS_TAG: length} for length in lengths] if rows is None else rows
+        for row, length in zip(rows, lengths, strict=True):
+            row.setdefault(INPUT_LENGTHS_TAG, length)
+    if token_aligned_fields is None:
+        aligned = [] if lengths is None else _per_token_columns(batch, lengths)
+    else:
+        aligned = [name for name in token_aligned_fields if name in batch]
+        if aligned and lengths is None:
+            raise InvalidRequestError(
+                f"{where} refused: token_aligned_fields were given, but the batch has no '{INPUT_LENGTHS_FIELD}' to "
+                "cut them by."
+            )
+    with _telling(where):
+        if lengths is None or not ids:
+            td = to_tensordict(batch, len(ids))
+        else:
+            td = pack_jagged_fields(batch, lengths=lengths, token_aligned_fields=aligned)
+    if ids:
+        dp_client.put_samples(ids, partition_id, fields=td, tags=rows)
+    return KVBatchMeta(
+        partition_id,
+        task_name,
+        ids,
+        fields=list(batch),
+        sequence_lengths=lengths,
+        extra_info=info,
+        tags=rows,
+    )
+
+
+def _num_rows(column: Any) -> int | None:
+    if isinstance(column, torch.Tensor):
+        return column.size(0) if column.dim() else None
+    if isinstance(column, np.ndarray):
+        return len(column) if column.ndim else None
+    return len(column) if isinstance(column, (list, tuple)) else None
+
+
+def _per_token_columns(batch: Mapping[str, Any], lengths: Sequence[int]) -> list[str]:
+    """The columns that `kv_first_write` cuts where it is not told which."""
+    input_ids = batch.get(INPUT_IDS_FIELD)
+    if not isinstance(input_ids, torch.Tensor) or input_ids.is_nested or input_ids.dim() < 2:
+        return []
+    width = input_ids.shape[1]
+    beyond = np.arange(width) >= np.asarray(lengths)[:, None]
+    return [
+        name
+        for name, column in batch.items()
+        if isinstance(column, torch.Tensor)
+        and not column.is_nested
+        and column.dim() >= 2
+        and column.shape[1] == width
+        and (name in PER_TOKEN_FIELDS or _is_zero(column, beyond))
+    ]
+
+
+def _is_zero(column: torch.Tensor, where: np.ndarray[Any, Any]) -> bool:
+    """Whether all elements (N, S) that ``where`` selects are zero; -0.0 is, as products with a mask leave it."""
+    plain = host_tensor(column, "the column")
+    if plain.numel() == 0:
+        return True
+    if plain.is_complex():
+        plain = plain.unsqueeze(-1).view(_PARTS[plain.dtype])
+    signed = plain.dtype in _SIGNED_ZERO
+    size = plain.element_size()
+    cells = byte_array(plain).view(f"u{size}").reshape(*plain.shape[:2], -1)[where]
+    return not (cells & ((1 << (8 * size - 1)) - 1) if signed else cells).any()
+
+
+@contextmanager
+def _telling(where: str) -> Iterator[None]:
+    """Prefixes refusals with the call that they stem from."""
+    try:
+        yield
+    except (InvalidRequestError, InvalidTypeError) as error:
+        error.message = f"{where} refused: {error.message}"
+        raise

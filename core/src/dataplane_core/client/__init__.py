@@ -1,0 +1,12 @@
+"""`DataPlaneClient`: checks arguments, encodes, calls the hooks, decodes.
+
+Trainers use it through `dataplane_core.connect`; the registry makes it.
+"""
+
+from dataplane_core.client.client import DataPlaneClient
+from dataplane_core.client.forks import refuse_in_fork
+
+__all__ = [
+    "DataPlaneClient",
+    "refuse_in_fork",
+]

@@ -1,0 +1,98 @@
+"""Checks of the client.
+
+Those of arguments raise `InvalidTypeError` or `InvalidRequestError`, else return what they read; those of replies raise
+`BackendError`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dataplane_core.errors import BackendError, InvalidRequestError, InvalidTypeError, preview
+from dataplane_core.spec import PartitionInfo
+
+
+def check_name(what: str, name: Any) -> None:
+    """A non-empty, encodable str."""
+    if not isinstance(name, str):
+        raise InvalidTypeError(f"{what} must be a str, got {type(name).__name__}.")
+    if not name:
+        raise InvalidRequestError(f"{what} must not be empty.")
+    check_text(what, name)
+
+
+def check_text(what: str, text: str) -> None:
+    """Valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{what} is not valid Unicode: {error}.") from error
+
+
+def check_list(what: str, names: Any) -> list[Any]:
+    """A list, but no bare string."""
+    if isinstance(names, (str, bytes)) or not hasattr(names, "__iter__"):
+        raise InvalidTypeError(f"{what} must be a list of str, got {type(names).__name__}.")
+    return list(names)
+
+
+def check_names(what: str, names: Any) -> list[str]:
+    """Names in order, repeats dropped."""
+    checked = check_list(what, names)
+    for name in checked:
+        check_name(f"a name in {what}", name)
+    return list(dict.fromkeys(checked))
+
+
+def check_ids(sample_ids: Any) -> list[str]:
+    """Non-empty strings, repeats kept."""
+    ids = check_list("sample_ids", sample_ids)
+    for index, sample_id in enumerate(ids):
+        if type(sample_id) is not str and not isinstance(sample_id, str):
+            raise InvalidTypeError(f"sample_ids[{index}] must be a str, got {type(sample_id).__name__}.")
+        if not sample_id:
+            raise InvalidRequestError(f"sample_ids[{index}] must not be empty.")
+    check_text("sample_ids", "".join(ids))
+    return ids
+
+
+def check_count(what: str, count: Any) -> None:
+    """An int of at least 1."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise InvalidTypeError(f"{what} must be an int, got {type(count).__name__}.")
+    if count < 1:
+        raise InvalidRequestError(f"{what} must be at least 1, got {count}.")
+
+
+def check_seconds(what: str, seconds: Any, *, at_least_zero: bool = False) -> None:
+    """A finite number of seconds, above 0."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise InvalidTypeError(f"{what} must be a number of seconds, got {type(seconds).__name__}.")
+    if not (0 <= seconds < float("inf") and (seconds > 0 or at_least_zero)):
+        raise InvalidRequestError(f"{what} must be {'at least' if at_least_zero else 'above'} 0 s, got {seconds}.")
+
+
+def strings_of(column: Any) -> list[str]:
+    """The strings among the items of an object column."""
+    items = column.tolist() if hasattr(column, "tolist") else column
+    return [item for item in items if isinstance(item, str)]
+
+
+def check_enum(where: str, name: str, strings: list[str], info: PartitionInfo) -> None:
+    """Strings within the registered vocabulary."""
+    words = info.enums.get(name)
+    if words is None:
+        return
+    unknown = list(dict.fromkeys(each for each in strings if each not in set(words)))
+    if unknown:
+        raise InvalidRequestError(
+            f"{where} refused: field '{name}' holds {preview(unknown)}. Expected strings of its enum: "
+            f"{preview(words, limit=8)}. Nothing was written."
+        )
+
+
+def check_counts(where: str, num_samples: int, **counts: int) -> None:
+    """Refuses a backend's reply that speaks of more or fewer samples than it must."""
+    for what, count in counts.items():
+        if count != num_samples:
+            raise BackendError(f"{where}: the backend's reply holds {count} {what} for {num_samples} samples.")

@@ -1,0 +1,498 @@
+"""`DataPlaneClient`: what trainers call. Validates, encodes, calls the hook, decodes, and keeps the contract's promises
+that are the same for every backend."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+
+from dataplane_core.client.checks import (
+    check_count,
+    check_counts,
+    check_enum,
+    check_ids,
+    check_name,
+    check_names,
+    check_seconds,
+    strings_of,
+)
+from dataplane_core.client.connection import Connection
+from dataplane_core.client.waiting import wait_for_claim
+from dataplane_core.codec import lower, raise_columns, take_rows
+from dataplane_core.errors import (
+    BackendError,
+    InvalidRequestError,
+    InvalidTypeError,
+    StalePartitionError,
+    UnsupportedOperationError,
+    preview,
+)
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import (
+    AckRequest,
+    Capability,
+    Claim,
+    ClaimRequest,
+    ClearReply,
+    ClearRequest,
+    ConsumptionReply,
+    ConsumptionRequest,
+    DescribeRequest,
+    GetRequest,
+    ListRequest,
+    NackRequest,
+    PartitionInfo,
+    PutReply,
+    PutRequest,
+    RegisterRequest,
+    RenewRequest,
+    SampleList,
+    SettleReply,
+    TagFilter,
+    TagValue,
+    WireBatch,
+    check_tag_filter,
+    check_tags,
+    lengths_of,
+)
+
+__all__ = ["DataPlaneClient"]
+
+
+class DataPlaneClient(Connection):
+    """One process's door to a store; made by `dataplane_core.connect`, closed by `close` or as a context manager.
+
+    May be used from several threads; not pickled, and not used after a fork. Every method blocks until it is done or
+    until ``op_timeout_s`` of the config has passed (a blocking claim: its own ``timeout_s``). Errors derive from
+    `DataPlaneError`.
+    """
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int | None,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone on return.
+
+        Args:
+            partition_id: A non-empty string.
+            fields: Fields that producers are expected to write; further ones may be written.
+            num_samples: Distinct ids that will be written, so that a claim knows the last, smaller batch; None: never.
+            consumer_tasks: The tasks that will claim.
+            grpo_group_size: Claims hand out whole groups of this many samples (capability ``groups``).
+            enums: Field -> its vocabulary; an object column of that field then holds only strings of it.
+
+        Raises:
+            InvalidRequestError: A size below 1, repeated or empty names.
+            UnsupportedOperationError: Groups are not declared.
+        """
+        with self._operation():
+            check_name("partition_id", partition_id)
+            field_names = check_names("fields", fields)
+            tasks = check_names("consumer_tasks", consumer_tasks)
+            if num_samples is not None:
+                check_count("num_samples", num_samples)
+            if grpo_group_size is not None:
+                check_count("grpo_group_size", grpo_group_size)
+                self._require(Capability.GROUPS, "register_partition(grpo_group_size=...)")
+                if num_samples is not None and num_samples % grpo_group_size:
+                    raise InvalidRequestError(
+                        f"register_partition('{partition_id}') refused: num_samples {num_samples} is not a multiple of "
+                        f"grpo_group_size {grpo_group_size}."
+                    )
+            request = RegisterRequest(
+                partition_id=partition_id,
+                fields=field_names,
+                num_samples=num_samples,
+                consumer_tasks=tasks,
+                grpo_group_size=grpo_group_size,
+                enums={name: check_names(f"enums['{name}']", words) for name, words in (enums or {}).items()},
+                deadline=self._deadline(),
+            )
+            self._infos[partition_id] = self._call("register_partition", request, PartitionInfo)
+
+    def put_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: TensorDictBase | Mapping[str, Any] | None = None,
+        tags: Sequence[Mapping[str, TagValue]] | None = None,
+    ) -> KVBatchMeta:
+        """Writes cells, tags, or both; returns when the write is committed and visible to every other client.
+
+        Args:
+            sample_ids: N unique ids. None at all: an empty meta, no I/O.
+            partition_id: A registered partition.
+            fields: Columns of batch size ``[N]``: tensors (dense, jagged or strided nested), or row-aligned object
+                columns; in a dict also lists, where numbers and lists of numbers become tensor columns
+                (`codec.lists.column_of_list`). The caller may reuse its memory as soon as this returns.
+            tags: N dicts of primitives, merged key by key into what is there.
+
+        Returns:
+            The receipt, with the fields and tags that were written.
+
+        Raises:
+            InvalidRequestError: Nothing to write, repeated ids, sizes that differ, a string outside its enum.
+            SchemaMismatchError: A field changes kind, dtype, rank or trailing shape; nothing is written.
+            InvalidTypeError: A non-tensor leaf, a meta-device tensor, an object item outside the closed set.
+            UnknownPartitionError: Not registered.
+            CapacityExceededError: The store is full.
+            OperationTimeoutError: The write may have happened or not.
+        """
+        with self._operation():
+            check_name("partition_id", partition_id)
+            ids = check_ids(sample_ids)
+            if len(set(ids)) != len(ids):
+                repeated = [each for each, count in Counter(ids).items() if count > 1]
+                raise InvalidRequestError(
+                    f"put_samples('{partition_id}', {len(ids)} samples) refused: sample ids repeat: "
+                    f"{preview(repeated)}. Expected each id once."
+                )
+            if not ids:
+                return KVBatchMeta(partition_id, None, [])
+            where = f"put_samples('{partition_id}', {len(ids)} samples)"
+            rows = None if tags is None else check_tags(tags, len(ids))
+            if fields is not None and isinstance(fields, TensorDictBase) and tuple(fields.batch_size) != (len(ids),):
+                raise InvalidRequestError(
+                    f"{where} refused: fields have batch size {list(fields.batch_size)}. Expected [{len(ids)}], one "
+                    "row per sample id."
+                )
+            columns, specs = ({}, {}) if fields is None else self._lower(where, fields, len(ids))
+            if not columns and rows is None:
+                raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
+            request = PutRequest(
+                partition_id=partition_id,
+                sample_ids=ids,
+                columns=columns,
+                specs=specs,
+                tags=rows,
+                deadline=self._deadline(),
+            )
+            self._put(where, request, fields)
+            return KVBatchMeta(
+                partition_id,
+                None,
+                ids,
+                fields=list(columns),
+                sequence_lengths=lengths_of(rows),
+                tags=rows,
+            )
+
+    def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
+        """Reads exactly one row per id, in that order, repeats included; advances no cursor.
+
+        Args:
+            sample_ids: N ids. None at all: an empty TensorDict of batch size 0.
+            partition_id: A registered partition.
+            select_fields: The columns to read; there is no "all".
+
+        Returns:
+            A TensorDict of batch size ``[N]``, owned by the caller: columns whose rows have equal shape are dense,
+            others one ``torch.jagged`` nested tensor, object columns a ``NonTensorStack``.
+
+        Raises:
+            MissingDataError: A missing sample, or a cell not yet produced (a `KeyError`).
+            UnknownPartitionError: Not registered.
+        """
+        with self._operation():
+            check_name("partition_id", partition_id)
+            ids = check_ids(sample_ids)
+            names = check_names("select_fields", select_fields)
+            if not names:
+                raise InvalidRequestError(
+                    f"get_samples('{partition_id}', {len(ids)} samples) refused: select_fields is empty. Expected the "
+                    "names of the columns to read."
+                )
+            if not ids:
+                return TensorDict({}, batch_size=[0])
+            unique = list(dict.fromkeys(ids))
+            request = GetRequest(partition_id=partition_id, sample_ids=unique, fields=names, deadline=self._deadline())
+            batch = self._call("get_samples", request, WireBatch)
+            for name in names:
+                if name not in batch.columns or name not in batch.specs:
+                    raise BackendError(
+                        f"get_samples('{partition_id}', {len(unique)} samples): the backend's reply lacks column "
+                        f"'{name}'.",
+                        backend=self.backend_name,
+                    )
+            columns = self._raise_columns(batch, names, len(unique))
+            if len(unique) != len(ids):
+                at = {sample_id: position for position, sample_id in enumerate(unique)}
+                positions = [at[sample_id] for sample_id in ids]
+                columns = {name: take_rows(column, positions) for name, column in columns.items()}
+            return TensorDict(columns, batch_size=[len(ids)])
+
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
+        """`get_samples` by meta: fields are ``select_fields``, else ``meta.fields``.
+
+        Raises:
+            InvalidRequestError: Neither names fields.
+        """
+        names = select_fields if select_fields is not None else meta.fields
+        if names is None:
+            raise InvalidRequestError(
+                f"get_data('{meta.partition_id}', {meta.size} samples) refused: neither select_fields nor meta.fields "
+                "names the columns to read.",
+                backend=self.backend_name,
+            )
+        return self.get_samples(meta.sample_ids, meta.partition_id, names)
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+        *,
+        lease_s: float | None = None,
+        tag_filter: TagFilter | None = None,
+    ) -> KVBatchMeta:
+        """Hands out samples whose required fields are all produced and that the task has not been given.
+
+        Across all clients and processes no sample is given to a task twice (with leases: held by two at once). A
+        blocking claim waits until ``batch_size`` are ready, or until the partition can give no more, and then returns
+        what remains, perhaps nothing; samples leased to other holders count as given.
+
+        Args:
+            partition_id: A registered partition.
+            task_name: A task named at its registration.
+            required_fields: Fields that must be produced.
+            batch_size: How many; a multiple of the group size where the partition has one.
+            dp_rank: Reserved: any value but None is refused.
+            blocking: Wait, or return what is ready now, up to ``batch_size``.
+            timeout_s: How long a blocking claim waits, in seconds.
+            lease_s: Seconds after which an unsettled claim goes back to the pool; None: delivery at most once.
+            tag_filter: Predicate on tags, such as ``{"weight_version": (">=", 7)}``.
+
+        Returns:
+            A meta in order of first write, with tags, and ``sequence_lengths`` where all have the tag
+            ``input_lengths``.
+
+        Raises:
+            ClaimTimeoutError: Says how many were ready, and what keeps the others back.
+            UnknownPartitionError, UnknownTaskError: Not registered, or cleared while waiting.
+            InvalidRequestError: A batch size below 1 or no multiple of the group size.
+        """
+        with self._operation():
+            self._require(Capability.CLAIMS, "claim_meta")
+            check_name("partition_id", partition_id)
+            check_name("task_name", task_name)
+            if dp_rank is not None:
+                raise UnsupportedOperationError(
+                    f"claim_meta('{partition_id}', '{task_name}') refused: dp_rank={dp_rank!r}, but dp_rank is "
+                    "reserved and chooses nothing. Expected None.",
+                    hint="Leave it out. Each rank claims rows of its own, or one claims for all and shards the meta "
+                    "(shard_meta_for_dp).",
+                )
+            names = check_names("required_fields", required_fields)
+            check_count("batch_size", batch_size)
+            check_seconds("timeout_s", timeout_s, at_least_zero=True)
+            if lease_s is not None:
+                self._require(Capability.LEASES, "claim_meta(lease_s=...)")
+                check_seconds("lease_s", lease_s)
+            condition = check_tag_filter(tag_filter)
+            if condition is not None:
+                self._require(Capability.TAG_FILTERS, "claim_meta(tag_filter=...)")
+            request = ClaimRequest(
+                partition_id=partition_id,
+                task_name=task_name,
+                required_fields=names,
+                batch_size=batch_size,
+                all_or_nothing=blocking,
+                lease_s=lease_s,
+                tag_filter=condition,
+                deadline=float("inf"),
+            )
+            if blocking:
+                claim = wait_for_claim(request, self._claim, timeout_s, self._pacer, self._closing)
+            else:
+                claim = self._claim(request)
+            tags = [dict(row) for row in claim.tags]
+            return KVBatchMeta(
+                partition_id,
+                task_name,
+                list(claim.sample_ids),
+                fields=names,
+                sequence_lengths=lengths_of(tags),
+                tags=tags,
+                lease_tokens=None if claim.lease_tokens is None else list(claim.lease_tokens),
+            )
+
+    def ack(self, meta: KVBatchMeta) -> None:
+        """Settles the leases of a claim, or of part of it: those samples are consumed. All rows or none.
+
+        Raises:
+            LeaseExpiredError: Names the ids whose token is no longer valid.
+            InvalidRequestError: The meta carries no tokens.
+        """
+        self._settle("ack", AckRequest, meta)
+
+    def nack(self, meta: KVBatchMeta) -> None:
+        """Gives leased samples back to the pool at once; errors as `ack`."""
+        self._settle("nack", NackRequest, meta)
+
+    def renew(self, meta: KVBatchMeta, lease_s: float) -> None:
+        """Extends leases to ``lease_s`` seconds from now; errors as `ack`."""
+        with self._operation():
+            check_seconds("lease_s", lease_s)
+        self._settle("renew", RenewRequest, meta, lease_s=lease_s)
+
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """Whether every task has been given (leased: has acked) every sample that the partition holds.
+
+        False while it holds none, and for an unknown partition or task.
+        """
+        with self._operation():
+            self._require(Capability.CLAIMS, "check_consumption_status")
+            check_name("partition_id", partition_id)
+            tasks = check_names("task_names", task_names)
+            request = ConsumptionRequest(partition_id=partition_id, task_names=tasks, deadline=self._deadline())
+            return self._call("check_consumption", request, ConsumptionReply).consumed
+
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        """Drops rows with their tags and cursors; ids that are not there, or an unknown partition: nothing to do.
+
+        Args:
+            sample_ids: The rows, or None for the whole partition, schema included.
+            partition_id: The partition.
+        """
+        with self._operation():
+            check_name("partition_id", partition_id)
+            ids = None if sample_ids is None else list(dict.fromkeys(check_ids(sample_ids)))
+            if ids is None:
+                self._infos.pop(partition_id, None)
+            elif not ids:
+                return
+            request = ClearRequest(partition_id=partition_id, sample_ids=ids, deadline=self._deadline())
+            self._call("clear_samples", request, ClearReply)
+
+    def list_samples(self, partition_id: str, tag_filter: TagFilter | None = None) -> KVBatchMeta:
+        """Ids and tags in order of first write, no data.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+        """
+        with self._operation():
+            self._require(Capability.LISTING, "list_samples")
+            check_name("partition_id", partition_id)
+            condition = check_tag_filter(tag_filter)
+            if condition is not None:
+                self._require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
+            request = ListRequest(partition_id=partition_id, tag_filter=condition, deadline=self._deadline())
+            listed = self._call("list_samples", request, SampleList)
+            ids, tags = list(listed.sample_ids), [dict(row) for row in listed.tags]
+            check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(tags))
+            return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(tags), tags=tags)
+
+    # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _lower(self, where: str, fields: Any, num_samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        if not isinstance(fields, (TensorDictBase, Mapping)):
+            raise InvalidTypeError(f"{where} refused: fields must be a TensorDict, got {type(fields).__name__}.")
+        for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
+            check_name("field name", name)
+            if name.startswith("~"):
+                raise InvalidRequestError(f"{where} refused: field name '{name}' is reserved ('~' is middleware's).")
+        return lower(fields, num_samples, self._wire, allow_pickle=self._config.allow_pickle)
+
+    def _raise_columns(self, batch: WireBatch, names: list[str], num_samples: int) -> dict[str, Any]:
+        return raise_columns(
+            {name: batch.columns[name] for name in names},
+            {name: batch.specs[name] for name in names},
+            num_samples,
+            self._wire,
+            allow_pickle=self._config.allow_pickle,
+        )
+
+    def _put(self, where: str, request: PutRequest, fields: Any) -> None:
+        words = {
+            name: strings
+            for name, spec in request.specs.items()
+            if spec.kind == "object" and (strings := strings_of(fields[name]))
+        }
+        if not words:
+            self._commit(where, request)
+            return
+        # only strings can break an enum; the vocabulary belongs to one registration, so the put is tied to it
+        for attempt in (0, 1):
+            info = self._infos.get(request.partition_id)
+            if info is None or attempt:
+                info = self._infos[request.partition_id] = self._describe(request)
+            request.epoch = info.epoch
+            try:
+                for name, strings in words.items():
+                    check_enum(where, name, strings, info)
+                self._commit(where, request)
+                return
+            except (StalePartitionError, InvalidRequestError) as error:
+                # the registration that was cached may be an old one
+                if attempt or (isinstance(error, InvalidRequestError) and self._describe(request).epoch == info.epoch):
+                    raise
+
+    def _commit(self, where: str, request: PutRequest) -> None:
+        """Calls the hook with a copy, since middleware changes the requests that it is given."""
+        copied = replace(
+            request,
+            sample_ids=list(request.sample_ids),
+            columns={name: list(each) if isinstance(each, list) else each for name, each in request.columns.items()},
+            specs=dict(request.specs),
+            tags=None if request.tags is None else [dict(row) for row in request.tags],
+        )
+        reply = self._call("put_samples", copied, PutReply)
+        check_counts(where, len(request.sample_ids), rows=reply.num_samples)
+
+    def _describe(self, request: PutRequest) -> PartitionInfo:
+        describe = DescribeRequest(partition_id=request.partition_id, deadline=request.deadline)
+        return self._call("describe_partition", describe, PartitionInfo)
+
+    def _claim(self, request: ClaimRequest) -> Claim:
+        """Calls the hook with a copy, since middleware changes the requests that it is given."""
+        copied = replace(
+            request,
+            required_fields=list(request.required_fields),
+            tag_filter=None if request.tag_filter is None else dict(request.tag_filter),
+            deadline=min(self._deadline(), request.deadline),
+        )
+        claim = self._call("claim", copied, Claim)
+        where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
+        counts = {"tags": len(claim.tags)}
+        if request.lease_s is not None or claim.lease_tokens is not None:
+            counts["lease tokens"] = len(claim.lease_tokens or ())
+        check_counts(where, len(claim.sample_ids), **counts)
+        return claim
+
+    def _settle(self, operation: str, request_type: Callable[..., Any], meta: KVBatchMeta, **extra: Any) -> None:
+        with self._operation():
+            self._require(Capability.LEASES, operation)
+            if not meta.sample_ids:
+                return
+            if meta.task_name is None or meta.lease_tokens is None:
+                raise InvalidRequestError(
+                    f"{operation}('{meta.partition_id}', {meta.size} samples) refused: the meta carries no "
+                    f"{'task name' if meta.task_name is None else 'lease tokens'}. Expected a meta from "
+                    "claim_meta(lease_s=...), or a part of one."
+                )
+            tokens = dict(zip(meta.sample_ids, meta.lease_tokens, strict=True))
+            request = request_type(
+                partition_id=meta.partition_id,
+                task_name=meta.task_name,
+                sample_ids=list(tokens),
+                lease_tokens=list(tokens.values()),
+                deadline=self._deadline(),
+                **extra,
+            )
+            reply = self._call(operation, request, SettleReply)
+            check_counts(f"{operation}('{meta.partition_id}')", len(tokens), rows=reply.num_samples)

@@ -1,0 +1,236 @@
+"""A client's connection: starts its backend and middleware, calls their hooks, and stops them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, Self, TypeVar
+
+import pluggy
+
+from dataplane_core.backends import Backend
+from dataplane_core.client.forks import fork_hint, open_clients
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.errors import (
+    BackendError,
+    ClientClosedError,
+    DataPlaneError,
+    InvalidTypeError,
+    UnsupportedOperationError,
+)
+from dataplane_core.ledger import Pacer
+from dataplane_core.middleware import MiddlewareContext
+from dataplane_core.spec import Capability, PartitionInfo, Scope, WireFormat
+
+__all__ = ["Connection"]
+
+_R = TypeVar("_R")
+
+
+class Connection:
+    """What `DataPlaneClient` is made on: a started backend and its middleware, and the operations that run on them."""
+
+    def __init__(self) -> None:
+        raise UnsupportedOperationError(
+            "DataPlaneClient is not constructed directly.", hint="Use dataplane_core.connect(config)."
+        )
+
+    @classmethod
+    def _open(
+        cls,
+        *,
+        config: DataPlaneConfig,
+        backend: Backend,
+        manager: pluggy.PluginManager,
+        middleware: Sequence[Any],
+        context: MiddlewareContext,
+        bootstrap: bool,
+        deadline: float,
+    ) -> Self:
+        client = object.__new__(cls)
+        client._config = config
+        client._backend = backend
+        client._hooks = manager.hook
+        client._wire = type(backend).wire
+        client._capabilities = type(backend).capabilities
+        client._middleware = []
+        client._infos = {}
+        client._closed = False
+        client._bootstrapped = bootstrap
+        client._pid = os.getpid()
+        client._in_flight = 0
+        client._state = threading.Condition(threading.Lock())
+        client._close_lock = threading.Lock()
+        client._closing = threading.Event()
+        client._pacer = Pacer()
+        try:
+            backend.start(bootstrap=bootstrap, deadline=deadline)
+            for plugin in middleware:
+                if hasattr(plugin, "start"):
+                    plugin.start(context)
+                client._middleware.append(plugin)
+        except BaseException as error:
+            client._closed = True
+            client._stop_all(suppress=True)
+            if isinstance(error, DataPlaneError):
+                error.backend = error.backend or config.backend
+                raise
+            if isinstance(error, Exception):
+                raise BackendError(
+                    f"connect failed while starting the backend: {type(error).__name__}: {error}",
+                    backend=config.backend,
+                ) from error
+            raise
+        open_clients.add(client)
+        return client
+
+    _config: DataPlaneConfig
+    _backend: Backend
+    _hooks: Any
+    _wire: WireFormat
+    _capabilities: frozenset[Capability]
+    _middleware: list[Any]
+    _infos: dict[str, PartitionInfo]  # registrations, as last seen
+    _closed: bool  # guarded by _state
+    _bootstrapped: bool
+    _pid: int
+    _in_flight: int
+    _state: threading.Condition
+    _close_lock: threading.Lock
+    _closing: threading.Event  # wakes those who wait
+    _pacer: Pacer  # of all who wait on this client
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def backend_name(self) -> str:
+        """Entry-point name of the backend."""
+        return self._config.backend
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What the backend declares."""
+        return self._capabilities
+
+    @property
+    def scope(self) -> Scope:
+        """How far apart clients of this store may be."""
+        return type(self._backend).scope
+
+    @property
+    def bootstrapped(self) -> bool:
+        """Whether this client started what the backend needs, and ends it on close; else it attached."""
+        return self._bootstrapped
+
+    @property
+    def config(self) -> DataPlaneConfig:
+        """The config that this client was connected with."""
+        return self._config
+
+    @property
+    def middleware(self) -> tuple[Any, ...]:
+        """The middleware objects around the backend, outermost first."""
+        return tuple(self._middleware)
+
+    # --- its end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Waits for running operations (up to ``op_timeout_s``), then disconnects. Idempotent.
+
+        A client that bootstrapped its backend ends what it started; an attached one leaves it running.
+        """
+        if self._pid != os.getpid():
+            return  # a forked child owns none of it
+        with self._close_lock:
+            if self._closed:
+                return
+            with self._state:
+                self._closed = True
+                self._closing.set()
+                self._state.wait_for(lambda: self._in_flight == 0, timeout=self._config.op_timeout_s)
+            open_clients.discard(self)
+            self._stop_all(suppress=False)
+
+    def _stop_all(self, *, suppress: bool) -> None:
+        errors: list[Exception] = []
+        for stoppable in [*self._middleware, self._backend]:
+            try:
+                if hasattr(stoppable, "stop"):
+                    stoppable.stop()
+            except Exception as error:  # the others must still be stopped; raised below
+                errors.append(error)
+        if errors and not suppress:
+            raise BackendError(
+                f"close: {type(errors[0]).__name__}: {errors[0]}", backend=self.backend_name
+            ) from errors[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidTypeError(
+            "a DataPlaneClient cannot be pickled.",
+            backend=self.backend_name,
+            hint="Ship its config, and call connect(config, bootstrap=False) in the other process.",
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<{type(self).__name__} backend={self.backend_name!r} {state}>"
+
+    # --- what operations need -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        if self._pid != os.getpid():
+            raise ClientClosedError(
+                f"this client was opened in process {self._pid} and is used in its fork {os.getpid()}.",
+                backend=self.backend_name,
+                hint=fork_hint(type(self._backend)),
+            )
+        with self._state:
+            if self._closed:
+                raise ClientClosedError("the client is closed.", backend=self.backend_name)
+            self._in_flight += 1
+        try:
+            yield
+        except DataPlaneError as error:
+            error.backend = error.backend or self.backend_name
+            raise
+        finally:
+            with self._state:
+                self._in_flight -= 1
+                if self._in_flight == 0:
+                    self._state.notify_all()
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._config.op_timeout_s
+
+    def _require(self, capability: Capability, what: str) -> None:
+        if capability not in self._capabilities:
+            raise UnsupportedOperationError(
+                f"{what} refused: backend '{self.backend_name}' does not declare '{capability}'.",
+                hint=f"It declares: {', '.join(sorted(self._capabilities)) or 'nothing'}.",
+            )
+
+    def _call(self, operation: str, request: Any, reply_type: type[_R]) -> _R:
+        hook: Callable[..., Any] = getattr(self._hooks, operation)
+        try:
+            reply = hook(request=request)
+        except DataPlaneError:
+            raise
+        except Exception as error:
+            raise BackendError(
+                f"{operation} failed inside the backend or its middleware: {type(error).__name__}: {error}",
+            ) from error
+        if not isinstance(reply, reply_type):
+            raise BackendError(
+                f"{operation}: the backend returned {type(reply).__name__}. Expected {reply_type.__name__}."
+            )
+        return reply

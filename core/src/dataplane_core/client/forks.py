@@ -1,0 +1,67 @@
+"""Forks of a process with an open client: which clients are open, and what errors advise."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING, Final
+
+from dataplane_core.backends import Backend
+from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.spec import Scope
+
+if TYPE_CHECKING:
+    from dataplane_core.client.connection import Connection
+
+__all__ = ["fork_hint", "open_clients", "refuse_in_fork"]
+
+#: The clients that are open in this process, and in a fork those of the process that it was forked from.
+open_clients: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
+
+_CONNECT: Final = "Call connect(config, bootstrap=False) in this process: each opens a client of its own."
+_SPAWN: Final = (
+    "Start the process with 'spawn' instead (multiprocessing.get_context('spawn'); of a torch DataLoader: "
+    "multiprocessing_context='spawn') and call connect(config, bootstrap=False) in it."
+)
+_IN_ONE_PROCESS: Final = (
+    "The store is in the memory of the process that opened it: use it there, or choose a backend of scope host or "
+    "cluster."
+)
+
+
+def fork_hint(backend_class: type[Backend]) -> str:
+    """What to do in a fork, where the client of its parent cannot be used."""
+    if backend_class.scope is Scope.PROCESS:
+        return _IN_ONE_PROCESS
+    return _CONNECT if backend_class.opens_in_forks else _SPAWN
+
+
+def _all_open() -> list[Connection]:
+    while True:
+        try:
+            return list(open_clients)
+        except RuntimeError:  # another thread opened one meanwhile; a lock could be held for ever in a fork
+            continue
+
+
+def refuse_in_fork(backend_class: type[Backend], name: str) -> None:
+    """Refuses to open a backend in a fork of a process that has it open, where its engine does not survive that.
+
+    Args:
+        backend_class: Its class.
+        name: What errors call it.
+
+    Raises:
+        BackendUnavailableError: Not retryable; says what to do.
+    """
+    if backend_class.opens_in_forks:
+        return
+    for client in _all_open():
+        if type(client._backend) is backend_class and client._pid != os.getpid():
+            raise BackendUnavailableError(
+                f"connect refused: this process {os.getpid()} is a fork of {client._pid}, which has a client of "
+                f"backend '{name}' open, and its engine does not survive a fork.",
+                backend=name,
+                retryable=False,
+                hint=fork_hint(backend_class),
+            )

@@ -1,0 +1,442 @@
+"""One registered partition inside a `Ledger`: its rows, and what each task was given of them. Pure, like the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dataplane_core.errors import InvalidRequestError, LeaseExpiredError, UnknownTaskError, preview
+from dataplane_core.ledger.leases import Leases
+from dataplane_core.ledger.rows import Group, Hold, Ref, Row, Unit, group_of
+from dataplane_core.ledger.shortfall import find_shortfall
+from dataplane_core.ledger.views import ReadySet, View
+from dataplane_core.spec import Claim, FieldSpec, PartitionInfo, Shortfall, TagValue
+
+__all__ = ["Partition", "Question", "Task"]
+
+
+@dataclass(slots=True)
+class Task:
+    """What a task was given.
+
+    Attributes:
+        views: Required fields -> what is ready.
+        num_held: Rows that it holds, leased or for good.
+        num_done: Those that it has for good.
+    """
+
+    views: dict[frozenset[str], View] = field(default_factory=dict)
+    num_held: int = 0
+    num_done: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a task asks for; attributes as of the hook's `ClaimRequest`."""
+
+    task_name: str
+    required_fields: frozenset[str]
+    batch_size: int
+    all_or_nothing: bool
+    tag_filter: Mapping[str, tuple[str, Any]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a claim finds.
+
+    Attributes:
+        ready: The units that it may have.
+        num_units: How many of them it gets, were it to hand out what is ready.
+        gives: Whether it hands them out.
+        exhausted: Whether the partition can give the task no more.
+    """
+
+    ready: ReadySet
+    num_units: int
+    gives: bool
+    exhausted: bool
+
+
+@dataclass(slots=True)
+class Partition:
+    """One registration: its rows, their schema and tags, and what each task was given.
+
+    Attributes:
+        partition_id: Its name.
+        info: The registration.
+        tasks: Task name -> what it was given.
+        rows: Sample id -> row, in order of first write.
+        specs: Field -> what it keeps, fixed by its first write.
+        seen: Ids ever written, cleared ones included, up to ``num_samples`` of them; none where that is None.
+        groups: Group -> its members, while it has any.
+        poisoned: Names of the groups that lost a member, for good: it grows with what was cleared.
+        leases: When which lease may end.
+        version: Grows with every change of ``rows``.
+        self_expiring: Whether a lease ends by itself once its time is over, or by `end_lease` alone.
+    """
+
+    partition_id: str
+    info: PartitionInfo
+    tasks: dict[str, Task]
+    self_expiring: bool = True
+    rows: dict[str, Row] = field(default_factory=dict)
+    specs: dict[str, FieldSpec] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+    groups: dict[str, Group] = field(default_factory=dict)
+    poisoned: set[str] = field(default_factory=set)
+    leases: Leases = field(default_factory=Leases)
+    version: int = 0
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def write_row(
+        self, sample_id: str, seq: int, names: Sequence[str], ref: Ref, tags: Mapping[str, TagValue] | None
+    ) -> list[Ref]:
+        """Makes cells of one row produced, all at once, with its tags.
+
+        Args:
+            sample_id: The row; made if it is not there.
+            seq: Its number, if it is made.
+            names: The fields written, perhaps none.
+            ref: Their payload.
+            tags: Merged key by key into the row's, or None.
+
+        Returns:
+            Refs that no cell names any longer.
+        """
+        row = self.rows.get(sample_id)
+        is_new = row is None
+        if row is None:
+            row = self._new_row(sample_id, seq)
+        before = row.cells
+        replaced: list[Ref] = []
+        if names:
+            row.cells = {**before, **dict.fromkeys(names, ref)}
+            if not before.keys().isdisjoint(names):
+                live = set(row.cells.values())
+                replaced = [old for old in dict.fromkeys(before.values()) if old not in live]
+        if tags is not None:
+            row.tags.update(tags)
+        unit = self._unit_of(row)
+        for task_name, task in self.tasks.items():
+            for view in task.views.values():
+                if not view.required <= row.cells.keys():
+                    continue
+                if is_new or not view.required <= before.keys():
+                    self._count_member(view, row)
+                    self._offer(view, unit, task_name)
+                if tags is not None:
+                    view.touch(unit.seq)
+        return replaced
+
+    def remove_row(self, sample_id: str) -> list[Ref] | None:
+        """Drops a row with its tags and cursors.
+
+        Returns:
+            Its refs, or None where it was not there.
+        """
+        row = self.rows.pop(sample_id, None)
+        if row is None:
+            return None
+        unit = self._unit_of(row)
+        for task in self.tasks.values():
+            for view in task.views.values():
+                view.discard(unit.seq)
+                view.ready_members.pop(unit.seq, None)
+        for task_name, hold in row.holds.items():
+            self._forget_hold(row, task_name, hold)
+        if row.group is not None:
+            group = self.groups[row.group]
+            del group.members[sample_id]
+            if not group.members:
+                del self.groups[row.group]
+            self.poisoned.add(row.group)
+        return list(dict.fromkeys(row.cells.values()))
+
+    def _new_row(self, sample_id: str, seq: int) -> Row:
+        row = Row(sample_id, seq, None if self.info.grpo_group_size is None else group_of(sample_id))
+        self.rows[sample_id] = row
+        if self.info.num_samples is not None and len(self.seen) < self.info.num_samples:
+            self.seen.add(sample_id)
+        if row.group is not None:
+            self.groups.setdefault(row.group, Group(seq)).members[sample_id] = row
+        return row
+
+    # --- claims -------------------------------------------------------------------------------------------------------
+
+    def claim(
+        self, question: Question, *, lease_s: float | None, explain: bool, token: str, holder: str, now: float
+    ) -> Claim:
+        """Hands out ready samples to a task, as the hook ``claim`` says.
+
+        Amortised cost: O(k log n) for k samples handed out of n; with a tag filter, also a look at each unit that
+        changed since the filter was last asked with. What is ready and not handed out costs nothing.
+        """
+        self._expire(now)
+        found = self._find(question, now)
+        units = found.ready.first(found.num_units) if found.gives else []
+        rows = [row for unit in units for row in unit.rows]
+        self._hold(question.task_name, units, lease_s, token, holder, now)
+        for unit in units:
+            found.ready.discard(unit.seq)
+        return Claim(
+            sample_ids=[row.sample_id for row in rows],
+            tags=[dict(row.tags) for row in rows],
+            lease_tokens=None if lease_s is None else [token] * len(rows),
+            exhausted=found.exhausted,
+            num_ready=found.num_units * self._group_size,
+            shortfall=self._shortfall(question, now) if explain and not rows else None,
+        )
+
+    def may_claim(self, question: Question, now: float) -> bool:
+        """Whether `claim` would change anything: hand out samples, or end leases; errors as `claim`."""
+        return self._find(question, now).gives or (
+            self.self_expiring and self.leases.next_due(self._lease, now) is not None
+        )
+
+    def _find(self, question: Question, now: float) -> _Answer:
+        task = self._task(question.task_name)
+        wanted, rest = divmod(question.batch_size, self._group_size)
+        if rest:
+            raise InvalidRequestError(
+                f"claim_meta('{self.partition_id}', '{question.task_name}') refused: batch_size {question.batch_size} "
+                f"is not a multiple of the group size {self._group_size}."
+            )
+        ready = self._view(question.task_name, task, question.required_fields).of(question.tag_filter, now)
+        num_units = min(len(ready), wanted)
+        exhausted = num_units < wanted and self._num_left(question, task, now) == num_units
+        gives = num_units > 0 and (num_units == wanted or exhausted or not question.all_or_nothing)
+        return _Answer(ready, num_units, gives, exhausted)
+
+    def _num_left(self, question: Question, task: Task, now: float) -> int | None:
+        """How many units the task may still be given one day, ready or not; None where more may be written."""
+        if self.info.num_samples is None or len(self.seen) < self.info.num_samples:
+            return None
+        if self.info.grpo_group_size is None and not question.tag_filter:
+            return len(self.rows) - task.num_held
+        return len(self._view(question.task_name, task, frozenset()).of(question.tag_filter, now))
+
+    def _shortfall(self, question: Question, now: float) -> Shortfall:
+        return find_shortfall(
+            self._units(), question.task_name, question.required_fields, question.tag_filter, self._is_whole, now
+        )
+
+    def _hold(
+        self, task_name: str, units: Iterable[Unit], lease_s: float | None, token: str, holder: str, now: float
+    ) -> None:
+        task = self.tasks[task_name]
+        for unit in units:
+            for view in task.views.values():
+                view.discard(unit.seq)
+            for row in unit.rows:
+                if lease_s is None:
+                    row.holds[task_name] = Hold("", holder, 0.0, True)
+                    task.num_done += 1
+                else:
+                    row.holds[task_name] = Hold(token, holder, now + lease_s, False)
+                    self.leases.add(now + lease_s, row, task_name)
+                task.num_held += 1
+            if isinstance(unit, Group):
+                unit.num_held[task_name] = len(unit.members)
+
+    # --- leases -------------------------------------------------------------------------------------------------------
+
+    def ack(self, task_name: str, sample_ids: Sequence[str], tokens: Sequence[str], now: float) -> None:
+        """Settles leases for good; acking again with the same token is allowed, since a reply may be lost.
+
+        Raises:
+            LeaseExpiredError: Some token is no longer valid; nothing changed.
+            InvalidRequestError: Part of a group.
+        """
+        task, rows = self._leased(task_name, sample_ids, tokens, now, "ack")
+        for row in rows:
+            hold = row.holds[task_name]
+            if not hold.done:
+                hold.done = True
+                task.num_done += 1
+        self.tidy()
+
+    def nack(self, task_name: str, sample_ids: Sequence[str], tokens: Sequence[str], now: float) -> None:
+        """Gives leased samples back to the pool; errors as `ack`."""
+        _, rows = self._leased(task_name, sample_ids, tokens, now, "nack")
+        for row in rows:
+            self._give_back(row, task_name)
+        self.tidy()
+
+    def renew(
+        self,
+        task_name: str,
+        sample_ids: Sequence[str],
+        tokens: Sequence[str],
+        lease_s: float,
+        now: float,
+    ) -> None:
+        """Extends leases to ``lease_s`` from now; errors as `ack`."""
+        _, rows = self._leased(task_name, sample_ids, tokens, now, "renew")
+        for row in rows:
+            hold = row.holds[task_name]
+            if now + lease_s < hold.expires_at:  # a later end is found when the earlier one comes
+                self.leases.add(now + lease_s, row, task_name)
+            hold.expires_at = now + lease_s
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Drops what is kept of leases that are settled or cleared, once it is most of what is kept."""
+        self.leases.tidy(self._lease, sum(task.num_held - task.num_done for task in self.tasks.values()))
+
+    def consumed(self, task_names: Sequence[str]) -> bool:
+        """Whether every task was given (leased: has acked) every row; False while there is none."""
+        if not self.rows or not task_names:
+            return False
+        tasks = [self.tasks.get(name) for name in task_names]
+        return all(task is not None and task.num_done == len(self.rows) for task in tasks)
+
+    def _leased(
+        self,
+        task_name: str,
+        sample_ids: Sequence[str],
+        tokens: Sequence[str],
+        now: float,
+        action: str,
+    ) -> tuple[Task, list[Row]]:
+        task = self._task(task_name)
+        self._expire(now)
+        rows: list[Row] = []
+        lost: list[str] = []
+        for sample_id, token in zip(sample_ids, tokens, strict=True):
+            row = self.rows.get(sample_id)
+            hold = None if row is None else row.holds.get(task_name)
+            if row is None or hold is None or hold.token != token or (hold.done and action != "ack"):
+                lost.append(sample_id)
+            else:
+                rows.append(row)
+        if lost:
+            raise LeaseExpiredError(
+                f"{action}('{self.partition_id}', '{task_name}', {len(sample_ids)} samples) refused: the lease on "
+                f"{preview(lost)} is no longer held. No row was changed.",
+                sample_ids=lost,
+                hint="The lease ran out, was settled, or the sample was cleared; another consumer may hold it now.",
+            )
+        if self.info.grpo_group_size is not None:
+            self._check_whole_groups(task_name, rows, action)
+        return task, rows
+
+    def _check_whole_groups(self, task_name: str, rows: list[Row], action: str) -> None:
+        counts: dict[str, int] = {}
+        for row in rows:
+            assert row.group is not None
+            counts[row.group] = counts.get(row.group, 0) + 1
+        for name, count in counts.items():
+            held = self.groups[name].num_held[task_name]
+            if count != held:
+                raise InvalidRequestError(
+                    f"{action} refused: it names {count} of the {held} samples held of group '{name}'. Groups are "
+                    "handed out, settled and renewed as a whole. No row was changed."
+                )
+
+    def due(self, now: float) -> list[tuple[str, str, list[str]]]:
+        """Leases whose time is over: task, token and samples of each. Changes nothing that another call could see."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for row, task_name in self.leases.all_due(self._lease, now):
+            found.setdefault((task_name, row.holds[task_name].token), []).append(row.sample_id)
+        return [(task_name, token, ids) for (task_name, token), ids in found.items()]
+
+    def end_lease(self, task_name: str, token: str, sample_ids: Sequence[str]) -> None:
+        """Gives back what is still held under a lease; the rest is passed over."""
+        for sample_id in sample_ids:
+            row = self.rows.get(sample_id)
+            hold = None if row is None else row.holds.get(task_name)
+            if row is not None and hold is not None and not hold.done and hold.token == token:
+                self._give_back(row, task_name)
+
+    def _expire(self, now: float) -> None:
+        while self.self_expiring and (due := self.leases.next_due(self._lease, now)) is not None:
+            self._give_back(*due)
+
+    def _lease(self, sample_id: str, seq: int, task_name: str) -> tuple[Row, Hold] | None:
+        """A lease that is neither settled nor cleared."""
+        row = self.rows.get(sample_id)
+        hold = row.holds.get(task_name) if row is not None and row.seq == seq else None
+        return None if row is None or hold is None or hold.done else (row, hold)
+
+    def _give_back(self, row: Row, task_name: str) -> None:
+        self._forget_hold(row, task_name, row.holds.pop(task_name))
+        unit = self._unit_of(row)
+        for view in self.tasks[task_name].views.values():
+            self._offer(view, unit, task_name)
+
+    def _forget_hold(self, row: Row, task_name: str, hold: Hold) -> None:
+        task = self.tasks[task_name]
+        task.num_held -= 1
+        task.num_done -= hold.done
+        if row.group is not None:
+            self.groups[row.group].num_held[task_name] -= 1
+
+    def restore_hold(self, row: Row, task_name: str, hold: Hold) -> None:
+        """Puts a hold in place while the partition is made from a saved state, before anything is asked."""
+        row.holds[task_name] = hold
+        task = self.tasks[task_name]
+        task.num_held += 1
+        task.num_done += hold.done
+        if row.group is not None:
+            num_held = self.groups[row.group].num_held
+            num_held[task_name] = num_held.get(task_name, 0) + 1
+        if not hold.done:
+            self.leases.add(hold.expires_at, row, task_name)
+
+    # --- what is ready ------------------------------------------------------------------------------------------------
+
+    def _view(self, task_name: str, task: Task, required: frozenset[str]) -> View:
+        view = task.views.get(required)
+        if view is None:
+            view = task.views[required] = View(required)
+            if self.info.grpo_group_size is not None:
+                for row in self.rows.values():
+                    if required <= row.cells.keys():
+                        self._count_member(view, row)
+            view.begin(unit for unit in self._units() if self._is_ready(view, unit, task_name))
+        return view
+
+    def _count_member(self, view: View, row: Row) -> None:
+        """A row of a group has the fields of a view."""
+        if row.group is not None and row.group not in self.poisoned:
+            seq = self.groups[row.group].seq
+            view.ready_members[seq] = view.ready_members.get(seq, 0) + 1
+
+    def _offer(self, view: View, unit: Unit, task_name: str) -> None:
+        """Something changed for a unit: adds it to a view, if it is ready now."""
+        if self._is_ready(view, unit, task_name):
+            view.add(unit)
+
+    def _is_ready(self, view: View, unit: Unit, task_name: str) -> bool:
+        if isinstance(unit, Row):
+            return view.required <= unit.cells.keys() and task_name not in unit.holds
+        # members of a group that lost one are not counted, so that it is never ready
+        return view.ready_members.get(unit.seq, 0) == self._group_size and not unit.num_held.get(task_name)
+
+    def _units(self) -> Iterable[Unit]:
+        return self.rows.values() if self.info.grpo_group_size is None else self.groups.values()
+
+    def _unit_of(self, row: Row) -> Unit:
+        return row if row.group is None else self.groups[row.group]
+
+    def _is_whole(self, unit: Unit) -> bool:
+        if isinstance(unit, Row):
+            return True
+        name = next(iter(unit.members.values())).group
+        return name not in self.poisoned and len(unit.members) == self._group_size
+
+    @property
+    def _group_size(self) -> int:
+        return self.info.grpo_group_size or 1
+
+    def _task(self, task_name: str) -> Task:
+        task = self.tasks.get(task_name)
+        if task is None:
+            raise UnknownTaskError(
+                f"partition '{self.partition_id}' has no consumer task '{task_name}'.",
+                hint=f"Registered: {preview(self.tasks, limit=5) or 'none'}.",
+            )
+        return task

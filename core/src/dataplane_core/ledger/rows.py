@@ -1,0 +1,90 @@
+"""The rows of a partition and their groups: what the ledger's claims hand out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from dataplane_core.errors import InvalidRequestError
+from dataplane_core.spec import TagValue
+
+__all__ = ["Group", "Hold", "Ref", "Row", "Unit", "group_of"]
+
+#: Names the payload of one row of one put: ``(write_id, pos)``.
+Ref: TypeAlias = tuple[int, int]
+
+
+def group_of(sample_id: str) -> str:
+    """The group of an id: what stands before the last ``_g``.
+
+    Raises:
+        InvalidRequestError: The id holds no ``_g``.
+    """
+    group, mark, _ = sample_id.rpartition("_g")
+    if not mark:
+        raise InvalidRequestError(
+            f"sample id '{sample_id}' holds no '_g', but the partition has a GRPO group size. "
+            "Expected ids such as 'prompt7_g0'."
+        )
+    return group
+
+
+@dataclass(slots=True)
+class Hold:
+    """What a task has of a row: a lease until ``expires_at``, or for good (``done``)."""
+
+    token: str
+    holder: str
+    expires_at: float
+    done: bool
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A sample.
+
+    Attributes:
+        sample_id: Its id.
+        seq: Its number, in order of first write.
+        group: The name of its group, or None.
+        cells: Field produced -> its payload.
+        tags: Its tags.
+        holds: Task -> what it has of the row.
+    """
+
+    sample_id: str
+    seq: int
+    group: str | None
+    cells: dict[str, Ref] = field(default_factory=dict)
+    tags: dict[str, TagValue] = field(default_factory=dict)
+    holds: dict[str, Hold] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> Collection[Row]:
+        """The row alone: what is handed out with it."""
+        return (self,)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The rows of a group that are there.
+
+    Attributes:
+        seq: The number of its first row.
+        members: Id -> row.
+        num_held: Task -> how many of the members it holds.
+    """
+
+    seq: int
+    members: dict[str, Row] = field(default_factory=dict)
+    num_held: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> Collection[Row]:
+        """All members: they are handed out together."""
+        return self.members.values()
+
+
+#: What a claim hands out as a whole; known by its ``seq``, unique in the ledger.
+Unit: TypeAlias = Row | Group

@@ -1,0 +1,72 @@
+"""What keeps a claim from more samples, counted and named for the message of its timeout."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from dataplane_core.ledger.rows import Row, Unit
+from dataplane_core.spec import LeaseHolder, Shortfall, matches
+
+__all__ = ["find_shortfall"]
+
+#: How many of each kind are named.
+_NUM_NAMED: Final = 3
+
+
+def find_shortfall(
+    units: Iterable[Unit],
+    task_name: str,
+    required: frozenset[str],
+    tag_filter: Mapping[str, tuple[str, Any]] | None,
+    is_whole: Callable[[Unit], bool],
+    now: float,
+) -> Shortfall:
+    """Counts and names; looks at every row.
+
+    Args:
+        units: All units of the partition, in order of first write.
+        task_name: The task that claims.
+        required: The fields that it requires.
+        tag_filter: Its filter.
+        is_whole: Whether a unit has all its members, and never lost one.
+        now: The time in seconds.
+    """
+    leased: list[tuple[float, int, Row]] = []
+    num_not_matching = num_incomplete = num_lacking = 0
+    groups: dict[str, int] = {}
+    cells: dict[str, tuple[str, ...]] = {}
+    for unit in units:
+        free: list[Row] = []
+        for row in unit.rows:
+            hold = row.holds.get(task_name)
+            if hold is None:
+                free.append(row)
+            elif not hold.done:
+                leased.append((hold.expires_at, row.seq, row))
+        if not free:
+            continue
+        if tag_filter and not all(matches(row.tags, tag_filter) for row in unit.rows):
+            num_not_matching += len(free)
+        elif not is_whole(unit):
+            num_incomplete += len(free)
+            if len(groups) < _NUM_NAMED:
+                groups[free[0].group or ""] = len(unit.rows)
+        elif not all(required <= row.cells.keys() for row in free):
+            num_lacking += len(free)
+            if len(cells) < _NUM_NAMED:
+                lacking = {row.sample_id: tuple(sorted(required - row.cells.keys())) for row in free}
+                cells.update((sample_id, names) for sample_id, names in lacking.items() if names)
+    return Shortfall(
+        num_leased=len(leased),
+        leased=tuple(
+            LeaseHolder(sample_id=row.sample_id, holder=row.holds[task_name].holder, left_s=max(0.0, expires_at - now))
+            for expires_at, _, row in heapq.nsmallest(_NUM_NAMED, leased)
+        ),
+        num_not_matching=num_not_matching,
+        num_incomplete=num_incomplete,
+        incomplete_groups=groups,
+        num_lacking=num_lacking,
+        missing_cells=dict(list(cells.items())[:_NUM_NAMED]),
+    )

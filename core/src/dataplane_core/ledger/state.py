@@ -1,0 +1,266 @@
+"""A ledger's whole state as plain maps of named fields, and back: what a snapshot of a journal holds.
+
+The state is a sequence of sections, each a map for msgpack with its kind under ``part``, in this order:
+
+    ledger      counters
+    writes      committed puts while a row names them; rows name them by their place among all of these
+    partition   a registration; then, of the same partition,
+      seen      the ids ever written, where they are counted
+      rows      the rows in order of first write, column by column
+    pending     a put that is not yet committed
+    garbage     refs that are free and not yet collected
+
+Times are seconds left. What follows from the rest is not kept: views, groups, counts, when to look at leases. Nor is
+the queue for room: puts that wait say so again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final
+
+from dataplane_core.ledger.ledger import Ledger, Pending, Write
+from dataplane_core.ledger.partition import Partition, Task
+from dataplane_core.ledger.rows import Group, Hold, Ref, Row, group_of
+from dataplane_core.spec import FieldSpec, PartitionInfo
+
+__all__ = ["StateReader", "pack_refs", "pack_write_id", "to_state", "unpack_refs", "unpack_write_id"]
+
+#: Items in one section, which bounds what lies in memory at once.
+_SECTION_ITEMS: Final = 2_000
+_WRITE_ID_BYTES: Final = 16
+
+
+def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
+    """The sections of a ledger; it must not change before the last one is taken.
+
+    Args:
+        ledger: The ledger.
+        now: The time on the clock by which it was called.
+    """
+    yield {
+        "part": "ledger",
+        "next_write": ledger._next_write,
+        "next_seq": ledger._next_seq,
+        "held_bytes": ledger._held_bytes,
+    }
+    places: dict[int, int] = {}
+    for some in _portions(ledger._writes.items()):
+        for write_id, _ in some:
+            places[write_id] = len(places)
+        yield {
+            "part": "writes",
+            "write_ids": [pack_write_id(write_id) for write_id, _ in some],
+            "fields": [list(write.slots) for _, write in some],
+            "row_bytes": [write.row_bytes for _, write in some],
+            "num_live": [write.num_live for _, write in some],
+        }
+    for partition in ledger._partitions.values():
+        yield from _partition_state(partition, places, now)
+    for write_id, pending in ledger._pending.items():
+        yield {
+            "part": "pending",
+            "write_id": pack_write_id(write_id),
+            "partition_id": pending.partition_id,
+            "epoch": pending.epoch,
+            "version": pending.version,
+            "sample_ids": pending.sample_ids,
+            "specs": {name: spec.to_text() for name, spec in pending.specs.items()},
+            "row_bytes": pending.row_bytes,
+            "tags": pending.tags,
+            "known_seqs": [None if row is None else row.seq for row in pending.known],
+            "left_s": max(0.0, pending.expires_at - now),
+        }
+    for refs in _portions(ledger._garbage):
+        yield {"part": "garbage", "refs": pack_refs(refs)}
+
+
+class StateReader:
+    """Takes the sections that `to_state` told, one after another.
+
+    Args:
+        self_expiring: As for `Ledger`.
+
+    Attributes:
+        ledger: In the state that the sections so far told.
+    """
+
+    def __init__(self, *, self_expiring: bool = True) -> None:
+        self.ledger = Ledger(self_expiring=self_expiring)
+        self._self_expiring = self_expiring
+        self._write_ids: list[int] = []
+        self._partition: Partition | None = None
+
+    def take(self, section: Mapping[str, Any], now: float) -> None:
+        """Takes the next section; what was left of leases and of unfinished puts is left from ``now`` on."""
+        ledger, partition, part = self.ledger, self._partition, section["part"]
+        if part == "ledger":
+            ledger._next_write = section["next_write"]
+            ledger._next_seq = section["next_seq"]
+            ledger._held_bytes = section["held_bytes"]
+        elif part == "writes":
+            for each, fields, row_bytes, num_live in _columns(section, "write_ids", "fields", "row_bytes", "num_live"):
+                write_id = unpack_write_id(each)
+                self._write_ids.append(write_id)
+                slots = {name: slot for slot, name in enumerate(fields)}
+                ledger._writes[write_id] = Write(slots, row_bytes, num_live)
+        elif part == "partition":
+            self._partition = _restore_partition(section, self._self_expiring)
+            ledger._partitions[self._partition.partition_id] = self._partition
+        elif part == "seen" and partition is not None:
+            partition.seen.update(section["sample_ids"])
+        elif part == "rows" and partition is not None:
+            _restore_rows(partition, section, self._write_ids, now)
+        elif part == "pending":
+            ledger._pending[unpack_write_id(section["write_id"])] = _restore_pending(ledger, section, now)
+        elif part == "garbage":
+            ledger._garbage.update(dict.fromkeys(unpack_refs(section["refs"])))
+        else:
+            raise ValueError(f"section {part!r} does not belong here")
+
+
+# --- one partition ----------------------------------------------------------------------------------------------------
+
+
+def _partition_state(partition: Partition, places: Mapping[int, int], now: float) -> Iterator[dict[str, Any]]:
+    info = partition.info
+    yield {
+        "part": "partition",
+        "partition_id": partition.partition_id,
+        "epoch": info.epoch,
+        "fields": list(info.fields),
+        "num_samples": info.num_samples,
+        "consumer_tasks": list(info.consumer_tasks),
+        "grpo_group_size": info.grpo_group_size,
+        "enums": {name: list(words) for name, words in info.enums.items()},
+        "specs": {name: spec.to_text() for name, spec in partition.specs.items()},
+        "poisoned_groups": sorted(partition.poisoned),
+        "version": partition.version,
+    }
+    for some in _portions(sorted(partition.seen)):
+        yield {"part": "seen", "sample_ids": some}
+    for rows in _portions(partition.rows.values()):
+        yield _rows_state(rows, places, now)
+
+
+def _rows_state(rows: list[Row], places: Mapping[int, int], now: float) -> dict[str, Any]:
+    """Rows, with their cells as ``[fields, write, position, ...]`` and their holds by task and lease."""
+    patterns: dict[tuple[str, ...], int] = {}
+    cells: list[list[int]] = []
+    holds: dict[tuple[str, str, str, float, bool], list[int]] = {}
+    for index, row in enumerate(rows):
+        by_ref: dict[Ref, list[str]] = {}
+        for name, ref in row.cells.items():
+            by_ref.setdefault(ref, []).append(name)
+        flat: list[int] = []
+        for (write_id, pos), names in by_ref.items():
+            flat += (patterns.setdefault(tuple(names), len(patterns)), places[write_id], pos)
+        cells.append(flat)
+        for task_name, hold in row.holds.items():
+            left_s = 0.0 if hold.done else max(0.0, hold.expires_at - now)
+            holds.setdefault((task_name, hold.token, hold.holder, left_s, hold.done), []).append(index)
+    lease = ("task_name", "token", "holder", "left_s", "done")
+    return {
+        "part": "rows",
+        "sample_ids": [row.sample_id for row in rows],
+        "seqs": [row.seq for row in rows],
+        "tags": [row.tags for row in rows],
+        "fields": [list(pattern) for pattern in patterns],
+        "cells": cells,
+        "holds": [{**dict(zip(lease, key, strict=True)), "rows": held} for key, held in holds.items()],
+    }
+
+
+def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Partition:
+    info = PartitionInfo(
+        epoch=section["epoch"],
+        fields=tuple(section["fields"]),
+        num_samples=section["num_samples"],
+        consumer_tasks=tuple(section["consumer_tasks"]),
+        grpo_group_size=section["grpo_group_size"],
+        enums={name: tuple(words) for name, words in section["enums"].items()},
+    )
+    return Partition(
+        section["partition_id"],
+        info,
+        {name: Task() for name in info.consumer_tasks},
+        self_expiring,
+        specs={name: FieldSpec.from_text(text) for name, text in section["specs"].items()},
+        poisoned=set(section["poisoned_groups"]),
+        version=section["version"],
+    )
+
+
+def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: list[int], now: float) -> None:
+    grouped = partition.info.grpo_group_size is not None
+    patterns = [tuple(names) for names in section["fields"]]
+    rows: list[Row] = []
+    for sample_id, seq, tags, flat in _columns(section, "sample_ids", "seqs", "tags", "cells"):
+        cells: dict[str, Ref] = dict.fromkeys(patterns[flat[0]], (write_ids[flat[1]], flat[2])) if flat else {}
+        for at in range(3, len(flat), 3):
+            cells.update(dict.fromkeys(patterns[flat[at]], (write_ids[flat[at + 1]], flat[at + 2])))
+        row = Row(sample_id, seq, group_of(sample_id) if grouped else None, cells, tags)
+        rows.append(row)
+        partition.rows[sample_id] = row
+        if row.group is not None:
+            partition.groups.setdefault(row.group, Group(seq)).members[sample_id] = row
+    for held in section["holds"]:
+        task_name, done = held["task_name"], held["done"]
+        expires_at = 0.0 if done else now + held["left_s"]
+        for index in held["rows"]:
+            partition.restore_hold(rows[index], task_name, Hold(held["token"], held["holder"], expires_at, done))
+
+
+def _restore_pending(ledger: Ledger, section: Mapping[str, Any], now: float) -> Pending:
+    partition = ledger._partitions.get(section["partition_id"])
+    rows = {} if partition is None else partition.rows
+    known: list[Row | None] = []
+    for sample_id, seq in _columns(section, "sample_ids", "known_seqs"):
+        row = rows.get(sample_id)
+        # a row that was cleared since the put began is another than what stands there now: the put will be refused
+        known.append(None if seq is None else row if row is not None and row.seq == seq else Row(sample_id, seq, None))
+    return Pending(
+        partition_id=section["partition_id"],
+        epoch=section["epoch"],
+        version=section["version"],
+        sample_ids=section["sample_ids"],
+        specs={name: FieldSpec.from_text(text) for name, text in section["specs"].items()},
+        row_bytes=section["row_bytes"],
+        tags=section["tags"],
+        known=known,
+        expires_at=now + section["left_s"],
+    )
+
+
+def _columns(section: Mapping[str, Any], *names: str) -> Iterator[tuple[Any, ...]]:
+    return zip(*(section[name] for name in names), strict=True)
+
+
+def _portions(items: Iterable[Any]) -> Iterator[list[Any]]:
+    left = iter(items)
+    while some := list(islice(left, _SECTION_ITEMS)):
+        yield some
+
+
+def pack_write_id(write_id: int) -> bytes:
+    """A write id, which msgpack's own integers are too small for."""
+    return write_id.to_bytes(_WRITE_ID_BYTES, "big")
+
+
+def unpack_write_id(data: bytes) -> int:
+    """What `pack_write_id` packed."""
+    return int.from_bytes(data, "big")
+
+
+def pack_refs(refs: Sequence[Ref]) -> list[list[Any]]:
+    """Refs as ``[write id, positions]``, so that a write's id stands there once."""
+    positions: dict[int, list[int]] = {}
+    for write_id, pos in refs:
+        positions.setdefault(write_id, []).append(pos)
+    return [[pack_write_id(write_id), each] for write_id, each in positions.items()]
+
+
+def unpack_refs(packed: Sequence[Sequence[Any]]) -> list[Ref]:
+    """What `pack_refs` packed."""
+    return [(unpack_write_id(write_id), pos) for write_id, positions in packed for pos in positions]

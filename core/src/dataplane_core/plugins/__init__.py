@@ -1,0 +1,22 @@
+"""Backends and middleware by entry-point name: `connect` finds, checks and starts the ones that a config names.
+
+Trainers call `connect`; the command line lists what is installed.
+"""
+
+from dataplane_core.entry_points import BACKEND_GROUP, MIDDLEWARE_GROUP, PluginRecord, find_plugins
+from dataplane_core.plugins.manager import OPERATION_NAMES, check_backend_class
+from dataplane_core.plugins.registry import KNOWN_BACKENDS, Bootstrap, connect, connect_backend, load_backend
+
+__all__ = [
+    "BACKEND_GROUP",
+    "KNOWN_BACKENDS",
+    "MIDDLEWARE_GROUP",
+    "OPERATION_NAMES",
+    "Bootstrap",
+    "PluginRecord",
+    "check_backend_class",
+    "connect",
+    "connect_backend",
+    "find_plugins",
+    "load_backend",
+]

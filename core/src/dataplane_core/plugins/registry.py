@@ -1,0 +1,229 @@
+"""Connects clients: loads the backend and the middleware that the config names, then bootstraps or attaches."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+from pydantic import BaseModel
+
+from dataplane_core.backends import Backend
+from dataplane_core.client import DataPlaneClient, refuse_in_fork
+from dataplane_core.config import DataPlaneConfig, load_config, validate_model
+from dataplane_core.entry_points import (
+    BACKEND_GROUP,
+    KNOWN_BACKENDS,
+    MIDDLEWARE_GROUP,
+    PluginRecord,
+    find_plugins,
+    load_plugin,
+)
+from dataplane_core.errors import (
+    AlreadyRunningError,
+    BackendUnavailableError,
+    ConfigError,
+    InvalidRequestError,
+    OperationTimeoutError,
+)
+from dataplane_core.middleware import Middleware, MiddlewareContext
+from dataplane_core.plugins.manager import build_manager, check_backend_class
+from dataplane_core.spec import Scope
+
+__all__ = [
+    "BACKEND_GROUP",
+    "KNOWN_BACKENDS",
+    "MIDDLEWARE_GROUP",
+    "Bootstrap",
+    "PluginRecord",
+    "connect",
+    "connect_backend",
+    "find_plugins",
+    "load_backend",
+]
+
+_M = TypeVar("_M", bound=BaseModel)
+
+#: Start and own what the backend needs; attach to what runs; or whichever of the two is possible.
+Bootstrap: TypeAlias = bool | Literal["auto"]
+
+#: An attach that finds nothing is tried again after these many seconds at first, and at most.
+_AGAIN_FIRST_S: Final = 0.02
+_AGAIN_MOST_S: Final = 0.25
+#: Seconds for which, at least, a process that was about to bootstrap waits for another that was faster.
+_FASTER_S: Final = 10.0
+
+
+def load_backend(name: str) -> type[Backend]:
+    """Imports the backend of that name and checks its hooks.
+
+    Raises:
+        UnknownBackendError: Not installed; lists the names found and the pip command for known ones.
+        DuplicatePluginError: Two distributions claim the name.
+        PluginImportError: Its import fails; the cause is the real error.
+        PluginSignatureError: Its hooks do not fit.
+    """
+    cls = load_plugin(BACKEND_GROUP, name, "backend")
+    check_backend_class(cls, name)
+    loaded: type[Backend] = cls
+    return loaded
+
+
+def connect(
+    config: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | Any, bootstrap: Bootstrap = True
+) -> DataPlaneClient:
+    """Connects a client to the backend that the config names.
+
+    Args:
+        config: A `DataPlaneConfig`, a dict, an OmegaConf config, or the path of a YAML file.
+        bootstrap: True: start what the backend needs, and own it. False: attach to what another client started; one
+            that is not there yet is waited for, up to ``attach_wait_s``. ``"auto"``: attach, or bootstrap where nothing
+            runs; of several processes that ask at the same time one bootstraps and the others attach to it. The
+            client's ``bootstrapped`` tells which it was.
+
+    Returns:
+        A client, which is a context manager. Blocks up to ``op_timeout_s``.
+
+    Raises:
+        ConfigError: The config is refused.
+        InvalidRequestError: Another value of ``bootstrap``.
+        PluginError: The backend cannot be loaded.
+        BackendUnavailableError: Nothing to attach to; or this process is a fork in which the backend cannot be opened.
+        AlreadyRunningError: Bootstrapping over a running instance of other options.
+    """
+    full = load_config(config)
+    return connect_backend(load_backend(full.backend), full, bootstrap=bootstrap)
+
+
+def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: Bootstrap = True) -> DataPlaneClient:
+    """As `connect`, for a backend class at hand; ``config.backend`` only names it.
+
+    Raises:
+        As `connect`.
+    """
+    deadline = time.monotonic() + config.op_timeout_s
+    if not (bootstrap is True or bootstrap is False or bootstrap == "auto"):
+        raise InvalidRequestError(f"connect refused: bootstrap must be True, False or 'auto', got {bootstrap!r}.")
+    options = _validated(cls.Config, config.options, f"options of backend '{config.backend}'")
+    if cls.scope is Scope.PROCESS and not bootstrap:
+        raise BackendUnavailableError(
+            f"connect(bootstrap=False) refused: backend '{config.backend}' lives in one process, so there is nothing "
+            "to attach to.",
+            backend=config.backend,
+            retryable=False,
+            hint="Choose a backend of scope host or cluster.",
+        )
+    refuse_in_fork(cls, config.backend)
+    middleware = [_middleware(item) for item in config.middleware]
+
+    def open_client(bootstrap: bool, *, exclusive: bool = False, attach_wait_s: float = 0.0) -> DataPlaneClient:
+        backend = cls(options)
+        backend.name = config.backend
+        backend.allow_pickle = config.allow_pickle
+        backend.exclusive = exclusive
+        backend.attach_wait_s = attach_wait_s
+        return DataPlaneClient._open(
+            config=config,
+            backend=backend,
+            manager=build_manager(backend, middleware),
+            middleware=middleware,
+            context=MiddlewareContext(backend=config.backend, wire=cls.wire),
+            bootstrap=bootstrap,
+            deadline=deadline,
+        )
+
+    give_up = min(deadline, time.monotonic() + config.attach_wait_s)
+    if bootstrap is False:
+        return _until(give_up, deadline, lambda: open_client(False, attach_wait_s=max(0.0, give_up - time.monotonic())))
+    if bootstrap is True or cls.scope is Scope.PROCESS:
+        return open_client(True)
+    return _until(give_up, deadline, lambda: _attach_or_bootstrap(open_client))
+
+
+class _OtherWasFaster(Exception):
+    """Another process is about to finish bootstrapping, and can be attached to soon."""
+
+    def __init__(self, not_found: BackendUnavailableError) -> None:
+        super().__init__()
+        self.not_found = not_found
+
+
+def _attach_or_bootstrap(open_client: Callable[..., DataPlaneClient]) -> DataPlaneClient:
+    """One try of each."""
+    try:
+        return open_client(False)
+    except BackendUnavailableError as not_found:
+        if not not_found.retryable:
+            raise
+        try:
+            return open_client(True, exclusive=True)
+        except AlreadyRunningError as faster:
+            if not faster.retryable:
+                raise
+            raise _OtherWasFaster(not_found) from faster
+
+
+def _until(give_up: float, deadline: float, open_client: Callable[[], DataPlaneClient]) -> DataPlaneClient:
+    """Opens a client, again and again while there is nothing to attach to.
+
+    Args:
+        give_up: On `time.monotonic`'s clock, in seconds.
+        deadline: The same, once another process is known to be about to finish bootstrapping.
+        open_client: One try.
+    """
+    was_faster = False
+    pause_s = _AGAIN_FIRST_S
+    not_found: BackendUnavailableError | None = None
+    while True:
+        try:
+            return open_client()
+        except BackendUnavailableError as error:
+            not_found = error
+            if not error.retryable or time.monotonic() + pause_s >= give_up:
+                raise
+        except _OtherWasFaster as error:
+            not_found = error.not_found
+            if not was_faster:
+                was_faster = True
+                give_up = min(deadline, max(give_up, time.monotonic() + _FASTER_S))
+            if time.monotonic() + pause_s >= give_up:
+                raise not_found from (not_found.__cause__ or error.__cause__)
+        except OperationTimeoutError as error:
+            if not_found is None or time.monotonic() < give_up:
+                raise
+            raise not_found from error  # the last try was cut short, so it says less
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _AGAIN_MOST_S)
+
+
+def _middleware(item: Any) -> Any:
+    if isinstance(item, str):
+        item = {item: {}}
+    if not isinstance(item, Mapping):
+        return item
+    if len(item) != 1:
+        raise ConfigError(f"middleware entry must be a name or {{name: options}}, got the keys {sorted(item)}.")
+    ((name, options),) = item.items()
+    if not isinstance(options, Mapping | None):
+        raise ConfigError(
+            f"options of middleware '{name}' must be a mapping, got {type(options).__name__}.",
+            hint=f"Write '{name}' alone where it needs none.",
+        )
+    cls = load_plugin(MIDDLEWARE_GROUP, str(name), "middleware")
+    if not (isinstance(cls, type) and issubclass(cls, Middleware)):
+        raise ConfigError(f"middleware '{name}' gives {cls!r}. Expected a dataplane_core.middleware.Middleware.")
+    validated = _validated(cls.Config, options or {}, f"options of middleware '{name}'")
+    return cls(**{key: getattr(validated, key) for key in type(validated).model_fields})
+
+
+def _validated(model: type[_M], options: Mapping[str, Any], label: str) -> _M:
+    """Options, checked; for keys of the config itself the error says where they belong."""
+    misplaced = [key for key in options if key in DataPlaneConfig.model_fields and key not in model.model_fields]
+    if misplaced:
+        names = ", ".join(f"'{key}'" for key in misplaced)
+        raise ConfigError(
+            f"{label} are refused: {names} {'is a key' if len(misplaced) == 1 else 'are keys'} of the config itself.",
+            hint="Write it beside 'backend' and 'options', not inside the options.",
+        )
+    return validate_model(model, options, label)

@@ -1,0 +1,482 @@
+"""The operations of `DataPlaneClient` as pluggy hook specs, with their request and reply types.
+
+Every hook takes one mutable request object, and its first result is the answer (``firstresult=True``). A backend
+implements the hooks as plain methods; middleware wraps them with ``@hookimpl(wrapper=True)`` and acts by changing the
+request's attributes before ``yield`` and returning another reply after it.
+
+What a hook may rely on (core has seen to it): sample ids are unique, non-empty strings; lists are not empty; columns
+are lowered to the backend's `WireFormat` and have one row per id; tags are checked. All hooks run in the process of the
+client that was called, in the caller's thread, possibly in several threads at once, and must return or raise before
+``deadline``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import pluggy
+import torch
+
+from dataplane_core.spec.field_spec import FieldSpec
+from dataplane_core.spec.tags import TagValue
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "AckRequest",
+    "Claim",
+    "ClaimRequest",
+    "ClearReply",
+    "ClearRequest",
+    "ConsumptionReply",
+    "ConsumptionRequest",
+    "DataPlaneSpec",
+    "DescribeRequest",
+    "GetRequest",
+    "LeaseHolder",
+    "ListRequest",
+    "NackRequest",
+    "PartitionInfo",
+    "PutReply",
+    "PutRequest",
+    "RegisterRequest",
+    "RenewRequest",
+    "SampleList",
+    "SettleReply",
+    "Shortfall",
+    "WireBatch",
+    "WireColumn",
+    "hookimpl",
+    "hookspec",
+    "new_id",
+    "this_process",
+]
+
+#: The version of the contract that this core speaks.
+CONTRACT_VERSION: Final = 1
+
+hookspec = pluggy.HookspecMarker("dataplane")
+#: Marks middleware wrappers: ``@hookimpl(wrapper=True)``. Backends need no marker.
+hookimpl = pluggy.HookimplMarker("dataplane")
+
+#: One column as a backend sees it: a dense or jagged tensor, a list of row tensors, of frames, or of items.
+WireColumn: TypeAlias = torch.Tensor | list[Any]
+
+
+def new_id() -> str:
+    """128 random bits in hex: an identity that nobody gives twice, whatever a store forgets."""
+    return secrets.token_hex(16)
+
+
+def this_process() -> str:
+    """Names this process to people: ``process 4711 on host-a``."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+# --- requests: mutable, so that middleware can change them -----------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class RegisterRequest:
+    """Open a partition afresh.
+
+    Attributes:
+        partition_id: The partition.
+        fields: Fields that producers are expected to write.
+        num_samples: Distinct ids that will be written, or None where unknown.
+        consumer_tasks: The tasks with a cursor.
+        grpo_group_size: Samples per group, or None.
+        enums: Field -> its vocabulary of strings.
+        epoch: What the registration is known by: random bits drawn by the client (`new_id`).
+        deadline: On `time.monotonic`'s clock, in seconds.
+    """
+
+    partition_id: str
+    fields: list[str]
+    num_samples: int | None
+    consumer_tasks: list[str]
+    grpo_group_size: int | None
+    enums: dict[str, list[str]]
+    epoch: str = field(default_factory=new_id)
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class DescribeRequest:
+    """Read a partition's registration."""
+
+    partition_id: str
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class PutRequest:
+    """Write cells, tags, or both.
+
+    Attributes:
+        partition_id: The partition.
+        sample_ids: Unique ids, one per row.
+        columns: Field -> lowered column. May alias the caller's memory until the hook returns; a backend that keeps it
+            copies it.
+        specs: Field -> what the field keeps for the registration; the same keys as ``columns``.
+        tags: One dict per row, merged key by key into what is there, or None.
+        epoch: The registration that the client checked the put against, or None; another is refused with
+            `StalePartitionError` and nothing is written.
+        deadline: On `time.monotonic`'s clock, in seconds.
+    """
+
+    partition_id: str
+    sample_ids: list[str]
+    columns: dict[str, WireColumn]
+    specs: dict[str, FieldSpec]
+    tags: list[dict[str, TagValue]] | None
+    epoch: str | None = None
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class GetRequest:
+    """Read cells."""
+
+    partition_id: str
+    sample_ids: list[str]
+    fields: list[str]
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ClaimRequest:
+    """Hand out ready samples to a task. The hook never waits: the client asks again until its deadline.
+
+    Attributes:
+        partition_id: The partition.
+        task_name: The consumer task.
+        required_fields: Fields that must be produced.
+        batch_size: At most this many.
+        all_or_nothing: Hand out ``batch_size`` or, when the partition can give no more, what remains; else nothing.
+        lease_s: Seconds until an unsettled claim returns to the pool, or None for delivery at most once.
+        tag_filter: Full-form predicate on tags, or None.
+        explain: Fill `Claim.num_ready` and `Claim.shortfall`.
+        token: The lease token of what this claim hands out: random bits drawn by the client (`new_id`), the same for
+            all questions of one claim that waits.
+        holder: Who claims, for the messages that others get (`this_process`).
+        since: `Claim.version` of the last answer to the same waiting claim, or None. Where nothing changed since then,
+            a backend may answer as before without looking again.
+        deadline: On `time.monotonic`'s clock, in seconds.
+    """
+
+    partition_id: str
+    task_name: str
+    required_fields: list[str]
+    batch_size: int
+    all_or_nothing: bool
+    lease_s: float | None = None
+    tag_filter: dict[str, tuple[str, Any]] | None = None
+    explain: bool = False
+    token: str = field(default_factory=new_id)
+    holder: str = field(default_factory=this_process)
+    since: str | None = None
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class AckRequest:
+    """Settle leased samples as consumed."""
+
+    partition_id: str
+    task_name: str
+    sample_ids: list[str]
+    lease_tokens: list[str]
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class NackRequest:
+    """Give leased samples back to the pool."""
+
+    partition_id: str
+    task_name: str
+    sample_ids: list[str]
+    lease_tokens: list[str]
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class RenewRequest:
+    """Extend leases to ``lease_s`` seconds from now."""
+
+    partition_id: str
+    task_name: str
+    sample_ids: list[str]
+    lease_tokens: list[str]
+    lease_s: float
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ConsumptionRequest:
+    """Ask whether tasks have been given everything that the partition holds."""
+
+    partition_id: str
+    task_names: list[str]
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ClearRequest:
+    """Drop samples, or the whole partition where ``sample_ids`` is None."""
+
+    partition_id: str
+    sample_ids: list[str] | None
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ListRequest:
+    """List ids and tags."""
+
+    partition_id: str
+    tag_filter: dict[str, tuple[str, Any]] | None
+    deadline: float
+
+
+# --- replies: frozen --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionInfo:
+    """A partition's registration.
+
+    Attributes:
+        epoch: What the registration is known by, as `RegisterRequest.epoch` gave it; no other registration has it.
+        fields: As registered.
+        num_samples: As registered.
+        consumer_tasks: As registered.
+        grpo_group_size: As registered.
+        enums: As registered.
+    """
+
+    epoch: str
+    fields: tuple[str, ...]
+    num_samples: int | None
+    consumer_tasks: tuple[str, ...]
+    grpo_group_size: int | None
+    enums: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutReply:
+    """The put is committed and visible to every client.
+
+    Attributes:
+        num_samples: Rows written.
+    """
+
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireBatch:
+    """Columns read back, one row per requested id, in the order asked for.
+
+    Attributes:
+        columns: Field -> lowered column; core takes ownership.
+        specs: Field -> the spec fixed by the field's first write.
+    """
+
+    columns: Mapping[str, WireColumn]
+    specs: Mapping[str, FieldSpec]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseHolder:
+    """Who holds a sample.
+
+    Attributes:
+        sample_id: The sample.
+        holder: As `ClaimRequest.holder` named it.
+        left_s: Seconds until the lease ends.
+    """
+
+    sample_id: str
+    holder: str
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """What keeps a claim from more samples.
+
+    Counts every sample of the partition that is not ready for the task and was not given to it for good, each once,
+    under the first kind that applies. A few of each kind are named.
+
+    Attributes:
+        num_leased: Samples under a lease of this task.
+        leased: A few of them, those whose leases end first.
+        num_not_matching: Samples that the tag filter passes over.
+        num_incomplete: Samples of groups that lack a member, or have lost one.
+        incomplete_groups: For the first few of these groups, how many members are there.
+        num_lacking: Samples that miss required fields, or whose group has a member that does.
+        missing_cells: For the first few samples that miss fields, these fields.
+    """
+
+    num_leased: int = 0
+    leased: tuple[LeaseHolder, ...] = ()
+    num_not_matching: int = 0
+    num_incomplete: int = 0
+    incomplete_groups: Mapping[str, int] = field(default_factory=dict)
+    num_lacking: int = 0
+    missing_cells: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Samples handed out.
+
+    Attributes:
+        sample_ids: In order of first write; perhaps none.
+        tags: One dict per id.
+        lease_tokens: One per id where a lease was asked for, else None.
+        exhausted: The partition can give this task no more than this.
+        num_ready: How many were ready (where ``explain`` was set).
+        shortfall: What keeps the others back (where ``explain`` was set and nothing is handed out).
+        version: What to ask with next as `ClaimRequest.since`, where the claim waits; opaque to the client.
+        ask_again_s: Seconds that a waiting client lets pass at least before it asks again: how a store paces many.
+    """
+
+    sample_ids: Sequence[str] = ()
+    tags: Sequence[Mapping[str, TagValue]] = ()
+    lease_tokens: Sequence[str] | None = None
+    exhausted: bool = False
+    num_ready: int = 0
+    shortfall: Shortfall | None = None
+    version: str | None = None
+    ask_again_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettleReply:
+    """The leases are settled or renewed."""
+
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumptionReply:
+    """Whether every task has been given (leased: has acked) every sample that the partition holds."""
+
+    consumed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClearReply:
+    """The samples are gone.
+
+    Attributes:
+        num_samples: How many were there.
+    """
+
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleList:
+    """Ids in order of first write, with their tags."""
+
+    sample_ids: Sequence[str]
+    tags: Sequence[Mapping[str, TagValue]]
+
+
+# --- the specs --------------------------------------------------------------------------------------------------------
+
+
+class DataPlaneSpec:
+    """The hook specs. Other errors derive from `DataPlaneError` too; core wraps what does not in `BackendError`."""
+
+    @hookspec(firstresult=True)
+    def register_partition(self, request: RegisterRequest) -> PartitionInfo:  # type: ignore[empty-body]
+        """Opens the partition afresh; rows, tags, cursors and schema of an earlier registration are gone on return."""
+
+    @hookspec(firstresult=True)
+    def describe_partition(self, request: DescribeRequest) -> PartitionInfo:  # type: ignore[empty-body]
+        """Reads the registration.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+        """
+
+    @hookspec(firstresult=True)
+    def put_samples(self, request: PutRequest) -> PutReply:  # type: ignore[empty-body]
+        """Commits cells and tags, then flips production; returns when the commit is visible to every client.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+            SchemaMismatchError: A spec differs from the field's first write; nothing is written.
+            InvalidRequestError: An id without ``_g`` or a surplus group member; nothing is written.
+            StalePartitionError: ``epoch`` is not the current registration; nothing is written.
+            CapacityExceededError: Full, and told to raise.
+            OperationTimeoutError: Perhaps written, perhaps not.
+        """
+
+    @hookspec(firstresult=True)
+    def get_samples(self, request: GetRequest) -> WireBatch:  # type: ignore[empty-body]
+        """Reads exactly one row per id in every column asked for.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+            MissingDataError: Names the first missing samples or cells, and counts the rest.
+            LostSamplesError: The store names cells whose payload it no longer has.
+        """
+
+    @hookspec(firstresult=True)
+    def claim(self, request: ClaimRequest) -> Claim:  # type: ignore[empty-body]
+        """Hands out ready samples, each at most once per task (leased: one holder at a time). Never waits.
+
+        Raises:
+            UnknownPartitionError, UnknownTaskError: Not registered.
+            InvalidRequestError: ``batch_size`` is not a multiple of the group size.
+        """
+
+    @hookspec(firstresult=True)
+    def ack(self, request: AckRequest) -> SettleReply:  # type: ignore[empty-body]
+        """Settles all of the rows or none.
+
+        Raises:
+            LeaseExpiredError: Names the ids whose token is no longer valid.
+        """
+
+    @hookspec(firstresult=True)
+    def nack(self, request: NackRequest) -> SettleReply:  # type: ignore[empty-body]
+        """Gives all of the rows back or none.
+
+        Raises:
+            LeaseExpiredError: Names the ids whose token is no longer valid.
+        """
+
+    @hookspec(firstresult=True)
+    def renew(self, request: RenewRequest) -> SettleReply:  # type: ignore[empty-body]
+        """Renews all of the leases or none.
+
+        Raises:
+            LeaseExpiredError: Names the ids whose token is no longer valid.
+        """
+
+    @hookspec(firstresult=True)
+    def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:  # type: ignore[empty-body]
+        """Answers from the store's own state; False for an unknown partition or task, and while nothing is held."""
+
+    @hookspec(firstresult=True)
+    def clear_samples(self, request: ClearRequest) -> ClearReply:  # type: ignore[empty-body]
+        """Drops rows with their tags and cursors, or the whole partition; what is not there is ignored."""
+
+    @hookspec(firstresult=True)
+    def list_samples(self, request: ListRequest) -> SampleList:  # type: ignore[empty-body]
+        """Lists ids and tags.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+        """

@@ -1,0 +1,344 @@
+"""`BlobStore`: one process without a journal, many with one; every process comes to the same state."""
+
+import threading
+
+import pytest
+import torch
+from blob_stores import Clock, Plain, journaled, open_client
+
+from dataplane_core import Capability
+from dataplane_core.backends import RefsGoneError
+from dataplane_core.errors import (
+    BackendError,
+    BackendUnavailableError,
+    CapacityExceededError,
+    CorruptDataError,
+    LeaseExpiredError,
+    LostSamplesError,
+)
+from dataplane_core.ledger import room
+from dataplane_core.ledger.partition import Partition
+from dataplane_core.spec import Scope
+from dataplane_core.testing._timing import eventually
+
+
+def test_without_a_journal_the_scope_is_process_and_attaching_is_refused():
+    assert Plain.scope is Scope.PROCESS
+    assert Capability.DURABLE not in Plain.capabilities
+    with pytest.raises(BackendUnavailableError, match="lives in one process"):
+        open_client(Plain, bootstrap=False)
+
+
+def test_with_a_journal_it_is_durable_and_others_attach():
+    cls = journaled()
+    assert cls.scope is Scope.HOST
+    assert Capability.DURABLE in cls.capabilities
+
+
+def test_clients_of_one_journal_share_rows_claims_and_acks():
+    cls = journaled()
+    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
+        one.register_partition("p", ["x"], 4, ["t"])
+        one.put_samples(list("abcd"), "p", {"x": torch.arange(4)}, tags=[{"n": i} for i in range(4)])
+        assert two.get_samples(["d", "a"], "p", ["x"])["x"].tolist() == [3, 0]
+        mine = one.claim_meta("p", "t", ["x"], 2, lease_s=60)
+        yours = two.claim_meta("p", "t", ["x"], 2, lease_s=60)
+        assert (mine.sample_ids, yours.sample_ids) == (["a", "b"], ["c", "d"])
+        two.ack(mine)  # a token is worth the same in every process
+        one.ack(yours)
+        assert one.check_consumption_status("p", ["t"])
+        with pytest.raises(LeaseExpiredError):
+            one.nack(mine)
+
+
+def test_a_restart_replays_to_the_same_state():
+    cls = journaled()
+    with open_client(cls) as first:
+        first.register_partition("p", ["x"], None, ["t"], grpo_group_size=2)
+        first.put_samples(["q_g0", "q_g1", "r_g0"], "p", {"x": torch.tensor([1.0, 2.0, 3.0])})
+        first.claim_meta("p", "t", ["x"], 2)
+        first.clear_samples(["r_g0"], "p")
+    with open_client(cls) as second:
+        assert second.list_samples("p").sample_ids == ["q_g0", "q_g1"]
+        assert second.claim_meta("p", "t", ["x"], 2, blocking=False).sample_ids == []
+        assert second.get_samples(["q_g1"], "p", ["x"])["x"].tolist() == [2.0]
+        second.clear_samples(None, "p")
+        assert second._backend.blobs == {}
+
+
+def test_a_refused_operation_is_refused_in_replay_too_and_changes_nothing():
+    cls = journaled()
+    with open_client(cls) as one:
+        one.register_partition("p", ["x"], None, ["t"])
+        one.put_samples(["a"], "p", {"x": torch.zeros(1)})
+        with pytest.raises(ValueError, match="field 'x'"):
+            one.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
+        with open_client(cls, bootstrap=False) as two:
+            assert two.list_samples("p").sample_ids == ["a"]
+
+
+def test_what_was_refused_for_want_of_room_shifts_nothing_in_a_process_with_more_room():
+    cls = journaled()
+    with open_client(cls, capacity_bytes=100, on_full="raise") as one:
+        one.register_partition("p", ["x"], None, ["t"])
+        for name, value in (("a", 1), ("b", 2)):
+            column = {"x": torch.full((1, 64), value, dtype=torch.uint8)}
+            if name == "b":
+                with pytest.raises(CapacityExceededError):
+                    one.put_samples([name], "p", column)
+                one.clear_samples(["a"], "p")
+            one.put_samples([name], "p", column)
+        with open_client(cls, bootstrap=False, capacity_bytes=1000) as two:  # which replays what came before
+            two.put_samples(["c"], "p", {"x": torch.full((1, 64), 3, dtype=torch.uint8)})
+            for client in (one, two):
+                assert client.get_samples(["b", "c"], "p", ["x"])["x"][:, 0].tolist() == [2, 3]
+            with pytest.raises(CapacityExceededError):
+                one.put_samples(["d"], "p", column)
+            one.put_samples(["c"], "p", tags=[{"n": 1}])  # takes no room
+            assert two.list_samples("p").tags == [{}, {"n": 1}]
+
+
+def test_a_put_that_waits_for_room_leaves_two_records_and_none_of_its_tries():
+    cls = journaled()
+    with open_client(cls, capacity_bytes=20, op_timeout_s=0.3) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
+        before = len(client._backend.journal)
+        with pytest.raises(TimeoutError):
+            client.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
+        with pytest.raises(ValueError, match="field 'x'"):  # at once: it will never do
+            client.put_samples(["b"], "p", {"x": torch.zeros(1)})
+        assert len(client._backend.journal) == before + 2  # which say to others that it waits, and no longer does
+        with open_client(cls, False, capacity_bytes=20, on_full="raise") as other:
+            other.list_samples("p")
+            assert not other._backend._journal._service.ledger._room.waiting
+
+
+def test_a_later_put_of_another_process_leaves_room_for_one_that_waits(monkeypatch):
+    monkeypatch.setattr(room, "_QUIET_S", 600.0)
+    cls = journaled()
+
+    def put(client, name, count):
+        client.put_samples([name], "p", {"x": torch.zeros(1, count, dtype=torch.uint8)})
+
+    with open_client(cls, capacity_bytes=1000) as one, open_client(cls, False, capacity_bytes=1000) as two:
+        one.register_partition("p", ["x"], None, ["t"])
+        put(one, "a", 400)
+        waiting = threading.Thread(target=put, args=(one, "large", 700))
+        waiting.start()
+        try:
+            eventually(lambda: any(b"wait_for_room" in record for record in cls.journal.values()), what="the queue")
+            with (
+                open_client(cls, False, capacity_bytes=1000, on_full="raise") as three,
+                pytest.raises(CapacityExceededError, match="1 put waits for room before it"),
+            ):
+                put(three, "small", 300)
+            two.clear_samples(["a"], "p")
+        finally:
+            waiting.join(30)
+        assert not waiting.is_alive()
+        put(two, "small", 150)
+        assert two.list_samples("p").sample_ids == ["large", "small"]
+
+
+def test_what_an_abandoned_put_reserved_is_room_again(monkeypatch):
+
+    class Killed(BaseException):
+        pass
+
+    cls = journaled()
+    with open_client(cls, capacity_bytes=20, on_full="raise") as one, open_client(cls, capacity_bytes=20) as two:
+        clock = Clock(one)
+        one.register_partition("p", ["x"], None, ["t"])
+
+        def die(*_):
+            raise Killed
+
+        monkeypatch.setattr(two._backend, "put_many", die)
+        monkeypatch.setattr(two._backend, "_undo", die)
+        with pytest.raises(Killed):
+            two.put_samples(["a"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
+        with pytest.raises(CapacityExceededError):
+            one.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
+        clock.now += 60
+        one.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
+        assert two.list_samples("p").sample_ids == ["b"]
+
+
+def test_vain_questions_of_a_waiting_claim_are_not_recorded():
+    cls = journaled()
+    with open_client(cls) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        before = len(client._backend.journal)
+        with pytest.raises(TimeoutError):
+            client.claim_meta("p", "t", ["x"], 1, timeout_s=0.2)
+        assert len(client._backend.journal) == before
+
+
+def test_a_vain_claim_in_one_process_changes_no_token_of_later_ones():
+    cls = journaled()
+    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
+        one.register_partition("p", ["x"], None, ["t"])
+        one.put_samples(["a"], "p", {"x": torch.zeros(1)})
+        first = one.claim_meta("p", "t", ["x"], 1, lease_s=60)
+        assert one.claim_meta("p", "t", ["x"], 1, blocking=False, lease_s=60).sample_ids == []
+        one.put_samples(["b"], "p", {"x": torch.zeros(1)})
+        second = one.claim_meta("p", "t", ["x"], 1, lease_s=60)
+        two.ack(first)
+        two.ack(second)  # the token is the same in every process
+        assert one.check_consumption_status("p", ["t"])
+
+
+def test_a_lease_that_another_process_let_run_out_comes_back(monkeypatch):
+    cls = journaled()
+    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
+        one.register_partition("p", ["x"], None, ["t"])
+        one.put_samples(["a"], "p", {"x": torch.zeros(1)})
+        held = one.claim_meta("p", "t", ["x"], 1, lease_s=0.05)
+        again = two.claim_meta("p", "t", ["x"], 1, lease_s=60, timeout_s=5)
+        assert again.sample_ids == ["a"]
+        with pytest.raises(LeaseExpiredError):
+            one.ack(held)
+        two.ack(again)
+
+
+def test_a_call_that_is_interrupted_in_the_middle_leaves_no_half_in_this_process(monkeypatch):
+    cls = journaled()
+    write_row, written = Partition.write_row, []
+
+    def interrupted(partition, *args):
+        if len(written) == 1:
+            written.append(None)
+            raise KeyboardInterrupt
+        written.append(None)
+        return write_row(partition, *args)
+
+    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
+        one.register_partition("p", ["x"], None, ["t"])
+        monkeypatch.setattr(Partition, "write_row", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.put_samples(["a", "b"], "p", {"x": torch.tensor([1, 2])})
+        for client in (two, one):  # the interrupt came after the commit was recorded
+            assert client.list_samples("p").sample_ids == ["a", "b"]
+        one.put_samples(["c"], "p", {"x": torch.tensor([3])})
+        for client in (two, one):
+            assert client.get_samples(["a", "b", "c"], "p", ["x"])["x"].tolist() == [1, 2, 3]
+
+
+def test_threads_wait_for_a_store_that_does_not_answer_no_longer_than_they_may():
+    cls = journaled()
+    asked, answered = threading.Event(), threading.Event()
+
+    class Stuck(cls):
+        def append(self, seq, record):
+            if threading.current_thread() is not threading.main_thread():
+                asked.set()
+                answered.wait(30)
+            return super().append(seq, record)
+
+    with open_client(Stuck, op_timeout_s=0.2) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        stuck = threading.Thread(target=client.clear_samples, args=(["a"], "p"))
+        stuck.start()
+        assert asked.wait(30)
+        with pytest.raises(TimeoutError, match=r"list_samples: other threads .* until the deadline"):
+            client.list_samples("p")
+        answered.set()
+        stuck.join()
+        assert client.list_samples("p").sample_ids == []
+
+
+def test_the_stores_methods_know_how_long_the_operation_may_take():
+    left = {}
+
+    class Asked(journaled()):
+        def put(self, key, data):
+            left["put"] = self.seconds_left()
+            super().put(key, data)
+
+        def get(self, key):
+            left["get"] = self.seconds_left()
+            return super().get(key)
+
+        def delete(self, key):
+            left["delete"] = self.seconds_left()
+            super().delete(key)
+
+        def append(self, seq, record):
+            left["append"] = self.seconds_left()
+            return super().append(seq, record)
+
+        def read(self, from_seq):
+            left["read"] = self.seconds_left()
+            return super().read(from_seq)
+
+    with open_client(Asked, op_timeout_s=500) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.zeros(1)})
+        client.get_samples(["a"], "p", ["x"])
+        client.clear_samples(["a"], "p")
+        assert sorted(left) == ["append", "delete", "get", "put", "read"]
+        assert all(400 < seconds <= 500 for seconds in left.values())
+        assert client._backend.seconds_left() == 60  # no operation
+
+
+@pytest.mark.parametrize("record", [b"", b"\xc1", b"\x93\x01\x02\x03"])
+def test_a_journal_that_cannot_be_read_is_an_error_not_a_crash(record):
+    cls = journaled()
+    with open_client(cls) as client:
+        client._backend.journal[0] = record
+        with pytest.raises(CorruptDataError, match="journal record 0"):
+            client.list_samples("p")
+
+
+@pytest.mark.parametrize(("one", "other"), [("append", "read"), ("read", "append")])
+def test_half_a_journal_is_refused_when_the_class_is_made(one, other):
+    with pytest.raises(TypeError, match=f"Half overrides '{one}' without '{other}'. Expected both"):
+        type("Half", (Plain,), {one: lambda *_: None})
+
+
+def test_why_a_put_failed_is_not_hidden_by_its_undoing():
+    class Failing(Plain):
+        def put(self, key, data):
+            raise OSError(28, "No space left on device")
+
+        def delete(self, key):
+            raise RuntimeError("the engine is gone")
+
+    with open_client(Failing) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        with pytest.raises(BackendError, match="No space left on device"):
+            client.put_samples(["a"], "p", {"x": torch.zeros(1)})
+
+
+def test_a_store_that_fails_reaches_the_user_with_its_cause():
+    class Failing(Plain):
+        def put(self, key, data):
+            raise OSError(28, "No space left on device")
+
+    with open_client(Failing) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        with pytest.raises(BackendError, match="No space left on device") as failed:
+            client.put_samples(["a"], "p", {"x": torch.zeros(1)})
+        assert isinstance(failed.value.__cause__, OSError)
+        assert client.list_samples("p").sample_ids == []
+
+
+def test_lost_rows_that_an_engine_does_not_name_are_found_by_reading_again():
+    class Vague(Plain):
+        lost = frozenset()
+
+        def _get_rows(self, handles, deadline):
+            if not self.lost.isdisjoint(handles):
+                raise RefsGoneError("some are gone")
+            return super()._get_rows(handles, deadline)
+
+    ids = [f"s{i}" for i in range(32)]
+    with open_client(Vague) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(ids, "p", {"x": torch.zeros(32)})
+        (part,) = client._backend._ledger(0.0, "locate", "p", ["s3", "s30"], ["x"]).parts
+        client._backend.lost = frozenset(part.write_id + position for position in part.positions)
+        with pytest.raises(LostSamplesError) as caught:
+            client.get_samples(ids, "p", ["x"])
+        assert caught.value.missing_cells == {"s3": ("x",), "s30": ("x",)}

@@ -1,0 +1,118 @@
+"""The form on disk: a file written by the first core that had it is read by every later one, record by record."""
+
+import base64
+import json
+from pathlib import Path
+
+import msgpack
+import pytest
+from blob_stores import Clock, journaled, open_client, trimmed
+
+from dataplane_core.backends.journal_records import DIGEST_BYTES, OPS, Record, seal
+from dataplane_core.errors import CorruptDataError, LeaseExpiredError
+
+_GOLDEN = json.loads((Path(__file__).parent / "golden" / "v3.json").read_text())
+RECORDS = [base64.b64decode(text) for text in _GOLDEN["records"]]
+BLOBS = {key: base64.b64decode(text) for key, text in _GOLDEN["blobs"].items()}
+FIELDS = {
+    "begin": "store",
+    "expire": "leases writes",
+    "plan": "snapshot",
+    "snapshot": "store snapshot chunks nbytes digest records garbage",
+    "register": "partition_id fields num_samples consumer_tasks grpo_group_size enums epoch",
+    "begin_put": "partition_id sample_ids specs row_bytes tags epoch write_id ticket ttl_s",
+    "wait_for_room": "ticket size_bytes wait_s",
+    "commit_put": "write_id",
+    "abort_put": "write_id",
+    "put_tags": "partition_id sample_ids tags epoch",
+    "claim": "partition_id task_name required_fields batch_size all_or_nothing lease_s tag_filter token holder",
+    "ack": "partition_id task_name sample_ids tokens",
+    "nack": "partition_id task_name sample_ids tokens",
+    "renew": "partition_id task_name sample_ids tokens lease_s",
+    "clear": "partition_id sample_ids",
+    "collected": "refs",
+}
+
+
+def stored(cls, first=0):
+    """A store with the file's records from ``first`` on."""
+    client = open_client(cls)
+    cls.journal.update({seq: data for seq, data in enumerate(RECORDS) if seq >= first})
+    client._backend.blobs.update(BLOBS)
+    return client
+
+
+def test_the_ops_and_their_fields_are_these():
+    """Another field, or another meaning of one, is another version, and needs another file beside this one."""
+    assert {op: " ".join(fields) for op, fields in OPS.items()} == FIELDS
+
+
+def test_the_file_holds_every_op_and_is_written_again_byte_for_byte():
+    seen = set()
+    for seq, data in enumerate(RECORDS):
+        record = Record.from_bytes(data, seq)
+        held = msgpack.unpackb(data[DIGEST_BYTES:])
+        assert list(held) == ["v", "seq", "prev", "op", *FIELDS[record.op].split()]
+        assert record.to_bytes() == data
+        seen.add(record.op)
+    assert seen == set(FIELDS)
+
+
+@pytest.mark.parametrize("way", ["all records", "snapshot"])
+def test_the_file_replays_to_what_it_was(way):
+    cls = journaled() if way == "all records" else trimmed()
+    first = 0
+    if way == "snapshot":
+        first = next(seq for seq, data in enumerate(RECORDS) if Record.from_bytes(data, seq).op == "snapshot")
+        cls.trims.append(first)
+    with stored(cls, first) as client:
+        clock = Clock(client)
+        listed = client.list_samples("p")
+        assert listed.sample_ids == ["k_g0", "k_g1", "m_g0", "m_g1"]
+        primitives = {"f": 0.5, "s": "ü", "b": True, "none": None}
+        assert listed.tags == [
+            {"n": 0, **primitives, "late": 2},
+            {"n": 1, **primitives, "late": 3},
+            {"n": 2, **primitives},
+            {"n": 3, **primitives},
+        ]
+        assert client.get_samples(["m_g1", "k_g0"], "p", ["x"])["x"].tolist() == [3, 0]
+        assert list(client.get_samples(["k_g1"], "p", ["word"])["word"]) == ["b"]
+        assert client.get_samples(["k_g0"], "p", ["z"])["z"].tolist() == [[0.0, 0.0, 0.0]]
+        with pytest.raises(KeyError, match="'q' is not registered"):
+            client.list_samples("q")
+        with pytest.raises(ValueError, match="group 'k' would have 3 members"):
+            client.put_samples(["k_g2"], "p", tags=[{}])
+        claim = next(Record.from_bytes(data, 0).fields for data in reversed(RECORDS) if b"claim" in data)
+        assert client.claim_meta("p", "t", ["x"], 2, blocking=False).sample_ids == []  # acked, and leased
+        clock.now += 10.1
+        again = client.claim_meta("p", "t", ["x"], 2, blocking=False, lease_s=5.0)
+        assert again.sample_ids == ["m_g0", "m_g1"]
+        lost = again.subset([0, 1])
+        lost.lease_tokens = [claim["token"]] * 2
+        with pytest.raises(LeaseExpiredError):
+            client.ack(lost)
+        client.ack(again)
+        assert client.check_consumption_status("p", ["t"])
+        assert not client.check_consumption_status("p", ["u"])
+        client.clear_samples(None, "p")
+        assert not [key for key in client._backend.blobs if key.startswith("row")]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_versions_before_the_fields_had_names_are_refused_with_the_reason(version):
+    cls = journaled()
+    with open_client(cls) as client:
+        cls.journal[0] = msgpack.packb([version, 0.0, "clear", ["p", None], {}])
+        with pytest.raises(
+            CorruptDataError, match=rf"of version {version}\. Expected 3\. Another dataplane-core wrote it"
+        ):
+            client.list_samples("p")
+
+
+def test_a_later_version_is_refused_with_the_reason():
+    cls = journaled()
+    with open_client(cls) as client:
+        cls.journal[0] = seal(msgpack.packb({"v": 4, "anything": "else"}))
+        with pytest.raises(CorruptDataError, match=r"record 0 is of version 4\. Expected 3\."):
+            client.list_samples("p")

@@ -1,0 +1,293 @@
+"""`LedgerBackend`: what it does when payload is gone, when a put fails late, and while it waits."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+import torch
+
+from dataplane_core import DataPlaneConfig
+from dataplane_core.errors import (
+    BackendError,
+    BackendUnavailableError,
+    CapacityExceededError,
+    ClaimTimeoutError,
+    ClientClosedError,
+    LostSamplesError,
+    OperationTimeoutError,
+)
+from dataplane_core.plugins import connect_backend
+from dataplane_noop import NoopBackend
+
+
+def open_client(cls=NoopBackend, middleware=(), op_timeout_s=10, **options):
+    config = DataPlaneConfig(backend="noop", options=options, op_timeout_s=op_timeout_s, middleware=list(middleware))
+    client = connect_backend(cls, config)
+    client.register_partition("p", ["x", "y"], None, ["t"])
+    return client
+
+
+def put(client, ids, name="x", size=1):
+    client.put_samples(ids, "p", {name: torch.zeros(len(ids), size, dtype=torch.uint8)})
+
+
+# --- payload that is gone ---------------------------------------------------------------------------------------------
+
+
+def test_lost_payload_is_named_at_once_and_can_be_produced_again():
+    with open_client() as client:
+        put(client, list("abc"))
+        put(client, ["b"], "y")
+        backend = client._backend
+        located = backend._ledger(0.0, "locate", "p", ["b", "c"], ["x"])
+        backend._delete([(part.write_id, pos) for part in located.parts for pos in part.positions], 0.0)
+        asked = []
+        locate = backend._ledger
+
+        def counted(deadline, method, *args, **kwargs):
+            asked.append(method)
+            return locate(deadline, method, *args, **kwargs)
+
+        backend._ledger = counted
+        with pytest.raises(LostSamplesError, match="the payload of 2 samples is gone") as caught:
+            client.get_samples(["a", "b", "c"], "p", ["x"])
+        assert asked == ["locate", "locate"]
+        assert not caught.value.retryable
+        assert caught.value.missing_cells == {"b": ("x",), "c": ("x",)}
+        client.get_samples(["b"], "p", ["y"])
+        client.clear_samples(["b", "c"], "p")
+        put(client, ["b", "c"])
+        assert len(client.get_samples(["a", "b", "c"], "p", ["x"])) == 3
+
+
+def test_an_engine_that_does_not_say_what_is_gone_is_believed_the_second_time():
+    class Vague(NoopBackend):
+        def _fetch(self, located, num_samples, deadline):
+            try:
+                return super()._fetch(located, num_samples, deadline)
+            except Exception as error:
+                raise type(error)(error.message) from None
+
+    with open_client(Vague) as client:
+        put(client, ["a"])
+        client._backend._segments.clear()
+        with pytest.raises(LostSamplesError, match="'a' lacks 'x'"):
+            client.get_samples(["a"], "p", ["x"])
+
+
+def test_rows_that_move_while_they_are_read_are_not_lost():
+    moves = []
+
+    class Moves(NoopBackend):
+        def _fetch(self, located, num_samples, deadline):
+            if len(moves) < 6:  # each time another row of one write, so that the rest is named again
+                moves.append(None)
+                put(self.client, [f"s{len(moves)}"])
+            return super()._fetch(located, num_samples, deadline)
+
+    with open_client(Moves) as client:
+        client._backend.client = client
+        ids = [f"s{i}" for i in range(9)]
+        put(client, ids)
+        assert len(client.get_samples(ids, "p", ["x"])) == 9
+        assert len(moves) == 6
+
+
+# --- puts that fail ---------------------------------------------------------------------------------------------------
+
+
+class _FailsLate(NoopBackend):
+    """Stores take until the deadline and fail; a ledger that hangs as long as it is allowed, when it is to undo."""
+
+    hangs = True
+
+    def _store(self, write_id, columns, num_samples, deadline):
+        if self.hangs:
+            time.sleep(max(0.0, deadline - time.monotonic()))
+            raise OperationTimeoutError("the store did not answer.")
+        super()._store(write_id, columns, num_samples, deadline)
+
+    def _ledger(self, deadline, method, *args, **kwargs):
+        if method == "abort_put" and self.hangs:
+            time.sleep(max(0.0, deadline - time.monotonic()))
+            raise OperationTimeoutError("the controller did not answer.")
+        return super()._ledger(deadline, method, *args, **kwargs)
+
+
+def test_undoing_a_failed_put_keeps_to_its_deadline_and_the_next_call_goes_on_with_it():
+    with open_client(_FailsLate, op_timeout_s=1.0, capacity_bytes=100, on_full="raise") as client:
+        start = time.monotonic()
+        with pytest.raises(OperationTimeoutError):
+            put(client, ["a"], size=80)
+        assert time.monotonic() - start < 3.0  # and not the five seconds that undoing may take
+        backend = client._backend
+        assert backend._ledger(0.0, "held_bytes") == 80
+        backend.hangs = False
+        put(client, ["b"], size=80)  # the room is free again
+        assert client.list_samples("p").sample_ids == ["b"]
+
+
+def test_a_put_that_fails_early_is_undone_at_once():
+    class Refuses(NoopBackend):
+        def _store(self, write_id, columns, num_samples, deadline):
+            raise ValueError("no")
+
+    with open_client(Refuses, capacity_bytes=100) as client:
+        with pytest.raises(BackendError):
+            put(client, ["a"], size=80)
+        assert client._backend._ledger(0.0, "held_bytes") == 0
+
+
+def test_a_put_whose_reservation_got_no_answer_holds_no_room():
+    class LosesReply(NoopBackend):
+        def _ledger(self, deadline, method, *args, **kwargs):
+            answer = super()._ledger(deadline, method, *args, **kwargs)
+            if method == "begin_put":
+                raise OperationTimeoutError("the reply was lost.")
+            return answer
+
+    with open_client(LosesReply, capacity_bytes=100) as client:
+        with pytest.raises(OperationTimeoutError, match="the reply was lost"):
+            put(client, ["a"], size=80)
+        assert client._backend._ledger(0.0, "held_bytes") == 0
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_put_that_waits_for_room_ends_by_its_deadline_and_says_who_waits_before_it():
+    with open_client(op_timeout_s=0.5, capacity_bytes=100) as client:
+        put(client, ["a"], size=60)
+        start = time.monotonic()
+        with pytest.raises(OperationTimeoutError, match="60 of 100 bytes are held"):
+            put(client, ["b"], size=60)
+        assert 0.4 <= time.monotonic() - start < 5.0
+
+
+class _Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [_Interrupted(), BackendUnavailableError("gone")], ids=["interrupted", "failed"])
+def test_a_put_that_ends_without_its_room_leaves_the_queue(error):
+    class Fails(NoopBackend):
+        tries = 0
+
+        def _put(self, request, row_bytes, ticket):
+            self.tries += request.sample_ids == ["large"]
+            if self.tries == 2:
+                raise error
+            return super()._put(request, row_bytes, ticket)
+
+    with open_client(Fails, capacity_bytes=100) as client:
+        put(client, ["a"], size=60)
+        with pytest.raises(type(error)):
+            put(client, ["large"], size=90)
+        client._backend.tries = 3
+        assert not client._backend._service.ledger._room.waiting
+
+
+def test_a_put_that_finds_the_engine_full_queues_again():
+    asked = []
+
+    class EngineIsFull(NoopBackend):
+        def _store(self, write_id, columns, num_samples, deadline):
+            if len(asked) < 4 and columns["x"].shape[1] == 50:
+                raise CapacityExceededError("the engine is full.")
+            super()._store(write_id, columns, num_samples, deadline)
+
+        def _ledger(self, deadline, method, *args, **kwargs):
+            if method == "wait_for_room":
+                asked.append(kwargs["wait_s"])
+            return super()._ledger(deadline, method, *args, **kwargs)
+
+    with open_client(EngineIsFull, capacity_bytes=100) as client:
+        put(client, ["a"], size=50)
+    assert len(asked) == 4
+
+
+def test_a_large_put_gets_its_room_among_many_small_ones():
+    stop = threading.Event()
+    with open_client(op_timeout_s=60, capacity_bytes=1000) as client:
+
+        def produce(worker):
+            number = 0
+            while not stop.is_set():
+                put(client, [f"{worker}.{number}"], size=50)
+                number += 1
+
+        def consume():
+            while not stop.is_set():
+                meta = client.claim_meta("p", "t", ["x"], 4, blocking=False)
+                client.clear_samples(meta.sample_ids, "p")
+
+        threads = [threading.Thread(target=produce, args=(each,)) for each in range(4)]
+        threads.append(threading.Thread(target=consume))
+        for thread in threads:
+            thread.start()
+        try:
+            for turn in range(3):
+                put(client, [f"large{turn}"], size=900)
+        finally:
+            stop.set()
+            client.clear_samples([f"large{turn}" for turn in range(3)], "p")
+            for thread in threads[:-1]:
+                while thread.is_alive():
+                    client.clear_samples(client.list_samples("p").sample_ids, "p")
+                    thread.join(0.05)
+            threads[-1].join()
+
+
+def test_a_put_that_may_not_wait_is_refused_while_the_store_is_full():
+    with open_client(capacity_bytes=100, on_full="raise") as client:
+        put(client, ["a"], size=60)
+        with pytest.raises(CapacityExceededError, match="60 of 100 bytes are held"):
+            put(client, ["b"], size=60)
+
+
+def test_claims_that_do_not_wait_or_not_long_slow_down_no_other():
+    with open_client(op_timeout_s=60) as client:
+        stop = threading.Event()
+
+        def give_up_soon():
+            while not stop.is_set():
+                with contextlib.suppress(ClaimTimeoutError):
+                    client.claim_meta("p", "u", ["x"], 1, timeout_s=0.1)
+
+        client.register_partition("p", ["x"], None, ["t", "u"])
+        for _ in range(2000):
+            client.claim_meta("p", "t", ["x"], 1, blocking=False)
+        threads = [threading.Thread(target=give_up_soon) for _ in range(32)]
+        for thread in threads:
+            thread.start()
+        try:
+            time.sleep(1.0)  # at a slot for each of their questions they would be many seconds ahead by then
+            late = threading.Timer(0.3, client.put_samples, (["a"], "p", None), {"tags": [{}]})
+            late.start()
+            start = time.monotonic()
+            client.claim_meta("p", "t", [], 1, timeout_s=30)
+            assert time.monotonic() - start < 8.0
+        finally:
+            stop.set()
+            for thread in [*threads, late]:
+                thread.join()
+
+
+def test_a_client_that_is_closed_wakes_its_waiting_claims():
+    client = open_client()
+    raised = []
+
+    def wait():
+        try:
+            client.claim_meta("p", "t", ["x"], 1, timeout_s=300)
+        except ClientClosedError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while not client._in_flight:
+        time.sleep(0.001)
+    client.close()
+    waiting.join(10)
+    assert len(raised) == 1

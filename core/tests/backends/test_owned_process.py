@@ -1,0 +1,116 @@
+"""Servers that a backend starts end with it, whatever is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import dataplane_core.backends.owned_process as owned_process
+from dataplane_core.backends import OwnedProcess, last_words
+
+#: Starts from a thread that ends at once, as a worker's may. Loads the module alone: the package takes seconds.
+_OWNER = """
+import importlib.util, json, sys, threading, time
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("owned_process", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+made = []
+start = lambda: made.append(module.OwnedProcess(["sleep", "1000"], folder=Path(sys.argv[2])))
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+print(json.dumps([made[0].pid, made[0]._watcher.pid]), flush=True)
+time.sleep(1000)
+"""
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, within_s=30.0):
+    give_up = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < give_up, "the condition did not come true"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """An owner in a process group of its own; its process id, its server's, its watcher's and the server's folder."""
+    owners = []
+
+    def start():
+        folder = tmp_path / f"folder{len(owners)}"
+        folder.mkdir()
+        words = [sys.executable, "-c", _OWNER, owned_process.__file__, str(folder)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+        owners.append(process)
+        return process.pid, *json.loads(process.stdout.readline()), folder
+
+    yield start
+    for process in owners:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_it_runs_on_after_the_thread_that_started_it(owner):
+    pid, server, _, _ = owner()  # that thread has ended
+    wait_until(lambda: Path(f"/proc/{server}/comm").read_text() == "sleep\n")
+    assert runs(pid)
+
+
+def test_a_killed_owner_takes_it_along_and_the_watcher_tidies_up(owner):
+    pid, server, watcher, folder = owner()
+    os.killpg(pid, signal.SIGKILL)
+    wait_until(lambda: not runs(server) and not runs(watcher) and not folder.exists())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="not run: only Linux ends a process with its parent")
+def test_an_owner_killed_together_with_its_watcher_takes_it_along(owner):
+    for _ in range(20):
+        pid, server, watcher, _ = owner()
+        for each in (pid, watcher):
+            os.kill(each, signal.SIGSTOP)  # so that neither acts on the other's end
+        for each in (watcher, pid):
+            os.kill(each, signal.SIGKILL)
+        wait_until(lambda server=server, watcher=watcher: not runs(server) and not runs(watcher))
+
+
+def test_ending_it_leaves_no_process_and_no_thread(tmp_path):
+    before = threading.active_count()
+    for end_s in (0.0, 5.0):
+        process = OwnedProcess(["sleep", "1000"], end_s=end_s)
+        wait_until(lambda process=process: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
+        assert not process.ended
+        process.end()
+        process.end()
+        assert process.ended
+        assert not runs(process.pid)
+    wait_until(lambda: threading.active_count() == before)
+
+
+def test_its_output_goes_to_the_log(tmp_path):
+    log = tmp_path / "log"
+    process = OwnedProcess(["sh", "-c", "echo one; echo two >&2; exit 3"], log=log)
+    wait_until(lambda: process.ended)
+    process.end()
+    assert last_words(log) == "one / two"
+
+
+def test_what_cannot_be_started_is_an_error_at_once():
+    before = threading.active_count()
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        OwnedProcess(["no-such-program"])
+    wait_until(lambda: threading.active_count() == before)

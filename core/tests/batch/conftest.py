@@ -1,0 +1,15 @@
+"""A client on the in-process backend with an open partition."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane_core.plugins import connect
+
+
+@pytest.fixture
+def client():
+    """Partition ``train`` is registered."""
+    with connect({"backend": "noop"}, bootstrap=True) as opened:
+        opened.register_partition("train", [], None, ["policy"])
+        yield opened

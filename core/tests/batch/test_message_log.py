@@ -1,0 +1,132 @@
+"""Message logs travel as lengths, roles and contents of turns; their tokens are views into ``input_ids``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dataplane_core.batch import kv_first_write, read_columns, rebuild_message_logs, split_message_logs
+from dataplane_core.batch.jagged import to_nested_by_length
+from dataplane_core.batch.message_log import MESSAGE_LOG_FIELDS
+from dataplane_core.errors import InvalidRequestError
+
+LOGS = [
+    [
+        {"role": "system", "content": "be brief", "token_ids": torch.tensor([1, 2])},
+        {"role": "user", "content": "2+2?", "token_ids": torch.tensor([3, 4, 5])},
+        {
+            "role": "assistant",
+            "content": "4",
+            "token_ids": torch.tensor([6]),
+            "generation_logprobs": torch.tensor([-1.0]),
+        },
+    ],
+    [
+        {"role": "user", "content": [{"type": "text", "text": "look"}], "token_ids": [7, 8]},
+        {"role": "assistant", "content": "call", "token_ids": torch.tensor([9])},
+        {"role": "tool", "content": "", "token_ids": torch.tensor([], dtype=torch.int64)},
+        {"role": "assistant", "content": "done", "token_ids": torch.tensor([10, 11])},
+    ],
+    [],
+]
+INPUT_IDS = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 0], [0, 0, 0, 0, 0, 0]])
+LENGTHS = [6, 5, 0]
+
+
+def plain(logs):
+    """Roles, contents and tokens as plain lists."""
+    return [
+        [
+            {"role": t["role"], "content": t["content"], "token_ids": torch.as_tensor(t["token_ids"]).tolist()}
+            for t in log
+        ]
+        for log in logs
+    ]
+
+
+def test_a_log_is_split_into_columns_of_turns():
+    columns = split_message_logs(LOGS)
+    assert list(columns) == list(MESSAGE_LOG_FIELDS)
+    assert columns["turn_lengths"] == [[2, 3, 1], [2, 1, 0, 2], []]
+    assert columns["turn_roles"] == [["system", "user", "assistant"], ["user", "assistant", "tool", "assistant"], []]
+    assert columns["turn_contents"][1] == [[{"type": "text", "text": "look"}], "call", "", "done"]
+    assert columns["response_token_lengths"].tolist() == [1, 3, 0]
+    assert columns["response_token_lengths"].dtype == torch.int64
+
+
+def test_which_roles_respond_can_be_said():
+    columns = split_message_logs(LOGS, response_roles=["assistant", "user"])
+    assert columns["response_token_lengths"].tolist() == [4, 5, 0]
+
+
+def test_a_log_comes_back_through_the_data_plane(client):
+    batch = {"input_ids": INPUT_IDS, "input_lengths": torch.tensor(LENGTHS), **split_message_logs(LOGS)}
+    meta = kv_first_write(batch, sample_ids=["a", "b", "c"], dp_client=client, partition_id="train")
+    for layout in ("padded", "jagged"):
+        read = read_columns(client, meta, layout=layout)
+        assert plain(rebuild_message_logs(read)) == plain(LOGS)
+    part = read_columns(client, meta.subset([1]), pad_to_seqlen=64)
+    assert plain(rebuild_message_logs(part)) == plain(LOGS[1:2])
+
+
+@pytest.mark.parametrize("jagged", [False, True], ids=["padded", "jagged"])
+def test_tokens_are_views_into_input_ids(jagged):
+    ids = to_nested_by_length(INPUT_IDS, LENGTHS) if jagged else INPUT_IDS.clone()
+    logs = rebuild_message_logs({"input_ids": ids, **split_message_logs(LOGS)})
+    assert plain(logs) == plain(LOGS)
+    logs[1][3]["token_ids"][0] = 99
+    assert (ids.values() if jagged else ids.flatten()).tolist().count(99) == 1
+
+
+def test_other_token_columns_can_be_viewed_as_well():
+    columns = {"ids": INPUT_IDS, "logprobs": -INPUT_IDS.float(), **split_message_logs(LOGS)}
+    logs = rebuild_message_logs(columns, token_fields={"token_ids": "ids", "generation_logprobs": "logprobs"})
+    assert logs[0][2]["generation_logprobs"].tolist() == [-6]
+    assert logs[0][2]["token_ids"].tolist() == [6]
+
+
+def test_turn_lengths_may_be_a_tensor_padded_or_not():
+    columns = {"input_ids": INPUT_IDS, **split_message_logs(LOGS)}
+    columns["turn_lengths"] = torch.tensor([[2, 3, 1, 0, 0], [2, 1, 0, 2, 0], [0] * 5])
+    assert plain(rebuild_message_logs(columns)) == plain(LOGS)
+    columns["turn_lengths"] = to_nested_by_length(columns["turn_lengths"], [3, 4, 0])
+    assert plain(rebuild_message_logs(columns)) == plain(LOGS)
+
+
+def test_object_arrays_are_taken():
+    columns = {"input_ids": INPUT_IDS, **split_message_logs(LOGS)}
+    for name in ("turn_lengths", "turn_roles", "turn_contents"):
+        array = np.empty(3, dtype=object)
+        array[:] = columns[name]
+        columns[name] = array
+    assert plain(rebuild_message_logs(columns)) == plain(LOGS)
+
+
+def test_a_turn_that_lacks_a_key_names_sample_and_turn():
+    with pytest.raises(InvalidRequestError, match="turn 1 of sample 2 lacks content, token_ids"):
+        split_message_logs([[], [], [LOGS[0][0], {"role": "user"}]])
+
+
+def test_tokens_have_one_dim():
+    with pytest.raises(InvalidRequestError, match=r"turn 0 of sample 0 have shape \(1, 2\)"):
+        split_message_logs([[{"role": "user", "content": "", "token_ids": torch.zeros(1, 2)}]])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"input_ids": INPUT_IDS[:, :5]}, "the turns of sample 0 have 6 tokens, but its row of 'input_ids' has 5"),
+        ({"input_ids": INPUT_IDS[:2]}, r"differ in their number of rows: \[2, 3\]"),
+        ({"turn_contents": [["a"], ["b"], []]}, "sample 0 has 3 turn lengths, 3 roles and 1 contents"),
+        ({"turn_lengths": [[2, 3], [2, 1, 0, 2], []]}, "sample 0 has 2 turn lengths"),
+    ],
+)
+def test_columns_that_disagree_are_refused(change, reason):
+    with pytest.raises(InvalidRequestError, match=reason):
+        rebuild_message_logs({"input_ids": INPUT_IDS, **split_message_logs(LOGS), **change})
+
+
+def test_a_missing_column_is_named():
+    with pytest.raises(InvalidRequestError, match="column 'input_ids' is missing"):
+        rebuild_message_logs(split_message_logs(LOGS))

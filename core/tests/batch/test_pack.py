@@ -1,0 +1,239 @@
+"""Padded columns to jagged ones: lengths, widths, refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from dataplane_core.batch import pack_jagged_fields, response_from_nested, stack_or_nest
+from dataplane_core.batch.jagged import pack_per_token_field, to_nested_by_length
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
+from dataplane_core.spec import ALL_DTYPES
+
+LENGTHS = [3, 0, 5, 1]
+
+
+def rows_of(column):
+    return [row.tolist() for row in column.unbind()]
+
+
+# --- to_nested_by_length ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", sorted(ALL_DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("trailing", [(), (2, 3)], ids=["flat", "deep"])
+def test_padding_is_cut_bit_for_bit(dtype, trailing, random_cell, assert_rows):
+    padded = random_cell((4, 5, *trailing), dtype)
+    expected = [padded[row, :length] for row, length in enumerate(LENGTHS)]
+    assert_rows(to_nested_by_length(padded, torch.tensor(LENGTHS)), expected)
+
+
+def test_rows_of_equal_length_are_jagged_all_the_same():
+    column = to_nested_by_length(torch.arange(6).view(2, 3), [2, 2])
+    assert column.layout == torch.jagged
+    assert rows_of(column) == [[0, 1], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        LENGTHS,
+        tuple(LENGTHS),
+        np.array(LENGTHS),
+        torch.tensor(LENGTHS, dtype=torch.int32),
+        torch.tensor(LENGTHS)[:, None],
+    ],
+    ids=["list", "tuple", "ndarray", "int32", "a column of one"],
+)
+def test_lengths_may_come_in_any_form(lengths):
+    assert [len(row) for row in rows_of(to_nested_by_length(torch.zeros(4, 5), lengths))] == LENGTHS
+
+
+def test_views_and_gradients_are_taken_and_the_result_is_a_detached_copy():
+    padded = torch.arange(20.0, requires_grad=True).view(5, 4).t()
+    column = to_nested_by_length(padded, LENGTHS)
+    assert not column.requires_grad
+    assert rows_of(column)[0] == [0, 4, 8]
+    source = torch.zeros(2, 3)
+    column = to_nested_by_length(source, [3, 3])
+    source += 1
+    assert rows_of(column) == [[0, 0, 0]] * 2
+
+
+def test_no_rows_and_no_width_are_fine():
+    assert to_nested_by_length(torch.zeros(0, 5), []).size(0) == 0
+    assert rows_of(to_nested_by_length(torch.zeros(2, 0), [0, 0])) == [[], []]
+    assert to_nested_by_length(torch.zeros(2, 3, 0), [1, 2]).values().shape == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("padded", "lengths", "reason"),
+    [
+        (torch.zeros(2, 5), [3, 6], "row 1 has length 6, but the column is padded to 5"),
+        (torch.zeros(2, 5), [3, -1], "row 1 has length -1"),
+        (torch.zeros(2, 5), [3], "1 lengths for 2 rows"),
+        (torch.zeros(2, 5), [1.0, 2.0], "lengths are torch.float32"),
+        (torch.zeros(2, 5), torch.tensor([True, False]), "lengths are torch.bool"),
+        (torch.zeros(2, 5), torch.zeros(2, 5, dtype=torch.int64), r"of shape \(2, 5\)"),
+        (torch.zeros(2), [3, 6], r"of shape \(2,\)"),
+        (torch.nested.nested_tensor_from_jagged(torch.zeros(3), torch.tensor([0, 1, 3])), [1, 2], "a nested tensor"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_row_and_numbers(padded, lengths, reason):
+    with pytest.raises(InvalidRequestError, match=rf"to_nested_by_length: .*{reason}"):
+        to_nested_by_length(padded, lengths)
+
+
+# --- pack_per_token_field ---------------------------------------------------------------------------------------------
+
+
+def test_a_column_padded_beyond_the_longest_row_is_cut_like_any_other():
+    exact, wide = torch.ones(4, 5), torch.zeros(4, 64)
+    wide[:, :5] = exact
+    assert rows_of(pack_per_token_field(wide, LENGTHS)) == rows_of(pack_per_token_field(exact, LENGTHS))
+
+
+def test_a_column_that_is_jagged_already_passes_if_its_lengths_are_these():
+    column = to_nested_by_length(torch.ones(4, 5), LENGTHS)
+    assert rows_of(pack_per_token_field(column, LENGTHS)) == rows_of(column)
+    with pytest.raises(InvalidRequestError, match="jagged already, but not of the given lengths"):
+        pack_per_token_field(column, [3, 1, 5, 1])
+
+
+# --- pack_jagged_fields -----------------------------------------------------------------------------------------------
+
+
+def test_only_declared_fields_are_packed():
+    fields = {
+        "tokens": torch.ones(4, 5),
+        "embedding": torch.ones(4, 4096),
+        "scalar": torch.ones(4),
+        "texts": ["a", "b", "c", "d"],
+        "array": np.array([1, "x", None, 2.0], dtype=object),
+        "stack": NonTensorStack("a", "b", "c", "d"),
+    }
+    packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields=["tokens", "not there"])
+    assert isinstance(packed, TensorDict)
+    assert packed.batch_size == (4,)
+    assert [len(row) for row in rows_of(packed["tokens"])] == LENGTHS
+    assert packed["embedding"].shape == (4, 4096)
+    assert packed["scalar"].shape == (4,)
+    assert packed["texts"] == packed["stack"] == ["a", "b", "c", "d"]
+    assert packed["array"] == [1, "x", None, 2.0]
+
+
+def test_a_tensordict_is_taken_as_well():
+    fields = TensorDict({"tokens": torch.ones(4, 5), "texts": ["a", "b", "c", "d"]}, batch_size=[4])
+    packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields={"tokens", "texts"})
+    assert [len(row) for row in rows_of(packed["tokens"])] == LENGTHS
+    assert packed["texts"] == ["a", "b", "c", "d"]
+
+
+def test_fields_packed_together_own_their_memory_each(random_cell, bits):
+    fields = {name: random_cell((4, 5), torch.float32, seed) for seed, name in enumerate("abc")}
+    fields["d"] = random_cell((4, 7, 3), torch.float8_e5m2)
+    packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields=list(fields))
+    for name, padded in fields.items():
+        values = packed.get(name).values()
+        assert bits(values) == b"".join(bits(padded[row, :length]) for row, length in enumerate(LENGTHS))
+        # what pickles a column must not carry its siblings along
+        assert values.untyped_storage().nbytes() == values.nbytes
+    packed.get("a").values().zero_()
+    assert bits(packed.get("b").values()[:3]) == bits(fields["b"][0, :3])
+
+
+def test_fields_packed_together_can_be_combined():
+    fields = {"a": torch.ones(4, 5), "b": torch.ones(4, 7), "c": to_nested_by_length(torch.ones(4, 5), LENGTHS)}
+    packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields="abc")
+    total = packed.get("a") + packed.get("b") * packed.get("c")
+    assert total.values().tolist() == [2] * sum(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("column", "error", "reason"),
+    [
+        (torch.ones(4, 4), InvalidRequestError, "field 'x': .*row 2 has length 5, but the column is padded to 4"),
+        (torch.ones(4), InvalidRequestError, r"field 'x': .*of shape \(4,\)"),
+        (torch.ones(3, 5), InvalidRequestError, "field 'x': .*4 lengths for 3 rows"),
+        (["a"], InvalidRequestError, "field 'x' has 1 rows. Expected 4"),
+        ("text", InvalidTypeError, "field 'x' is a non-tensor column: a str"),
+        (np.zeros(4), InvalidTypeError, "field 'x' is a non-tensor column: an ndarray of dtype float64"),
+        (torch.ones(4, 5, device="meta"), InvalidTypeError, "field 'x': .*meta-device"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_field(column, error, reason):
+    with pytest.raises(error, match=reason):
+        pack_jagged_fields({"good": torch.ones(4, 9), "x": column}, lengths=LENGTHS, token_aligned_fields=["good", "x"])
+
+
+# --- stack_or_nest ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shapes", [[()] * 3, [(2,)] * 3, [(2, 3), (0, 3), (4, 3)], [(2,), (1,)], [(5,)]], ids=str)
+def test_rows_become_the_container_that_they_fit(shapes, random_cell, assert_rows):
+    rows = [random_cell(shape, torch.bfloat16, seed) for seed, shape in enumerate(shapes)]
+    assert_rows(stack_or_nest(rows), rows)
+
+
+def test_rows_that_do_not_fit_one_column_are_refused():
+    with pytest.raises(SchemaMismatchError, match=r"row 0 is float32 \(2, 3\), row 1 is float32 \(2, 4\)"):
+        stack_or_nest([torch.zeros(2, 3), torch.zeros(2, 4)])
+    with pytest.raises(SchemaMismatchError, match="row 1 is float64"):
+        stack_or_nest([torch.zeros(2), torch.zeros(2).double()])
+    with pytest.raises(InvalidRequestError, match="no rows"):
+        stack_or_nest([])
+
+
+def test_rows_of_any_kind_of_tensor_are_taken_or_refused_one_by_one():
+    plain = torch.ones(2, 2)
+    parameter = torch.nn.Parameter(torch.ones(1, 2))
+    column = stack_or_nest([plain, parameter])
+    assert not column.requires_grad
+    assert column.offsets().tolist() == [0, 2, 3]
+    for odd, reason in ((torch.ones(2, 2, device="meta"), "meta-device"), (torch.eye(2).to_sparse(), "sparse")):
+        with pytest.raises(InvalidTypeError, match=reason):
+            stack_or_nest([plain, odd])
+
+
+# --- response_from_nested ---------------------------------------------------------------------------------------------
+
+
+def nested(*rows):
+    return torch.nested.as_nested_tensor([torch.tensor(row, dtype=torch.float32) for row in rows], layout=torch.jagged)
+
+
+def test_the_response_is_taken_one_token_to_the_left():
+    # prompt of 2, response of 3: the outputs at tokens 1, 2, 3 are about tokens 2, 3, 4
+    full, mask = nested([0, 1, 2, 3, 4], [5, 6], [7, 8, 9]), nested([1, 1, 1], [1], [0, 0])
+    assert rows_of(response_from_nested(full, mask)) == [[1, 2, 3], [5], [7, 8]]
+
+
+def test_an_empty_response_is_an_empty_row():
+    full, mask = (
+        nested([0, 1, 2], [3, 4]),
+        torch.nested.nested_tensor_from_jagged(torch.ones(1), torch.tensor([0, 0, 1])),
+    )
+    assert rows_of(response_from_nested(full, mask)) == [[], [3]]
+
+
+def test_dense_columns_are_rows_of_equal_length():
+    full = torch.arange(10.0).view(2, 5)
+    assert rows_of(response_from_nested(full, torch.ones(2, 2))) == [[2, 3], [7, 8]]
+    assert response_from_nested(full, torch.ones(2, 2)).layout == torch.jagged
+
+
+def test_trailing_dims_ride_along():
+    full = torch.nested.nested_tensor_from_jagged(torch.arange(10).view(5, 2), torch.tensor([0, 3, 5]))
+    assert rows_of(response_from_nested(full, nested([1], [1]))) == [[[2, 3]], [[6, 7]]]
+
+
+def test_a_response_without_a_token_before_it_is_refused_with_row_and_numbers():
+    with pytest.raises(InvalidRequestError, match="row 1 has 2 tokens and a response of 2"):
+        response_from_nested(nested([0, 1, 2], [3, 4]), nested([1], [1, 1]))
+
+
+def test_as_many_responses_as_rows_are_needed():
+    with pytest.raises(InvalidRequestError, match="full has 2 rows and response_mask 1"):
+        response_from_nested(nested([0, 1, 2], [3, 4]), nested([1]))

@@ -1,0 +1,236 @@
+"""How `connect` chooses between bootstrapping and attaching, and how long it waits."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import ClassVar
+
+import pytest
+
+from dataplane_core import BlobStore, DataPlaneConfig, connect
+from dataplane_core.client import forks
+from dataplane_core.errors import (
+    AlreadyRunningError,
+    BackendUnavailableError,
+    ClientClosedError,
+    ConfigError,
+    InvalidRequestError,
+    OperationTimeoutError,
+    UnsupportedOperationError,
+)
+from dataplane_core.plugins import connect_backend
+from dataplane_core.spec import Scope
+
+
+class Door(BlobStore):
+    """A backend of which only the door counts: what an attach finds, try by try, is written down in advance."""
+
+    scope = Scope.CLUSTER
+    attach: ClassVar[list[Exception | None]] = []  # each test sets its own
+    bootstrap: ClassVar[Exception | None] = None
+    tries: ClassVar[list[tuple[bool, bool, float]]] = []
+
+    def start(self, *, bootstrap, deadline):
+        self.tries.append((bootstrap, self.exclusive, self.attach_wait_s))
+        found = type(self).bootstrap if bootstrap else self.attach.pop(0)
+        if found is not None:
+            raise found
+
+    def put(self, key, data): ...
+
+    def get(self, key): ...
+
+    def delete(self, key): ...
+
+
+NOTHING = BackendUnavailableError("nothing there")
+FASTER = AlreadyRunningError("another was faster", retryable=True)
+
+
+@pytest.fixture
+def door(monkeypatch):
+    """Connects to a `Door`; says whether it bootstrapped, and what was tried."""
+
+    def opened(bootstrap, attach=(), at_bootstrap=None, **config):
+        monkeypatch.setattr(Door, "attach", list(attach))
+        monkeypatch.setattr(Door, "bootstrap", at_bootstrap)
+        monkeypatch.setattr(Door, "tries", [])
+        with connect_backend(Door, DataPlaneConfig(backend="door", **config), bootstrap=bootstrap) as client:
+            return client.bootstrapped
+
+    return opened
+
+
+@pytest.mark.parametrize("value", [None, 1, 0, "yes", "AUTO", "", "true", [True]])
+def test_other_values_of_bootstrap_are_refused(value):
+    with pytest.raises(InvalidRequestError, match="bootstrap must be True, False or 'auto', got"):
+        connect({"backend": "noop"}, bootstrap=value)
+
+
+def test_auto_bootstraps_what_lives_in_one_process():
+    with connect({"backend": "noop"}, bootstrap="auto") as client:
+        assert client.bootstrapped
+
+
+def test_a_client_says_whether_it_bootstrapped(door):
+    assert door(True)
+    assert not door(False, [None])
+
+
+def test_auto_attaches_to_what_runs(door):
+    assert not door("auto", [None])
+    assert Door.tries == [(False, False, 0.0)]
+
+
+def test_auto_bootstraps_alone_where_nothing_runs(door):
+    assert door("auto", [NOTHING])
+    assert [each[:2] for each in Door.tries] == [(False, False), (True, True)]
+
+
+def test_auto_attaches_to_whoever_was_faster(door):
+    for wait_s in (10, 0):
+        assert not door("auto", [NOTHING, NOTHING, None], FASTER, attach_wait_s=wait_s)
+        assert [each[0] for each in Door.tries] == [False, True, False, True, False]
+
+
+def test_auto_says_why_it_can_neither_attach_nor_bootstrap(door):
+    with pytest.raises(AlreadyRunningError, match="its controller is dead") as caught:
+        door("auto", [NOTHING] * 99, AlreadyRunningError("its controller is dead"))
+    assert caught.value.__context__ is NOTHING
+    assert len(Door.tries) == 2
+
+
+def test_auto_gives_up_on_what_runs_and_cannot_be_attached_to(door):
+    with pytest.raises(BackendUnavailableError, match="nothing there") as caught:
+        door("auto", [NOTHING] * 99, FASTER, op_timeout_s=0.3)
+    assert caught.value.__cause__ is FASTER
+
+
+def test_auto_does_not_bootstrap_beside_what_it_may_not_enter(door):
+    with pytest.raises(BackendUnavailableError, match="wrong password"):
+        door("auto", [BackendUnavailableError("wrong password", retryable=False)])
+    assert len(Door.tries) == 1
+
+
+def test_an_attach_waits_for_a_late_owner(door):
+    assert not door(False, [NOTHING, NOTHING, NOTHING, None])
+    waits = [each[2] for each in Door.tries]
+    assert sorted(waits, reverse=True) == waits
+    assert 9 < waits[0] <= 10, "the default, for a backend that waits by itself"
+
+
+def test_an_attach_waits_no_longer_than_it_may(door):
+    began = time.monotonic()
+    with pytest.raises(BackendUnavailableError, match="nothing there"):
+        door(False, [NOTHING] * 99, attach_wait_s=0.2)
+    assert len(Door.tries) > 1
+    with pytest.raises(BackendUnavailableError, match="nothing there"):
+        door(False, [NOTHING] * 99, op_timeout_s=0.2)
+    assert time.monotonic() - began < 5
+    with pytest.raises(BackendUnavailableError, match="nothing there"):
+        door(False, [NOTHING] * 99, attach_wait_s=0)
+    assert len(Door.tries) == 1
+
+
+def test_what_waiting_does_not_mend_is_raised_at_once(door):
+    for error in (BackendUnavailableError("broken", retryable=False), OperationTimeoutError("it does not answer")):
+        with pytest.raises(type(error), match=error.message):
+            door(False, [error])
+        assert len(Door.tries) == 1
+
+
+def test_options_and_keys_of_the_config_are_told_apart():
+    with pytest.raises(ConfigError, match=r"'attach_wait_s' is a key of the config itself.*beside 'backend'"):
+        connect({"backend": "noop", "options": {"attach_wait_s": 1}})
+    with pytest.raises(ConfigError, match=r"middleware 'metrics' must be a mapping, got int"):
+        connect({"backend": "noop", "middleware": [{"metrics": 5}]})
+    with pytest.raises(ConfigError, match=r"unknown key 'on_evnt'; known keys: none\."):
+        connect({"backend": "noop", "middleware": [{"metrics": {"on_evnt": 1}}]})
+
+
+@pytest.mark.parametrize("given", ["noop", {}, {"noop": {}}, 5, None, "plane.yaml"])
+def test_what_is_no_config_is_told_what_one_is(given):
+    with pytest.raises(ConfigError) as refused:
+        connect(given)
+    assert "A config is a dict such as {'backend': 'noop'}" in str(refused.value)
+    assert "the path of a YAML file" in str(refused.value)
+    assert "Installed backends: noop, redis_store" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("NOOP", "noop"), ("Redis-Store", "redis_store"), ("redis", "redis_store"), ("tqsimple", "tq_simple")],
+)
+def test_the_nearest_backend_is_named(name, meant):
+    with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
+        connect({"backend": name})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("Metrics", "metrics"), ("metric", "metrics"), ("WireGuard", "wire_guard")]
+)
+def test_the_nearest_middleware_is_named(name, meant):
+    with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
+        connect({"backend": "noop", "middleware": [name]})
+
+
+def test_dp_rank_is_refused_until_it_means_something():
+    with connect({"backend": "noop"}) as client:
+        client.register_partition("train", ["x"], None, ["trainer"])
+        with pytest.raises(UnsupportedOperationError, match="dp_rank is reserved"):
+            client.claim_meta("train", "trainer", ["x"], 1, 0, blocking=False)
+        assert client.claim_meta("train", "trainer", ["x"], 1, None, blocking=False).size == 0
+
+
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+class Forked(Door):
+    opens_in_forks = False
+
+
+@pytest.mark.parametrize(
+    ("cls", "hint"),
+    [(Door, r"connect\(config, bootstrap=False\) in this process"), (Forked, "multiprocessing_context='spawn'")],
+)
+def test_the_hint_of_a_fork_is_true_for_the_backend(cls, hint, monkeypatch):
+    monkeypatch.setattr(Door, "bootstrap", None)
+    monkeypatch.setattr(Door, "attach", [None])
+    config = DataPlaneConfig(backend="door")
+    with connect_backend(cls, config) as client, monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: client._pid + 1)
+        with pytest.raises(ClientClosedError, match=hint):
+            client.clear_samples(None, "p")
+        if cls.opens_in_forks:
+            assert not connect_backend(cls, config, bootstrap=False)._closed
+        else:
+            with pytest.raises(BackendUnavailableError, match=hint) as refused:
+                connect_backend(cls, config, bootstrap=False)
+            assert not refused.value.retryable
+    with monkeypatch.context() as fork:  # of a process that has closed its client
+        fork.setattr(os, "getpid", lambda: client._pid + 1)
+        monkeypatch.setattr(Door, "attach", [None])
+        connect_backend(cls, config, bootstrap=False).close()
+
+
+def test_a_store_of_one_process_says_so_in_its_fork(monkeypatch):
+    with connect({"backend": "noop"}) as client, monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: client._pid + 1)
+        with pytest.raises(ClientClosedError, match="in the memory of the process that opened it"):
+            client.clear_samples(None, "p")
+
+
+def test_clients_that_other_threads_open_meanwhile_do_not_disturb(monkeypatch):
+    class Changes:
+        left = 2
+
+        def __iter__(self):
+            self.left -= 1
+            if self.left:
+                raise RuntimeError("Set changed size during iteration")
+            return iter(())
+
+    monkeypatch.setattr(Door, "opens_in_forks", False)
+    monkeypatch.setattr(forks, "open_clients", Changes())
+    forks.refuse_in_fork(Door, "door")

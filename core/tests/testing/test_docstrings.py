@@ -11,7 +11,7 @@ import pytest
 from dataplane_core.backends import blob_store
 from dataplane_core.spec import hooks
 from dataplane_core.testing import BackendConformance
-from dataplane_core.testing._base import chapter_of, needs_of
+from dataplane_core.testing._marks import chapter_of, needs_of
 
 _CONTRACT = Path(__file__).parents[3] / "docs" / "contract.md"
 _TESTS = [name for name in dir(BackendConformance) if name.startswith("test_")]

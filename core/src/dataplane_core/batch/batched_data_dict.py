@@ -16,7 +16,7 @@ import torch
 from dataplane_core.batch.rows import Column, concatenate, num_rows, object_array, select_rows, slice_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
 from dataplane_core.schema import INPUT_IDS_FIELD, MULTIMODAL_FIELDS, PER_TOKEN_FIELDS
-from dataplane_core.sharding.plan import (
+from dataplane_core.sharding import (
     ShardPlan,
     plan_dynamic_batches,
     plan_even_shards,

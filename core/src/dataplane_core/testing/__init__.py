@@ -22,7 +22,7 @@ Needs the extra ``dataplane-core[testing]``. Environment variables:
 
 from dataplane_core.testing._author import ConformanceError
 from dataplane_core.testing._conformance import BackendConformance
-from dataplane_core.testing._marks import chapter_of, limit_of
+from dataplane_core.testing._marks import chapter_of, limit_of, rule_of
 from dataplane_core.testing._progress import Progress
 from dataplane_core.testing.faults import Faults
 from dataplane_core.testing.report import Report, to_json
@@ -35,5 +35,6 @@ __all__ = [
     "Report",
     "chapter_of",
     "limit_of",
+    "rule_of",
     "to_json",
 ]

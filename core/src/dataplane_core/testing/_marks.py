@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypeVar
@@ -85,17 +86,24 @@ class Rule:
     Attributes:
         text: The sentence that it tests, and where it stands: the contract (docs/contract.md), or a docstring of the
             hook specs or of `BlobStore`.
+        source: What the sentence stands in, as the text names it: ``Contract``, ``Hook spec`` or ``Blob store``.
+        quotes: The sentences alone, with single quotes in them.
         check_first: Where a backend that fails is most likely wrong.
     """
 
     text: str
+    source: str
+    quotes: tuple[str, ...]
     check_first: str
 
 
 def rule_of(test: Any) -> Rule:
     """The rule that a test of the kit tests, from its docstring."""
     text, _, advice = " ".join((inspect.getdoc(test) or "").split()).partition("Check first: ")
-    return Rule(text.strip(), advice)
+    source, _, quoted = text.strip().partition(": ")
+    # quotes are joined by "and" or "...", which the kit adds
+    quotes = re.split(r"' and '|' \.\.\. '", quoted.replace('"', "'").rstrip(".").strip("'"))
+    return Rule(text.strip(), source, tuple(quotes), advice)
 
 
 def declares(cls: type[Backend], need: Proof) -> bool:

@@ -280,10 +280,10 @@ class StoreMachine(RuleBasedStateMachine):
         part, tokens = meta.subset(places), [tokens[place] for place in places]
         settle = data.draw(st.sampled_from([commands.Ack, commands.Ack, commands.Nack, commands.Renew]), "settle by")
         extra = (_LONG_S,) if settle is commands.Renew else ()
-        told = settle(self.partition, part.task_name, part.sample_ids, tokens, *extra)
+        told: commands.Settle = settle(self.partition, part.task_name, part.sample_ids, tokens, *extra)
         _, expected = _attempt(lambda: self.tell(told))
-        _, found = _attempt(lambda: getattr(self.client, settle.op)(part, *extra))
-        _agree(expected, found, settle.op)
+        _, found = _attempt(lambda: getattr(self.client, told.op)(part, *extra))
+        _agree(expected, found, told.op)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -93,10 +93,10 @@ class _Kind:
     unpack: Callable[[Any], Any] = lambda value: value
 
 
-_WRITE: Final = _Kind((bytes,), pack_write_id, unpack_write_id)
+#: Type of a field -> how it stands on disk; a plain type, as it is.
 _KINDS: Final[Mapping[Any, _Kind]] = {
-    commands.WriteId: _WRITE,
-    commands.WriteId | None: _WRITE,  # no journal leaves it to the ledger
+    # no journal leaves a write id to the ledger
+    **dict.fromkeys((commands.WriteId, commands.WriteId | None), _Kind((bytes,), pack_write_id, unpack_write_id)),
     Sequence[commands.WriteId]: _Kind(
         (list,), lambda ids: list(map(pack_write_id, ids)), lambda data: list(map(unpack_write_id, data))
     ),
@@ -113,7 +113,6 @@ _KINDS: Final[Mapping[Any, _Kind]] = {
 
 
 def _kind(hint: Any) -> _Kind:
-    """How a field of this type stands on disk."""
     if hint in _KINDS:
         return _KINDS[hint]
     if get_origin(hint) in (Union, UnionType):

@@ -11,10 +11,10 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -64,7 +64,6 @@ __all__ = ["LEDGER_CAPABILITIES", "CapacityOptions", "LedgerBackend", "RefsGoneE
 #: What the ledger and the order of storing, committing and deleting give to every backend on top of them.
 LEDGER_CAPABILITIES: Final[frozenset[Capability]] = OPERATIONS | {Capability.FENCED, Capability.ATOMIC_OVERWRITE}
 
-_Settling: TypeAlias = AckRequest | NackRequest | RenewRequest
 #: Seconds beyond its deadline after which a put that was not committed counts as abandoned.
 _ABANDON_GRACE_S: Final = 30.0
 #: Seconds that undoing a failed put may take of those left to the put; then the next call goes on with it.
@@ -165,18 +164,16 @@ class LedgerBackend(Backend, ABC):
 
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:
         """Opens a partition afresh."""
-        info, freed = self._ledger(
-            request.deadline,
-            commands.Register(
-                request.partition_id,
-                request.fields,
-                request.num_samples,
-                request.consumer_tasks,
-                request.grpo_group_size,
-                request.enums,
-                request.epoch,
-            ),
+        register = commands.Register(
+            request.partition_id,
+            request.fields,
+            request.num_samples,
+            request.consumer_tasks,
+            request.grpo_group_size,
+            request.enums,
+            request.epoch,
         )
+        info, freed = self._ledger(request.deadline, register)
         self._collect(freed, request.deadline)
         return info
 
@@ -234,33 +231,31 @@ class LedgerBackend(Backend, ABC):
 
     def claim(self, request: ClaimRequest) -> Claim:
         """Hands out ready samples."""
-        return self._ledger(
-            request.deadline,
-            commands.ClaimSamples(
-                request.partition_id,
-                request.task_name,
-                request.required_fields,
-                request.batch_size,
-                all_or_nothing=request.all_or_nothing,
-                lease_s=request.lease_s,
-                tag_filter=request.tag_filter,
-                token=request.token,
-                holder=request.holder,
-                explain=request.explain,
-            ),
+        claim = commands.ClaimSamples(
+            request.partition_id,
+            request.task_name,
+            request.required_fields,
+            request.batch_size,
+            all_or_nothing=request.all_or_nothing,
+            lease_s=request.lease_s,
+            tag_filter=request.tag_filter,
+            token=request.token,
+            holder=request.holder,
+            explain=request.explain,
         )
+        return self._ledger(request.deadline, claim)
 
     def ack(self, request: AckRequest) -> SettleReply:
         """Settles leases."""
-        return self._settle(request, commands.Ack(*_leased(request)))
+        return self._settle(request, commands.Ack)
 
     def nack(self, request: NackRequest) -> SettleReply:
         """Gives leased samples back."""
-        return self._settle(request, commands.Nack(*_leased(request)))
+        return self._settle(request, commands.Nack)
 
     def renew(self, request: RenewRequest) -> SettleReply:
         """Extends leases."""
-        return self._settle(request, commands.Renew(*_leased(request), request.lease_s))
+        return self._settle(request, commands.Renew, request.lease_s)
 
     def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:
         """Asks the ledger."""
@@ -382,13 +377,12 @@ class LedgerBackend(Backend, ABC):
             self._delete(refs, deadline)
             self._ledger(deadline, commands.Collected(refs))
 
-    def _settle(self, request: _Settling, command: Command[None]) -> SettleReply:
-        self._ledger(request.deadline, command)
+    def _settle(
+        self, request: AckRequest | NackRequest | RenewRequest, kind: Callable[..., commands.Settle], *extra: float
+    ) -> SettleReply:
+        leased = (request.partition_id, request.task_name, request.sample_ids, request.lease_tokens)
+        self._ledger(request.deadline, kind(*leased, *extra))
         return SettleReply(num_samples=len(request.sample_ids))
-
-
-def _leased(request: _Settling) -> tuple[str, str, Sequence[str], Sequence[str]]:
-    return request.partition_id, request.task_name, request.sample_ids, request.lease_tokens
 
 
 def _lost_samples(request: GetRequest, located: Located, lost: Iterable[Ref]) -> LostSamplesError:

@@ -68,7 +68,8 @@ class LedgerService:
             match command:
                 case commands.ClaimSamples():
                     return cast("Reply", self._claim(command))
-                case commands.Register() | commands.Clear(sample_ids=None):  # else what was so a moment ago may be told
+                # while samples come and go, what was so a moment ago may be told
+                case commands.Register() | commands.Clear(sample_ids=None):
                     for question in [each for each in self._explained if each[0] == command.partition_id]:
                         del self._explained[question]
                 case commands.BeginPut():

@@ -36,7 +36,7 @@ def step(client, number, keep=0):
 
 
 def snapshots_of(cls):
-    return [seq for seq in cls.journal if Record.from_bytes(cls.journal[seq], seq).op == "snapshot"]
+    return [seq for seq in cls.journal if Record.from_bytes(cls.journal[seq], seq).command.op == "snapshot"]
 
 
 def blobs_of(client, prefix):

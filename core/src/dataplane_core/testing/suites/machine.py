@@ -226,19 +226,13 @@ class StoreMachine(RuleBasedStateMachine):
         blocking, tag_filter = data.draw(_rarely, "blocking"), self.draw_filter(data)
         leases = [None, _LONG_S, _LONG_S, _SHORT_S] if self.store.declares(Capability.LEASES) else [None]
         lease_s = data.draw(st.sampled_from(leases), "lease_s")
-        expected = self.tell(
-            commands.ClaimSamples(
-                self.partition,
-                task,
-                fields,
-                batch_size,
-                all_or_nothing=blocking,
-                lease_s=lease_s,
-                tag_filter=check_tag_filter(tag_filter),
-                token=new_id(),
-                explain=True,
-            )
-        )
+        asked: dict[str, Any] = {
+            "all_or_nothing": blocking,
+            "lease_s": lease_s,
+            "tag_filter": check_tag_filter(tag_filter),
+        }
+        claim = commands.ClaimSamples(self.partition, task, fields, batch_size, token=new_id(), explain=True, **asked)
+        expected = self.tell(claim)
         note(f"the ledger gives {list(expected.sample_ids)}, exhausted: {expected.exhausted}")
         meta, error = _attempt(
             lambda: self.client.claim_meta(

@@ -377,9 +377,7 @@ class LedgerBackend(Backend, ABC):
             self._delete(refs, deadline)
             self._ledger(deadline, commands.Collected(refs))
 
-    def _settle(
-        self, request: AckRequest | NackRequest | RenewRequest, kind: Callable[..., commands.Settle], *extra: float
-    ) -> SettleReply:
+    def _settle(self, request: Any, kind: Callable[..., commands.Settle], *extra: float) -> SettleReply:
         leased = (request.partition_id, request.task_name, request.sample_ids, request.lease_tokens)
         self._ledger(request.deadline, kind(*leased, *extra))
         return SettleReply(num_samples=len(request.sample_ids))

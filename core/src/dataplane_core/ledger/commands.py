@@ -50,7 +50,7 @@ class Register(Command[tuple[PartitionInfo, list[Ref]]]):
 
 @dataclass(frozen=True, slots=True)
 class Describe(Command[PartitionInfo]):
-    """Reads a registration. Raises `UnknownPartitionError` where there is none."""
+    """Reads a registration. Reply: the registration. Raises `UnknownPartitionError` where there is none."""
 
     op = "describe"
     reads = True
@@ -187,7 +187,7 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Locate(Command[Located]):
-    """Finds the cells of a read.
+    """Finds the cells of a read. Reply: where they lie.
 
     Raises:
         UnknownPartitionError: Not registered.
@@ -203,7 +203,7 @@ class Locate(Command[Located]):
 
 @dataclass(frozen=True, slots=True)
 class ListSamples(Command[SampleList]):
-    """Ids in order of first write, with copies of their tags. Raises `UnknownPartitionError`."""
+    """Reply: ids in order of first write, with copies of their tags. Raises `UnknownPartitionError`."""
 
     op = "list_samples"
     reads = True
@@ -213,7 +213,7 @@ class ListSamples(Command[SampleList]):
 
 @dataclass(frozen=True, slots=True)
 class HeldBytes(Command[int]):
-    """Payload bytes held and reserved."""
+    """Reply: the payload bytes held and reserved."""
 
     op = "held_bytes"
     reads = True
@@ -221,7 +221,7 @@ class HeldBytes(Command[int]):
 
 @dataclass(frozen=True, slots=True)
 class ClaimSamples(Command[Claim]):
-    """Hands out ready samples to a task; fields, order and errors as the hook ``claim`` says."""
+    """Hands out ready samples to a task. Reply: the claim; fields, order and errors as the hook ``claim`` says."""
 
     op = "claim"
     answer_only = ("explain",)
@@ -240,7 +240,7 @@ class ClaimSamples(Command[Claim]):
 
 @dataclass(frozen=True, slots=True)
 class MayClaim(Command[bool]):
-    """Whether a claim would change anything, so that a journal need not record vain ones; raises as the claim."""
+    """Reply: whether a claim would change anything, so that a journal need not record vain ones. Raises as the claim."""
 
     op = "may_claim"
     reads = True
@@ -287,7 +287,7 @@ class Renew(Settle):
 
 @dataclass(frozen=True, slots=True)
 class Consumed(Command[bool]):
-    """Whether every task was given (leased: has acked) every row held; False while none is held."""
+    """Reply: whether every task was given (leased: has acked) every row held; False while none is held."""
 
     op = "consumed"
     reads = True

@@ -17,11 +17,11 @@ may have changed meanwhile and makes the rows visible. Refs that no row names an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import singledispatchmethod
 from operator import itemgetter
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from dataplane_core.errors import (
     CapacityExceededError,
@@ -93,7 +93,7 @@ class Ledger:
 
     def apply(self, command: Command[Reply], now: float) -> Reply:
         """Carries a command out at a time in seconds; reply and errors as the command says."""
-        reply: Reply = self._apply(command, now)
+        reply: Reply = _handler_of(type(command))(self, command, now)
         return reply
 
     @singledispatchmethod
@@ -197,9 +197,7 @@ class Ledger:
         put = commands.BeginPut(command.partition_id, ids, {}, [0] * len(ids), command.tags, command.epoch, ttl_s=1.0)
         self._commit_put(commands.CommitPut(self._begin_put(put, now)), now)
 
-    def _check_begin(
-        self, put: commands.BeginPut, capacity_bytes: int | None, now: float
-    ) -> tuple[Partition, list[Row | None]]:
+    def _check_begin(self, put: commands.BeginPut, bound: int | None, now: float) -> tuple[Partition, list[Row | None]]:
         partition = self._partition(put.partition_id)
         if put.epoch is not None and put.epoch != partition.info.epoch:
             raise StalePartitionError(
@@ -208,7 +206,7 @@ class Ledger:
             )
         known = [partition.rows.get(sample_id) for sample_id in put.sample_ids]
         self._check_put(partition, put, known)
-        self._check_capacity(put, capacity_bytes, now)
+        self._check_capacity(put, bound, now)
         return partition, known
 
     def _check_put(self, partition: Partition, put: commands.BeginPut | Pending, rows: Sequence[Row | None]) -> None:
@@ -469,3 +467,7 @@ class Ledger:
                 hint=f"Registered: {preview(self._partitions, limit=5) or 'none'}.",
             )
         return partition
+
+
+#: What `singledispatchmethod` asks too, but with a new function for each call.
+_handler_of: Final[Callable[[type], Callable[..., Any]]] = vars(Ledger)["_apply"].dispatcher.dispatch

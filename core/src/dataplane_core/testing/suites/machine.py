@@ -103,9 +103,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Registers with store and model; what was known is void."""
         self.group_size = 2 if grouped and self.store.declares(Capability.GROUPS) else None
         self.client.register_partition(self.partition, _FIELDS, num_samples, _TASKS, self.group_size)
-        self.tell(
-            commands.Register(self.partition, _FIELDS, num_samples, _TASKS, self.group_size, enums={}, epoch=new_id())
-        )
+        self.tell(commands.Register(self.partition, _FIELDS, num_samples, _TASKS, self.group_size, {}, new_id()))
         self.values.clear()
 
     def tell(self, command: Command[Reply]) -> Reply:

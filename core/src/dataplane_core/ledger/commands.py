@@ -240,7 +240,7 @@ class ClaimSamples(Command[Claim]):
 
 @dataclass(frozen=True, slots=True)
 class MayClaim(Command[bool]):
-    """Reply: whether a claim would change anything, so that a journal need not record vain ones. Raises as the claim."""
+    """Reply: whether a claim would change anything; so a journal need not record vain ones. Raises as the claim."""
 
     op = "may_claim"
     reads = True

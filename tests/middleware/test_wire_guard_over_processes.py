@@ -12,6 +12,7 @@ import pytest
 from dataplane_core import connect
 from dataplane_core.codec import split_rows
 from dataplane_core.errors import CorruptDataError
+from dataplane_core.ledger import commands
 from dataplane_redis._wire import to_bytes, unpack_rows
 
 pytestmark = pytest.mark.timeout(600)  # Ray, a queue and another process start within the first test
@@ -65,7 +66,7 @@ class TQSimple:
         self.config = {"backend": "tq_simple", "options": {"instance": f"guard-{uuid.uuid4().hex[:8]}"}}
 
     def change(self, backend, sample_id, change):
-        (part,) = backend._ledger(time.monotonic() + 60, "locate", "p", [sample_id], ["reward"]).parts
+        (part,) = backend._ledger(time.monotonic() + 60, commands.Locate("p", [sample_id], ["reward"])).parts
         handle = part.write_id + part.positions[0]
         (row,) = backend._engine.get_rows([handle], column="dataplane", timeout_s=60)
         changed = change(bytearray(row))

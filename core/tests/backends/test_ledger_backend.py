@@ -17,6 +17,7 @@ from dataplane_core.errors import (
     LostSamplesError,
     OperationTimeoutError,
 )
+from dataplane_core.ledger import commands
 from dataplane_core.plugins import connect_backend
 from dataplane_noop import NoopBackend
 
@@ -40,14 +41,14 @@ def test_lost_payload_is_named_at_once_and_can_be_produced_again():
         put(client, list("abc"))
         put(client, ["b"], "y")
         backend = client._backend
-        located = backend._ledger(0.0, "locate", "p", ["b", "c"], ["x"])
+        located = backend._ledger(0.0, commands.Locate("p", ["b", "c"], ["x"]))
         backend._delete([(part.write_id, pos) for part in located.parts for pos in part.positions], 0.0)
         asked = []
         locate = backend._ledger
 
-        def counted(deadline, method, *args, **kwargs):
-            asked.append(method)
-            return locate(deadline, method, *args, **kwargs)
+        def counted(deadline, command):
+            asked.append(command.op)
+            return locate(deadline, command)
 
         backend._ledger = counted
         with pytest.raises(LostSamplesError, match="the payload of 2 samples is gone") as caught:
@@ -108,11 +109,11 @@ class _FailsLate(NoopBackend):
             raise OperationTimeoutError("the store did not answer.")
         super()._store(write_id, columns, num_samples, deadline)
 
-    def _ledger(self, deadline, method, *args, **kwargs):
-        if method == "abort_put" and self.hangs:
+    def _ledger(self, deadline, command):
+        if isinstance(command, commands.AbortPut) and self.hangs:
             time.sleep(max(0.0, deadline - time.monotonic()))
             raise OperationTimeoutError("the controller did not answer.")
-        return super()._ledger(deadline, method, *args, **kwargs)
+        return super()._ledger(deadline, command)
 
 
 def test_undoing_a_failed_put_keeps_to_its_deadline_and_the_next_call_goes_on_with_it():
@@ -122,7 +123,7 @@ def test_undoing_a_failed_put_keeps_to_its_deadline_and_the_next_call_goes_on_wi
             put(client, ["a"], size=80)
         assert time.monotonic() - start < 3.0  # and not the five seconds that undoing may take
         backend = client._backend
-        assert backend._ledger(0.0, "held_bytes") == 80
+        assert backend._ledger(0.0, commands.HeldBytes()) == 80
         backend.hangs = False
         put(client, ["b"], size=80)  # the room is free again
         assert client.list_samples("p").sample_ids == ["b"]
@@ -136,21 +137,21 @@ def test_a_put_that_fails_early_is_undone_at_once():
     with open_client(Refuses, capacity_bytes=100) as client:
         with pytest.raises(BackendError):
             put(client, ["a"], size=80)
-        assert client._backend._ledger(0.0, "held_bytes") == 0
+        assert client._backend._ledger(0.0, commands.HeldBytes()) == 0
 
 
 def test_a_put_whose_reservation_got_no_answer_holds_no_room():
     class LosesReply(NoopBackend):
-        def _ledger(self, deadline, method, *args, **kwargs):
-            answer = super()._ledger(deadline, method, *args, **kwargs)
-            if method == "begin_put":
+        def _ledger(self, deadline, command):
+            answer = super()._ledger(deadline, command)
+            if isinstance(command, commands.BeginPut):
                 raise OperationTimeoutError("the reply was lost.")
             return answer
 
     with open_client(LosesReply, capacity_bytes=100) as client:
         with pytest.raises(OperationTimeoutError, match="the reply was lost"):
             put(client, ["a"], size=80)
-        assert client._backend._ledger(0.0, "held_bytes") == 0
+        assert client._backend._ledger(0.0, commands.HeldBytes()) == 0
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------
@@ -197,10 +198,10 @@ def test_a_put_that_finds_the_engine_full_queues_again():
                 raise CapacityExceededError("the engine is full.")
             super()._store(write_id, columns, num_samples, deadline)
 
-        def _ledger(self, deadline, method, *args, **kwargs):
-            if method == "wait_for_room":
-                asked.append(kwargs["wait_s"])
-            return super()._ledger(deadline, method, *args, **kwargs)
+        def _ledger(self, deadline, command):
+            if isinstance(command, commands.WaitForRoom):
+                asked.append(command.wait_s)
+            return super()._ledger(deadline, command)
 
     with open_client(EngineIsFull, capacity_bytes=100) as client:
         put(client, ["a"], size=50)

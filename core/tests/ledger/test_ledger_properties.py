@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dataplane_core.errors import InvalidRequestError, LeaseExpiredError
-from dataplane_core.ledger import Ledger, StateReader, leases, to_state, views
+from dataplane_core.ledger import Ledger, StateReader, commands, leases, to_state, views
 from dataplane_core.spec import FieldSpec, new_id
 
 FIELDS = ["x", "y"]
@@ -17,6 +17,7 @@ IDS = [f"q{q}_g{g}" for q in range(4) for g in range(3)]
 SPEC = FieldSpec("tensor", "int64", 1)
 #: Filters that overlap, one that nothing matches at first, one on a tag that few rows have, and one equal to another.
 FILTERS = [None, {"n": (">=", 1)}, {"n": ("in", [0, 2])}, {"n": ("in", (0, 2))}, {"n": (">=", 2), "rare": ("==", "r")}]
+SETTLING = [commands.Ack, commands.Nack, commands.Renew]
 TAG_SETS = [{"n": 0}, {"n": 1}, {"n": 2}, {"n": 2, "rare": "r"}, {"rare": "s"}]
 
 
@@ -29,7 +30,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def start(self, group, total, self_expiring):
         self.self_expiring = self_expiring
         self.made = Ledger(self_expiring=self_expiring)
-        self.made.register("p", FIELDS, total, ["t", "u"], group, {}, "epoch")
+        self.made.apply(commands.Register("p", FIELDS, total, ["t", "u"], group, {}, "epoch"), 0.0)
         self.group, self.total = group, total
         self.rows = {}  # id -> {"fields": set, "bytes": {field: (write, size)}}
         self.holds = {}  # (task, id) -> (token, expires_at, done)
@@ -57,12 +58,12 @@ class LedgerMachine(RuleBasedStateMachine):
         try:
             sizes = [8 if specs else 0] * len(ids)
             tags = [tag] * len(ids) if tagged or not specs else None
-            write = self.made.begin_put("p", ids, specs, sizes, tags, None, now=self.now, ttl_s=9)
+            write = self.made.apply(commands.BeginPut("p", ids, specs, sizes, tags, None, ttl_s=9), self.now)
         except InvalidRequestError:
             assert surplus
             return
         assert not surplus
-        self.made.commit_put(write)
+        self.made.apply(commands.CommitPut(write), self.now)
         for pos, each in enumerate(ids):
             self.rows.setdefault(each, set()).update(fields)
             self.seen.add(each)
@@ -73,7 +74,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(ids=st.lists(st.sampled_from(IDS), max_size=4))
     def clear(self, ids):
         present = {each for each in ids if each in self.rows}
-        count, _ = self.made.clear("p", ids)
+        count, _ = self.made.apply(commands.Clear("p", ids), self.now)
         assert count == len(present)
         for each in present:
             del self.rows[each], self.tags[each]
@@ -96,9 +97,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def expire(self):
         if not self.self_expiring:
-            due = self.made.due(self.now)
-            self.made.expire(due.leases, due.writes)
-            assert not self.made.due(self.now)
+            due = self.made.apply(commands.Due(), self.now)
+            if due is not None:
+                self.made.apply(due, self.now)
+            assert self.made.apply(commands.Due(), self.now) is None
         for key, (_, expires_at, done) in list(self.holds.items()):
             if not done and expires_at <= self.now:
                 del self.holds[key]
@@ -169,10 +171,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.expire()
         expected, num_ready, exhausted = self.would_get(task, required, units, all_or_nothing, tag_filter)
         question = ("p", task, sorted(required), units * (self.group or 1))
-        asked = {"all_or_nothing": all_or_nothing, "tag_filter": tag_filter, "now": self.now}
+        asked = {"all_or_nothing": all_or_nothing, "lease_s": lease_s, "tag_filter": tag_filter}
+        claim = commands.ClaimSamples(*question, **asked, token=new_id(), holder="h", explain=True)
         # leases that are over and that the ledger has not ended are a change too
-        assert self.made.may_claim(*question, **asked) or not expected
-        got = self.made.claim(*question, lease_s=lease_s, explain=True, token=new_id(), holder="h", **asked)
+        assert self.made.apply(commands.MayClaim(claim), self.now) or not expected
+        got = self.made.apply(claim, self.now)
         assert list(got.sample_ids) == expected
         assert (got.exhausted, got.num_ready) == (exhausted, num_ready)
         assert [dict(each) for each in got.tags] == [self.tags[each] for each in expected]
@@ -185,10 +188,10 @@ class LedgerMachine(RuleBasedStateMachine):
             self.holds[task, each] = (token, self.now + (lease_s or 0), lease_s is None)
         if units > 1:  # a question brings a view up to date, which must not be needed
             again, _, _ = self.would_get(task, required, units, all_or_nothing, tag_filter)
-            assert self.made.may_claim(*question, **asked) == bool(again)
+            assert self.made.apply(commands.MayClaim(claim), self.now) == bool(again)
         return (task, expected, list(got.lease_tokens or []))
 
-    @rule(claim=claims, action=st.sampled_from(["ack", "nack", "renew"]))
+    @rule(claim=claims, action=st.sampled_from(SETTLING))
     def settle(self, claim, action):
         task, ids, tokens = claim
         if not tokens:
@@ -197,10 +200,10 @@ class LedgerMachine(RuleBasedStateMachine):
         valid = []
         for each, token in zip(ids, tokens, strict=True):
             hold = self.holds.get((task, each))
-            valid.append(hold is not None and hold[0] == token and (not hold[2] or action == "ack"))
-        arguments = ("p", task, ids, tokens) + ((3.0,) if action == "renew" else ())
+            valid.append(hold is not None and hold[0] == token and (not hold[2] or action is commands.Ack))
+        arguments = ("p", task, ids, tokens) + ((3.0,) if action is commands.Renew else ())
         try:
-            getattr(self.made, action)(*arguments, now=self.now)
+            self.made.apply(action(*arguments), self.now)
         except LeaseExpiredError as error:
             lost = list(error.sample_ids)
         else:
@@ -209,9 +212,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if lost:
             return
         for each, token in zip(ids, tokens, strict=True):
-            if action == "nack":
+            if action is commands.Nack:
                 del self.holds[task, each]
-            elif action == "ack":
+            elif action is commands.Ack:
                 self.holds[task, each] = (token, self.now, True)
             elif not self.holds[task, each][2]:
                 self.holds[task, each] = (token, self.now + 3.0, False)
@@ -223,19 +226,19 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     @precondition(lambda self: hasattr(self, "made"))
     def agrees(self):
-        assert self.made.list_samples("p", None).sample_ids == list(self.rows)
+        assert self.made.apply(commands.ListSamples("p", None), self.now).sample_ids == list(self.rows)
         live = set(self.cells.values())
-        assert self.made.held_bytes == 8 * len(live)
+        assert self.made.apply(commands.HeldBytes(), self.now) == 8 * len(live)
         for each, fields in self.rows.items():
             if fields:
                 names = sorted(fields)
-                located = self.made.locate("p", [each], names)
+                located = self.made.apply(commands.Locate("p", [each], names), self.now)
                 found = {name: (part.write_id, part.positions[0]) for part in located.parts for name in part.fields}
                 assert found == {name: self.cells[each, name] for name in names}
         self.expire()
         for task in "tu":
             done = [self.holds.get((task, each), ("", 0, False))[2] for each in self.rows]
-            assert self.made.consumed("p", [task]) == (bool(done) and all(done))
+            assert self.made.apply(commands.Consumed("p", [task]), self.now) == (bool(done) and all(done))
 
 
 TestLedgerMachine = LedgerMachine.TestCase
@@ -275,9 +278,8 @@ def test_long_histories_agree_with_the_model(seed, slack, monkeypatch):
                 )
             )
         elif step < 0.85 and claims:
-            machine.settle(
-                claim=draw.choice(claims[-4:]), action=draw.choice(["ack", "nack", "nack", "renew", "renew"])
-            )
+            ack, nack, renew = SETTLING
+            machine.settle(claim=draw.choice(claims[-4:]), action=draw.choice([ack, nack, nack, renew, renew]))
         else:
             machine.wait(seconds=draw.choice([0.5, 0.5, 2.0]))
         machine.agrees()

@@ -15,7 +15,7 @@ from dataplane_core.errors import (
     UnknownTaskError,
     UnsupportedOperationError,
 )
-from dataplane_core.ledger import Ledger
+from dataplane_core.ledger import Ledger, commands
 from dataplane_core.spec import FieldSpec, new_id
 
 INT = FieldSpec("tensor", "int64", 1)
@@ -24,30 +24,32 @@ FLOAT = FieldSpec("tensor", "float32", 1)
 
 def ledger(num_samples=None, group=None, **options):
     made = Ledger(**options)
-    made.register("p", ["x"], num_samples, ["t", "u"], group, {}, new_id())
+    made.apply(commands.Register("p", ["x"], num_samples, ["t", "u"], group, {}, new_id()), 0.0)
     return made
 
 
 def put(made, ids, *fields, spec=INT, tags=None, size=1):
     specs = dict.fromkeys(fields, spec)
-    write_id = made.begin_put("p", ids, specs, [size] * len(ids), tags, None, now=0.0, ttl_s=10.0)
-    return write_id, made.commit_put(write_id)
+    write_id = made.apply(commands.BeginPut("p", ids, specs, [size] * len(ids), tags, None, ttl_s=10.0), 0.0)
+    return write_id, made.apply(commands.CommitPut(write_id), 0.0)
 
 
 def claim(
     made, n, task="t", fields=("x",), all_or_nothing=False, lease_s=None, tag_filter=None, now=0.0, explain=False
 ):
-    return made.claim(
-        "p",
-        task,
-        list(fields),
-        n,
-        all_or_nothing=all_or_nothing,
-        lease_s=lease_s,
-        tag_filter=tag_filter,
-        explain=explain,
-        token=new_id(),
-        now=now,
+    return made.apply(
+        commands.ClaimSamples(
+            "p",
+            task,
+            list(fields),
+            n,
+            all_or_nothing=all_or_nothing,
+            lease_s=lease_s,
+            tag_filter=tag_filter,
+            explain=explain,
+            token=new_id(),
+        ),
+        now,
     )
 
 
@@ -104,7 +106,7 @@ def test_the_tail_waits_for_fields_that_remaining_samples_still_miss():
 def test_cleared_samples_count_as_written_for_the_tail():
     made = ledger(num_samples=2)
     put(made, ["a"], "x")
-    made.clear("p", ["a"])
+    made.apply(commands.Clear("p", ["a"]), 0.0)
     put(made, ["b"], "x")
     assert claim(made, 2, all_or_nothing=True).sample_ids == ["b"]
 
@@ -125,7 +127,7 @@ def test_a_batch_size_that_is_no_multiple_of_the_group_is_refused():
 def test_a_group_with_a_cleared_member_is_never_given_even_if_written_again():
     made = ledger(group=2)
     put(made, ["q_g0", "q_g1"], "x")
-    made.clear("p", ["q_g0"])
+    made.apply(commands.Clear("p", ["q_g0"]), 0.0)
     put(made, ["q_g0"], "x")
     assert claim(made, 2).sample_ids == []
 
@@ -135,8 +137,8 @@ def test_an_id_without_group_or_a_surplus_member_is_refused_and_nothing_written(
     made = ledger(group=2)
     with pytest.raises(InvalidRequestError):
         put(made, bad, "x")
-    assert made.list_samples("p", None).sample_ids == []
-    assert made.held_bytes == 0
+    assert made.apply(commands.ListSamples("p", None), 0.0).sample_ids == []
+    assert made.apply(commands.HeldBytes(), 0.0) == 0
 
 
 def test_a_lease_that_runs_out_goes_back_in_its_old_place():
@@ -154,11 +156,11 @@ def test_ack_settles_once_and_a_late_holder_fails_naming_the_ids():
     old = claim(made, 1, lease_s=5.0, now=0.0)
     new = claim(made, 1, lease_s=5.0, now=6.0)
     with pytest.raises(LeaseExpiredError) as failed:
-        made.ack("p", "t", ["a"], old.lease_tokens, now=7.0)
+        made.apply(commands.Ack("p", "t", ["a"], old.lease_tokens), 7.0)
     assert failed.value.sample_ids == ("a",)
-    made.ack("p", "t", ["a"], new.lease_tokens, now=7.0)
-    made.ack("p", "t", ["a"], new.lease_tokens, now=99.0)  # its reply may have been lost
-    assert made.consumed("p", ["t"])
+    made.apply(commands.Ack("p", "t", ["a"], new.lease_tokens), 7.0)
+    made.apply(commands.Ack("p", "t", ["a"], new.lease_tokens), 99.0)  # its reply may have been lost
+    assert made.apply(commands.Consumed("p", ["t"]), 0.0)
     assert claim(made, 1, now=100.0).sample_ids == []
 
 
@@ -166,19 +168,19 @@ def test_ack_settles_all_rows_or_none():
     made = ledger()
     put(made, ["a", "b"], "x")
     held = claim(made, 2, lease_s=5.0)
-    made.clear("p", ["b"])
+    made.apply(commands.Clear("p", ["b"]), 0.0)
     with pytest.raises(LeaseExpiredError, match="'b'"):
-        made.ack("p", "t", ["a", "b"], held.lease_tokens, now=1.0)
-    assert not made.consumed("p", ["t"])
+        made.apply(commands.Ack("p", "t", ["a", "b"], held.lease_tokens), 1.0)
+    assert not made.apply(commands.Consumed("p", ["t"]), 0.0)
 
 
 def test_nack_gives_back_at_once_and_renew_extends():
     made = ledger()
     put(made, ["a"], "x")
     held = claim(made, 1, lease_s=5.0, now=0.0)
-    made.renew("p", "t", ["a"], held.lease_tokens, 5.0, now=4.0)
+    made.apply(commands.Renew("p", "t", ["a"], held.lease_tokens, 5.0), 4.0)
     assert claim(made, 1, now=6.0).sample_ids == []
-    made.nack("p", "t", ["a"], held.lease_tokens, now=6.0)
+    made.apply(commands.Nack("p", "t", ["a"], held.lease_tokens), 6.0)
     assert claim(made, 1, now=6.0).sample_ids == ["a"]
 
 
@@ -191,8 +193,8 @@ def test_a_partition_without_end_remembers_of_what_was_cleared_only_the_names_of
         ids = [f"v{number:05}_g{member}" for member in range(2)]
         put(made, ids, "x")
         assert claim(made, 2, task="u").sample_ids == ids
-        _, freed = made.clear("p", ids)
-        made.collected(freed)
+        _, freed = made.apply(commands.Clear("p", ids), 0.0)
+        made.apply(commands.Collected(freed), 0.0)
         if number in (999, 1999):
             sizes.append(len(pickle.dumps(made)))
     assert sizes[1] - sizes[0] <= 1000 * bytes_a_round
@@ -205,31 +207,31 @@ def test_groups_are_settled_as_a_whole():
     put(made, ["q_g0", "q_g1"], "x")
     held = claim(made, 2, lease_s=5.0)
     with pytest.raises(InvalidRequestError, match="1 of the 2 samples"):
-        made.ack("p", "t", ["q_g0"], held.lease_tokens[:1], now=1.0)
-    made.nack("p", "t", ["q_g0", "q_g1"], held.lease_tokens, now=1.0)
+        made.apply(commands.Ack("p", "t", ["q_g0"], held.lease_tokens[:1]), 1.0)
+    made.apply(commands.Nack("p", "t", ["q_g0", "q_g1"], held.lease_tokens), 1.0)
     assert claim(made, 2, now=1.0).sample_ids == ["q_g0", "q_g1"]
 
 
 def test_consumed_counts_acks_not_leases_and_is_false_while_empty():
     made = ledger()
-    assert not made.consumed("p", ["t"])
+    assert not made.apply(commands.Consumed("p", ["t"]), 0.0)
     put(made, ["a"], "x")
     held = claim(made, 1, lease_s=5.0)
-    assert not made.consumed("p", ["t"])
-    made.ack("p", "t", ["a"], held.lease_tokens, now=1.0)
-    assert made.consumed("p", ["t"])
-    assert not made.consumed("p", ["t", "u"])
-    assert not made.consumed("p", ["unheard"])
-    assert not made.consumed("unheard", ["t"])
-    made.clear("p", ["a"])
-    assert not made.consumed("p", ["t"])
+    assert not made.apply(commands.Consumed("p", ["t"]), 0.0)
+    made.apply(commands.Ack("p", "t", ["a"], held.lease_tokens), 1.0)
+    assert made.apply(commands.Consumed("p", ["t"]), 0.0)
+    assert not made.apply(commands.Consumed("p", ["t", "u"]), 0.0)
+    assert not made.apply(commands.Consumed("p", ["unheard"]), 0.0)
+    assert not made.apply(commands.Consumed("unheard", ["t"]), 0.0)
+    made.apply(commands.Clear("p", ["a"]), 0.0)
+    assert not made.apply(commands.Consumed("p", ["t"]), 0.0)
 
 
 def test_tag_filters_pass_over_what_does_not_match_and_leave_it():
     made = ledger()
     put(made, ["a", "b", "c"], "x", tags=[{"v": 1}, {"v": 2}, {"w": 1}])
     assert claim(made, 3, tag_filter={"v": (">=", 2)}).sample_ids == ["b"]
-    assert made.list_samples("p", {"v": ("in", [1, 2])}).sample_ids == ["a", "b"]
+    assert made.apply(commands.ListSamples("p", {"v": ("in", [1, 2])}), 0.0).sample_ids == ["a", "b"]
     assert claim(made, 3).sample_ids == ["a", "c"]
 
 
@@ -237,7 +239,7 @@ def test_tags_merge_key_by_key():
     made = ledger()
     put(made, ["a"], tags=[{"v": 1, "w": 1}])
     put(made, ["a"], "x", tags=[{"v": 2}])
-    assert made.list_samples("p", None).tags == [{"v": 2, "w": 1}]
+    assert made.apply(commands.ListSamples("p", None), 0.0).tags == [{"v": 2, "w": 1}]
 
 
 def test_a_field_keeps_dtype_rank_and_trailing_shape():
@@ -246,44 +248,44 @@ def test_a_field_keeps_dtype_rank_and_trailing_shape():
     for other in (FLOAT, FieldSpec("tensor", "int64", 2, (3,)), FieldSpec("object")):
         with pytest.raises(SchemaMismatchError, match="field 'x'"):
             put(made, ["b"], "x", "y", spec=other)
-    assert made.list_samples("p", None).sample_ids == ["a"]
+    assert made.apply(commands.ListSamples("p", None), 0.0).sample_ids == ["a"]
     put(made, ["b"], "y", spec=FLOAT)  # 'y' was not fixed by the refused puts
 
 
 def test_of_two_overlapping_first_writes_the_second_with_another_schema_fails():
     made = ledger()
-    one = made.begin_put("p", ["a"], {"x": INT}, [8], None, None, now=0.0, ttl_s=10.0)
-    two = made.begin_put("p", ["b"], {"x": FLOAT}, [4], None, None, now=0.0, ttl_s=10.0)
-    made.commit_put(one)
+    one = made.apply(commands.BeginPut("p", ["a"], {"x": INT}, [8], None, None, ttl_s=10.0), 0.0)
+    two = made.apply(commands.BeginPut("p", ["b"], {"x": FLOAT}, [4], None, None, ttl_s=10.0), 0.0)
+    made.apply(commands.CommitPut(one), 0.0)
     with pytest.raises(SchemaMismatchError):
-        made.commit_put(two)
+        made.apply(commands.CommitPut(two), 0.0)
     assert made.garbage(0.0) == [(two, 0)]
-    assert made.held_bytes == 8
+    assert made.apply(commands.HeldBytes(), 0.0) == 8
 
 
 @pytest.mark.parametrize("overlap", ["clear", "clear_all", "register"])
 def test_a_put_that_overlaps_a_clear_or_registration_is_fenced(overlap):
     made = ledger()
     put(made, ["a"], "x")
-    begun = made.begin_put("p", ["a"], {"y": INT}, [8], None, None, now=0.0, ttl_s=10.0)
+    begun = made.apply(commands.BeginPut("p", ["a"], {"y": INT}, [8], None, None, ttl_s=10.0), 0.0)
     if overlap == "clear":
-        made.clear("p", ["a"])
+        made.apply(commands.Clear("p", ["a"]), 0.0)
     elif overlap == "clear_all":
-        made.clear("p", None)
+        made.apply(commands.Clear("p", None), 0.0)
     else:
-        made.register("p", ["x"], None, ["t"], None, {}, new_id())
+        made.apply(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()), 0.0)
     with pytest.raises(StalePartitionError):
-        made.commit_put(begun)
+        made.apply(commands.CommitPut(begun), 0.0)
     if overlap != "clear_all":
-        assert made.list_samples("p", None).sample_ids == []
+        assert made.apply(commands.ListSamples("p", None), 0.0).sample_ids == []
 
 
 def test_a_put_checked_against_an_old_registration_is_refused():
     made = ledger()
-    old = made.describe("p").epoch
-    made.register("p", ["x"], None, ["t"], None, {}, new_id())
+    old = made.apply(commands.Describe("p"), 0.0).epoch
+    made.apply(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()), 0.0)
     with pytest.raises(StalePartitionError):
-        made.begin_put("p", ["a"], {"x": INT}, [8], None, old, now=0.0, ttl_s=1.0)
+        made.apply(commands.BeginPut("p", ["a"], {"x": INT}, [8], None, old, ttl_s=1.0), 0.0)
 
 
 def test_capacity_counts_reservations_and_frees_what_is_cleared():
@@ -295,18 +297,19 @@ def test_capacity_counts_reservations_and_frees_what_is_cleared():
     with pytest.raises(CapacityExceededError) as never:
         put(made, ["b"], "x", size=11)
     assert not never.value.retryable
-    made.clear("p", ["a"])
+    made.apply(commands.Clear("p", ["a"]), 0.0)
     put(made, ["b"], "x", size=10)
-    assert made.held_bytes == 10
+    assert made.apply(commands.HeldBytes(), 0.0) == 10
 
 
 def test_a_put_is_judged_by_another_bound_without_a_trace():
     made = ledger()
     put(made, ["a"], "x", size=6)
-    made.begin_put("p", ["dies"], {"x": INT}, [3], None, None, now=0.0, ttl_s=10.0)
+    made.apply(commands.BeginPut("p", ["dies"], {"x": INT}, [3], None, None, ttl_s=10.0), 0.0)
 
     def judge(size, now, epoch=None, spec=INT):
-        made.check_put("p", ["b"], {"x": spec}, [size], epoch, capacity_bytes=10, now=now)
+        put = commands.BeginPut("p", ["b"], {"x": spec}, [size], None, epoch, ttl_s=10.0)
+        made.apply(commands.CheckPut(put, capacity_bytes=10), now)
 
     before = pickle.dumps(made)
     judge(1, now=9.0)
@@ -328,44 +331,44 @@ def test_an_overwrite_frees_the_row_it_replaces_once_no_cell_names_it():
     assert freed == []
     _, freed = put(made, ["a"], "y", size=8)
     assert freed == [(first, 0)]
-    assert made.held_bytes == 16
+    assert made.apply(commands.HeldBytes(), 0.0) == 16
 
 
 def test_an_abandoned_put_is_reaped_with_its_payload():
     made = ledger()
-    begun = made.begin_put("p", ["a", "b"], {"x": INT}, [8, 8], None, None, now=0.0, ttl_s=10.0)
+    begun = made.apply(commands.BeginPut("p", ["a", "b"], {"x": INT}, [8, 8], None, None, ttl_s=10.0), 0.0)
     assert made.garbage(9.0) == []
     assert made.garbage(10.0) == [(begun, 0), (begun, 1)]
-    assert made.held_bytes == 0
+    assert made.apply(commands.HeldBytes(), 0.0) == 0
     with pytest.raises(StalePartitionError):
-        made.commit_put(begun)
-    made.collected([(begun, 0), (begun, 1)])
+        made.apply(commands.CommitPut(begun), 0.0)
+    made.apply(commands.Collected([(begun, 0), (begun, 1)]), 0.0)
     assert made.garbage(11.0) == []
 
 
 def test_aborting_a_committed_put_frees_nothing():
     made = ledger()
     write_id, _ = put(made, ["a"], "x")
-    assert made.abort_put(write_id) == []
-    assert made.locate("p", ["a"], ["x"]).parts[0].write_id == write_id
+    assert made.apply(commands.AbortPut(write_id), 0.0) == []
+    assert made.apply(commands.Locate("p", ["a"], ["x"]), 0.0).parts[0].write_id == write_id
 
 
 def test_locate_groups_rows_by_write_and_names_what_is_missing():
     made = ledger()
     first, _ = put(made, ["a", "b", "c"], "x", "y")
     second, _ = put(made, ["b"], "y")
-    parts = {part.write_id: [] for part in made.locate("p", ["c", "b", "a"], ["x", "y"]).parts}
-    for part in made.locate("p", ["c", "b", "a"], ["x", "y"]).parts:
+    parts = {part.write_id: [] for part in made.apply(commands.Locate("p", ["c", "b", "a"], ["x", "y"]), 0.0).parts}
+    for part in made.apply(commands.Locate("p", ["c", "b", "a"], ["x", "y"]), 0.0).parts:
         parts[part.write_id].append((part.fields, part.slots, part.rows, part.positions))
     assert parts == {
         first: [(("x", "y"), (0, 1), [0, 2], [2, 0]), (("x",), (0,), [1], [1])],
         second: [(("y",), (0,), [1], [0])],
     }
     with pytest.raises(MissingDataError) as missing:
-        made.locate("p", ["a", "zz"], ["x"])
+        made.apply(commands.Locate("p", ["a", "zz"], ["x"]), 0.0)
     assert missing.value.missing_samples == ("zz",)
     with pytest.raises(MissingDataError, match="'a' lacks 'z'") as cells:
-        made.locate("p", ["a"], ["x", "z"])
+        made.apply(commands.Locate("p", ["a"], ["x", "z"]), 0.0)
     assert cells.value.missing_cells == {"a": ("z",)}
 
 
@@ -374,13 +377,13 @@ def test_without_overwrite_a_second_write_is_refused_whole():
     put(made, ["a"], "x")
     with pytest.raises(UnsupportedOperationError, match="'overwrite'"):
         put(made, ["b", "a"], "x")
-    assert made.list_samples("p", None).sample_ids == ["a"]
+    assert made.apply(commands.ListSamples("p", None), 0.0).sample_ids == ["a"]
 
 
 def test_unknown_partitions_and_tasks_are_named():
     made = ledger()
     with pytest.raises(UnknownPartitionError, match="'q' is not registered"):
-        made.describe("q")
+        made.apply(commands.Describe("q"), 0.0)
     with pytest.raises(UnknownTaskError, match="no consumer task 'z'"):
         claim(made, 1, task="z")
-    assert made.clear("q", None) == (0, [])
+    assert made.apply(commands.Clear("q", None), 0.0) == (0, [])

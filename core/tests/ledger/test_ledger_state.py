@@ -4,7 +4,7 @@ import msgpack
 import pytest
 
 from dataplane_core.errors import LeaseExpiredError, StalePartitionError
-from dataplane_core.ledger import Ledger, StateReader, to_state
+from dataplane_core.ledger import Ledger, StateReader, commands, to_state
 from dataplane_core.spec import FieldSpec
 
 INT = FieldSpec("tensor", "int64", 1)
@@ -14,12 +14,14 @@ LARGE = 1 << 127
 @pytest.fixture
 def made():
     made = Ledger()
-    made.register("p", ["x"], 8, ["t"], None, {"word": ["a", "b"]}, "epoch")
+    made.apply(commands.Register("p", ["x"], 8, ["t"], None, {"word": ["a", "b"]}, "epoch"), 0.0)
     return made
 
 
 def begin(made, ids, write_id, now=0.0, tags=None):
-    return made.begin_put("p", ids, {"x": INT}, [8] * len(ids), tags, None, write_id=write_id, now=now, ttl_s=10.0)
+    return made.apply(
+        commands.BeginPut("p", ids, {"x": INT}, [8] * len(ids), tags, None, write_id=write_id, ttl_s=10.0), now
+    )
 
 
 def saved_and_loaded(made, now=0.0, then=0.0):
@@ -32,68 +34,68 @@ def saved_and_loaded(made, now=0.0, then=0.0):
 def test_an_unfinished_put_commits_after_loading(made):
     begin(made, ["a", "b"], LARGE, tags=[{"n": 1}, {"n": None}])
     loaded = saved_and_loaded(made)
-    assert loaded.held_bytes == 16
-    loaded.commit_put(LARGE)
-    listed = loaded.list_samples("p", None)
+    assert loaded.apply(commands.HeldBytes(), 0.0) == 16
+    loaded.apply(commands.CommitPut(LARGE), 0.0)
+    listed = loaded.apply(commands.ListSamples("p", None), 0.0)
     assert (listed.sample_ids, listed.tags) == (["a", "b"], [{"n": 1}, {"n": None}])
-    assert loaded.locate("p", ["b"], ["x"]).parts[0].write_id == LARGE
-    assert loaded.describe("p") == made.describe("p")
+    assert loaded.apply(commands.Locate("p", ["b"], ["x"]), 0.0).parts[0].write_id == LARGE
+    assert loaded.apply(commands.Describe("p"), 0.0) == made.apply(commands.Describe("p"), 0.0)
 
 
 def test_an_unfinished_put_of_a_row_that_was_cleared_is_refused_after_loading_too(made):
     for again in (False, True):
         begin(made, ["a"], LARGE)
-        made.commit_put(LARGE)
+        made.apply(commands.CommitPut(LARGE), 0.0)
         begin(made, ["a"], LARGE + 1)
-        made.clear("p", ["a"])
+        made.apply(commands.Clear("p", ["a"]), 0.0)
         if again:
             begin(made, ["a"], LARGE + 2)
-            made.commit_put(LARGE + 2)
+            made.apply(commands.CommitPut(LARGE + 2), 0.0)
         with pytest.raises(StalePartitionError, match="sample 'a' was cleared"):
-            saved_and_loaded(made).commit_put(LARGE + 1)
-        made.abort_put(LARGE + 1)
+            saved_and_loaded(made).apply(commands.CommitPut(LARGE + 1), 0.0)
+        made.apply(commands.AbortPut(LARGE + 1), 0.0)
 
 
 def test_an_unfinished_put_has_as_long_as_before(made):
     begin(made, ["a"], LARGE, now=0.0)
     loaded = saved_and_loaded(made, now=4.0, then=1000.0)
-    assert not loaded.due(1005.9).writes
-    assert loaded.due(1006.1).writes == [LARGE]
+    assert loaded.apply(commands.Due(), 1005.9) is None
+    assert loaded.apply(commands.Due(), 1006.1).writes == [LARGE]
 
 
 def test_garbage_stays_until_it_is_collected(made):
     begin(made, ["a", "b"], LARGE)
-    made.commit_put(LARGE)
-    made.clear("p", ["b"])
+    made.apply(commands.CommitPut(LARGE), 0.0)
+    made.apply(commands.Clear("p", ["b"]), 0.0)
     loaded = saved_and_loaded(made)
     assert loaded.garbage(0.0) == [(LARGE, 1)]
-    loaded.collected([(LARGE, 1)])
+    loaded.apply(commands.Collected([(LARGE, 1)]), 0.0)
     assert saved_and_loaded(loaded).garbage(0.0) == []
 
 
 def test_a_ledger_that_is_not_self_expiring_keeps_what_is_due_until_it_is_told():
     made = Ledger(self_expiring=False, capacity_bytes=16)
-    made.register("p", ["x"], None, ["t"], None, {}, "epoch")
+    made.apply(commands.Register("p", ["x"], None, ["t"], None, {}, "epoch"), 0.0)
     begin(made, ["a", "b"], LARGE)
-    made.commit_put(LARGE)
+    made.apply(commands.CommitPut(LARGE), 0.0)
 
     def claim(token, now):
         options = {"all_or_nothing": False, "lease_s": 5.0, "tag_filter": None, "explain": False}
-        return made.claim("p", "t", ["x"], 2, **options, token=token, now=now).sample_ids
+        return made.apply(commands.ClaimSamples("p", "t", ["x"], 2, **options, token=token), now).sample_ids
 
     assert claim("one", 0.0) == ["a", "b"]
-    made.renew("p", "t", ["b"], ["one"], 50.0, now=1.0)
-    assert not made.due(4.9)
+    made.apply(commands.Renew("p", "t", ["b"], ["one"], 50.0), 1.0)
+    assert made.apply(commands.Due(), 4.9) is None
     assert claim("two", 6.0) == []
-    due = made.due(6.0)
+    due = made.apply(commands.Due(), 6.0)
     assert due.leases == [("p", "t", "one", ["a"])]
-    made.expire(due.leases, due.writes)
-    assert not made.due(6.0)
+    made.apply(due, 6.0)
+    assert made.apply(commands.Due(), 6.0) is None
     with pytest.raises(LeaseExpiredError):
-        made.ack("p", "t", ["a"], ["one"], now=6.0)
+        made.apply(commands.Ack("p", "t", ["a"], ["one"]), 6.0)
     assert claim("two", 6.0) == ["a"]
-    made.expire(due.leases, [])  # told twice: another holds it now
-    made.ack("p", "t", ["a"], ["two"], now=6.0)
-    made.ack("p", "t", ["b"], ["one"], now=6.0)
-    made.expire([("gone", "t", "one", ["a"]), ("p", "gone", "one", ["a"])], [LARGE + 9])
-    assert made.consumed("p", ["t"])
+    made.apply(commands.Expire(due.leases, []), 0.0)  # told twice: another holds it now
+    made.apply(commands.Ack("p", "t", ["a"], ["two"]), 6.0)
+    made.apply(commands.Ack("p", "t", ["b"], ["one"]), 6.0)
+    made.apply(commands.Expire([("gone", "t", "one", ["a"]), ("p", "gone", "one", ["a"])], [LARGE + 9]), 0.0)
+    assert made.apply(commands.Consumed("p", ["t"]), 0.0)

@@ -3,7 +3,7 @@
 import pytest
 
 from dataplane_core.errors import CapacityExceededError
-from dataplane_core.ledger import Ledger
+from dataplane_core.ledger import Ledger, commands
 from dataplane_core.spec import FieldSpec, new_id
 
 INT = FieldSpec("tensor", "int64", 1)
@@ -14,7 +14,7 @@ class Puts:
 
     def __init__(self):
         self.ledger = Ledger(capacity_bytes=100)
-        self.ledger.register("p", ["x"], None, ["t"], None, {}, new_id())
+        self.ledger.apply(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()), 0.0)
         self.now = 0.0
 
     def put(self, name, size, queues=True, wait_s=60.0):
@@ -22,16 +22,17 @@ class Puts:
         try:
             arguments = ("p", [name], {"x": INT}, [size], None, None)
             ticket = name if queues else None
-            self.ledger.commit_put(self.ledger.begin_put(*arguments, ticket=ticket, now=self.now, ttl_s=90.0))
+            begin = commands.BeginPut(*arguments, ticket=ticket, ttl_s=90.0)
+            self.ledger.apply(commands.CommitPut(self.ledger.apply(begin, self.now)), self.now)
             return True
         except CapacityExceededError:
             if queues:
-                self.ledger.wait_for_room(name, size, now=self.now, wait_s=wait_s)
+                self.ledger.apply(commands.WaitForRoom(name, size, wait_s=wait_s), self.now)
             return False
 
     def clear(self, *names):
-        _, freed = self.ledger.clear("p", names)
-        self.ledger.collected(freed)
+        _, freed = self.ledger.apply(commands.Clear("p", names), 0.0)
+        self.ledger.apply(commands.Collected(freed), 0.0)
 
 
 def test_a_large_put_is_not_starved_by_small_ones():
@@ -119,9 +120,9 @@ def test_who_says_that_it_gave_up_leaves_the_queue_at_once_and_who_must_queue_is
     with pytest.raises(
         CapacityExceededError, match="10 bytes would fit, 60 of 100 bytes are held, but 1 put waits"
     ) as told:
-        puts.ledger.begin_put("p", ["b"], {"x": INT}, [10], None, None, ticket="b", now=0.0, ttl_s=9.0)
+        puts.ledger.apply(commands.BeginPut("p", ["b"], {"x": INT}, [10], None, None, ticket="b", ttl_s=9.0), 0.0)
     assert "Clear" not in told.value.hint
-    puts.ledger.wait_for_room("large", 80, now=0.0, wait_s=0.0)
+    puts.ledger.apply(commands.WaitForRoom("large", 80, wait_s=0.0), 0.0)
     assert puts.put("b", 10)
 
 
@@ -142,6 +143,6 @@ def test_who_gave_up_or_died_is_forgotten(wait_s, gone_after):
 def test_a_put_that_can_never_fit_does_not_queue():
     puts = Puts()
     with pytest.raises(CapacityExceededError) as caught:
-        puts.ledger.begin_put("p", ["a"], {"x": INT}, [101], None, None, ticket="a", now=0.0, ttl_s=9.0)
+        puts.ledger.apply(commands.BeginPut("p", ["a"], {"x": INT}, [101], None, None, ticket="a", ttl_s=9.0), 0.0)
     assert not caught.value.retryable
     assert puts.put("b", 100)

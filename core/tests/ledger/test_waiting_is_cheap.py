@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from dataplane_core.errors import CapacityExceededError
-from dataplane_core.ledger import LONGEST_PAUSE_S, Ledger, LedgerService, Pacer, leases, shortfall, views
+from dataplane_core.ledger import LONGEST_PAUSE_S, Ledger, LedgerService, Pacer, commands, leases, shortfall, views
 from dataplane_core.ledger.pacing import ASKS_PER_S
 from dataplane_core.spec import FieldSpec, matches, new_id
 
@@ -30,7 +30,7 @@ def looks(monkeypatch):
 
 def filled(num_rows, group=None, total=None):
     made = Ledger()
-    made.register("p", ["x"], total, ["t"], group, {}, new_id())
+    made.apply(commands.Register("p", ["x"], total, ["t"], group, {}, new_id()), 0.0)
     size = group or 1
     put(made, [f"q{i // size}_g{i % size}" for i in range(num_rows)], {"version": 1})
     return made
@@ -39,12 +39,13 @@ def filled(num_rows, group=None, total=None):
 def put(made, ids, tags, fields=("x",)):
     specs = dict.fromkeys(fields, INT)
     rows = [dict(tags)] * len(ids)
-    made.commit_put(made.begin_put("p", ids, specs, [8] * len(ids), rows, None, now=0.0, ttl_s=9.0))
+    begin = commands.BeginPut("p", ids, specs, [8] * len(ids), rows, None, ttl_s=9.0)
+    made.apply(commands.CommitPut(made.apply(begin, 0.0)), 0.0)
 
 
 def claim(made, count, tag_filter=None, now=0.0, **options):
     asked = {"all_or_nothing": True, "lease_s": None, "explain": False, "token": new_id(), **options}
-    return made.claim("p", "t", ["x"], count, tag_filter=tag_filter, now=now, **asked).sample_ids
+    return made.apply(commands.ClaimSamples("p", "t", ["x"], count, tag_filter=tag_filter, **asked), now).sample_ids
 
 
 @pytest.mark.parametrize("group", [None, 4])
@@ -99,21 +100,21 @@ def test_leases_cost_one_entry_each_however_often_they_are_renewed():
         ids = claim(made, 1000, lease_s=60.0, token="k", now=turn)
         assert len(ids) == 1000
         for again in range(30):
-            made.renew("p", "t", ids, ["k"] * 1000, 60.0, now=turn + again / 100)
+            made.apply(commands.Renew("p", "t", ids, ["k"] * 1000, 60.0), turn + again / 100)
         assert len(partition.leases.heap) <= 2 * 1000 + leases._SLACK
-        made.nack("p", "t", ids, ["k"] * 1000, now=turn + 0.5)
+        made.apply(commands.Nack("p", "t", ids, ["k"] * 1000), turn + 0.5)
         assert len(partition.leases.heap) <= leases._SLACK
     ids = claim(made, 1000, lease_s=60.0, token="k", now=30.0)
-    made.ack("p", "t", ids, ["k"] * 1000, now=30.0)
-    made.clear("p", ids)
+    made.apply(commands.Ack("p", "t", ids, ["k"] * 1000), 30.0)
+    made.apply(commands.Clear("p", ids), 0.0)
     assert len(partition.leases.heap) <= leases._SLACK
 
 
 def test_a_renewed_lease_ends_when_it_was_renewed_to_sooner_or_later():
     made = filled(2)
     assert claim(made, 2, lease_s=10.0, token="k") == ["q0_g0", "q1_g0"]
-    made.renew("p", "t", ["q0_g0"], ["k"], 2.0, now=1.0)
-    made.renew("p", "t", ["q1_g0"], ["k"], 20.0, now=1.0)
+    made.apply(commands.Renew("p", "t", ["q0_g0"], ["k"], 2.0), 1.0)
+    made.apply(commands.Renew("p", "t", ["q1_g0"], ["k"], 20.0), 1.0)
     assert claim(made, 1, now=2.9) == []
     assert claim(made, 1, now=3.1) == ["q0_g0"]
     assert claim(made, 1, now=20.9) == []
@@ -147,7 +148,7 @@ def test_many_waiting_claims_ask_no_more_often_together_than_few(count):
     clock = _Clock()
     service = LedgerService(clock=clock)
     service._pacer = Pacer(clock=clock)
-    service.call("register", "p", ["x"], None, ["t"], None, {}, new_id())
+    service.call(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()))
 
     asks = _asks_in(10.0, {each: partial(ask, service, token=str(each)) for each in range(count)}, clock)
     assert 0.9 * 10.0 * ASKS_PER_S <= asks <= 10.0 * ASKS_PER_S + 50 + count
@@ -156,7 +157,7 @@ def test_many_waiting_claims_ask_no_more_often_together_than_few(count):
 def ask(service, **options):
     """The pause that a claim in vain is told."""
     options = {"all_or_nothing": True, "lease_s": None, "tag_filter": None, "explain": False, **options}
-    return service.call("claim", "p", "t", ["x"], 4, **options).ask_again_s
+    return service.call(commands.ClaimSamples("p", "t", ["x"], 4, **options)).ask_again_s
 
 
 @pytest.fixture
@@ -164,7 +165,7 @@ def waited():
     clock = _Clock()
     service = LedgerService(clock=clock)
     service._pacer = Pacer(clock=clock)
-    service.call("register", "p", ["x"], None, ["t"], None, {}, new_id())
+    service.call(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()))
     return service, clock
 
 
@@ -189,18 +190,18 @@ def test_a_timeout_tells_nothing_of_an_earlier_registration_and_nothing_old(wait
 
     def shortfall():
         options = {"all_or_nothing": True, "lease_s": None, "tag_filter": None, "explain": True, "token": new_id()}
-        return service.call("claim", "p", "t", ["x"], 4, **options).shortfall
+        return service.call(commands.ClaimSamples("p", "t", ["x"], 4, **options)).shortfall
 
     monkeypatch.setattr(time, "thread_time", iter(range(0, 10_000, 100)).__next__)  # each explanation took 100 s
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    service.call("put_tags", "p", ["a"], [{}], None)
+    service.call(commands.PutTags("p", ["a"], [{}], None))
     assert shortfall().num_lacking == 1
-    service.call("put_tags", "p", ["b"], [{}], None)
+    service.call(commands.PutTags("p", ["b"], [{}], None))
     assert shortfall().num_lacking == 1
     now += 2.1
     assert shortfall().num_lacking == 2
-    service.call("register", "p", ["x"], None, ["t"], None, {}, new_id())
+    service.call(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()))
     assert shortfall().num_lacking == 0
 
 
@@ -224,19 +225,19 @@ def test_many_puts_that_wait_for_room_ask_no_more_often_together_than_few(count)
     clock = _Clock()
     service = LedgerService(100, clock=clock)
     service._pacer = Pacer(clock=clock)
-    service.call("register", "p", ["x"], None, ["t"], None, {}, new_id())
+    service.call(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()))
 
     def begin(name, size, ticket):
         arguments = ("p", [name], {"x": INT}, [size], None, None)
-        return service.call("begin_put", *arguments, write_id=None, ticket=ticket, ttl_s=90.0)
+        return service.call(commands.BeginPut(*arguments, write_id=None, ticket=ticket, ttl_s=90.0))
 
-    service.call("commit_put", begin("full", 100, None))
+    service.call(commands.CommitPut(begin("full", 100, None)))
 
     def asker(name):
         def ask():
             with pytest.raises(CapacityExceededError) as caught:
                 begin(name, 10, name)
-            service.call("wait_for_room", name, 10, wait_s=60.0)
+            service.call(commands.WaitForRoom(name, 10, wait_s=60.0))
             return caught.value.ask_again_s
 
         return ask
@@ -256,13 +257,13 @@ def begin_pause(begin, name):
 
 def test_a_claim_that_gets_something_is_not_told_to_wait():
     service = LedgerService()
-    service.call("register", "p", ["x"], None, ["t"], None, {}, new_id())
-    service.call("put_tags", "p", ["a"], [{}], None)
+    service.call(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()))
+    service.call(commands.PutTags("p", ["a"], [{}], None))
     options = {"all_or_nothing": True, "lease_s": None, "tag_filter": None, "explain": False}
     for _ in range(200):
-        service.call("claim", "p", "t", ["x"], 4, **options, token=new_id())
-    pause_s = service.call("claim", "p", "t", ["x"], 4, **options, token=new_id()).ask_again_s
+        service.call(commands.ClaimSamples("p", "t", ["x"], 4, **options, token=new_id()))
+    pause_s = service.call(commands.ClaimSamples("p", "t", ["x"], 4, **options, token=new_id())).ask_again_s
     assert pause_s > 0.1
-    write_id = service.call("begin_put", "p", ["b"], {"x": INT}, [8], None, None, write_id=None, ttl_s=9.0)
-    service.call("commit_put", write_id)
-    assert service.call("claim", "p", "t", ["x"], 1, **options, token=new_id()).ask_again_s == 0
+    write_id = service.call(commands.BeginPut("p", ["b"], {"x": INT}, [8], None, None, write_id=None, ttl_s=9.0))
+    service.call(commands.CommitPut(write_id))
+    assert service.call(commands.ClaimSamples("p", "t", ["x"], 1, **options, token=new_id())).ask_again_s == 0

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, OperationTimeoutError
-from dataplane_core.ledger import Ledger
+from dataplane_core.ledger import Ledger, commands
 from dataplane_core.spec import FieldSpec, check_tag_filter, new_id, this_process
 from dataplane_redis import _claims
 from dataplane_redis._scripts import SCRIPTS
@@ -22,18 +22,18 @@ class Both:
     def __init__(self, client, group_size):
         self.client, self.ledger = client, Ledger()
         client.register_partition("p", _FIELDS, None, ["train"], grpo_group_size=group_size)
-        self.ledger.register("p", _FIELDS, None, ["train"], group_size, {}, new_id())
+        self.ledger.apply(commands.Register("p", _FIELDS, None, ["train"], group_size, {}, new_id()), 0.0)
 
     def put(self, ids, fields, tags):
         columns = TensorDict({field: torch.ones(len(ids)) for field in fields}, batch_size=[len(ids)])
         self.client.put_samples(ids, "p", columns if fields else None, tags)
         specs = {field: _SPECS[field] for field in fields}
-        write = self.ledger.begin_put("p", ids, specs, [4] * len(ids), tags, None, now=0.0, ttl_s=9.0)
-        self.ledger.commit_put(write)
+        write = self.ledger.apply(commands.BeginPut("p", ids, specs, [4] * len(ids), tags, None, ttl_s=9.0), 0.0)
+        self.ledger.apply(commands.CommitPut(write), 0.0)
 
     def clear(self, ids):
         self.client.clear_samples(ids, "p")
-        self.ledger.clear("p", ids)
+        self.ledger.apply(commands.Clear("p", ids), 0.0)
 
     def claim(self, batch_size, lease_s):
         meta = self.client.claim_meta("p", "train", ["x"], batch_size, blocking=False, lease_s=lease_s)
@@ -41,18 +41,20 @@ class Both:
         assert meta.sample_ids == list(given.sample_ids)
 
     def ask(self, batch_size, fields, tag_filter, all_or_nothing, lease_s):
-        return self.ledger.claim(
-            "p",
-            "train",
-            fields,
-            batch_size,
-            all_or_nothing=all_or_nothing,
-            lease_s=lease_s,
-            tag_filter=check_tag_filter(tag_filter),
-            explain=True,
-            token=new_id(),
-            holder=this_process(),
-            now=0.0,
+        return self.ledger.apply(
+            commands.ClaimSamples(
+                "p",
+                "train",
+                fields,
+                batch_size,
+                all_or_nothing=all_or_nothing,
+                lease_s=lease_s,
+                tag_filter=check_tag_filter(tag_filter),
+                explain=True,
+                token=new_id(),
+                holder=this_process(),
+            ),
+            0.0,
         )
 
     def compare(self, fields, tag_filter):

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from dataplane_core.codec import split_rows
+from dataplane_core.ledger import commands
 from dataplane_core.testing import BackendConformance
 from dataplane_mooncake import TQMooncakeBackend
 
@@ -27,7 +28,7 @@ class TestTQMooncake(BackendConformance):
     def raw_get(self, backend, partition_id, sample_id, field):
         """The frame, straight from Mooncake."""
         deadline = time.monotonic() + 10
-        (part,) = backend._ledger(deadline, "locate", partition_id, [sample_id], [field]).parts
+        (part,) = backend._ledger(deadline, commands.Locate(partition_id, [sample_id], [field])).parts
         handle = part.write_id + part.positions[0]
         ((*frames,),) = split_rows(backend._engine.get_rows([handle], deadline=deadline))
         return bytes(frames[part.slots[0]])

@@ -23,6 +23,7 @@ from dataplane_core.errors import (
     ConfigError,
     OperationTimeoutError,
 )
+from dataplane_core.ledger import commands
 from dataplane_core.plugins import connect_backend
 from dataplane_mooncake import TQMooncakeBackend, _calls
 from dataplane_mooncake._master import Master
@@ -279,7 +280,7 @@ def test_its_processes_run_at_the_priority_of_any_other(client):
 
 
 def located(client, sample_id):
-    (part,) = client._backend._ledger(time.monotonic() + 60, "locate", "p", [sample_id], ["x"]).parts
+    (part,) = client._backend._ledger(time.monotonic() + 60, commands.Locate("p", [sample_id], ["x"])).parts
     return [part.write_id + position for position in part.positions]
 
 

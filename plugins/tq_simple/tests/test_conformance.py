@@ -6,6 +6,7 @@ import pytest
 import ray
 
 from dataplane_core.codec import split_rows
+from dataplane_core.ledger import commands
 from dataplane_core.testing import BackendConformance
 from dataplane_tq_simple import TQSimpleBackend
 
@@ -21,7 +22,7 @@ class TestTQSimple(BackendConformance):
     def raw_get(self, backend, partition_id, sample_id, field):
         """The frame, straight from the storage unit."""
         deadline = time.monotonic() + 10
-        (part,) = backend._ledger(deadline, "locate", partition_id, [sample_id], [field]).parts
+        (part,) = backend._ledger(deadline, commands.Locate(partition_id, [sample_id], [field])).parts
         handle = part.write_id + part.positions[0]
         ((*frames,),) = split_rows(backend._engine.get_rows([handle], column="dataplane", timeout_s=10))
         return bytes(frames[part.slots[0]])

@@ -20,15 +20,15 @@ from dataplane_core.backends.journal_shortening import Shortener
 from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, RefsGoneError
 from dataplane_core.backends.row_store import RowStoreBackend
 from dataplane_core.errors import PluginSignatureError, UnsupportedOperationError
-from dataplane_core.ledger import LedgerService
+from dataplane_core.ledger import Command, LedgerService, Reply, commands
 from dataplane_core.spec import Capability, Scope
 
 __all__ = ["BlobStore"]
 
 _CAPABILITIES: Final = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
-#: The last calls of operations: what is done after one takes no time from the rest of its operation. Not a claim or
+#: The last commands of operations: what is done after one takes no time from the rest of its operation. Not a claim or
 #: a renewal, where it would take from the lease.
-_LAST_CALLS: Final = frozenset({"commit_put", "put_tags", "ack", "nack", "collected"})
+_LAST: Final = (commands.CommitPut, commands.PutTags, commands.Ack, commands.Nack, commands.Collected)
 #: What `BlobStore.seconds_left` says outside an operation.
 _NO_OPERATION_S: Final = 60.0
 
@@ -133,12 +133,12 @@ class BlobStore(RowStoreBackend):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
-    def _ledger(self, deadline: float, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
         if self._journal is None:
-            return self._service.call(method, *args, **kwargs)
+            return self._service.call(command)
         with self._until(deadline):
-            answer = self._journal.call(deadline, method, args, kwargs)
-        if self._shortener is not None and method in _LAST_CALLS:
+            answer = self._journal.call(deadline, command)
+        if self._shortener is not None and isinstance(command, _LAST):
             self._shortener.run(deadline)
         return answer
 

@@ -21,10 +21,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NoReturn, Protocol, cast
 
-from dataplane_core.backends.journal_records import DIGEST_BYTES, OPS, VERSION, Record
+from dataplane_core.backends.journal_records import DIGEST_BYTES, VERSION, Begin, Plan, Record, Snapshot
 from dataplane_core.backends.snapshot import ChunkGoneError, SnapshotReader, head
 from dataplane_core.errors import (
     CorruptDataError,
@@ -32,15 +32,11 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     StalePartitionError,
 )
-from dataplane_core.ledger import Ledger, LedgerService, StateReader, to_state
+from dataplane_core.ledger import Command, Ledger, LedgerService, Reply, StateReader, commands, to_state
 from dataplane_core.spec import new_id
 
 __all__ = ["Journal", "JournalStore", "Snapshots"]
 
-#: Calls that change nothing, and so are not recorded.
-_READS: Final = frozenset({"describe", "locate", "consumed", "list_samples", "held_bytes"})
-#: Arguments of calls that shape the answer alone, and so are not recorded.
-_ANSWER_ONLY: Final = frozenset({"explain", "since"})
 _ANOTHER_HISTORY: Final = (
     "The store was cut or set back to an older copy. What this client wrote, claimed or acked since then may be lost: "
     "claim and read again, and write again what is missing."
@@ -165,65 +161,57 @@ class Journal:
         finally:
             self._lock.release()
 
-    def call(self, deadline: float, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carries a call of the ledger out after all that the journal holds, and records it if it changes anything.
+    def call(self, deadline: float, command: Command[Reply]) -> Reply:
+        """Carries a command out after all that the journal holds, and records it if it changes anything.
 
         Raises:
             StalePartitionError: The journal is not the one that this process knew.
             CorruptDataError: A record is damaged, or one is missing.
             OperationTimeoutError: The deadline passed; nothing was written.
         """
-        with self.held(deadline, method):
+        with self.held(deadline, command.op):
             while True:
                 self.catch_up(deadline)
-                if method in _READS:
-                    return self._ask(method, *args, **kwargs)
-                due = self._ask("due")
-                if due:
-                    self.append("expire", leases=[list(lease) for lease in due.leases], writes=due.writes)
-                elif self._is_question(method, args, kwargs):
-                    return self._ask(method, *args, **kwargs)
+                if command.reads:
+                    return self._ask(command)
+                due = self._ask(commands.Due())
+                if due is not None:
+                    self.append(due)
+                elif not self._may_change(command):
+                    return self._ask(command)
                 elif not self._next_seq:
-                    self.append("begin", store=new_id())
+                    self.append(Begin(new_id()))
                 else:
-                    fields = dict(zip(OPS[method], args, strict=False)) | kwargs
-                    answer_only = {name: fields.pop(name) for name in _ANSWER_ONLY & fields.keys()}
-                    record = self._offer(method, fields)
+                    record = self._offer(command)
                     if record is not None:
-                        # replayed from its recorded form, so that this process sees what the others will
-                        return self._apply(record, **answer_only)
+                        return self._apply(command, record)
                 if time.monotonic() >= deadline:
                     raise OperationTimeoutError(
-                        f"{method}: other processes took every place in the journal until the deadline. Nothing was "
-                        "written."
+                        f"{command.op}: other processes took every place in the journal until the deadline. Nothing "
+                        "was written."
                     )
 
-    def append(self, op: str, **fields: Any) -> bool:
+    def append(self, command: Command[Any]) -> bool:
         """Appends a record and carries it out; False where another process took the place. Call it when `held`."""
-        record = self._offer(op, fields)
+        record = self._offer(command)
         if record is None:
             return False
-        self._apply(record)
+        self._apply(command, record)
         return True
 
-    def _offer(self, op: str, fields: dict[str, Any]) -> bytes | None:
-        record = Record(self._next_seq, self._last[:DIGEST_BYTES], op, fields).to_bytes()
+    def _offer(self, command: Command[Any]) -> bytes | None:
+        record = Record(self._next_seq, self._last[:DIGEST_BYTES], command).to_bytes()
         return record if self._store.append(self._next_seq, record) else None
 
-    def _is_question(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call changes nothing, and so is not recorded; a put that is refused is not recorded either."""
-        if method == "claim":
-            names = ("all_or_nothing", "tag_filter")
-            return not self._ask("may_claim", *args, **{name: kwargs[name] for name in names})
-        if method == "begin_put":
-            partition_id, sample_ids, specs, row_bytes, _, epoch = args
-            judged = (partition_id, sample_ids, specs, row_bytes, epoch)
-            self._ask("check_put", *judged, capacity_bytes=self._capacity_bytes, ticket=kwargs["ticket"])
-        return False
+    def _may_change(self, command: Command[Any]) -> bool:
+        """Whether a command may change anything; a put that is refused is not recorded either."""
+        if isinstance(command, commands.BeginPut):
+            self._ask(commands.CheckPut(command, self._capacity_bytes))
+        return not isinstance(command, commands.ClaimSamples) or self._ask(commands.MayClaim(command))
 
-    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _ask(self, command: Command[Reply]) -> Reply:
         with self._or_forget():
-            return self._service.call(method, *args, **kwargs)
+            return self._service.call(command)
 
     @contextmanager
     def _or_forget(self) -> Iterator[None]:
@@ -275,7 +263,7 @@ class Journal:
         """The next record of a snapshot behind record ``seq``, if there is one."""
         for offset, data in enumerate(self._store.read(seq + 1), 1):
             record = Record.from_bytes(data, seq + offset)
-            if record.op == "snapshot":
+            if isinstance(record.command, Snapshot):
                 return record, data
         return None
 
@@ -294,7 +282,7 @@ class Journal:
                 self._take(record, data)
         for data in records:
             record = Record.from_bytes(data, self._next_seq)
-            if record.op == "snapshot" and record.seq > self._next_seq:
+            if isinstance(record.command, Snapshot) and record.seq > self._next_seq:
                 return record, data  # what lies between was trimmed: it is in the snapshot
             self._check_next(record)
             self._take(record, data)
@@ -313,15 +301,15 @@ class Journal:
         last = self._next_seq - 1
         if record.seq <= last:
             self._refuse_history(f"another record stands in the place of journal record {last}.")
-        if record.op != "snapshot":
+        if not isinstance(record.command, Snapshot):
             self._refuse_gap(record, last)
-        if record.fields["store"] != self._store_id:
-            self._refuse_history(f"its journal is that of store {record.fields['store']}, not {self._store_id}.")
+        if record.command.store != self._store_id:
+            self._refuse_history(f"its journal is that of store {record.command.store}, not {self._store_id}.")
         if record.seq == self._next_seq and record.prev != self._last[:DIGEST_BYTES]:
             self._refuse_history(f"another record stood in the place of journal record {last}.")
 
     def _check_next(self, record: Record) -> None:
-        if record.seq != self._next_seq or (not record.seq and record.op != "begin"):
+        if record.seq != self._next_seq or (not record.seq and not isinstance(record.command, Begin)):
             self._refuse_gap(record, self._next_seq)
         if record.prev != self._last[:DIGEST_BYTES]:
             self._forget()
@@ -334,13 +322,15 @@ class Journal:
     def _take(self, record: Record, data: bytes) -> None:
         """Replays a record of another process."""
         with suppress(DataPlaneError):  # refused, the same way in every process: it changed nothing
-            self._carry_out(record, data)
+            self._carry_out(record.command, data)
 
-    def _apply(self, data: bytes, **answer_only: Any) -> Any:
-        """Carries out a record of this process, from its recorded form; its answer."""
-        return self._carry_out(Record.from_bytes(data, self._next_seq), data, **answer_only)
+    def _apply(self, command: Command[Reply], data: bytes) -> Reply:
+        """Carries out a command of this process, from its recorded form, so that it sees what the others will."""
+        recorded: Command[Reply] = Record.from_bytes(data, self._next_seq).command
+        answer_only = {name: getattr(command, name) for name in command.answer_only}
+        return self._carry_out(replace(recorded, **answer_only), data)
 
-    def _carry_out(self, record: Record, data: bytes, **answer_only: Any) -> Any:
+    def _carry_out(self, command: Command[Reply], data: bytes) -> Reply:
         with self._or_forget():
             self._next_seq += 1
             self._last = data
@@ -348,17 +338,16 @@ class Journal:
             tail = self.tail  # the shortener sets it to None without the lock
             if tail is not None:
                 tail.append(data)
-            if record.op == "begin":
-                self._store_id = record.fields["store"]
-            elif record.op == "plan":
-                self._note_plan(record.fields["snapshot"])
-            elif record.op == "snapshot":
-                self._note_snapshot(record)
-            else:
-                if record.op == "claim":
-                    answer_only = {"explain": False, **answer_only}
-                return self._service.call(record.op, **record.fields, **answer_only)
-        return None
+            match command:
+                case Begin():
+                    self._store_id = command.store
+                case Plan():
+                    self._note_plan(command.snapshot)
+                case Snapshot():
+                    self._note_snapshot(command)
+                case _:
+                    return self._service.call(command)
+            return cast("Reply", None)
 
     def _note_plan(self, snapshot: str) -> None:
         known = self.snapshots
@@ -367,47 +356,47 @@ class Journal:
         known.plan = snapshot
         known.planned_nbytes = known.tail_nbytes
 
-    def _note_snapshot(self, record: Record) -> None:
-        fields = record.fields
+    def _note_snapshot(self, command: Snapshot) -> None:
         self.snapshots = Snapshots(
-            current=(fields["snapshot"], fields["chunks"]),
-            seq=record.seq,
-            nbytes=fields["nbytes"],
-            garbage=[(snapshot, chunks) for snapshot, chunks in fields["garbage"]],
+            current=(command.snapshot, command.chunks),
+            seq=self._next_seq - 1,
+            nbytes=command.nbytes,
+            garbage=[(snapshot, chunks) for snapshot, chunks in command.garbage],
         )
 
     def _load(self, record: Record, data: bytes, deadline: float) -> None:
         """Takes over the state of a snapshot, and the records that it holds beside it."""
-        fields = record.fields
+        named = record.command
+        assert isinstance(named, Snapshot)
         loading = self._loading
         if loading is None or loading.record != data:
             self._was_overtaken |= loading is not None
-            chunks = SnapshotReader(fields["snapshot"], fields["chunks"], fields["digest"])
+            chunks = SnapshotReader(named.snapshot, named.chunks, named.digest)
             loading = _Loading(data, chunks, StateReader(self_expiring=False))
         if self._was_overtaken:
             self._hold_back(record.seq)
         try:
-            while loading.chunks.num_read < fields["chunks"]:
+            while loading.chunks.num_read < named.chunks:
                 self._loading = loading  # where this chunk cannot be read in time, the next call goes on with it
                 sections = loading.chunks.next_chunk(self._store.get)
                 self._loading = None  # what breaks off in the middle is of no use
                 for section in sections:
                     loading.take(section, self.clock())
-                if time.monotonic() >= deadline and loading.chunks.num_read < fields["chunks"]:
+                if time.monotonic() >= deadline and loading.chunks.num_read < named.chunks:
                     self._loading = loading
                     raise OperationTimeoutError(
-                        f"{loading.chunks.num_read} of the {fields['chunks']} blobs of the journal's snapshot were "
+                        f"{loading.chunks.num_read} of the {named.chunks} blobs of the journal's snapshot were "
                         "loaded by the deadline. Nothing was written.",
                         hint="Call again: the next call goes on from there.",
                     )
             first = loading.head
-            if first is None or first["v"] != VERSION or first["store"] != fields["store"]:
+            if first is None or first["v"] != VERSION or first["store"] != named.store:
                 raise ValueError("its head is of another store or version")
             self._service = LedgerService(clock=self._read_clock, ledger=loading.state.ledger)
-            self._store_id = fields["store"]
+            self._store_id = named.store
             self._next_seq = first["seq"]
             self._last = first["prev"]
-            for each in [*loading.tail, *fields["records"]]:
+            for each in [*loading.tail, *named.records]:
                 kept = Record.from_bytes(each, self._next_seq)
                 if (kept.seq, kept.prev) != (self._next_seq, self._last[:DIGEST_BYTES]):
                     raise ValueError(f"record {kept.seq} beside it does not follow")
@@ -423,7 +412,7 @@ class Journal:
                 error, DataPlaneError
             ):
                 raise CorruptDataError(
-                    f"snapshot {fields['snapshot']}, which journal record {record.seq} names, cannot be read: {error}."
+                    f"snapshot {named.snapshot}, which journal record {record.seq} names, cannot be read: {error}."
                 ) from error
             raise
 
@@ -438,7 +427,7 @@ class Journal:
         for _ in range(_HOLD_TRIES):
             for data in self._store.read(seq):
                 seq, prev = seq + 1, data[:DIGEST_BYTES]
-            if prev and self._store.append(seq, Record(seq, prev, "plan", {"snapshot": new_id()}).to_bytes()):
+            if prev and self._store.append(seq, Record(seq, prev, Plan(new_id())).to_bytes()):
                 return
 
     def _refuse_history(self, what: str) -> NoReturn:
@@ -450,7 +439,7 @@ class Journal:
     def _refuse_gap(self, record: Record, expected: int) -> NoReturn:
         self._forget()
         raise CorruptDataError(
-            f"journal record {record.seq} ({record.op}) stands where record {expected} was expected: records are "
-            "missing, or in another order.",
+            f"journal record {record.seq} ({record.command.op}) stands where record {expected} was expected: records "
+            "are missing, or in another order.",
             hint=_BROKEN,
         )

@@ -5,7 +5,7 @@ A record is 16 bytes, the digest of what follows, and a msgpack map. Every map h
     v       the version of this form
     seq     the record's number: 0, 1, 2, ...
     prev    the digest of the record before it; empty in record 0
-    op      what was done, with the fields that `OPS` lists for it
+    op      what was done: a command of the ledger, or of the journal itself (`OPS`), with its fields
 
 So the records are a chain: one that is damaged, missing, swapped or of another journal does not fit, and is found. No
 record holds a time: a lease ends by a record that says so (see `dataplane_core.backends.journal`).
@@ -14,21 +14,25 @@ record holds a time: a lease ends by a record that says so (see `dataplane_core.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import UnionType
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 import msgpack
 
 from dataplane_core.errors import CorruptDataError
-from dataplane_core.ledger import pack_refs, pack_write_id, unpack_refs, unpack_write_id
+from dataplane_core.ledger import Command, Ref, commands, pack_refs, pack_write_id, unpack_refs, unpack_write_id
 from dataplane_core.spec import FieldSpec
 
 __all__ = [
     "DIGEST_BYTES",
     "OPS",
     "VERSION",
+    "Begin",
+    "Plan",
     "Record",
+    "Snapshot",
     "seal",
     "unseal",
 ]
@@ -41,98 +45,92 @@ _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or 
 
 
 @dataclass(frozen=True, slots=True)
+class Begin(Command[None]):
+    """Record 0: who this store is, at random."""
+
+    op = "begin"
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Command[None]):
+    """Somebody begins to write this snapshot, or keeps others from it."""
+
+    op = "plan"
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot(Command[None]):
+    """And has written it: the state after all records before this one.
+
+    Attributes:
+        store: Who this store is.
+        snapshot: The snapshot.
+        chunks: How many blobs it has.
+        nbytes: Its size.
+        digest: Of its chunks.
+        records: The last of the records that were made while it was written.
+        garbage: Earlier snapshots, and how many blobs each has, where that is known.
+    """
+
+    op = "snapshot"
+    store: str
+    snapshot: str
+    chunks: int
+    nbytes: int
+    digest: bytes
+    records: Sequence[bytes]
+    garbage: Sequence[tuple[str, int | None]]
+
+
+@dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a field may hold, and how it is turned into msgpack's types and back."""
+    """What a field may hold on disk, and how it is turned into msgpack's types and back."""
 
     types: tuple[type, ...]
     pack: Callable[[Any], Any] = lambda value: value
     unpack: Callable[[Any], Any] = lambda value: value
 
 
-def _pack_specs(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
-    return {name: spec.to_text() for name, spec in specs.items()}
-
-
-def _unpack_specs(packed: Mapping[str, str]) -> dict[str, FieldSpec]:
-    return {name: FieldSpec.from_text(text) for name, text in packed.items()}
-
-
-_TEXT: Final = _Kind((str,))
-_TEXT_OR_NONE: Final = _Kind((str, type(None)))
-_LIST: Final = _Kind((list,), list)
-_LIST_OR_NONE: Final = _Kind((list, type(None)), lambda value: None if value is None else list(value))
-_MAP: Final = _Kind((dict,), dict)
-_MAP_OR_NONE: Final = _Kind((dict, type(None)), lambda value: None if value is None else dict(value))
-_INT: Final = _Kind((int,))
-_INT_OR_NONE: Final = _Kind((int, type(None)))
-_FLAG: Final = _Kind((bool,))
-_SECONDS: Final = _Kind((int, float))
-_SECONDS_OR_NONE: Final = _Kind((int, float, type(None)))
-_BYTES: Final = _Kind((bytes,))
-_WRITE: Final = _Kind((bytes,), pack_write_id, unpack_write_id)
-_WRITES: Final = _Kind(
-    (list,), lambda ids: list(map(pack_write_id, ids)), lambda data: list(map(unpack_write_id, data))
-)
-_REFS: Final = _Kind((list,), pack_refs, unpack_refs)
-_SPECS: Final = _Kind((dict,), _pack_specs, _unpack_specs)
-
-#: Op -> its fields, in the order of the arguments of the ledger's call of that name.
-OPS: Final[Mapping[str, Mapping[str, _Kind]]] = {
-    # --- of the journal itself
-    "begin": {"store": _TEXT},  # record 0: who this store is, at random
-    "expire": {"leases": _LIST, "writes": _WRITES},  # leases and unfinished puts whose time is over
-    "plan": {"snapshot": _TEXT},  # somebody begins to write this snapshot, or keeps others from it
-    "snapshot": {  # and has written it: the state after all records before this one
-        "store": _TEXT,
-        "snapshot": _TEXT,
-        "chunks": _INT,
-        "nbytes": _INT,
-        "digest": _BYTES,
-        "records": _LIST,  # the last of the records that were made while it was written
-        "garbage": _LIST,  # earlier snapshots
-    },
-    # --- of the ledger
-    "register": {
-        "partition_id": _TEXT,
-        "fields": _LIST,
-        "num_samples": _INT_OR_NONE,
-        "consumer_tasks": _LIST,
-        "grpo_group_size": _INT_OR_NONE,
-        "enums": _MAP,
-        "epoch": _TEXT,
-    },
-    "begin_put": {
-        "partition_id": _TEXT,
-        "sample_ids": _LIST,
-        "specs": _SPECS,
-        "row_bytes": _LIST,
-        "tags": _LIST_OR_NONE,
-        "epoch": _TEXT_OR_NONE,
-        "write_id": _WRITE,
-        "ticket": _TEXT_OR_NONE,
-        "ttl_s": _SECONDS,
-    },
-    "wait_for_room": {"ticket": _TEXT, "size_bytes": _INT, "wait_s": _SECONDS},  # a put waits, or still does
-    "commit_put": {"write_id": _WRITE},
-    "abort_put": {"write_id": _WRITE},
-    "put_tags": {"partition_id": _TEXT, "sample_ids": _LIST, "tags": _LIST, "epoch": _TEXT_OR_NONE},
-    "claim": {
-        "partition_id": _TEXT,
-        "task_name": _TEXT,
-        "required_fields": _LIST,
-        "batch_size": _INT,
-        "all_or_nothing": _FLAG,
-        "lease_s": _SECONDS_OR_NONE,
-        "tag_filter": _MAP_OR_NONE,
-        "token": _TEXT,
-        "holder": _TEXT,
-    },
-    "ack": {"partition_id": _TEXT, "task_name": _TEXT, "sample_ids": _LIST, "tokens": _LIST},
-    "nack": {"partition_id": _TEXT, "task_name": _TEXT, "sample_ids": _LIST, "tokens": _LIST},
-    "renew": {"partition_id": _TEXT, "task_name": _TEXT, "sample_ids": _LIST, "tokens": _LIST, "lease_s": _SECONDS},
-    "clear": {"partition_id": _TEXT, "sample_ids": _LIST_OR_NONE},
-    "collected": {"refs": _REFS},
+#: Type of a field -> how it stands on disk; a plain type, as it is.
+_KINDS: Final[Mapping[Any, _Kind]] = {
+    # no journal leaves a write id to the ledger
+    **dict.fromkeys((commands.WriteId, commands.WriteId | None), _Kind((bytes,), pack_write_id, unpack_write_id)),
+    Sequence[commands.WriteId]: _Kind(
+        (list,), lambda ids: list(map(pack_write_id, ids)), lambda data: list(map(unpack_write_id, data))
+    ),
+    Sequence[Ref]: _Kind((list,), pack_refs, unpack_refs),
+    Mapping[str, FieldSpec]: _Kind(
+        (dict,),
+        lambda specs: {name: spec.to_text() for name, spec in specs.items()},
+        lambda packed: {name: FieldSpec.from_text(text) for name, text in packed.items()},
+    ),
+    Sequence: _Kind((list,), list),
+    Mapping: _Kind((dict,), dict),
+    float: _Kind((int, float)),
 }
+
+
+def _kind(hint: Any) -> _Kind:
+    if hint in _KINDS:
+        return _KINDS[hint]
+    if get_origin(hint) in (Union, UnionType):
+        some = _kind(get_args(hint)[0])
+        return _Kind((*some.types, type(None)), lambda value: None if value is None else some.pack(value))
+    origin = get_origin(hint) or hint
+    return _KINDS.get(origin) or _Kind((origin,))
+
+
+def _kinds(command: type[Command[Any]]) -> Mapping[str, _Kind]:
+    hints = get_type_hints(command, include_extras=True)
+    return {each.name: _kind(hints[each.name]) for each in fields(command) if each.name not in command.answer_only}
+
+
+_ALL: Final[tuple[type[Command[Any]], ...]] = (Begin, Plan, Snapshot, *commands.COMMANDS)
+_CLASSES: Final = {each.op: each for each in _ALL if not each.reads}
+#: Op -> the fields that a record of it holds, in order.
+OPS: Final[Mapping[str, Mapping[str, _Kind]]] = {op: _kinds(each) for op, each in _CLASSES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,21 +140,18 @@ class Record:
     Attributes:
         seq: Its number.
         prev: The digest of the record before it.
-        op: A key of `OPS`.
-        fields: What `OPS` lists for it.
+        command: What was done.
     """
 
     seq: int
     prev: bytes
-    op: str
-    fields: dict[str, Any]
+    command: Command[Any]
 
     def to_bytes(self) -> bytes:
         """The record as it is stored; its first `DIGEST_BYTES` are its digest."""
-        if self.fields.keys() != OPS[self.op].keys():
-            raise TypeError(f"journal op '{self.op}' has the fields {list(OPS[self.op])}, not {list(self.fields)}")
-        packed = {name: kind.pack(self.fields[name]) for name, kind in OPS[self.op].items()}
-        return seal(msgpack.packb({"v": VERSION, "seq": self.seq, "prev": self.prev, "op": self.op, **packed}))
+        op = self.command.op
+        packed = {name: kind.pack(getattr(self.command, name)) for name, kind in OPS[op].items()}
+        return seal(msgpack.packb({"v": VERSION, "seq": self.seq, "prev": self.prev, "op": op, **packed}))
 
     @classmethod
     def from_bytes(cls, data: bytes, seq: int) -> Record:
@@ -180,11 +175,11 @@ class Record:
             if held["v"] != VERSION:
                 _refuse_version(held["v"], seq)
             kinds = OPS[held["op"]]
-            fields = {name: kind.unpack(_typed(held[name], kind)) for name, kind in kinds.items()}
-            unknown = held.keys() - fields.keys() - {"v", "seq", "prev", "op"}
+            known = {name: kind.unpack(_typed(held[name], kind)) for name, kind in kinds.items()}
+            unknown = held.keys() - known.keys() - {"v", "seq", "prev", "op"}
             if unknown:
                 raise ValueError(f"it holds {min(unknown)!r}")
-            return cls(held["seq"], held["prev"], held["op"], fields)
+            return cls(held["seq"], held["prev"], _CLASSES[held["op"]](**known))
         except (ValueError, TypeError, KeyError) as error:
             if isinstance(error, CorruptDataError):
                 raise

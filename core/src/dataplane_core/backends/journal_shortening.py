@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from typing import Final, Protocol
 
 from dataplane_core.backends.journal import Journal, JournalStore, Snapshots
+from dataplane_core.backends.journal_records import Plan, Snapshot
 from dataplane_core.backends.snapshot import Chunks, chunk_key, pack_chunks
 from dataplane_core.errors import OperationTimeoutError
 from dataplane_core.spec import new_id
@@ -108,7 +109,7 @@ class Shortener:
         snapshot = new_id()
         with journal.held(deadline, "snapshot"):
             journal.catch_up(deadline)
-            if not self._is_due() or not journal.append("plan", snapshot=snapshot):
+            if not self._is_due() or not journal.append(Plan(snapshot)):
                 raise _GivenUpError
             self._again_at = 0
             self._mine = snapshot
@@ -146,16 +147,9 @@ class Shortener:
                     self._put(snapshot, chunks, chunk)
                     journal.tail = []
                 earlier: list[tuple[str, int | None]] = [] if known.current is None else [known.current]
-                if journal.append(
-                    "snapshot",
-                    store=journal.store_id,
-                    snapshot=snapshot,
-                    chunks=chunks.count,
-                    nbytes=chunks.nbytes,
-                    digest=chunks.digest,
-                    records=list(journal.tail),
-                    garbage=[*earlier, *((each, None) for each in known.given_up)],
-                ):
+                garbage = [*earlier, *((each, None) for each in known.given_up)]
+                record = (chunks.count, chunks.nbytes, chunks.digest, list(journal.tail), garbage)
+                if journal.append(Snapshot(journal.store_id, snapshot, *record)):
                     return
             if time.monotonic() >= deadline:
                 raise OperationTimeoutError("others took every place in the journal until the deadline")

@@ -1,6 +1,6 @@
 """`LedgerBackend`: every operation of a backend on top of a `Ledger` (wherever it lives) and a payload store.
 
-A storage author supplies four things: `_ledger` (one call into the ledger service), `_store`, `_fetch` and `_delete`.
+A storage author supplies four things: `_ledger` (passes a command on to the ledger), `_store`, `_fetch` and `_delete`.
 Payload is stored before the ledger makes it visible and deleted after the ledger has let go of it, and write ids are
 never used again; so a reader never meets half a row or a foreign one, whoever crashes when.
 """
@@ -11,7 +11,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
@@ -32,7 +32,7 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
     preview,
 )
-from dataplane_core.ledger import LEAST_ROOM_PAUSE_S, Located, Ref, backoff_s
+from dataplane_core.ledger import LEAST_ROOM_PAUSE_S, Command, Located, Ref, Reply, backoff_s, commands
 from dataplane_core.spec import (
     OPERATIONS,
     AckRequest,
@@ -72,7 +72,7 @@ _UNDO_S: Final = 5.0
 _LATE_UNDO_S: Final = 1.0
 #: Seconds between two calls in which a put says that it still waits.
 _STILL_WAITS_S: Final = 15.0
-#: What `Ledger.begin_put` raises: nothing is reserved then. After another error it may be.
+#: What `BeginPut` raises: nothing is reserved then. After another error it may be.
 _REFUSALS: Final = (
     CapacityExceededError,
     InvalidRequestError,
@@ -137,8 +137,8 @@ class LedgerBackend(Backend, ABC):
     # --- what a storage author supplies -------------------------------------------------------------------------------
 
     @abstractmethod
-    def _ledger(self, deadline: float, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls `LedgerService.call` where the ledger lives, by ``deadline`` (`time.monotonic`'s clock)."""
+    def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
+        """Passes a command to `LedgerService.call`, where that lives, by ``deadline`` (`time.monotonic`'s clock)."""
 
     @abstractmethod
     def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
@@ -164,9 +164,7 @@ class LedgerBackend(Backend, ABC):
 
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:
         """Opens a partition afresh."""
-        info, freed = self._ledger(
-            request.deadline,
-            "register",
+        register = commands.Register(
             request.partition_id,
             request.fields,
             request.num_samples,
@@ -175,14 +173,13 @@ class LedgerBackend(Backend, ABC):
             request.enums,
             request.epoch,
         )
+        info, freed = self._ledger(request.deadline, register)
         self._collect(freed, request.deadline)
-        registered: PartitionInfo = info
-        return registered
+        return info
 
     def describe_partition(self, request: DescribeRequest) -> PartitionInfo:
         """Reads a registration."""
-        info: PartitionInfo = self._ledger(request.deadline, "describe", request.partition_id)
-        return info
+        return self._ledger(request.deadline, commands.Describe(request.partition_id))
 
     def put_samples(self, request: PutRequest) -> PutReply:
         """Reserves, stores, commits; where there is no room, tries again, unless ``on_full`` is ``raise``."""
@@ -196,9 +193,9 @@ class LedgerBackend(Backend, ABC):
                 hint="Middleware that adds or drops a column does the same with its spec.",
             )
         if not request.columns:
-            self._ledger(
-                request.deadline, "put_tags", request.partition_id, request.sample_ids, request.tags, request.epoch
-            )
+            tags = request.tags or [{}] * num_samples
+            put = commands.PutTags(request.partition_id, request.sample_ids, tags, request.epoch)
+            self._ledger(request.deadline, put)
             return reply
         self._finish_undoing(request.deadline)
         row_bytes = row_nbytes(request.columns, num_samples)
@@ -210,10 +207,9 @@ class LedgerBackend(Backend, ABC):
         """Locates, fetches; again where the rows moved meanwhile."""
         gone: set[Ref] = set()
         before: Located | None = None
+        locate = commands.Locate(request.partition_id, request.sample_ids, request.fields)
         while True:
-            located: Located = self._ledger(
-                request.deadline, "locate", request.partition_id, request.sample_ids, request.fields
-            )
+            located = self._ledger(request.deadline, locate)
             try:
                 columns = self._fetch(located, len(request.sample_ids), request.deadline)
             except RefsGoneError as error:
@@ -235,9 +231,7 @@ class LedgerBackend(Backend, ABC):
 
     def claim(self, request: ClaimRequest) -> Claim:
         """Hands out ready samples."""
-        claim: Claim = self._ledger(
-            request.deadline,
-            "claim",
+        claim = commands.ClaimSamples(
             request.partition_id,
             request.task_name,
             request.required_fields,
@@ -245,40 +239,39 @@ class LedgerBackend(Backend, ABC):
             all_or_nothing=request.all_or_nothing,
             lease_s=request.lease_s,
             tag_filter=request.tag_filter,
-            explain=request.explain,
             token=request.token,
             holder=request.holder,
+            explain=request.explain,
         )
-        return claim
+        return self._ledger(request.deadline, claim)
 
     def ack(self, request: AckRequest) -> SettleReply:
         """Settles leases."""
-        return self._settle("ack", request)
+        return self._settle(request, commands.Ack)
 
     def nack(self, request: NackRequest) -> SettleReply:
         """Gives leased samples back."""
-        return self._settle("nack", request)
+        return self._settle(request, commands.Nack)
 
     def renew(self, request: RenewRequest) -> SettleReply:
         """Extends leases."""
-        return self._settle("renew", request, request.lease_s)
+        return self._settle(request, commands.Renew, request.lease_s)
 
     def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:
         """Asks the ledger."""
-        consumed = self._ledger(request.deadline, "consumed", request.partition_id, request.task_names)
+        consumed = self._ledger(request.deadline, commands.Consumed(request.partition_id, request.task_names))
         return ConsumptionReply(consumed=consumed)
 
     def clear_samples(self, request: ClearRequest) -> ClearReply:
         """Drops rows, then their payload and what crashed writers left."""
         self._finish_undoing(request.deadline)
-        count, garbage = self._ledger(request.deadline, "clear", request.partition_id, request.sample_ids)
+        count, garbage = self._ledger(request.deadline, commands.Clear(request.partition_id, request.sample_ids))
         self._collect(garbage, request.deadline)
         return ClearReply(num_samples=count)
 
     def list_samples(self, request: ListRequest) -> SampleList:
         """Lists ids and tags."""
-        listed: SampleList = self._ledger(request.deadline, "list_samples", request.partition_id, request.tag_filter)
-        return listed
+        return self._ledger(request.deadline, commands.ListSamples(request.partition_id, request.tag_filter))
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
@@ -300,7 +293,7 @@ class LedgerBackend(Backend, ABC):
             if ticket is not None and ticket.queued_at is not None:  # it ends without its room
                 until = min(request.deadline, time.monotonic() + _LATE_UNDO_S)
                 with suppress(Exception):  # the ledger forgets it by itself, later
-                    self._ledger(until, "wait_for_room", ticket.id, sum(row_bytes), wait_s=0.0)
+                    self._ledger(until, commands.WaitForRoom(ticket.id, sum(row_bytes), wait_s=0.0))
 
     def _put_in_turn(self, request: PutRequest, row_bytes: Sequence[int], ticket: _Ticket | None) -> Sequence[Ref]:
         """Tries a put until there is room for it."""
@@ -321,7 +314,7 @@ class LedgerBackend(Backend, ABC):
                     ) from error
                 if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
                     ticket.queued_at = now
-                    self._ledger(request.deadline, "wait_for_room", ticket.id, sum(row_bytes), wait_s=left_s)
+                    self._ledger(request.deadline, commands.WaitForRoom(ticket.id, sum(row_bytes), wait_s=left_s))
                 # an engine that is full by itself says nothing of when to ask again
                 pause_s = error.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
                 time.sleep(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
@@ -329,20 +322,19 @@ class LedgerBackend(Backend, ABC):
     def _put(self, request: PutRequest, row_bytes: Sequence[int], ticket: _Ticket | None) -> Sequence[Ref]:
         """One try of a put; what it frees."""
         drawn = self._new_write_id()
+        begin = commands.BeginPut(
+            request.partition_id,
+            request.sample_ids,
+            request.specs,
+            row_bytes,
+            request.tags,
+            request.epoch,
+            write_id=drawn,
+            ticket=None if ticket is None else ticket.id,
+            ttl_s=max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S,
+        )
         try:
-            write_id: int = self._ledger(
-                request.deadline,
-                "begin_put",
-                request.partition_id,
-                request.sample_ids,
-                request.specs,
-                row_bytes,
-                request.tags,
-                request.epoch,
-                write_id=drawn,
-                ticket=None if ticket is None else ticket.id,
-                ttl_s=max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S,
-            )
+            write_id = self._ledger(request.deadline, begin)
         except _REFUSALS:
             raise
         except BaseException:  # its reply may be lost, and its bytes be reserved
@@ -354,11 +346,10 @@ class LedgerBackend(Backend, ABC):
         try:
             columns = {name: request.columns[name] for name in request.specs}  # in the ledger's order of slots
             self._store(write_id, columns, len(request.sample_ids), request.deadline)
-            freed: Sequence[Ref] = self._ledger(request.deadline, "commit_put", write_id)
+            return self._ledger(request.deadline, commands.CommitPut(write_id))
         except BaseException:
             self._undo(write_id, request.deadline)
             raise
-        return freed
 
     def _undo(self, write_id: int, deadline: float) -> None:
         """Best effort after a failed put, in the time that it has left; else the next call goes on with it.
@@ -369,7 +360,7 @@ class LedgerBackend(Backend, ABC):
         deadline = min(deadline, time.monotonic() + _UNDO_S)
         if time.monotonic() < deadline:
             with suppress(Exception):  # whatever the engine raises now, why the put failed is what its caller gets
-                self._collect(self._ledger(deadline, "abort_put", write_id), deadline)
+                self._collect(self._ledger(deadline, commands.AbortPut(write_id)), deadline)
                 return
         self._not_undone.append(write_id)
 
@@ -379,23 +370,16 @@ class LedgerBackend(Backend, ABC):
         while self._not_undone and time.monotonic() < deadline:
             with suppress(Exception):  # not this call's failure
                 write_id = self._not_undone.popleft()
-                self._collect(self._ledger(deadline, "abort_put", write_id), deadline)
+                self._collect(self._ledger(deadline, commands.AbortPut(write_id)), deadline)
 
     def _collect(self, refs: Sequence[Ref], deadline: float) -> None:
         if refs:
             self._delete(refs, deadline)
-            self._ledger(deadline, "collected", refs)
+            self._ledger(deadline, commands.Collected(refs))
 
-    def _settle(self, method: str, request: Any, *extra: Any) -> SettleReply:
-        self._ledger(
-            request.deadline,
-            method,
-            request.partition_id,
-            request.task_name,
-            request.sample_ids,
-            request.lease_tokens,
-            *extra,
-        )
+    def _settle(self, request: Any, kind: Callable[..., commands.Settle], *extra: float) -> SettleReply:
+        leased = (request.partition_id, request.task_name, request.sample_ids, request.lease_tokens)
+        self._ledger(request.deadline, kind(*leased, *extra))
         return SettleReply(num_samples=len(request.sample_ids))
 
 

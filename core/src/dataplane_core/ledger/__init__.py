@@ -1,9 +1,12 @@
 """The control plane as one state machine: partitions, claims, leases, groups, tags, capacity.
 
-`LedgerBackend` asks it for every operation, wherever a backend hosts it; the conformance kit uses it as its oracle.
+`LedgerBackend` gives it a command for every operation, wherever a backend hosts it; the conformance kit uses it as its
+oracle.
 """
 
-from dataplane_core.ledger.ledger import Ledger, Located
+from dataplane_core.ledger import commands
+from dataplane_core.ledger.commands import Command, Located, Reply
+from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer, backoff_s
 from dataplane_core.ledger.rows import Ref, group_of
 from dataplane_core.ledger.service import LedgerService
@@ -12,13 +15,16 @@ from dataplane_core.ledger.state import StateReader, pack_refs, pack_write_id, t
 __all__ = [
     "LEAST_ROOM_PAUSE_S",
     "LONGEST_PAUSE_S",
+    "Command",
     "Ledger",
     "LedgerService",
     "Located",
     "Pacer",
     "Ref",
+    "Reply",
     "StateReader",
     "backoff_s",
+    "commands",
     "group_of",
     "pack_refs",
     "pack_write_id",

@@ -1,7 +1,7 @@
 """The control plane as one pure state machine: which cells exist, who was given what until when, tags, bytes held.
 
 Plain Python with no I/O, no locks and no clock: time is an argument, on any clock that the host keeps to. Whoever hosts
-a ledger calls one method at a time. noop hosts it in process, the TransferQueue backends inside the queue's
+a ledger applies one command at a time. noop hosts it in process, the TransferQueue backends inside the queue's
 controller, `BlobStore` backends replay a journal through it, and the conformance kit uses it as its oracle. It never
 iterates over a set of strings, so that equal calls in equal order give equal states in every process.
 
@@ -10,17 +10,18 @@ The ledger does not see payload. Each put has a **write id**; the payload of its
 What identifies something outlives what may be lost, so it is not counted here: callers draw the epochs of
 registrations, lease tokens and write ids at random. Only a host that lives and dies with its payload may have the
 ledger number the writes.
-A put has two steps: `begin_put` validates and reserves, the host moves the payload, `commit_put` validates again what
+A put has two steps: `BeginPut` validates and reserves, the host moves the payload, `CommitPut` validates again what
 may have changed meanwhile and makes the rows visible. Refs that no row names any longer are returned, and kept until
-`collected` says that the host deleted them, so that a host which dies in between leaks nothing.
+`Collected` says that the host deleted them, so that a host which dies in between leaks nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import singledispatchmethod
 from operator import itemgetter
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from dataplane_core.errors import (
     CapacityExceededError,
@@ -32,60 +33,14 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
     preview,
 )
-from dataplane_core.ledger.partition import Partition, Question, Task
+from dataplane_core.ledger import commands
+from dataplane_core.ledger.commands import Command, Located, Part, Reply
+from dataplane_core.ledger.partition import Partition, Task
 from dataplane_core.ledger.room import RoomQueue
 from dataplane_core.ledger.rows import Ref, Row, group_of
 from dataplane_core.spec import Claim, FieldSpec, PartitionInfo, SampleList, TagValue, matches
 
-__all__ = ["Due", "Ledger", "Located", "Part", "Ref", "group_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of a read that lie in one write.
-
-    Attributes:
-        write_id: The write.
-        fields: The fields to take from it.
-        slots: Where each of ``fields`` stands among all fields of the write.
-        rows: Positions in the request.
-        positions: Positions in the write, aligned with ``rows``.
-    """
-
-    write_id: int
-    fields: tuple[str, ...]
-    slots: tuple[int, ...]
-    rows: list[int]
-    positions: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """Where the cells of a read lie."""
-
-    parts: list[Part]
-    specs: dict[str, FieldSpec]
-
-    @property
-    def refs(self) -> list[Ref]:
-        """What is read, part by part."""
-        return [(part.write_id, position) for part in self.parts for position in part.positions]
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """What a ledger that is not self-expiring would end.
-
-    Attributes:
-        leases: Partition, task, token and sample ids of each.
-        writes: Unfinished puts.
-    """
-
-    leases: list[tuple[str, str, str, list[str]]]
-    writes: list[int]
-
-    def __bool__(self) -> bool:
-        return bool(self.leases or self.writes)
+__all__ = ["Ledger"]
 
 
 @dataclass(slots=True)
@@ -117,8 +72,8 @@ class Ledger:
         capacity_bytes: Bound on the payload bytes held and reserved, or None.
         overwrite: Whether a put may replace cells already produced.
         self_expiring: Whether leases and unfinished puts end by themselves once their time is over. A host that replays
-            a journal says no: its processes see time differently, so one that finds something `due` records it, and
-            all end it by `expire`.
+            a journal says no: its processes see time differently, so one that finds something `Due` records it, and
+            all end it by `Expire`.
     """
 
     def __init__(
@@ -136,159 +91,78 @@ class Ledger:
         self._next_write = 1
         self._next_seq = 1
 
+    def apply(self, command: Command[Reply], now: float) -> Reply:
+        """Carries a command out at a time in seconds; reply and errors as the command says."""
+        reply: Reply = _handler_of(type(command))(self, command, now)
+        return reply
+
+    @singledispatchmethod
+    def _apply(self, command: Command[Any], now: float) -> Any:
+        raise TypeError(f"the ledger knows no command {type(command).__name__!r}")
+
     # --- registration -------------------------------------------------------------------------------------------------
 
-    def register(
-        self,
-        partition_id: str,
-        fields: Sequence[str],
-        num_samples: int | None,
-        consumer_tasks: Sequence[str],
-        grpo_group_size: int | None,
-        enums: Mapping[str, Sequence[str]],
-        epoch: str,
-    ) -> tuple[PartitionInfo, list[Ref]]:
-        """Opens a partition afresh.
-
-        Returns:
-            The registration, and the refs of the earlier one, now free.
-        """
-        _, freed = self.clear(partition_id, None)
+    @_apply.register
+    def _register(self, command: commands.Register, now: float) -> tuple[PartitionInfo, list[Ref]]:
+        _, freed = self._drop(command.partition_id, None)
         info = PartitionInfo(
-            epoch=epoch,
-            fields=tuple(fields),
-            num_samples=num_samples,
-            consumer_tasks=tuple(consumer_tasks),
-            grpo_group_size=grpo_group_size,
-            enums={name: tuple(words) for name, words in enums.items()},
+            epoch=command.epoch,
+            fields=tuple(command.fields),
+            num_samples=command.num_samples,
+            consumer_tasks=tuple(command.consumer_tasks),
+            grpo_group_size=command.grpo_group_size,
+            enums={name: tuple(words) for name, words in command.enums.items()},
         )
-        tasks = {name: Task() for name in consumer_tasks}
-        self._partitions[partition_id] = Partition(partition_id, info, tasks, self._self_expiring)
+        tasks = {name: Task() for name in command.consumer_tasks}
+        self._partitions[command.partition_id] = Partition(command.partition_id, info, tasks, self._self_expiring)
         return info, freed
 
-    def describe(self, partition_id: str) -> PartitionInfo:
-        """The registration.
-
-        Raises:
-            UnknownPartitionError: Not registered.
-        """
-        return self._partition(partition_id).info
-
-    @property
-    def held_bytes(self) -> int:
-        """Payload bytes held and reserved."""
-        return self._held_bytes
+    @_apply.register
+    def _describe(self, command: commands.Describe, now: float) -> PartitionInfo:
+        return self._partition(command.partition_id).info
 
     # --- production ---------------------------------------------------------------------------------------------------
 
-    def begin_put(
-        self,
-        partition_id: str,
-        sample_ids: Sequence[str],
-        specs: Mapping[str, FieldSpec],
-        row_bytes: Sequence[int],
-        tags: Sequence[Mapping[str, TagValue]] | None,
-        epoch: str | None,
-        *,
-        write_id: int | None = None,
-        ticket: str | None = None,
-        now: float,
-        ttl_s: float,
-    ) -> int:
-        """Validates a put and reserves its bytes.
-
-        Args:
-            partition_id: The partition.
-            sample_ids: Unique ids.
-            specs: Field -> spec of the cells.
-            row_bytes: Payload bytes per row.
-            tags: One dict per row, or None.
-            epoch: The registration that the caller means, or None.
-            write_id: The write id, drawn at random; None: the ledger's next number.
-            ticket: What the put is known by in the queue for room (`wait_for_room`), or None: it does not queue.
-            now: The time in seconds.
-            ttl_s: Seconds after which the put, if not committed, counts as abandoned.
-
-        Returns:
-            The write id.
-
-        Raises:
-            UnknownPartitionError, StalePartitionError, SchemaMismatchError, InvalidRequestError,
-            UnsupportedOperationError, CapacityExceededError: As the hook ``put_samples`` says.
-        """
+    @_apply.register
+    def _begin_put(self, command: commands.BeginPut, now: float) -> int:
         self._reap(now)
-        partition, known = self._check_begin(partition_id, sample_ids, specs, epoch)
-        size_bytes = sum(row_bytes)
-        self._check_capacity(partition_id, len(sample_ids), size_bytes, self._capacity_bytes, ticket, now)
+        partition, known = self._check_begin(command, self._capacity_bytes, now)
+        size_bytes = sum(command.row_bytes)
         if size_bytes:
-            self._room.enter(ticket, size_bytes)
+            self._room.enter(command.ticket, size_bytes)
+        write_id = command.write_id
         if write_id is None:
             write_id = self._next_write
-            self._next_write += max(len(sample_ids), 1)
+            self._next_write += max(len(command.sample_ids), 1)
         self._held_bytes += size_bytes
         self._pending[write_id] = Pending(
-            partition_id=partition_id,
+            partition_id=command.partition_id,
             epoch=partition.info.epoch,
             version=partition.version,
-            sample_ids=list(sample_ids),
-            specs=dict(specs),
-            row_bytes=list(row_bytes),
-            tags=None if tags is None else [dict(row) for row in tags],
+            sample_ids=list(command.sample_ids),
+            specs=dict(command.specs),
+            row_bytes=list(command.row_bytes),
+            tags=None if command.tags is None else [dict(row) for row in command.tags],
             known=known,
-            expires_at=now + ttl_s,
+            expires_at=now + command.ttl_s,
         )
         return write_id
 
-    def check_put(
-        self,
-        partition_id: str,
-        sample_ids: Sequence[str],
-        specs: Mapping[str, FieldSpec],
-        row_bytes: Sequence[int],
-        epoch: str | None,
-        *,
-        capacity_bytes: int | None,
-        ticket: str | None = None,
-        now: float,
-    ) -> None:
-        """Raises what `begin_put` would raise if ``capacity_bytes`` were the bound; itself changes nothing.
+    @_apply.register
+    def _judge_put(self, command: commands.CheckPut, now: float) -> None:
+        self._check_begin(command.put, command.capacity_bytes, now)
 
-        A host that replays a journal judges a put by its own bound here, before it records the put: a record is then
-        accepted in every process, whatever room each allows.
-        """
-        self._check_begin(partition_id, sample_ids, specs, epoch)
-        self._check_capacity(partition_id, len(sample_ids), sum(row_bytes), capacity_bytes, ticket, now)
-
-    def wait_for_room(self, ticket: str, size_bytes: int, *, now: float, wait_s: float) -> None:
-        """A put that was refused for want of room queues, or says that it still waits.
-
-        Puts that come later then leave it its room: see `RoomQueue`. Who does not say so again for some seconds, or
-        reaches the end of ``wait_s``, has left the queue.
-
-        Args:
-            ticket: Random bits, the same for every question of one put.
-            size_bytes: Its payload.
-            now: The time in seconds.
-            wait_s: Seconds until it gives up; 0: it has, and leaves the queue.
-        """
-        self._room.wait(ticket, size_bytes, now, wait_s)
+    @_apply.register
+    def _wait_for_room(self, command: commands.WaitForRoom, now: float) -> None:
+        self._room.wait(command.ticket, command.size_bytes, now, command.wait_s)
 
     def place_in_queue(self, ticket: str) -> int:
         """How many puts wait for room before this one."""
         return self._room.place(ticket)
 
-    def commit_put(self, write_id: int) -> list[Ref]:
-        """Makes a begun put visible: cells, tags and production at once.
-
-        Returns:
-            Refs that the put replaced, now free.
-
-        Raises:
-            StalePartitionError: The partition or one of the samples was cleared meanwhile, or the put was abandoned.
-                Nothing is visible, and the put's own refs are free.
-            SchemaMismatchError, InvalidRequestError, UnsupportedOperationError: A put that committed meanwhile fixed
-                another schema, filled the group, or wrote the cells. As above.
-        """
+    @_apply.register
+    def _commit_put(self, command: commands.CommitPut, now: float) -> list[Ref]:
+        write_id = command.write_id
         pending = self._pending.pop(write_id, None)
         if pending is None:
             raise StalePartitionError(
@@ -303,45 +177,40 @@ class Ledger:
                     if row is not None and partition.rows.get(sample_id) is not row:
                         self._refuse_stale(pending, f"sample '{sample_id}' was cleared")
                 current = [partition.rows.get(sample_id) for sample_id in pending.sample_ids]
-                self._check_put(pending.partition_id, partition, pending.sample_ids, pending.specs, current)
+                self._check_put(partition, pending, current)
         except Exception:
             self._abandon(write_id, pending)
             raise
         partition.version += 1
         return self._apply_put(partition, write_id, pending)
 
-    def abort_put(self, write_id: int) -> list[Ref]:
-        """Gives a begun put up, unless it is committed; may be repeated.
-
-        Returns:
-            The put's refs that are free.
-        """
-        pending = self._pending.pop(write_id, None)
+    @_apply.register
+    def _abort_put(self, command: commands.AbortPut, now: float) -> list[Ref]:
+        pending = self._pending.pop(command.write_id, None)
         if pending is not None:
-            return self._abandon(write_id, pending)
-        return [ref for ref in self._garbage if ref[0] == write_id]
+            return self._abandon(command.write_id, pending)
+        return [ref for ref in self._garbage if ref[0] == command.write_id]
 
-    def _check_begin(
-        self, partition_id: str, sample_ids: Sequence[str], specs: Mapping[str, FieldSpec], epoch: str | None
-    ) -> tuple[Partition, list[Row | None]]:
-        partition = self._partition(partition_id)
-        if epoch is not None and epoch != partition.info.epoch:
+    @_apply.register
+    def _put_tags(self, command: commands.PutTags, now: float) -> None:
+        ids = command.sample_ids
+        put = commands.BeginPut(command.partition_id, ids, {}, [0] * len(ids), command.tags, command.epoch, ttl_s=1.0)
+        self._commit_put(commands.CommitPut(self._begin_put(put, now)), now)
+
+    def _check_begin(self, put: commands.BeginPut, bound: int | None, now: float) -> tuple[Partition, list[Row | None]]:
+        partition = self._partition(put.partition_id)
+        if put.epoch is not None and put.epoch != partition.info.epoch:
             raise StalePartitionError(
-                f"put_samples('{partition_id}', {len(sample_ids)} samples) refused: the partition was registered anew "
-                "since the put was checked. Nothing was written.",
+                f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused: the partition was "
+                "registered anew since the put was checked. Nothing was written.",
             )
-        known = [partition.rows.get(sample_id) for sample_id in sample_ids]
-        self._check_put(partition_id, partition, sample_ids, specs, known)
+        known = [partition.rows.get(sample_id) for sample_id in put.sample_ids]
+        self._check_put(partition, put, known)
+        self._check_capacity(put, bound, now)
         return partition, known
 
-    def _check_put(
-        self,
-        partition_id: str,
-        partition: Partition,
-        sample_ids: Sequence[str],
-        specs: Mapping[str, FieldSpec],
-        rows: Sequence[Row | None],
-    ) -> None:
+    def _check_put(self, partition: Partition, put: commands.BeginPut | Pending, rows: Sequence[Row | None]) -> None:
+        partition_id, sample_ids, specs = put.partition_id, put.sample_ids, put.specs
         for name, spec in specs.items():
             kept = partition.specs.get(name)
             if kept is not None and kept != spec:
@@ -373,27 +242,19 @@ class Ledger:
                         "already written, and this backend does not declare 'overwrite'. Nothing was written."
                     )
 
-    def _check_capacity(
-        self,
-        partition_id: str,
-        num_samples: int,
-        size_bytes: int,
-        capacity_bytes: int | None,
-        ticket: str | None,
-        now: float,
-    ) -> None:
+    def _check_capacity(self, put: commands.BeginPut, capacity_bytes: int | None, now: float) -> None:
+        size_bytes = sum(put.row_bytes)
         if capacity_bytes is None or not size_bytes:  # tags take no room
             return
-        abandoned = (pending for pending in self._pending.values() if pending.expires_at <= now)
-        held_bytes = self._held_bytes - sum(sum(pending.row_bytes) for pending in abandoned)
+        held_bytes = self._held_bytes - sum(sum(self._pending[each].row_bytes) for each in self._abandoned(now))
         free_bytes = capacity_bytes - held_bytes
         num_ahead = 0
         if size_bytes <= free_bytes:
-            num_ahead = self._room.num_ahead(ticket, size_bytes, free_bytes, capacity_bytes, now)
+            num_ahead = self._room.num_ahead(put.ticket, size_bytes, free_bytes, capacity_bytes, now)
             if not num_ahead:
                 return
         held = f"{held_bytes} of {capacity_bytes} bytes are held"
-        where = f"put_samples('{partition_id}', {num_samples} samples) refused:"
+        where = f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused:"
         if num_ahead:
             raise CapacityExceededError(
                 f"{where} {size_bytes} bytes would fit, {held}, but {num_ahead} "
@@ -429,13 +290,9 @@ class Ledger:
 
     # --- reads --------------------------------------------------------------------------------------------------------
 
-    def locate(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> Located:
-        """Finds the cells of a read.
-
-        Raises:
-            UnknownPartitionError: Not registered.
-            MissingDataError: A sample is not there, or a cell not yet produced.
-        """
+    @_apply.register
+    def _locate(self, command: commands.Locate, now: float) -> Located:
+        partition_id, sample_ids, fields = command.partition_id, command.sample_ids, command.fields
         partition = self._partition(partition_id)
         rows = partition.rows
         pick = itemgetter(*fields)
@@ -482,116 +339,63 @@ class Ledger:
         )
         raise MissingDataError.for_cells(what, partition_id, (each for each in lacking if each[1]))
 
-    def list_samples(self, partition_id: str, tag_filter: Mapping[str, tuple[str, Any]] | None) -> SampleList:
-        """Ids in order of first write, with copies of their tags.
-
-        Raises:
-            UnknownPartitionError: Not registered.
-        """
-        rows = [row for row in self._partition(partition_id).rows.values() if matches(row.tags, tag_filter)]
+    @_apply.register
+    def _list_samples(self, command: commands.ListSamples, now: float) -> SampleList:
+        partition = self._partition(command.partition_id)
+        rows = [row for row in partition.rows.values() if matches(row.tags, command.tag_filter)]
         rows.sort(key=lambda row: row.seq)
         return SampleList(sample_ids=[row.sample_id for row in rows], tags=[dict(row.tags) for row in rows])
 
+    @_apply.register
+    def _held(self, command: commands.HeldBytes, now: float) -> int:
+        return self._held_bytes
+
     # --- claims -------------------------------------------------------------------------------------------------------
 
-    def claim(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        *,
-        all_or_nothing: bool,
-        lease_s: float | None,
-        tag_filter: Mapping[str, tuple[str, Any]] | None,
-        explain: bool,
-        token: str,
-        holder: str = "",
-        now: float,
-    ) -> Claim:
-        """Hands out ready samples to a task; arguments, order and errors as the hook ``claim`` says."""
-        question = Question(task_name, frozenset(required_fields), batch_size, all_or_nothing, tag_filter)
-        return self._partition(partition_id).claim(
-            question, lease_s=lease_s, explain=explain, token=token, holder=holder, now=now
-        )
+    @_apply.register
+    def _claim(self, command: commands.ClaimSamples, now: float) -> Claim:
+        return self._partition(command.partition_id).claim(command, now)
 
-    def may_claim(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        *,
-        all_or_nothing: bool,
-        tag_filter: Mapping[str, tuple[str, Any]] | None,
-        now: float,
-    ) -> bool:
-        """Whether `claim` would change anything; itself changes nothing, so a journal need not record vain questions.
+    @_apply.register
+    def _may_claim(self, command: commands.MayClaim, now: float) -> bool:
+        return self._partition(command.claim.partition_id).may_claim(command.claim, now)
 
-        Raises:
-            UnknownPartitionError, UnknownTaskError: Not registered.
-        """
-        question = Question(task_name, frozenset(required_fields), batch_size, all_or_nothing, tag_filter)
-        return self._partition(partition_id).may_claim(question, now)
+    @_apply.register
+    def _settle(self, command: commands.Settle, now: float) -> None:
+        self._partition(command.partition_id).settle(command, now)
 
-    def ack(
-        self, partition_id: str, task_name: str, sample_ids: Sequence[str], tokens: Sequence[str], *, now: float
-    ) -> None:
-        """Settles leases for good; see `Partition.ack`."""
-        self._partition(partition_id).ack(task_name, sample_ids, tokens, now)
-
-    def nack(
-        self, partition_id: str, task_name: str, sample_ids: Sequence[str], tokens: Sequence[str], *, now: float
-    ) -> None:
-        """Gives leased samples back to the pool; errors as `ack`."""
-        self._partition(partition_id).nack(task_name, sample_ids, tokens, now)
-
-    def renew(
-        self,
-        partition_id: str,
-        task_name: str,
-        sample_ids: Sequence[str],
-        tokens: Sequence[str],
-        lease_s: float,
-        *,
-        now: float,
-    ) -> None:
-        """Extends leases to ``lease_s`` from now; errors as `ack`."""
-        self._partition(partition_id).renew(task_name, sample_ids, tokens, lease_s, now)
-
-    def consumed(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Whether every task was given (leased: has acked) every row held; False while none is held."""
-        partition = self._partitions.get(partition_id)
-        return partition is not None and partition.consumed(task_names)
+    @_apply.register
+    def _consumed(self, command: commands.Consumed, now: float) -> bool:
+        partition = self._partitions.get(command.partition_id)
+        return partition is not None and partition.consumed(command.task_names)
 
     # --- time that is over --------------------------------------------------------------------------------------------
 
-    def due(self, now: float) -> Due:
-        """What `expire` should end; changes nothing that another call could see."""
+    @_apply.register
+    def _due(self, command: commands.Due, now: float) -> commands.Expire | None:
         leases = [
             (partition.partition_id, *lease) for partition in self._partitions.values() for lease in partition.due(now)
         ]
-        return Due(leases, [each for each, pending in self._pending.items() if pending.expires_at <= now])
+        writes = self._abandoned(now)
+        return commands.Expire(leases, writes) if leases or writes else None
 
-    def expire(self, leases: Sequence[Sequence[Any]], writes: Sequence[int]) -> None:
-        """Ends leases and gives up unfinished puts, as `due` named them; what is no longer there is passed over."""
-        for partition_id, task_name, token, sample_ids in leases:
+    @_apply.register
+    def _expire(self, command: commands.Expire, now: float) -> None:
+        for partition_id, task_name, token, sample_ids in command.leases:
             partition = self._partitions.get(partition_id)
             if partition is not None and task_name in partition.tasks:
                 partition.end_lease(task_name, token, sample_ids)
-        for write_id in writes:
-            pending = self._pending.pop(write_id, None)
-            if pending is not None:
-                self._abandon(write_id, pending)
+        self._give_up(command.writes)
 
     # --- clearing -----------------------------------------------------------------------------------------------------
 
-    def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> tuple[int, list[Ref]]:
-        """Drops rows, or the whole partition where ``sample_ids`` is None; what is not there is ignored.
+    @_apply.register
+    def _clear(self, command: commands.Clear, now: float) -> tuple[int, list[Ref]]:
+        count, _ = self._drop(command.partition_id, command.sample_ids)
+        return count, self.garbage(now)
 
-        Returns:
-            How many rows were there, and their refs, now free.
-        """
+    def _drop(self, partition_id: str, sample_ids: Sequence[str] | None) -> tuple[int, list[Ref]]:
+        """As `Clear`; but of the refs those alone that it freed."""
         partition = self._partitions.get(partition_id)
         if partition is None:
             return 0, []
@@ -612,13 +416,13 @@ class Ledger:
         return count, self._free(gone)
 
     def garbage(self, now: float) -> list[Ref]:
-        """Refs that are free and not yet reported as `collected`, those of abandoned puts among them."""
+        """Refs that are free and not yet reported as `Collected`, those of abandoned puts among them."""
         self._reap(now)
         return list(self._garbage)
 
-    def collected(self, refs: Sequence[Ref]) -> None:
-        """Says that the payload of these refs was deleted."""
-        for ref in refs:
+    @_apply.register
+    def _collected(self, command: commands.Collected, now: float) -> None:
+        for ref in command.refs:
             self._garbage.pop((ref[0], ref[1]), None)
 
     def _free(self, refs: list[Ref]) -> list[Ref]:
@@ -642,7 +446,16 @@ class Ledger:
 
     def _reap(self, now: float) -> None:
         if self._self_expiring:
-            self.expire((), [each for each, pending in self._pending.items() if pending.expires_at <= now])
+            self._give_up(self._abandoned(now))
+
+    def _abandoned(self, now: float) -> list[int]:
+        return [write_id for write_id, pending in self._pending.items() if pending.expires_at <= now]
+
+    def _give_up(self, writes: Iterable[int]) -> None:
+        for write_id in writes:
+            pending = self._pending.pop(write_id, None)
+            if pending is not None:
+                self._abandon(write_id, pending)
 
     # --- look-ups -----------------------------------------------------------------------------------------------------
 
@@ -654,3 +467,7 @@ class Ledger:
                 hint=f"Registered: {preview(self._partitions, limit=5) or 'none'}.",
             )
         return partition
+
+
+#: What `singledispatchmethod` asks too, but with a new function for each call.
+_handler_of: Final[Callable[[type], Callable[..., Any]]] = vars(Ledger)["_apply"].dispatcher.dispatch

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from dataplane_core.errors import InvalidRequestError, LeaseExpiredError, Shortfall, UnknownTaskError, preview
+from dataplane_core.ledger import commands
 from dataplane_core.ledger.leases import Leases
 from dataplane_core.ledger.rows import Group, Hold, Ref, Row, Unit, group_of
 from dataplane_core.ledger.shortfall import find_shortfall
 from dataplane_core.ledger.views import ReadySet, View
 from dataplane_core.spec import Claim, FieldSpec, PartitionInfo, TagValue
 
-__all__ = ["Partition", "Question", "Task"]
+__all__ = ["Partition", "Task"]
 
 
 @dataclass(slots=True)
@@ -29,17 +29,6 @@ class Task:
     views: dict[frozenset[str], View] = field(default_factory=dict)
     num_held: int = 0
     num_done: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What a task asks for; attributes as of the hook's `ClaimRequest`."""
-
-    task_name: str
-    required_fields: frozenset[str]
-    batch_size: int
-    all_or_nothing: bool
-    tag_filter: Mapping[str, tuple[str, Any]] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,76 +155,73 @@ class Partition:
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
-    def claim(
-        self, question: Question, *, lease_s: float | None, explain: bool, token: str, holder: str, now: float
-    ) -> Claim:
+    def claim(self, command: commands.ClaimSamples, now: float) -> Claim:
         """Hands out ready samples to a task, as the hook ``claim`` says.
 
         Amortised cost: O(k log n) for k samples handed out of n; with a tag filter, also a look at each unit that
         changed since the filter was last asked with. What is ready and not handed out costs nothing.
         """
         self._expire(now)
-        found = self._find(question, now)
+        found = self._find(command, now)
         units = found.ready.first(found.num_units) if found.gives else []
         rows = [row for unit in units for row in unit.rows]
-        self._hold(question.task_name, units, lease_s, token, holder, now)
+        self._hold(command, units, now)
         for unit in units:
             found.ready.discard(unit.seq)
         return Claim(
             sample_ids=[row.sample_id for row in rows],
             tags=[dict(row.tags) for row in rows],
-            lease_tokens=None if lease_s is None else [token] * len(rows),
+            lease_tokens=None if command.lease_s is None else [command.token] * len(rows),
             exhausted=found.exhausted,
             num_ready=found.num_units * self._group_size,
-            shortfall=self._shortfall(question, now) if explain and not rows else None,
+            shortfall=self._shortfall(command, now) if command.explain and not rows else None,
         )
 
-    def may_claim(self, question: Question, now: float) -> bool:
+    def may_claim(self, command: commands.ClaimSamples, now: float) -> bool:
         """Whether `claim` would change anything: hand out samples, or end leases; errors as `claim`."""
-        return self._find(question, now).gives or (
+        return self._find(command, now).gives or (
             self.self_expiring and self.leases.next_due(self._lease, now) is not None
         )
 
-    def _find(self, question: Question, now: float) -> _Answer:
-        task = self._task(question.task_name)
-        wanted, rest = divmod(question.batch_size, self._group_size)
+    def _find(self, command: commands.ClaimSamples, now: float) -> _Answer:
+        task = self._task(command.task_name)
+        wanted, rest = divmod(command.batch_size, self._group_size)
         if rest:
             raise InvalidRequestError(
-                f"claim_meta('{self.partition_id}', '{question.task_name}') refused: batch_size {question.batch_size} "
+                f"claim_meta('{self.partition_id}', '{command.task_name}') refused: batch_size {command.batch_size} "
                 f"is not a multiple of the group size {self._group_size}."
             )
-        ready = self._view(question.task_name, task, question.required_fields).of(question.tag_filter, now)
+        required = frozenset(command.required_fields)
+        ready = self._view(command.task_name, task, required).of(command.tag_filter, now)
         num_units = min(len(ready), wanted)
-        exhausted = num_units < wanted and self._num_left(question, task, now) == num_units
-        gives = num_units > 0 and (num_units == wanted or exhausted or not question.all_or_nothing)
+        exhausted = num_units < wanted and self._num_left(command, task, now) == num_units
+        gives = num_units > 0 and (num_units == wanted or exhausted or not command.all_or_nothing)
         return _Answer(ready, num_units, gives, exhausted)
 
-    def _num_left(self, question: Question, task: Task, now: float) -> int | None:
+    def _num_left(self, command: commands.ClaimSamples, task: Task, now: float) -> int | None:
         """How many units the task may still be given one day, ready or not; None where more may be written."""
         if self.info.num_samples is None or len(self.seen) < self.info.num_samples:
             return None
-        if self.info.grpo_group_size is None and not question.tag_filter:
+        if self.info.grpo_group_size is None and not command.tag_filter:
             return len(self.rows) - task.num_held
-        return len(self._view(question.task_name, task, frozenset()).of(question.tag_filter, now))
+        return len(self._view(command.task_name, task, frozenset()).of(command.tag_filter, now))
 
-    def _shortfall(self, question: Question, now: float) -> Shortfall:
-        return find_shortfall(
-            self._units(), question.task_name, question.required_fields, question.tag_filter, self._is_whole, now
-        )
+    def _shortfall(self, command: commands.ClaimSamples, now: float) -> Shortfall:
+        required = frozenset(command.required_fields)
+        return find_shortfall(self._units(), command.task_name, required, command.tag_filter, self._is_whole, now)
 
-    def _hold(
-        self, task_name: str, units: Iterable[Unit], lease_s: float | None, token: str, holder: str, now: float
-    ) -> None:
+    def _hold(self, command: commands.ClaimSamples, units: Iterable[Unit], now: float) -> None:
+        task_name, lease_s = command.task_name, command.lease_s
         task = self.tasks[task_name]
         for unit in units:
             for view in task.views.values():
                 view.discard(unit.seq)
             for row in unit.rows:
                 if lease_s is None:
-                    row.holds[task_name] = Hold("", holder, 0.0, True)
+                    row.holds[task_name] = Hold("", command.holder, 0.0, True)
                     task.num_done += 1
                 else:
-                    row.holds[task_name] = Hold(token, holder, now + lease_s, False)
+                    row.holds[task_name] = Hold(command.token, command.holder, now + lease_s, False)
                     self.leases.add(now + lease_s, row, task_name)
                 task.num_held += 1
             if isinstance(unit, Group):
@@ -243,43 +229,21 @@ class Partition:
 
     # --- leases -------------------------------------------------------------------------------------------------------
 
-    def ack(self, task_name: str, sample_ids: Sequence[str], tokens: Sequence[str], now: float) -> None:
-        """Settles leases for good; acking again with the same token is allowed, since a reply may be lost.
-
-        Raises:
-            LeaseExpiredError: Some token is no longer valid; nothing changed.
-            InvalidRequestError: Part of a group.
-        """
-        task, rows = self._leased(task_name, sample_ids, tokens, now, "ack")
+    def settle(self, command: commands.Settle, now: float) -> None:
+        """Settles leases for good, gives the samples back to the pool, or extends the leases."""
+        task, rows = self._leased(command, now)
         for row in rows:
-            hold = row.holds[task_name]
-            if not hold.done:
+            hold = row.holds[command.task_name]
+            if isinstance(command, commands.Nack):
+                self._give_back(row, command.task_name)
+            elif isinstance(command, commands.Renew):
+                expires_at = now + command.lease_s
+                if expires_at < hold.expires_at:  # a later end is found when the earlier one comes
+                    self.leases.add(expires_at, row, command.task_name)
+                hold.expires_at = expires_at
+            elif not hold.done:
                 hold.done = True
                 task.num_done += 1
-        self.tidy()
-
-    def nack(self, task_name: str, sample_ids: Sequence[str], tokens: Sequence[str], now: float) -> None:
-        """Gives leased samples back to the pool; errors as `ack`."""
-        _, rows = self._leased(task_name, sample_ids, tokens, now, "nack")
-        for row in rows:
-            self._give_back(row, task_name)
-        self.tidy()
-
-    def renew(
-        self,
-        task_name: str,
-        sample_ids: Sequence[str],
-        tokens: Sequence[str],
-        lease_s: float,
-        now: float,
-    ) -> None:
-        """Extends leases to ``lease_s`` from now; errors as `ack`."""
-        _, rows = self._leased(task_name, sample_ids, tokens, now, "renew")
-        for row in rows:
-            hold = row.holds[task_name]
-            if now + lease_s < hold.expires_at:  # a later end is found when the earlier one comes
-                self.leases.add(now + lease_s, row, task_name)
-            hold.expires_at = now + lease_s
         self.tidy()
 
     def tidy(self) -> None:
@@ -293,19 +257,13 @@ class Partition:
         tasks = [self.tasks.get(name) for name in task_names]
         return all(task is not None and task.num_done == len(self.rows) for task in tasks)
 
-    def _leased(
-        self,
-        task_name: str,
-        sample_ids: Sequence[str],
-        tokens: Sequence[str],
-        now: float,
-        action: str,
-    ) -> tuple[Task, list[Row]]:
+    def _leased(self, command: commands.Settle, now: float) -> tuple[Task, list[Row]]:
+        action, task_name, sample_ids = command.op, command.task_name, command.sample_ids
         task = self._task(task_name)
         self._expire(now)
         rows: list[Row] = []
         lost: list[str] = []
-        for sample_id, token in zip(sample_ids, tokens, strict=True):
+        for sample_id, token in zip(sample_ids, command.tokens, strict=True):
             row = self.rows.get(sample_id)
             hold = None if row is None else row.holds.get(task_name)
             if row is None or hold is None or hold.token != token or (hold.done and action != "ack"):

@@ -19,6 +19,7 @@ from dataplane_core.backends import Backend, BlobStore, LedgerBackend
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import DataPlaneError
+from dataplane_core.ledger import commands
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.plugins import Bootstrap, connect_backend
 from dataplane_core.spec import Capability, Scope
@@ -391,8 +392,8 @@ class Store:
         backend = self.backend
         if isinstance(backend, LedgerBackend) and not self.case.supplies("lose_payload"):
             deadline = time.monotonic() + PROMPT_S
-            located = backend._ledger(deadline, "locate", partition_id, [sample_id], [field])
-            backend._delete([(part.write_id, at) for part in located.parts for at in part.positions], deadline)
+            located = backend._ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
+            backend._delete(located.refs, deadline)
         else:
             self.ask_author("lose_payload", partition_id, sample_id, field)
 

@@ -16,7 +16,7 @@ from dataplane_core.errors import (
     LeaseExpiredError,
     LostSamplesError,
 )
-from dataplane_core.ledger import room
+from dataplane_core.ledger import commands, room
 from dataplane_core.ledger.partition import Partition
 from dataplane_core.spec import Scope
 from dataplane_core.testing._timing import eventually
@@ -337,7 +337,7 @@ def test_lost_rows_that_an_engine_does_not_name_are_found_by_reading_again():
     with open_client(Vague) as client:
         client.register_partition("p", ["x"], None, ["t"])
         client.put_samples(ids, "p", {"x": torch.zeros(32)})
-        (part,) = client._backend._ledger(0.0, "locate", "p", ["s3", "s30"], ["x"]).parts
+        (part,) = client._backend._ledger(0.0, commands.Locate("p", ["s3", "s30"], ["x"])).parts
         client._backend.lost = frozenset(part.write_id + position for position in part.positions)
         with pytest.raises(LostSamplesError) as caught:
             client.get_samples(ids, "p", ["x"])

@@ -52,9 +52,9 @@ def test_the_file_holds_every_op_and_is_written_again_byte_for_byte():
     for seq, data in enumerate(RECORDS):
         record = Record.from_bytes(data, seq)
         held = msgpack.unpackb(data[DIGEST_BYTES:])
-        assert list(held) == ["v", "seq", "prev", "op", *FIELDS[record.op].split()]
+        assert list(held) == ["v", "seq", "prev", "op", *FIELDS[record.command.op].split()]
         assert record.to_bytes() == data
-        seen.add(record.op)
+        seen.add(record.command.op)
     assert seen == set(FIELDS)
 
 
@@ -63,7 +63,7 @@ def test_the_file_replays_to_what_it_was(way):
     cls = journaled() if way == "all records" else trimmed()
     first = 0
     if way == "snapshot":
-        first = next(seq for seq, data in enumerate(RECORDS) if Record.from_bytes(data, seq).op == "snapshot")
+        first = next(seq for seq, data in enumerate(RECORDS) if Record.from_bytes(data, seq).command.op == "snapshot")
         cls.trims.append(first)
     with stored(cls, first) as client:
         clock = Clock(client)
@@ -83,13 +83,13 @@ def test_the_file_replays_to_what_it_was(way):
             client.list_samples("q")
         with pytest.raises(ValueError, match="group 'k' would have 3 members"):
             client.put_samples(["k_g2"], "p", tags=[{}])
-        claim = next(Record.from_bytes(data, 0).fields for data in reversed(RECORDS) if b"claim" in data)
+        claim = next(Record.from_bytes(data, 0).command for data in reversed(RECORDS) if b"claim" in data)
         assert client.claim_meta("p", "t", ["x"], 2, blocking=False).sample_ids == []  # acked, and leased
         clock.now += 10.1
         again = client.claim_meta("p", "t", ["x"], 2, blocking=False, lease_s=5.0)
         assert again.sample_ids == ["m_g0", "m_g1"]
         lost = again.subset([0, 1])
-        lost.lease_tokens = [claim["token"]] * 2
+        lost.lease_tokens = [claim.token] * 2
         with pytest.raises(LeaseExpiredError):
             client.ack(lost)
         client.ack(again)

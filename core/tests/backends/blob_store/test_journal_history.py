@@ -241,5 +241,5 @@ def test_every_record_names_the_one_before_it():
     cls = journaled()
     used(cls)
     records = [Record.from_bytes(cls.journal[seq], seq) for seq in range(5)]
-    assert [record.op for record in records] == ["begin", "register", "begin_put", "commit_put", "claim"]
+    assert [record.command.op for record in records] == ["begin", "register", "begin_put", "commit_put", "claim"]
     assert [record.prev for record in records] == [b"", *(cls.journal[seq][:DIGEST_BYTES] for seq in range(4))]

@@ -36,7 +36,7 @@ def step(client, number, keep=0):
 
 
 def snapshots_of(cls):
-    return [seq for seq in cls.journal if Record.from_bytes(cls.journal[seq], seq).op == "snapshot"]
+    return [seq for seq in cls.journal if Record.from_bytes(cls.journal[seq], seq).command.op == "snapshot"]
 
 
 def blobs_of(client, prefix):
@@ -267,7 +267,7 @@ def test_a_snapshot_whose_blobs_are_gone_is_passed_over_where_a_newer_one_stands
         first = snapshots_of(cls)[0]
         assert len(snapshots_of(cls)) > 1
         assert cls.trims == [first] == [min(cls.journal)]
-        gone = Record.from_bytes(cls.journal[first], first).fields["snapshot"]
+        gone = Record.from_bytes(cls.journal[first], first).command.snapshot
         for key in blobs_of(one, f"snap{gone}"):
             del one._backend.blobs[key]
         with open_client(cls, bootstrap=False) as late:
@@ -445,7 +445,7 @@ def test_a_snapshot_that_is_too_long_for_one_call_is_loaded_in_several():
         for number in range(20):
             step(one, number, keep=1)
         expected = one.list_samples("p").sample_ids
-        count = Record.from_bytes(cls.journal[min(cls.journal)], 0).fields["chunks"]
+        count = Record.from_bytes(cls.journal[min(cls.journal)], 0).command.chunks
     assert count > 3
 
     reads = []
@@ -485,7 +485,7 @@ def test_a_slow_client_opens_a_store_that_others_shorten_all_the_time():
             return len(cls.trims) - before
 
         assert shortened(80) > 8  # while nobody loads
-        count = Record.from_bytes(cls.journal[min(cls.journal)], 0).fields["chunks"]
+        count = Record.from_bytes(cls.journal[min(cls.journal)], 0).command.chunks
         assert count > 8
         with open_client(cls, bootstrap=False) as late:
             calls, opened = 0, False

@@ -9,6 +9,7 @@ from broken import Broken
 from dataplane_core.errors import (
     DataPlaneError,
 )
+from dataplane_core.ledger import commands
 from dataplane_core.spec import PartitionInfo, RegisterRequest, SampleList
 from dataplane_noop import NoopBackend
 
@@ -22,7 +23,7 @@ class KeepsRowsAcrossRegistrations(NoopBackend):
 
     def register_partition(self, request):
         try:
-            return self._service.call("describe", request.partition_id)
+            return self._service.call(commands.Describe(request.partition_id))
         except DataPlaneError:
             return super().register_partition(request)
 

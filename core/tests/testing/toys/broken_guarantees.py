@@ -11,6 +11,7 @@ from dataplane_core.errors import (
     CapacityExceededError,
     DataPlaneError,
 )
+from dataplane_core.ledger import commands
 from dataplane_core.spec import Capability, SampleList
 from dataplane_noop import NoopBackend
 
@@ -27,10 +28,10 @@ class EvictsWhenFull(NoopBackend):
             try:
                 return super().put_samples(request)
             except CapacityExceededError as error:
-                listed = self._service.call("list_samples", request.partition_id, None).sample_ids
+                listed = self._service.call(commands.ListSamples(request.partition_id, None)).sample_ids
                 if not error.retryable or not listed:
                     raise
-                self._service.call("clear", request.partition_id, listed[:1])
+                self._service.call(commands.Clear(request.partition_id, listed[:1]))
 
 
 @breaks("test_room_does_not_leak")
@@ -84,8 +85,8 @@ class GivesRoomToWhoeverAsks(NoopBackend):
     def _put(self, request, row_bytes, ticket):
         return super()._put(request, row_bytes, None)
 
-    def _ledger(self, deadline, method, *args, **kwargs):
-        return None if method == "wait_for_room" else super()._ledger(deadline, method, *args, **kwargs)
+    def _ledger(self, deadline, command):
+        return None if isinstance(command, commands.WaitForRoom) else super()._ledger(deadline, command)
 
 
 @breaks("test_facts_are_about_what_is_not_declared")

@@ -14,6 +14,7 @@ from dataplane_core.errors import (
     MissingDataError,
     OperationTimeoutError,
 )
+from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec, WireBatch
 from dataplane_noop import NoopBackend
 from dataplane_noop._segments import Ragged, Segment
@@ -27,7 +28,7 @@ class DropsMissingSamples(NoopBackend):
     """Returns the rows that are there, and says nothing of the others."""
 
     def get_samples(self, request):
-        listed = set(self._service.call("list_samples", request.partition_id, None).sample_ids)
+        listed = set(self._service.call(commands.ListSamples(request.partition_id, None)).sample_ids)
         request.sample_ids = [each for each in request.sample_ids if each in listed]
         if not request.sample_ids:
             return WireBatch(columns={}, specs={})

@@ -11,6 +11,7 @@ from dataplane_core.errors import (
     InvalidRequestError,
     LeaseExpiredError,
 )
+from dataplane_core.ledger import commands
 from dataplane_noop import NoopBackend
 
 BROKEN = Broken()
@@ -37,7 +38,7 @@ class ClearsMoreTheSecondTime(NoopBackend):
     def clear_samples(self, request):
         reply = super().clear_samples(request)
         if request.sample_ids is not None and reply.num_samples == 0:
-            listed = self._service.call("list_samples", request.partition_id, None).sample_ids
+            listed = self._service.call(commands.ListSamples(request.partition_id, None)).sample_ids
             super().clear_samples(replace(request, sample_ids=listed[-1:]))
         return reply
 

@@ -13,6 +13,7 @@ from broken import Broken
 from dataplane_core.errors import (
     DataPlaneError,
 )
+from dataplane_core.ledger import commands
 from dataplane_core.spec import Capability, PutReply
 from dataplane_noop import NoopBackend
 
@@ -136,10 +137,10 @@ class OverwritesByDeleting(NoopBackend):
     """An overwrite drops the row and writes it anew, which resurrects it for consumers."""
 
     def put_samples(self, request):
-        known = set(self._service.call("list_samples", request.partition_id, None).sample_ids)
+        known = set(self._service.call(commands.ListSamples(request.partition_id, None)).sample_ids)
         again = [each for each in request.sample_ids if each in known]
         if request.columns and again:
-            self._service.call("clear", request.partition_id, again)
+            self._service.call(commands.Clear(request.partition_id, again))
         return super().put_samples(request)
 
 
@@ -150,7 +151,7 @@ class OverwritesFieldByField(NoopBackend):
     def put_samples(self, request):
         if len(request.columns) < 2:
             return super().put_samples(request)
-        known = set(self._service.call("list_samples", request.partition_id, None).sample_ids)
+        known = set(self._service.call(commands.ListSamples(request.partition_id, None)).sample_ids)
         if not known & set(request.sample_ids):
             return super().put_samples(request)
         for name, column in request.columns.items():

@@ -23,7 +23,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     StalePartitionError,
 )
-from dataplane_core.ledger import LedgerService
+from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import Capability, Claim, PutReply, Scope, SettleReply
 
 _KEY = b"a toy"
@@ -59,8 +59,8 @@ class Server:
     def do_options(self):
         return self._options
 
-    def do_ledger(self, method, *args, **kwargs):
-        return self._ledger.call(method, *args, **kwargs)
+    def do_ledger(self, command):
+        return self._ledger.call(command)
 
     def do_put_rows(self, handles, rows):
         self._rows.update(zip(handles, rows, strict=True))
@@ -167,8 +167,8 @@ class HostStore(RowStoreBackend):
             raise reply
         return reply
 
-    def _ledger(self, deadline, method, *args, **kwargs):
-        return self._ask(deadline, "ledger", method, *args, **kwargs)
+    def _ledger(self, deadline, command):
+        return self._ask(deadline, "ledger", command)
 
     def _put_rows(self, handles, buffer, offsets, deadline):
         rows = [bytes(buffer[start:stop]) for start, stop in pairwise(map(int, offsets))]
@@ -189,8 +189,8 @@ class KeepsCursorsInTheClient(HostStore):
 
     def claim(self, request):
         given = self.__dict__.setdefault("given", {}).setdefault((request.partition_id, request.task_name), set())
-        listed = self._ledger(request.deadline, "list_samples", request.partition_id, None)
-        info = self._ledger(request.deadline, "describe", request.partition_id)
+        listed = self._ledger(request.deadline, commands.ListSamples(request.partition_id, None))
+        info = self._ledger(request.deadline, commands.Describe(request.partition_id))
         ready = [each for each in listed.sample_ids if each not in given][: request.batch_size]
         whole = info.num_samples is not None and len(listed.sample_ids) >= info.num_samples
         if request.all_or_nothing and len(ready) < request.batch_size and not whole:

@@ -10,6 +10,7 @@ from folder_store import BROKEN, DropsATenth, FolderStore
 from kit_of_broken import suite_of
 
 from dataplane_core.codec import split_rows
+from dataplane_core.ledger import commands
 from dataplane_core.testing import BackendConformance
 
 
@@ -21,7 +22,7 @@ class TestFolderStore(BackendConformance):
         return {"path": str(tmp_path_factory.getbasetemp() / self.backend_class.__name__)}
 
     def raw_get(self, backend, partition_id, sample_id, field):
-        (part,) = backend._ledger(time.monotonic() + 60, "locate", partition_id, [sample_id], [field]).parts
+        (part,) = backend._ledger(time.monotonic() + 60, commands.Locate(partition_id, [sample_id], [field])).parts
         row = (backend.blobs / f"row{part.write_id + part.positions[0]:x}").read_bytes()
         return split_rows([row])[0][part.slots[0]]
 

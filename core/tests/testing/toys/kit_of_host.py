@@ -16,6 +16,7 @@ from host_store import (
     LocksTheStore,
 )
 
+from dataplane_core.ledger import commands
 from dataplane_core.testing import BackendConformance
 from dataplane_core.testing.suites.crashes import CrashSuite
 from dataplane_core.testing.suites.lifecycle import LifecycleSuite
@@ -40,7 +41,7 @@ class TestHostStore(BackendConformance):
 
     def raw_get(self, backend, partition_id, sample_id, field):
         forever = time.monotonic() + 60
-        (part,) = backend._ledger(forever, "locate", partition_id, [sample_id], [field]).parts
+        (part,) = backend._ledger(forever, commands.Locate(partition_id, [sample_id], [field])).parts
         (row,) = backend._get_rows([part.write_id + part.positions[0]], forever)
         # a row: 8 bytes of header with the number of its cells, their lengths, the cells
         (count,) = struct.unpack_from("<I", row, 4)

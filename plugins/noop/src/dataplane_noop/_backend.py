@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
-from dataplane_core.ledger import LedgerService, Located, Ref
+from dataplane_core.ledger import Command, LedgerService, Located, Ref, Reply
 from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
 from dataplane_noop._segments import Segment, StoredColumn, merge, to_wire
 
@@ -37,8 +37,8 @@ class NoopBackend(LedgerBackend):
         with self._lock:
             self._segments.clear()
 
-    def _ledger(self, deadline: float, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._service.call(method, *args, **kwargs)
+    def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
+        return self._service.call(command)
 
     def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         segment = Segment.copy_of(columns, num_samples)

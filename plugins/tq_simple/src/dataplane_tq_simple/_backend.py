@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from dataplane_core.backends import Finding, RefsGoneError, RowStoreBackend
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.ledger import LedgerService
+from dataplane_core.ledger import Command, LedgerService, Reply
 from dataplane_core.spec import Capability, Scope
 from dataplane_tq_simple._diagnosis import diagnose
 from dataplane_tq_simple._errors import RowsGoneError
@@ -79,8 +79,9 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
             self._engine.close()
             self._engine = None
 
-    def _ledger(self, deadline: float, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._connected().call("call", method, *args, timeout_s=left_s(deadline), **kwargs)
+    def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
+        reply: Reply = self._connected().call("call", command, timeout_s=left_s(deadline))
+        return reply
 
     def _new_write_id(self) -> None:
         """The ledger's numbers: TransferQueue knows rows by 64 bits, and its controller lives and dies with them."""

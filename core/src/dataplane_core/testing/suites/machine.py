@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from dataplane_core.errors import DataPlaneError, LeaseExpiredError
-from dataplane_core.ledger import Ledger
+from dataplane_core.ledger import Command, Ledger, Reply, commands
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, FieldSpec, check_tag_filter, new_id
 from dataplane_core.testing._base import Suite
@@ -103,8 +103,12 @@ class StoreMachine(RuleBasedStateMachine):
         """Registers with store and model; what was known is void."""
         self.group_size = 2 if grouped and self.store.declares(Capability.GROUPS) else None
         self.client.register_partition(self.partition, _FIELDS, num_samples, _TASKS, self.group_size)
-        self.model.register(self.partition, _FIELDS, num_samples, _TASKS, self.group_size, {}, new_id())
+        self.tell(commands.Register(self.partition, _FIELDS, num_samples, _TASKS, self.group_size, {}, new_id()))
         self.values.clear()
+
+    def tell(self, command: Command[Reply]) -> Reply:
+        """Tells the model; its answer."""
+        return self.model.apply(command, self.now)
 
     def start_afresh(self, data: st.DataObject) -> None:
         """Clears the partition or not, and registers it again."""
@@ -112,7 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         if data.draw(st.booleans(), "cleared first"):
             self.client.clear_samples(None, self.partition)
-            self.model.clear(self.partition, None)
+            self.tell(commands.Clear(self.partition, None))
         self.register(data.draw(_rarely, "grouped"), data.draw(_sizes, "num_samples"))
 
     # --- writes -------------------------------------------------------------------------------------------------------
@@ -153,12 +157,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def write(self, ids: list[str], columns: dict[str, Any], specs: dict[str, FieldSpec], tags: Any) -> bool:
         """Puts to the model, then to the store; says whether both accepted."""
-        model, sizes = self.model, [0] * len(ids)
-
-        def to_model() -> None:
-            model.commit_put(model.begin_put(self.partition, ids, specs, sizes, tags, None, now=self.now, ttl_s=1e9))
-
-        _, expected = _attempt(to_model)
+        begin = commands.BeginPut(self.partition, ids, specs, [0] * len(ids), tags, ttl_s=1e9)
+        _, expected = _attempt(lambda: self.tell(commands.CommitPut(self.tell(begin))))
         _, found = _attempt(lambda: self.store.put(self.partition, ids, tags, columns))
         _agree(expected, found, "put_samples")
         return expected is None
@@ -167,7 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Some samples, there or not."""
         ids = data.draw(_few_ids, "ids")
         self.client.clear_samples(ids, self.partition)
-        self.model.clear(self.partition, ids)
+        self.tell(commands.Clear(self.partition, ids))
         for key in [key for key in self.values if key[0] in ids]:
             del self.values[key]
 
@@ -204,7 +204,7 @@ class StoreMachine(RuleBasedStateMachine):
     def listing(self, data: st.DataObject) -> None:
         """Ids in order, and tags."""
         tag_filter = self.draw_filter(data)
-        expected = self.model.list_samples(self.partition, check_tag_filter(tag_filter))
+        expected = self.tell(commands.ListSamples(self.partition, check_tag_filter(tag_filter)))
         meta = self.client.list_samples(self.partition, tag_filter)
         assert meta.sample_ids == list(expected.sample_ids)
         assert meta.tags == list(expected.tags)
@@ -212,7 +212,7 @@ class StoreMachine(RuleBasedStateMachine):
     def consumption(self, data: st.DataObject) -> None:
         """True or False, as the model says."""
         tasks = data.draw(st.lists(st.sampled_from([*_TASKS, "nobody"]), min_size=1, max_size=2, unique=True), "tasks")
-        expected = self.model.consumed(self.partition, tasks)
+        expected = self.tell(commands.Consumed(self.partition, tasks))
         assert self.client.check_consumption_status(self.partition, tasks) == expected
 
     # --- claims -------------------------------------------------------------------------------------------------------
@@ -224,18 +224,13 @@ class StoreMachine(RuleBasedStateMachine):
         blocking, tag_filter = data.draw(_rarely, "blocking"), self.draw_filter(data)
         leases = [None, _LONG_S, _LONG_S, _SHORT_S] if self.store.declares(Capability.LEASES) else [None]
         lease_s = data.draw(st.sampled_from(leases), "lease_s")
-        expected = self.model.claim(
-            self.partition,
-            task,
-            fields,
-            batch_size,
-            all_or_nothing=blocking,
-            lease_s=lease_s,
-            tag_filter=check_tag_filter(tag_filter),
-            explain=True,
-            token=new_id(),
-            now=self.now,
-        )
+        asked: dict[str, Any] = {
+            "all_or_nothing": blocking,
+            "lease_s": lease_s,
+            "tag_filter": check_tag_filter(tag_filter),
+        }
+        claim = commands.ClaimSamples(self.partition, task, fields, batch_size, token=new_id(), explain=True, **asked)
+        expected = self.tell(claim)
         note(f"the ledger gives {list(expected.sample_ids)}, exhausted: {expected.exhausted}")
         meta, error = _attempt(
             lambda: self.client.claim_meta(
@@ -275,14 +270,12 @@ class StoreMachine(RuleBasedStateMachine):
         if self.group_size is None and data.draw(st.booleans(), "in part"):
             places = data.draw(st.lists(st.sampled_from(places), min_size=1, unique=True), "part")
         part, tokens = meta.subset(places), [tokens[place] for place in places]
-        action = data.draw(st.sampled_from(["ack", "ack", "nack", "renew"]), "settle by")
-        extra = (_LONG_S,) if action == "renew" else ()
-        of_model, of_client = getattr(self.model, action), getattr(self.client, action)
-        _, expected = _attempt(
-            lambda: of_model(self.partition, part.task_name, part.sample_ids, tokens, *extra, now=self.now)
-        )
-        _, found = _attempt(lambda: of_client(part, *extra))
-        _agree(expected, found, action)
+        settle = data.draw(st.sampled_from([commands.Ack, commands.Ack, commands.Nack, commands.Renew]), "settle by")
+        extra = (_LONG_S,) if settle is commands.Renew else ()
+        told: commands.Settle = settle(self.partition, part.task_name, part.sample_ids, tokens, *extra)
+        _, expected = _attempt(lambda: self.tell(told))
+        _, found = _attempt(lambda: getattr(self.client, told.op)(part, *extra))
+        _agree(expected, found, told.op)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

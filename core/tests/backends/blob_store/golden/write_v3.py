@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from blob_stores import Clock, journaled, open_client
 
 from dataplane_core import journal_shortening
+from dataplane_core.ledger import commands
 
 
 class Untrimmed(journaled()):
@@ -48,10 +49,10 @@ def fill(client):
     client.clear_samples(None, "q")
     deadline = clock.now + 1e9
     begin = ["p", ["v_g0"], {}, [0], None, None]
-    client._backend._ledger(deadline, "wait_for_room", "b0" * 16, 8, wait_s=20.0)
-    client._backend._ledger(deadline, "begin_put", *begin, write_id=17, ticket="b0" * 16, ttl_s=30.0)
-    client._backend._ledger(deadline, "begin_put", *begin, write_id=1 << 127, ticket=None, ttl_s=30.0)
-    client._backend._ledger(deadline, "abort_put", 17)
+    client._backend._ledger(deadline, commands.WaitForRoom("b0" * 16, 8, wait_s=20.0))
+    client._backend._ledger(deadline, commands.BeginPut(*begin, write_id=17, ticket="b0" * 16, ttl_s=30.0))
+    client._backend._ledger(deadline, commands.BeginPut(*begin, write_id=1 << 127, ticket=None, ttl_s=30.0))
+    client._backend._ledger(deadline, commands.AbortPut(17))
 
 
 def main():

@@ -1,0 +1,345 @@
+"""The commands of the ledger: one object per operation, which travels whole to wherever the ledger lives.
+
+A backend makes it, a host passes it on as it is (it pickles), a journal records it, `Ledger.apply` carries it out. The
+type in ``Command[...]`` is the reply's. Fields are as those of the hook requests of the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Any, ClassVar, Final, Generic, TypeAlias, TypeVar
+
+from dataplane_core.ledger.rows import Ref
+from dataplane_core.spec import Claim, FieldSpec, PartitionInfo, SampleList, TagValue
+
+Reply = TypeVar("Reply", covariant=True)
+#: The name of a write, never used again; up to 128 bits.
+WriteId: TypeAlias = Annotated[int, "write id"]
+_Filter: TypeAlias = Mapping[str, tuple[str, Any]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Command(Generic[Reply]):
+    """One operation, answered with a ``Reply``.
+
+    Attributes:
+        op: Its name, in messages and in journals.
+        reads: Whether it changes nothing; then a journal does not record it.
+        answer_only: Fields that shape the answer alone, which a journal does not record.
+    """
+
+    op: ClassVar[str]
+    reads: ClassVar[bool] = False
+    answer_only: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Register(Command[tuple[PartitionInfo, list[Ref]]]):
+    """Opens a partition afresh. Reply: the registration, and the refs of the earlier one, now free."""
+
+    op = "register"
+    partition_id: str
+    fields: Sequence[str]
+    num_samples: int | None
+    consumer_tasks: Sequence[str]
+    grpo_group_size: int | None
+    enums: Mapping[str, Sequence[str]]
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Describe(Command[PartitionInfo]):
+    """Reads a registration. Reply: the registration. Raises `UnknownPartitionError` where there is none."""
+
+    op = "describe"
+    reads = True
+    partition_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeginPut(Command[int]):
+    """Validates a put and reserves its bytes. Reply: the write id. Raises what the hook ``put_samples`` says.
+
+    Attributes:
+        partition_id: The partition.
+        sample_ids: Unique ids.
+        specs: Field -> spec of the cells.
+        row_bytes: Payload bytes per row.
+        tags: One dict per row, or None.
+        epoch: The registration that the caller means, or None.
+        write_id: The write id, drawn at random; None: the ledger's next number.
+        ticket: What the put is known by in the queue for room (`WaitForRoom`), or None: it does not queue.
+        ttl_s: Seconds after which the put, if not committed, counts as abandoned.
+    """
+
+    op = "begin_put"
+    partition_id: str
+    sample_ids: Sequence[str]
+    specs: Mapping[str, FieldSpec]
+    row_bytes: Sequence[int]
+    tags: Sequence[Mapping[str, TagValue]] | None = None
+    epoch: str | None = None
+    _: KW_ONLY
+    write_id: WriteId | None = None
+    ticket: str | None = None
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPut(Command[None]):
+    """Raises what `BeginPut` would raise if ``capacity_bytes`` were the bound.
+
+    A host that replays a journal judges a put by its own bound, before it records the put: a record is then accepted in
+    every process, whatever room each allows.
+    """
+
+    op = "check_put"
+    reads = True
+    put: BeginPut
+    capacity_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForRoom(Command[None]):
+    """A put that was refused for want of room queues, or says that it still waits.
+
+    Puts that come later then leave it its room: see `RoomQueue`. Who does not say so again for some seconds, or
+    reaches the end of ``wait_s``, has left the queue.
+
+    Attributes:
+        ticket: Random bits, the same for every question of one put.
+        size_bytes: Its payload.
+        wait_s: Seconds until it gives up; 0: it has, and leaves the queue.
+    """
+
+    op = "wait_for_room"
+    ticket: str
+    size_bytes: int
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommitPut(Command[list[Ref]]):
+    """Makes a begun put visible: cells, tags and production at once. Reply: refs that it replaced, now free.
+
+    Raises:
+        StalePartitionError: The partition or one of the samples was cleared meanwhile, or the put was abandoned.
+            Nothing is visible, and the put's own refs are free.
+        SchemaMismatchError, InvalidRequestError, UnsupportedOperationError: A put that committed meanwhile fixed
+            another schema, filled the group, or wrote the cells. As above.
+    """
+
+    op = "commit_put"
+    write_id: WriteId
+
+
+@dataclass(frozen=True, slots=True)
+class AbortPut(Command[list[Ref]]):
+    """Gives a begun put up, unless it is committed; may be repeated. Reply: the put's refs that are free."""
+
+    op = "abort_put"
+    write_id: WriteId
+
+
+@dataclass(frozen=True, slots=True)
+class PutTags(Command[None]):
+    """A put without payload, in one step; raises as `BeginPut`."""
+
+    op = "put_tags"
+    partition_id: str
+    sample_ids: Sequence[str]
+    tags: Sequence[Mapping[str, TagValue]]
+    epoch: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a read that lie in one write.
+
+    Attributes:
+        write_id: The write.
+        fields: The fields to take from it.
+        slots: Where each of ``fields`` stands among all fields of the write.
+        rows: Positions in the request.
+        positions: Positions in the write, aligned with ``rows``.
+    """
+
+    write_id: int
+    fields: tuple[str, ...]
+    slots: tuple[int, ...]
+    rows: list[int]
+    positions: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where the cells of a read lie."""
+
+    parts: list[Part]
+    specs: dict[str, FieldSpec]
+
+    @property
+    def refs(self) -> list[Ref]:
+        """What is read, part by part."""
+        return [(part.write_id, position) for part in self.parts for position in part.positions]
+
+
+@dataclass(frozen=True, slots=True)
+class Locate(Command[Located]):
+    """Finds the cells of a read. Reply: where they lie.
+
+    Raises:
+        UnknownPartitionError: Not registered.
+        MissingDataError: A sample is not there, or a cell not yet produced.
+    """
+
+    op = "locate"
+    reads = True
+    partition_id: str
+    sample_ids: Sequence[str]
+    fields: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ListSamples(Command[SampleList]):
+    """Reply: ids in order of first write, with copies of their tags. Raises `UnknownPartitionError`."""
+
+    op = "list_samples"
+    reads = True
+    partition_id: str
+    tag_filter: _Filter = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBytes(Command[int]):
+    """Reply: the payload bytes held and reserved."""
+
+    op = "held_bytes"
+    reads = True
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimSamples(Command[Claim]):
+    """Hands out ready samples to a task. Reply: the claim; fields, order and errors as the hook ``claim`` says."""
+
+    op = "claim"
+    answer_only = ("explain",)
+    partition_id: str
+    task_name: str
+    required_fields: Sequence[str]
+    batch_size: int
+    _: KW_ONLY
+    all_or_nothing: bool
+    lease_s: float | None
+    tag_filter: _Filter = None
+    token: str
+    holder: str = ""
+    explain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MayClaim(Command[bool]):
+    """Reply: whether a claim would change anything; so a journal need not record vain ones. Raises as the claim."""
+
+    op = "may_claim"
+    reads = True
+    claim: ClaimSamples
+
+
+@dataclass(frozen=True, slots=True)
+class Settle(Command[None]):
+    """What `Ack`, `Nack` and `Renew` say of samples that a task holds on lease, each with its token.
+
+    Raises:
+        UnknownPartitionError, UnknownTaskError: Not registered.
+        LeaseExpiredError: Some token is no longer valid; nothing changed.
+        InvalidRequestError: Part of a group.
+    """
+
+    partition_id: str
+    task_name: str
+    sample_ids: Sequence[str]
+    tokens: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Ack(Settle):
+    """Settles leases for good; acking again with the same token is allowed, since a reply may be lost."""
+
+    op = "ack"
+
+
+@dataclass(frozen=True, slots=True)
+class Nack(Settle):
+    """Gives leased samples back to the pool."""
+
+    op = "nack"
+
+
+@dataclass(frozen=True, slots=True)
+class Renew(Settle):
+    """Extends leases to ``lease_s`` from now."""
+
+    op = "renew"
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed(Command[bool]):
+    """Reply: whether every task was given (leased: has acked) every row held; False while none is held."""
+
+    op = "consumed"
+    reads = True
+    partition_id: str
+    task_names: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Expire(Command[None]):
+    """Ends leases and gives up unfinished puts; what is no longer there is passed over.
+
+    Attributes:
+        leases: Partition, task, token and sample ids of each.
+        writes: Unfinished puts.
+    """
+
+    op = "expire"
+    leases: Sequence[Sequence[Any]]
+    writes: Sequence[WriteId]
+
+
+@dataclass(frozen=True, slots=True)
+class Due(Command[Expire | None]):
+    """Asks what a ledger that is not self-expiring should end. Reply: the command that ends it, or None."""
+
+    op = "due"
+    reads = True
+
+
+@dataclass(frozen=True, slots=True)
+class Clear(Command[tuple[int, list[Ref]]]):
+    """Drops rows, or the whole partition where ``sample_ids`` is None; what is not there is ignored.
+
+    Reply: how many rows were there, and all refs that are free and not yet `Collected`: theirs, and those of abandoned
+    puts and of hosts that died.
+    """
+
+    op = "clear"
+    partition_id: str
+    sample_ids: Sequence[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Collected(Command[None]):
+    """Says that the payload of these refs was deleted."""
+
+    op = "collected"
+    refs: Sequence[Ref]
+
+
+#: All of them.
+COMMANDS: Final = (
+    *(Register, Describe, BeginPut, CheckPut, WaitForRoom, CommitPut, AbortPut, PutTags, Locate, ListSamples),
+    *(HeldBytes, ClaimSamples, MayClaim, Ack, Nack, Renew, Consumed, Expire, Due, Clear, Collected),
+)

@@ -1,0 +1,70 @@
+"""The commands as objects: they travel between processes, cannot be changed, and the ledger knows them all."""
+
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from dataplane_core.errors import UnknownPartitionError
+from dataplane_core.ledger import Command, Ledger, LedgerService, commands, to_state
+from dataplane_core.spec import FieldSpec
+
+PUT = commands.BeginPut("p", ["a"], {"x": FieldSpec("tensor", "int64", 1)}, [8], [{"n": 1}], "e", write_id=1, ttl_s=9.0)
+CLAIM = commands.ClaimSamples("p", "t", ["x"], 1, all_or_nothing=False, lease_s=5.0, token="k", holder="h")
+ONE_OF_EACH = [
+    commands.Register("p", ["x"], None, ["t"], None, {}, "e"),
+    commands.Describe("p"),
+    commands.CheckPut(PUT, capacity_bytes=100),
+    PUT,
+    commands.WaitForRoom("ticket", 8, wait_s=1.0),
+    commands.CommitPut(1),
+    commands.AbortPut(2),
+    commands.PutTags("p", ["a"], [{"n": 2}]),
+    commands.Locate("p", ["a"], ["x"]),
+    commands.ListSamples("p"),
+    commands.HeldBytes(),
+    commands.MayClaim(CLAIM),
+    CLAIM,
+    commands.Renew("p", "t", ["a"], ["k"], 5.0),
+    commands.Nack("p", "t", ["a"], ["k"]),
+    CLAIM,
+    commands.Ack("p", "t", ["a"], ["k"]),
+    commands.Consumed("p", ["t"]),
+    commands.Due(),
+    commands.Expire([], []),
+    commands.Clear("p", ["a"]),
+    commands.Collected([(1, 0)]),
+]
+
+
+def test_each_is_carried_out_after_a_journey_and_answers_alike():
+    here, there = LedgerService(clock=lambda: 0.0), LedgerService(clock=lambda: 0.0)
+    for command in ONE_OF_EACH:
+        arrived = pickle.loads(pickle.dumps(command))
+        assert arrived == command
+        assert there.call(arrived) == here.call(command)
+
+
+def test_all_are_listed_and_their_names_differ():
+    made = [each for each in vars(commands).values() if isinstance(each, type) and issubclass(each, Command)]
+    assert {each for each in made if hasattr(each, "op")} == set(commands.COMMANDS)
+    assert {type(each) for each in ONE_OF_EACH} == set(commands.COMMANDS)
+    assert len({each.op for each in commands.COMMANDS}) == len(commands.COMMANDS)
+
+
+def test_what_only_reads_leaves_the_ledger_as_it_is():
+    ledger = Ledger()
+    for command in ONE_OF_EACH:
+        before = list(to_state(ledger, 0.0))
+        ledger.apply(command, 0.0)
+        if command.reads:
+            assert list(to_state(ledger, 0.0)) == before
+
+
+def test_a_command_cannot_be_changed_and_a_stranger_is_refused():
+    with pytest.raises(FrozenInstanceError):
+        PUT.epoch = "another"
+    with pytest.raises(TypeError, match="the ledger knows no command 'str'"):
+        Ledger().apply("describe", 0.0)
+    with pytest.raises(UnknownPartitionError):
+        Ledger().apply(commands.Describe("p"), 0.0)

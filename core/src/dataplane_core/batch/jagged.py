@@ -17,6 +17,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
+from dataplane_core.batch.rows import object_array
+from dataplane_core.batch.token_columns import as_lengths
 from dataplane_core.codec import (
     Ragged,
     bounds_of,
@@ -34,7 +36,6 @@ from dataplane_core.codec import (
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
 __all__ = [
-    "as_lengths",
     "materialize",
     "pack_jagged_fields",
     "pack_per_token_field",
@@ -250,23 +251,6 @@ class _Cut:
         return to_nested(Ragged(rows.values, self.offsets), self.bounds)
 
 
-def as_lengths(caller: str, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """Row lengths as (N,) int64 on the host; (N, 1) is taken too.
-
-    Raises:
-        InvalidRequestError: Not one integer per row.
-    """
-    counts = torch.as_tensor(lengths).detach().cpu()
-    if counts.dim() == 2 and counts.shape[1] == 1:
-        counts = counts[:, 0]
-    integers = not (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool)
-    if counts.dim() != 1 or (counts.numel() and not integers):  # an empty list makes a float tensor
-        raise InvalidRequestError(
-            f"{caller}: lengths are {counts.dtype} of shape {tuple(counts.shape)}. Expected one integer per row."
-        )
-    return counts.to(torch.int64)
-
-
 def _rows(column: torch.Tensor, what: str) -> Ragged:
     """A jagged, nested or dense column, end to end."""
     if column.is_nested:
@@ -354,8 +338,4 @@ def _object_array(column: Any) -> np.ndarray[Any, Any]:
         column = column.data
     if isinstance(column, np.ndarray):
         return column
-    items = column.tolist() if isinstance(column, NonTensorStack) else list(column)
-    array = np.empty(len(items), dtype=object)
-    for row, item in enumerate(items):  # a slice assignment would unpack lists of equal length
-        array[row] = item
-    return array
+    return object_array(column.tolist() if isinstance(column, NonTensorStack) else list(column))

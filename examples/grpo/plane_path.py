@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.middleware.metrics import Metrics
+from dataplane_core.middleware import Metrics
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin

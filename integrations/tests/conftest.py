@@ -20,7 +20,7 @@ import torch
 from dataplane_core import DataPlaneConfig, KVBatchMeta, connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.middleware.metrics import Metrics
+from dataplane_core.middleware import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS
 from dataplane_integrations import DataPlaneWorkerMixin
 

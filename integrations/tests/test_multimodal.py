@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dataplane_core import KVBatchMeta, connect, kv_first_write, shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
-from dataplane_core.middleware.metrics import Metrics
+from dataplane_core.middleware import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
 

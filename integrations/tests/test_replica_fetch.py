@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dataplane_core import DataPlaneConfig, KVBatchMeta, connect
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, MissingDataError
-from dataplane_core.middleware.metrics import Metrics
+from dataplane_core.middleware import Metrics
 from dataplane_integrations.errors import ReplicaLeaderError
 from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
 

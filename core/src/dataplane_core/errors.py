@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from dataplane_core.spec import Shortfall
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 __all__ = [
     "AlreadyRunningError",
@@ -28,6 +26,7 @@ __all__ = [
     "InvalidRequestError",
     "InvalidTypeError",
     "LeaseExpiredError",
+    "LeaseHolder",
     "LostSamplesError",
     "MissingDataError",
     "OperationTimeoutError",
@@ -35,6 +34,7 @@ __all__ = [
     "PluginImportError",
     "PluginSignatureError",
     "SchemaMismatchError",
+    "Shortfall",
     "StalePartitionError",
     "UnknownBackendError",
     "UnknownPartitionError",
@@ -312,6 +312,47 @@ class OperationTimeoutError(DataPlaneError, TimeoutError):
     """The deadline passed. A put may have happened or not; a read or claim returned nothing."""
 
     default_retryable = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseHolder:
+    """Who holds a sample.
+
+    Attributes:
+        sample_id: The sample.
+        holder: As `ClaimRequest.holder` named it.
+        left_s: Seconds until the lease ends.
+    """
+
+    sample_id: str
+    holder: str
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """What keeps a claim from more samples.
+
+    Counts every sample of the partition that is not ready for the task and was not given to it for good, each once,
+    under the first kind that applies. A few of each kind are named.
+
+    Attributes:
+        num_leased: Samples under a lease of this task.
+        leased: A few of them, those whose leases end first.
+        num_not_matching: Samples that the tag filter passes over.
+        num_incomplete: Samples of groups that lack a member, or have lost one.
+        incomplete_groups: For the first few of these groups, how many members are there.
+        num_lacking: Samples that miss required fields, or whose group has a member that does.
+        missing_cells: For the first few samples that miss fields, these fields.
+    """
+
+    num_leased: int = 0
+    leased: tuple[LeaseHolder, ...] = ()
+    num_not_matching: int = 0
+    num_incomplete: int = 0
+    incomplete_groups: Mapping[str, int] = field(default_factory=dict)
+    num_lacking: int = 0
+    missing_cells: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class ClaimTimeoutError(OperationTimeoutError):

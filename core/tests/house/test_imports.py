@@ -1,10 +1,13 @@
 """The house's doors: what core may import, and what importing it may do."""
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import dataplane_core
 
@@ -60,3 +63,69 @@ print(json.dumps([before == dict(os.environ), opened, handlers == logging.root.h
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [True, [], True, True]
+
+
+# --- wings ------------------------------------------------------------------------------------------------------------
+
+#: From the ground up: each imports only from those before it.
+WINGS = (
+    *("errors", "entry_points", "config", "schema", "meta"),  # modules beside the wings
+    *("spec", "codec", "ledger", "backends", "middleware", "client", "plugins", "sharding", "batch", "testing", "cli"),
+)
+ROOT = Path(__file__).resolve().parents[3]
+#: Sources that stand outside of core, and see it as its users do.
+OUTSIDE = [
+    path
+    for pattern in ("plugins/*/src", "integrations/src", "examples", "benchmarks", "core/src/dataplane_pytest")
+    for folder in ROOT.glob(pattern)
+    for path in sorted(folder.rglob("*.py"))
+]
+
+
+def modules_of_core(path):
+    """The modules of core that a file imports from, as parts of their names behind ``dataplane_core``."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dataplane_core."):
+            yield node.module.split(".")[1:]
+
+
+def test_no_wing_imports_from_one_above_it():
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        wing = path.relative_to(SOURCE).with_suffix("").parts[0]
+        if wing == "__init__":
+            continue
+        for parts in modules_of_core(path):
+            if WINGS.index(parts[0]) > WINGS.index(wing):
+                found.append(f"{path.relative_to(SOURCE)}: {'.'.join(parts)}")
+    assert found == []
+
+
+def test_wings_and_other_packages_enter_a_wing_by_its_face():
+    found = []
+    for path in [*SOURCE.rglob("*.py"), *OUTSIDE]:
+        inside = path.relative_to(SOURCE).parts[0] if path.is_relative_to(SOURCE) else None
+        own_kit = "dataplane_pytest" in path.parts
+        for parts in modules_of_core(path):
+            if len(parts) > 1 and parts[0] != inside and not (own_kit and parts[0] == "testing"):
+                found.append(f"{path.relative_to(ROOT)}: {'.'.join(parts)}")
+    assert len(OUTSIDE) > 50
+    assert found == []
+
+
+def test_no_circle_of_imports_within_a_wing():
+    edges = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = list(path.relative_to(SOURCE).with_suffix("").parts)
+        edges["/".join(parts)] = {"/".join(each) for each in modules_of_core(path)}
+    while leaves := [name for name, imported in edges.items() if not imported & edges.keys()]:
+        for name in leaves:
+            del edges[name]
+    assert not edges, f"these modules import each other, or one that does: {sorted(edges)}"
+
+
+@pytest.mark.parametrize("wing", [name for name in WINGS if (SOURCE / name).is_dir()])
+def test_a_face_says_what_lives_in_the_wing_and_what_others_may_import(wing):
+    face = importlib.import_module(f"dataplane_core.{wing}")
+    assert len((face.__doc__ or "").strip().splitlines()) >= 3  # what lives here; a blank line; who calls it
+    assert all(hasattr(face, name) for name in face.__all__)

@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import connect
-from dataplane_core.middleware.metrics import Metrics
+from dataplane_core.middleware import Metrics
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from dataplane_core.backends import blob_store
 from dataplane_core.spec import hooks
 from dataplane_core.testing import BackendConformance
-from dataplane_core.testing._base import chapter_of, needs_of
+from dataplane_core.testing._marks import chapter_of, needs_of, rule_of
 
 _CONTRACT = Path(__file__).parents[3] / "docs" / "contract.md"
 _TESTS = [name for name in dir(BackendConformance) if name.startswith("test_")]
@@ -31,19 +31,15 @@ _SOURCES = {
 
 @pytest.mark.parametrize("name", _TESTS)
 def test_docstrings_quote_the_contract(name):
-    test = getattr(BackendConformance, name)
-    doc = inspect.getdoc(test) or ""
-    claim, mark, advice = doc.partition("Check first: ")
-    assert mark, f"{name} does not say what to check first"
-    assert len(advice) > 20
-    source, _, quoted = claim.partition(": ")
-    assert source in _SOURCES, f"{name} begins with {source!r}"
-    text = _plain(quoted)
-    assert text.startswith("'")
-    assert text.rstrip(".").endswith("'")
-    # quotes are joined by "and" or "...", which the kit adds
-    for quote in re.split(r"' and '|' \.\.\. '", text.rstrip(".").strip("'")):
-        assert quote.rstrip(".") in _SOURCES[source], f"{name} quotes what the {source} does not say: {quote!r}"
+    doc = " ".join((inspect.getdoc(getattr(BackendConformance, name)) or "").split())
+    rule = rule_of(getattr(BackendConformance, name))
+    assert len(rule.check_first) > 20, f"{name} does not say what to check first"
+    assert rule.source in _SOURCES, f"{name} begins with {rule.source!r}"
+    assert re.match(r'[A-Za-z ]+: ".*"\.? Check first: ', doc), f"{name} does not quote"
+    for quote in rule.quotes:
+        text = _plain(quote).rstrip(".")
+        assert text, f"{name} quotes nothing"
+        assert text in _SOURCES[rule.source], f"{name} quotes what the {rule.source} does not say: {quote!r}"
 
 
 def test_every_test_has_a_chapter_and_says_what_it_proves():

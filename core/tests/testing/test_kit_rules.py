@@ -7,8 +7,8 @@ import json
 import pytest
 
 from dataplane_core.testing import BackendConformance, ConformanceError
-from dataplane_core.testing._base import chapter_of
 from dataplane_core.testing._conformance import SUITES
+from dataplane_core.testing._marks import chapter_of
 from dataplane_noop import NoopBackend
 
 pytest_plugins = ["pytester"]

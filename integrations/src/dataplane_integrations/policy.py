@@ -25,7 +25,7 @@ from dataplane_core.schema import (
     fields_with_optional_routed_experts,
     padded_length,
 )
-from dataplane_core.sharding.preshard import shard_meta_for_dp
+from dataplane_core.sharding import shard_meta_for_dp
 from dataplane_core.spec import Scope
 from dataplane_integrations.attach import DataPlaneSource
 from dataplane_integrations.batching import Batching, Stage

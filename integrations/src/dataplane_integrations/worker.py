@@ -26,7 +26,7 @@ from dataplane_core.schema import (
     PLAN_KEYS,
     ROUTED_EXPERTS_FIELD,
 )
-from dataplane_core.sharding.axes import REPLICATED_AXES, NamedSharding
+from dataplane_core.sharding import REPLICATED_AXES, NamedSharding
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.batching import Batching, Stage
 from dataplane_integrations.broadcast import broadcast_from_leader, group_device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -191,13 +192,20 @@ def test_a_rollout_that_hangs_is_not_waited_for_without_end(make_buffer: Make, c
 ROOM = 120
 
 
+@contextlib.contextmanager
+def impatient_client(backend: str, **options: Any) -> Iterator[DataPlaneClient]:
+    """A client with a partition, whose calls may take 0.2 s from now on; to start its store took as long as it did."""
+    with connect({"backend": backend, "options": options}) as client:
+        client.register_partition("replay", ["input_ids", "input_lengths"], None, ["train"], grpo_group_size=2)
+        client._config = client.config.model_copy(update={"op_timeout_s": 0.2})
+        yield client
+
+
 @pytest.fixture
 def small_store(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
     """A store of little room that blocks or raises when it is full."""
     backend, on_full = request.param
-    options = {"capacity_bytes": ROOM, "on_full": on_full}
-    with connect({"backend": backend, "options": options, "op_timeout_s": 0.2}) as client:
-        client.register_partition("replay", ["input_ids", "input_lengths"], None, ["train"], grpo_group_size=2)
+    with impatient_client(backend, capacity_bytes=ROOM, on_full=on_full) as client:
         yield client
 
 
@@ -244,8 +252,7 @@ def test_a_full_store_holds_rollouts_back_and_loses_nothing(
 @pytest.fixture
 def stalling_store() -> Iterator[tuple[DataPlaneClient, Callable[[], None]]]:
     """A Redis, and what makes it stop answering; it goes on with the end of the test."""
-    with connect({"backend": "redis_store", "op_timeout_s": 0.2}) as client:
-        client.register_partition("replay", ["input_ids", "input_lengths"], None, ["train"], grpo_group_size=2)
+    with impatient_client("redis_store") as client:
         pid = client._backend._server.pid
         yield client, lambda: os.kill(pid, signal.SIGSTOP)
         os.kill(pid, signal.SIGCONT)

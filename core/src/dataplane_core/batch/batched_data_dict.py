@@ -17,7 +17,7 @@ from dataplane_core.batch.rows import Column, concatenate, num_rows, object_arra
 from dataplane_core.batch.token_columns import token_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
 from dataplane_core.schema import MULTIMODAL_FIELDS
-from dataplane_core.sharding.plan import (
+from dataplane_core.sharding import (
     ShardPlan,
     plan_dynamic_batches,
     plan_even_shards,

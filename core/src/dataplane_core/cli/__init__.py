@@ -1,4 +1,7 @@
-"""The `dataplane` command."""
+"""The `dataplane` command: what is installed, what this machine lacks, the conformance kit, a new plugin's files.
+
+Operators and storage authors run it; nothing imports it.
+"""
 
 from __future__ import annotations
 

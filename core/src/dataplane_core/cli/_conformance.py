@@ -15,7 +15,7 @@ from dataplane_core.errors import ConfigError, DataPlaneError
 from dataplane_core.plugins import load_backend
 
 if TYPE_CHECKING:
-    from dataplane_core.testing.report import Report
+    from dataplane_core.testing import Report
 
 __all__ = ["run"]
 
@@ -127,7 +127,7 @@ def _run(
             plugins = config.pluginmanager
             if not plugins.has_plugin("dataplane_conformance") and not plugins.is_registered(dataplane_pytest):
                 plugins.register(dataplane_pytest, "dataplane_conformance")
-            from dataplane_core.testing._progress import Progress
+            from dataplane_core.testing import Progress
 
             plugins.register(Progress(config))
 
@@ -143,7 +143,7 @@ def _run(
         if select is not None:
             arguments += ["-k", select]
         status = pytest.main(arguments, plugins=[Collector()])
-    from dataplane_core.testing.report import to_json
+    from dataplane_core.testing import to_json
 
     if json_path is not None:
         Path(json_path).write_text(to_json(reports), encoding="utf-8")

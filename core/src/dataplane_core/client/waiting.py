@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, preview
+from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, Shortfall, preview
 from dataplane_core.ledger import LONGEST_PAUSE_S, Pacer, backoff_s
-from dataplane_core.spec import Claim, ClaimRequest, Shortfall
+from dataplane_core.spec import Claim, ClaimRequest
 
 __all__ = ["wait_for_claim"]
 

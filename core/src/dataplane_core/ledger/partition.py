@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataplane_core.errors import InvalidRequestError, LeaseExpiredError, UnknownTaskError, preview
+from dataplane_core.errors import InvalidRequestError, LeaseExpiredError, Shortfall, UnknownTaskError, preview
 from dataplane_core.ledger.leases import Leases
 from dataplane_core.ledger.rows import Group, Hold, Ref, Row, Unit, group_of
 from dataplane_core.ledger.shortfall import find_shortfall
 from dataplane_core.ledger.views import ReadySet, View
-from dataplane_core.spec import Claim, FieldSpec, PartitionInfo, Shortfall, TagValue
+from dataplane_core.spec import Claim, FieldSpec, PartitionInfo, TagValue
 
 __all__ = ["Partition", "Question", "Task"]
 

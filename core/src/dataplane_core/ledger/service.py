@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from dataplane_core.errors import CapacityExceededError
+from dataplane_core.errors import CapacityExceededError, Shortfall
 from dataplane_core.ledger.ledger import Due, Ledger, Located, Ref
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, Pacer
-from dataplane_core.spec import Claim, PartitionInfo, SampleList, Shortfall, TagValue
+from dataplane_core.spec import Claim, PartitionInfo, SampleList, TagValue
 
 __all__ = ["LedgerService"]
 

@@ -6,8 +6,9 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+from dataplane_core.errors import LeaseHolder, Shortfall
 from dataplane_core.ledger.rows import Row, Unit
-from dataplane_core.spec import LeaseHolder, Shortfall, matches
+from dataplane_core.spec import matches
 
 __all__ = ["find_shortfall"]
 

@@ -1,49 +1,10 @@
-"""Wrappers around a backend's hooks: metrics, checksums, and whatever third parties ship."""
+"""Wrappers around a backend's hooks: metrics, checksums, and whatever third parties ship.
 
-from __future__ import annotations
+A config lists them by entry-point name, outermost first; the client starts and stops them.
+"""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataplane_core.middleware.base import Middleware, MiddlewareContext
+from dataplane_core.middleware.metrics import Metrics
+from dataplane_core.middleware.wire_guard import WireGuard
 
-from pydantic import BaseModel
-
-from dataplane_core.backends import NoOptions
-from dataplane_core.spec import WireFormat
-
-__all__ = ["Middleware", "MiddlewareContext"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MiddlewareContext:
-    """What a middleware is told when its client starts.
-
-    Attributes:
-        backend: Entry-point name of the backend.
-        wire: The backend's wire format: the form of the columns in requests and replies.
-    """
-
-    backend: str
-    wire: WireFormat
-
-
-class Middleware:
-    """Base of middleware: methods named as the hooks, marked ``@hookimpl(wrapper=True)``, act around the backend's.
-
-    A wrapper changes the request's attributes before ``yield`` (rebinding its argument does nothing) and may return
-    another reply after it. Its own columns have names that begin with ``~``. One object serves one client at a time.
-
-    Attributes:
-        Config: A pydantic model of the options that a config file may give; the constructor takes its fields as
-            keyword arguments.
-    """
-
-    Config: ClassVar[type[BaseModel]] = NoOptions
-
-    def __init__(self, **options: Any) -> None:
-        self.config = self.Config(**options)
-
-    def start(self, context: MiddlewareContext) -> None:
-        """Called once before the client's first operation."""
-
-    def stop(self) -> None:
-        """Called once when the client closes."""
+__all__ = ["Metrics", "Middleware", "MiddlewareContext", "WireGuard"]

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dataplane_core.codec import cell_nbytes
-from dataplane_core.middleware import Middleware
+from dataplane_core.middleware.base import Middleware
 from dataplane_core.spec import (
     AckRequest,
     Claim,

@@ -40,7 +40,7 @@ from dataplane_core.codec import (
     raise_columns,
 )
 from dataplane_core.errors import ConfigError, CorruptDataError, InvalidTypeError, MissingDataError, preview
-from dataplane_core.middleware import Middleware, MiddlewareContext
+from dataplane_core.middleware.base import Middleware, MiddlewareContext
 from dataplane_core.spec import FieldSpec, GetRequest, PutReply, PutRequest, WireBatch, WireColumn, WireFormat, hookimpl
 
 __all__ = ["WireGuard"]

@@ -1,4 +1,7 @@
-"""Assigning rows to ranks: packers, metas sharded without tensors, named rank grids."""
+"""Assigning rows to ranks: packers, plans of batches, metas sharded without tensors, named grids of ranks.
+
+Trainers shard metas with it; `BatchedDataDict` shards and packs its rows by its plans.
+"""
 
 from dataplane_core.sharding.axes import REPLICATED_AXES, NamedSharding
 from dataplane_core.sharding.packing import (
@@ -10,7 +13,15 @@ from dataplane_core.sharding.packing import (
     modified_first_fit_decreasing,
     packing_metrics,
 )
-from dataplane_core.sharding.plan import DynamicBatchingArgs, SequencePackingArgs
+from dataplane_core.sharding.plan import (
+    DynamicBatchingArgs,
+    SequencePackingArgs,
+    ShardPlan,
+    plan_dynamic_batches,
+    plan_even_shards,
+    plan_packed_batches,
+    plan_uneven_shards,
+)
 from dataplane_core.sharding.preshard import shard_meta_for_dp
 
 __all__ = [
@@ -20,10 +31,15 @@ __all__ = [
     "NamedSharding",
     "PackingMetrics",
     "SequencePackingArgs",
+    "ShardPlan",
     "concatenative",
     "first_fit_decreasing",
     "first_fit_shuffle",
     "modified_first_fit_decreasing",
     "packing_metrics",
+    "plan_dynamic_batches",
+    "plan_even_shards",
+    "plan_packed_batches",
+    "plan_uneven_shards",
     "shard_meta_for_dp",
 ]

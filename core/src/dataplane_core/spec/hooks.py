@@ -22,6 +22,7 @@ from typing import Any, Final, TypeAlias
 import pluggy
 import torch
 
+from dataplane_core.errors import Shortfall
 from dataplane_core.spec.field_spec import FieldSpec
 from dataplane_core.spec.tags import TagValue
 
@@ -37,7 +38,6 @@ __all__ = [
     "DataPlaneSpec",
     "DescribeRequest",
     "GetRequest",
-    "LeaseHolder",
     "ListRequest",
     "NackRequest",
     "PartitionInfo",
@@ -47,7 +47,6 @@ __all__ = [
     "RenewRequest",
     "SampleList",
     "SettleReply",
-    "Shortfall",
     "WireBatch",
     "WireColumn",
     "hookimpl",
@@ -290,47 +289,6 @@ class WireBatch:
 
     columns: Mapping[str, WireColumn]
     specs: Mapping[str, FieldSpec]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseHolder:
-    """Who holds a sample.
-
-    Attributes:
-        sample_id: The sample.
-        holder: As `ClaimRequest.holder` named it.
-        left_s: Seconds until the lease ends.
-    """
-
-    sample_id: str
-    holder: str
-    left_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortfall:
-    """What keeps a claim from more samples.
-
-    Counts every sample of the partition that is not ready for the task and was not given to it for good, each once,
-    under the first kind that applies. A few of each kind are named.
-
-    Attributes:
-        num_leased: Samples under a lease of this task.
-        leased: A few of them, those whose leases end first.
-        num_not_matching: Samples that the tag filter passes over.
-        num_incomplete: Samples of groups that lack a member, or have lost one.
-        incomplete_groups: For the first few of these groups, how many members are there.
-        num_lacking: Samples that miss required fields, or whose group has a member that does.
-        missing_cells: For the first few samples that miss fields, these fields.
-    """
-
-    num_leased: int = 0
-    leased: tuple[LeaseHolder, ...] = ()
-    num_not_matching: int = 0
-    num_incomplete: int = 0
-    incomplete_groups: Mapping[str, int] = field(default_factory=dict)
-    num_lacking: int = 0
-    missing_cells: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

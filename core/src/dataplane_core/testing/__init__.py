@@ -20,8 +20,21 @@ Needs the extra ``dataplane-core[testing]``. Environment variables:
 - ``DATAPLANE_CONFORMANCE_PROMPT_S``: what "at once" may take, in seconds; default 10.
 """
 
-from dataplane_core.testing._base import ConformanceError
+from dataplane_core.testing._author import ConformanceError
 from dataplane_core.testing._conformance import BackendConformance
+from dataplane_core.testing._marks import chapter_of, limit_of, rule_of
+from dataplane_core.testing._progress import Progress
 from dataplane_core.testing.faults import Faults
+from dataplane_core.testing.report import Report, to_json
 
-__all__ = ["BackendConformance", "ConformanceError", "Faults"]
+__all__ = [
+    "BackendConformance",
+    "ConformanceError",
+    "Faults",
+    "Progress",
+    "Report",
+    "chapter_of",
+    "limit_of",
+    "rule_of",
+    "to_json",
+]

@@ -8,7 +8,8 @@ from typing import Final
 
 import pytest
 
-from dataplane_core.testing._base import Suite, declares, needs_of, rule_of
+from dataplane_core.testing._base import Suite
+from dataplane_core.testing._marks import declares, needs_of, rule_of
 
 __all__ = ["Progress", "estimate_s"]
 

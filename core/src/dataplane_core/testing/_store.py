@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import msgpack
 import pytest
@@ -22,6 +22,7 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.plugins import Bootstrap, connect_backend
 from dataplane_core.spec import Capability, Scope
+from dataplane_core.testing._author import AuthorsClass
 from dataplane_core.testing._blobs import recorded_keys
 from dataplane_core.testing._columns import batch, bits
 from dataplane_core.testing._hooks import Hooks
@@ -29,9 +30,6 @@ from dataplane_core.testing._nursery import Nursery
 from dataplane_core.testing._timing import PROMPT_S, STARTS_S
 from dataplane_core.testing._workers import BackendReference, Worker
 from dataplane_core.testing.faults import Faults
-
-if TYPE_CHECKING:
-    from dataplane_core.testing._base import Suite
 
 __all__ = ["BOUNDED_BYTES", "NOT_DECLARED", "NOT_RUN", "Deployment", "Store", "not_run"]
 
@@ -58,7 +56,7 @@ def not_run(reason: str) -> NoReturn:
 class Deployment:
     """A connected store with all that was opened on it; closed with the test class (or test) that owns it."""
 
-    def __init__(self, case: Suite, backend_class: type[Backend], name: str, options: dict[str, Any]) -> None:
+    def __init__(self, case: AuthorsClass, backend_class: type[Backend], name: str, options: dict[str, Any]) -> None:
         self.case = case
         self.backend_class = backend_class
         self.name = name
@@ -72,7 +70,7 @@ class Deployment:
 
     @classmethod
     def of(
-        cls, owner: Any, case: Suite, backend_class: type[Backend], name: str, options: dict[str, Any]
+        cls, owner: Any, case: AuthorsClass, backend_class: type[Backend], name: str, options: dict[str, Any]
     ) -> Deployment:
         """The deployment of these options that belongs to a pytest node; connected where there is none."""
         known: dict[str, Deployment | Exception] | None = owner.stash.get(_KNOWN, None)
@@ -233,7 +231,7 @@ class Store:
     # --- what it is ---------------------------------------------------------------------------------------------------
 
     @property
-    def case(self) -> Suite:
+    def case(self) -> AuthorsClass:
         """The author's test object."""
         return self.deployment.case
 

@@ -15,7 +15,9 @@ import pytest
 from dataplane_core.backends import Backend
 from dataplane_core.plugins import find_plugins
 from dataplane_core.spec import CONTRACT_VERSION, Capability, Scope
-from dataplane_core.testing._base import MOST_COPIES, chapter_of, deviation_of, kit_members, label_of, needs_of, rule_of
+from dataplane_core.testing._author import MOST_COPIES
+from dataplane_core.testing._base import deviation_of, kit_members
+from dataplane_core.testing._marks import chapter_of, label_of, needs_of, rule_of
 
 __all__ = ["NOT_SELECTED", "OUTCOMES", "SCHEMA", "Report", "Result", "Row", "record_of", "to_json", "unused_deviations"]
 

@@ -12,18 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from dataplane_core.errors import DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import DataPlaneError, LeaseHolder, OperationTimeoutError, Shortfall
 from dataplane_core.ledger import group_of
-from dataplane_core.spec import (
-    AckRequest,
-    Claim,
-    ClaimRequest,
-    LeaseHolder,
-    NackRequest,
-    RenewRequest,
-    SettleReply,
-    Shortfall,
-)
+from dataplane_core.spec import AckRequest, Claim, ClaimRequest, NackRequest, RenewRequest, SettleReply
 from dataplane_redis import _refusals
 from dataplane_redis._session import Session
 from dataplane_redis._wire import pack_filter, pack_layout, pack_request, text_of, to_bytes, unpack_tags

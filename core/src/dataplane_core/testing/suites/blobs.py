@@ -15,8 +15,9 @@ from dataplane_core.backends import BlobStore
 from dataplane_core.errors import preview
 from dataplane_core.spec import Scope
 from dataplane_core.testing import _workers
-from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._blobs import new_keys, of_all
+from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store
 from dataplane_core.testing._timing import in_threads
 

@@ -15,8 +15,9 @@ from dataplane_core.errors import UnsupportedOperationError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.plugins import check_backend_class
 from dataplane_core.spec import Capability, Scope, WireFormat
-from dataplane_core.testing._base import Suite, undeclared_operations
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import batch, ids
+from dataplane_core.testing._marks import undeclared_operations
 from dataplane_core.testing._store import Store
 
 __all__ = ["CapabilitySuite"]

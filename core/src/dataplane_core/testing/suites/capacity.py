@@ -12,8 +12,9 @@ import torch
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import CapacityExceededError, DataPlaneError
 from dataplane_core.spec import Capability, Scope
-from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import batch, ids
+from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import BOUNDED_BYTES, Store
 from dataplane_core.testing._timing import PROMPT_S, Background
 

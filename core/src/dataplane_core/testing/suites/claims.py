@@ -12,8 +12,9 @@ import torch
 
 from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, UnknownPartitionError, UnknownTaskError
 from dataplane_core.spec import Capability, ClaimRequest, this_process
-from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import ids
+from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store
 from dataplane_core.testing._timing import PROMPT_S, Background, bounded, eventually
 

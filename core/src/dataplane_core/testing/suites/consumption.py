@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from dataplane_core.spec import Capability
-from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import ids
+from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store
 
 __all__ = ["ConsumptionSuite"]

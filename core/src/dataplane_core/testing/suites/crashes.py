@@ -9,8 +9,9 @@ from collections import Counter
 
 from dataplane_core.errors import preview
 from dataplane_core.spec import Capability, Scope
-from dataplane_core.testing._base import Suite, lasts, proves
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._crashes import LEASED, MOST_LOST, PLAIN, Aftermath, aftermath
+from dataplane_core.testing._marks import lasts, proves
 from dataplane_core.testing._store import Store
 
 __all__ = ["CrashSuite"]

@@ -8,8 +8,9 @@ import torch
 from dataplane_core.errors import LostSamplesError, MissingDataError, UnknownPartitionError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability
-from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import as_objects, batch, check_column, ids, items_of, jagged, rows_of, shared
+from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store
 from dataplane_core.testing._timing import bounded
 

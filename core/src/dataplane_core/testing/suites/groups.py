@@ -7,8 +7,9 @@ import torch
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec import Capability
-from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import batch
+from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store
 from dataplane_core.testing._timing import Background, bounded
 

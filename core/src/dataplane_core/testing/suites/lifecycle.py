@@ -18,8 +18,9 @@ import torch
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClientClosedError, ConfigError
 from dataplane_core.spec import Capability, Scope
-from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import batch, ids
+from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store, check_error, not_run
 from dataplane_core.testing._timing import PROMPT_S, STARTS_S, Background, bounded, eventually
 from dataplane_core.testing._workers import bootstrapped, call, read_items

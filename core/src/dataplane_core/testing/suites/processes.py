@@ -7,8 +7,9 @@ import torch
 from dataplane_core.errors import LeaseExpiredError
 from dataplane_core.spec import Capability, Scope
 from dataplane_core.testing import _workers
-from dataplane_core.testing._base import Suite, lasts, proves
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import as_objects, batch, ids, items_of
+from dataplane_core.testing._marks import lasts, proves
 from dataplane_core.testing._profiles import is_long
 from dataplane_core.testing._store import Store
 from dataplane_core.testing._timing import Background, eventually

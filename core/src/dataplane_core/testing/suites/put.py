@@ -13,8 +13,9 @@ from tensordict import TensorDict
 
 from dataplane_core.errors import StalePartitionError
 from dataplane_core.spec import Capability, PutRequest
-from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import as_objects, batch, check_column, ids, items_of, jagged, values_and_offsets
+from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store, not_run
 from dataplane_core.testing._timing import bounded
 

@@ -12,8 +12,9 @@ import torch
 
 from dataplane_core.errors import DataPlaneError, LeaseExpiredError
 from dataplane_core.spec import Capability
-from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import as_objects, ids, items_of, jagged, rows_of
+from dataplane_core.testing._marks import proves
 from dataplane_core.testing._profiles import is_long
 from dataplane_core.testing._store import Store
 from dataplane_core.testing._timing import in_threads

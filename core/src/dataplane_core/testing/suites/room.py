@@ -14,8 +14,9 @@ import torch
 
 from dataplane_core.errors import StalePartitionError
 from dataplane_core.spec import Capability
-from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import batch, ids
+from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store
 from dataplane_core.testing._timing import eventually
 

@@ -11,9 +11,10 @@ import torch
 
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.spec import Capability, Scope
-from dataplane_core.testing._base import Suite, proves
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._blobs import new_keys, of_all
 from dataplane_core.testing._columns import check_column, ids, jagged
+from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store
 from dataplane_core.testing._timing import PROMPT_S
 

@@ -1,5 +1,5 @@
 -- Request: {partition, task, required (as a layout), filter (packed conditions, "": none), rows to look at}. What keeps
--- a claim from more samples, as dataplane_core.spec.Shortfall says. Looks at about so many rows and replies
+-- a claim from more samples, as dataplane_core.errors.Shortfall says. Looks at about so many rows and replies
 -- {"again", ...} with what was counted so far, or at last {"ok", ...}: rows that are ready, leased rows, {id, holder,
 -- seconds left, ...} of the first, rows passed over, rows in incomplete groups, {group, members, ...} of the first,
 -- rows that lack fields, {{id, field, ...}, ...} of the first. All who ask the same count together, and what took

@@ -24,7 +24,7 @@ from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import InvalidTypeError
 from dataplane_integrations.errors import ReplicaLeaderError
 
-__all__ = ["broadcast_batch", "broadcast_from_leader", "group_device"]
+__all__ = ["broadcast_from_leader", "group_device"]
 
 #: Group rank of the leader: 0 on every replicated axis.
 _LEADER: Final = 0
@@ -81,22 +81,6 @@ class _Descriptor:
     columns: dict[str, Any]
     attributes: dict[str, Any]
     tensors: list[_TensorInfo]
-
-
-def broadcast_batch(batch: BatchedDataDict | None, *, group: dist.ProcessGroup) -> BatchedDataDict:
-    """Broadcasts the leader's batch; `broadcast_from_leader` is for a batch that is yet to be made.
-
-    Args:
-        batch: The batch on the leader (group rank 0); ignored elsewhere.
-        group: The replica group.
-    """
-
-    def given() -> BatchedDataDict:
-        if batch is None:
-            raise InvalidTypeError("broadcast_batch refused: the leader (group rank 0) gave no batch.")
-        return batch
-
-    return broadcast_from_leader(given, group=group)
 
 
 def broadcast_from_leader(

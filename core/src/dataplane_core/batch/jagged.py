@@ -185,7 +185,8 @@ class _Cut:
         counts = self.counts
         if padded.dim() < 2:
             raise InvalidRequestError(
-                f"pack_jagged_fields: the column is of shape {tuple(padded.shape)}. Expected a padded tensor (N, S, ...)."
+                f"pack_jagged_fields: the column is of shape {tuple(padded.shape)}. Expected a padded tensor (N, S, "
+                "...)."
             )
         if len(counts) != len(padded):
             raise InvalidRequestError(
@@ -198,7 +199,7 @@ class _Cut:
                 f"pack_jagged_fields: row {row} has length {int(counts[row])}, but the column is padded to {width}. "
                 f"Expected lengths of 0 to {width}."
             )
-        plain = host_tensor(padded, f"pack_jagged_fields: the column")
+        plain = host_tensor(padded, "pack_jagged_fields: the column")
         step = plain.element_size() * math.prod(plain.shape[2:])
         starts = torch.arange(len(counts)) * width
         if (width, step) not in self._slices:
@@ -213,7 +214,8 @@ class _Cut:
         rows = _rows(column, "the column")
         if not torch.equal(rows.offsets, self.offsets):
             raise InvalidRequestError(
-                f"pack_jagged_fields: the column's {rows.num_rows} rows are jagged already, but not of the given lengths."
+                f"pack_jagged_fields: the {rows.num_rows} rows of the column are jagged already, but not of the given "
+                "lengths."
             )
         return to_nested(Ragged(rows.values, self.offsets), self.bounds)
 

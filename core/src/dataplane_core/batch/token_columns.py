@@ -57,7 +57,7 @@ def row_lengths(column: Any, dim: int = 1) -> torch.Tensor | None:
     if not isinstance(column, torch.Tensor) or column.dim() <= dim:
         return None
     if is_jagged(column) and dim == 1:
-        return jagged_parts(column)[1].diff().cpu()
+        return jagged_parts(column)[1].diff().to("cpu", torch.int64)
     return None if column.is_nested else torch.full((column.shape[0],), column.shape[dim])
 
 

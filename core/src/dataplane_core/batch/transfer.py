@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
 from dataplane_core.batch.token_columns import as_lengths, row_lengths, token_columns
-from dataplane_core.codec import byte_array, column_of_list, host_tensor, is_jagged
+from dataplane_core.codec import byte_array, column_of_list, host_tensor, is_jagged, num_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
@@ -234,8 +234,8 @@ def kv_first_write(
             f"{', '.join(map(repr, batch)) or 'nothing'}. Have what generates the rows return it."
         )
     for name, column in batch.items():
-        found = _num_rows(column)
-        if found is not None and found != len(ids):
+        has_rows = isinstance(column, (list, tuple)) or getattr(column, "ndim", 0) > 0
+        if has_rows and (found := num_rows(column)) != len(ids):
             raise InvalidRequestError(
                 f"{where} refused: the number of sample_ids must match batch size, got {len(ids)} ids and {found} rows "
                 f"in field '{name}'."
@@ -283,14 +283,6 @@ def kv_first_write(
         extra_info=info,
         tags=rows,
     )
-
-
-def _num_rows(column: Any) -> int | None:
-    if isinstance(column, torch.Tensor):
-        return column.size(0) if column.dim() else None
-    if isinstance(column, np.ndarray):
-        return len(column) if column.ndim else None
-    return len(column) if isinstance(column, (list, tuple)) else None
 
 
 def _padded_columns(batch: Mapping[str, Any], lengths: Sequence[int]) -> list[str]:

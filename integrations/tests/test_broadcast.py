@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict
 from dataplane_core.spec import ALL_DTYPES
-from dataplane_integrations.broadcast import broadcast_batch, group_device
+from dataplane_integrations.broadcast import broadcast_from_leader, group_device
 
 
 def _as_bytes(tensor: torch.Tensor) -> bytes:
@@ -28,13 +28,13 @@ def _column(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _send(rank: int, make: Any) -> BatchedDataDict:
-    return broadcast_batch(make() if rank == 0 else None, group=dist.group.WORLD)
+    return broadcast_from_leader(make, group=dist.group.WORLD)
 
 
 def test_every_dtype_of_the_contract_arrives_bit_for_bit(ranks: Any) -> None:
     def send(rank: int) -> list[tuple[Any, ...]]:
         batch = BatchedDataDict({str(dtype): _column(dtype, (3, 5)) for dtype in sorted(ALL_DTYPES, key=str)})
-        received = broadcast_batch(batch if rank == 0 else None, group=dist.group.WORLD)
+        received = broadcast_from_leader(lambda: batch, group=dist.group.WORLD)
         # as bytes: pickle does not carry every dtype
         return [(name, str(c.dtype), tuple(c.shape), c.device.type, _as_bytes(c)) for name, c in received.items()]
 
@@ -87,7 +87,7 @@ def test_jagged_columns_stay_jagged_with_their_lengths_known(ranks: Any) -> None
                 "wide": torch.nested.as_nested_tensor(wide, layout=torch.jagged),
             }
         )
-        received = broadcast_batch(batch if rank == 0 else None, group=dist.group.WORLD)
+        received = broadcast_from_leader(lambda: batch, group=dist.group.WORLD)
         column = received["jagged"]
         padded = torch.nested.to_padded_tensor(column, -1)
         parts = [row.tolist() for row in column.unbind()]
@@ -137,9 +137,8 @@ def test_class_and_microbatch_plan_travel_with_the_columns(ranks: Any) -> None:
 def test_only_the_ranks_of_a_subgroup_take_part(ranks: Any) -> None:
     def send(rank: int) -> list[int]:
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        leader = rank % 2 == 0
-        batch = BatchedDataDict({"rank": torch.full((3,), rank)}) if leader else None
-        received: list[int] = broadcast_batch(batch, group=groups[rank // 2])["rank"].tolist()
+        batch = BatchedDataDict({"rank": torch.full((3,), rank)})
+        received: list[int] = broadcast_from_leader(lambda: batch, group=groups[rank // 2])["rank"].tolist()
         return received
 
     assert ranks(4, send) == [[0] * 3, [0] * 3, [2] * 3, [2] * 3]
@@ -159,7 +158,7 @@ def test_a_tensor_without_bytes_to_send_fails_both_sides(ranks: Any, column: tor
 
     def send(rank: int) -> None:
         bad = torch.zeros(3, device="meta") if kind == "meta" else torch.eye(3).to_sparse()
-        broadcast_batch(BatchedDataDict({"bad": bad}) if rank == 0 else None, group=dist.group.WORLD)
+        broadcast_from_leader(lambda: BatchedDataDict({"bad": bad}), group=dist.group.WORLD)
 
     leader, sibling = ranks.outcomes(2, send)
     assert type(leader).__name__ == "InvalidTypeError"

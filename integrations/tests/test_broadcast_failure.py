@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import DataPlaneError, MissingDataError
-from dataplane_integrations.broadcast import broadcast_batch, broadcast_from_leader
+from dataplane_integrations.broadcast import broadcast_from_leader
 from dataplane_integrations.errors import ReplicaLeaderError
 
 
@@ -66,19 +66,6 @@ def test_a_column_that_cannot_be_pickled_fails_both_sides(ranks: Any) -> None:
     assert sibling[0] is ReplicaLeaderError
 
 
-def test_a_leader_without_a_batch_fails_both_sides(ranks: Any) -> None:
-    def send(rank: int) -> str:
-        try:
-            broadcast_batch(None, group=dist.group.WORLD)
-        except DataPlaneError as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    leader, sibling = ranks(2, send)
-    assert leader.startswith("InvalidTypeError")
-    assert sibling.startswith("ReplicaLeaderError")
-
-
 def test_the_group_works_on_after_a_failure(ranks: Any) -> None:
     def send(rank: int) -> int:
         def fail() -> BatchedDataDict:
@@ -86,7 +73,7 @@ def test_the_group_works_on_after_a_failure(ranks: Any) -> None:
 
         with contextlib.suppress(MissingDataError, ReplicaLeaderError):
             broadcast_from_leader(fail, group=dist.group.WORLD)
-        size: int = broadcast_batch(BatchedDataDict({"a": [1, 2]}) if rank == 0 else None, group=dist.group.WORLD).size
+        size: int = broadcast_from_leader(lambda: BatchedDataDict({"a": [1, 2]}), group=dist.group.WORLD).size
         return size
 
     assert ranks(2, send) == [2, 2]

@@ -18,7 +18,7 @@ from tiny_megatron import megatron_on_cpu
 from dataplane_core import KVBatchMeta, shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import DataPlaneError
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PAD_TO_MULTIPLE
 from dataplane_integrations.batching import Batching, SequencePacking
 from dataplane_integrations.megatron import MegatronDataPlaneMixin, megatron_pad_multiple
 
@@ -114,6 +114,8 @@ def _lengths(rank: int) -> dict[str, Any]:
         seen: dict[str, Any] = {"alone": worker._forward_pad_seqlen(meta)}
         meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 10
         seen["stamped"] = worker._forward_pad_seqlen(meta)
+        meta.extra_info |= {GLOBAL_FORWARD_PAD_SEQLEN: 13, PAD_TO_MULTIPLE: 6}
+        seen["beside the meta's own multiple"] = worker._forward_pad_seqlen(meta)
         data = BatchedDataDict({"input_ids": torch.zeros(2, 12, dtype=torch.long)})
         for length in (6, 8):
             meta.extra_info |= {"micro_batch_indices": [[[0, 2]]], "micro_batch_lengths": [[length]]}
@@ -141,6 +143,7 @@ def test_a_forward_gets_a_length_that_its_layout_can_divide(ranks: Any) -> None:
     for seen in ranks(2, _lengths, timeout_s=150):
         assert seen["alone"] == 8
         assert seen["stamped"] == 12
+        assert seen["beside the meta's own multiple"] == 24
         assert "a microbatch of 6 tokens. Expected multiples of 4" in seen["plan of 6"]
         assert "Batching(pad_multiple=4" in seen["plan of 6"]
         assert seen["plan of 8"] == "taken"

@@ -79,8 +79,8 @@ def test_the_common_length_is_stamped_once(policy: DataPlanePolicy, write_rows: 
     assert meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 12
 
 
-@pytest.mark.parametrize(("pad_to_multiple", "expected"), [(1, 8), (8, 8), (16, 16)])
-def test_the_common_length_is_a_multiple_of_the_larger_of_both(
+@pytest.mark.parametrize(("pad_to_multiple", "expected"), [(1, 8), (8, 8), (16, 16), (6, 12)])
+def test_the_common_length_is_a_multiple_of_both(
     policy: DataPlanePolicy, write_rows: Write, pad_to_multiple: int, expected: int
 ) -> None:
     meta = write_rows([5, 2], pad_to_multiple=pad_to_multiple)

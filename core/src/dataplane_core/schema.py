@@ -6,8 +6,12 @@ are a vocabulary, not an allowlist.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 __all__ = [
     "DP_TRAIN_FIELDS",
@@ -29,7 +33,10 @@ __all__ = [
     "TURN_LENGTHS_FIELD",
     "TURN_ROLES_FIELD",
     "fields_with_optional_routed_experts",
+    "padded_length",
 ]
+
+_Length = TypeVar("_Length", int, NDArray[np.int64])
 
 #: What a policy training step reads. ``input_ids`` (N, S) int64; ``input_lengths`` (N,) int64;
 #: ``generation_logprobs``, ``prev_logprobs``, ``reference_policy_logprobs``, ``advantages`` (N, S) float32;
@@ -121,3 +128,16 @@ def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool)
     if enabled and ROUTED_EXPERTS_FIELD not in names:
         names.append(ROUTED_EXPERTS_FIELD)
     return names
+
+
+def padded_length(length: _Length, *multiples: int) -> _Length:
+    """The least length that is not below ``length`` and a multiple of each of ``multiples``.
+
+    The one rule for the length that all ranks pad to: several parties may each divide it by a number of their own.
+
+    Args:
+        length: In tokens, 0 or more; an array of lengths gives one for each.
+        multiples: 1 or more each.
+    """
+    multiple = math.lcm(*multiples)
+    return -(-length // multiple) * multiple

@@ -8,7 +8,6 @@ import torch
 from tensordict import NonTensorStack
 
 from dataplane_core.batch import kv_first_write, read_columns, rebuild_message_logs, split_message_logs, write_columns
-from dataplane_core.batch.message_log import MESSAGE_LOG_FIELDS
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, InvalidTypeError
 from dataplane_core.meta import KVBatchMeta
 
@@ -168,5 +167,5 @@ def test_turns_of_message_logs_whose_contents_are_numbers_stay_as_they_are(clien
     logs = [[{"role": "user", "content": number, "token_ids": [number, 8]}] for number in range(3)]
     columns = {**split_message_logs(logs), "input_ids": torch.tensor([[0, 8], [1, 8], [2, 8]])}
     write_columns(client, META, columns)
-    rebuilt = rebuild_message_logs(read_columns(client, META, [*MESSAGE_LOG_FIELDS, "input_ids"]))
+    rebuilt = rebuild_message_logs(read_columns(client, META, list(columns)))
     assert [[turn["content"] for turn in log] for log in rebuilt] == [[0], [1], [2]]

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane_core.batch import kv_first_write, read_columns, rebuild_message_logs, split_message_logs
-from dataplane_core.batch.jagged import to_nested_by_length
-from dataplane_core.batch.message_log import MESSAGE_LOG_FIELDS
+from dataplane_core.batch import (
+    kv_first_write,
+    pack_jagged_fields,
+    read_columns,
+    rebuild_message_logs,
+    split_message_logs,
+)
 from dataplane_core.errors import InvalidRequestError
 
 LOGS = [
@@ -34,6 +38,10 @@ INPUT_IDS = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 0], [0, 0, 0, 0,
 LENGTHS = [6, 5, 0]
 
 
+def to_nested_by_length(padded, lengths):
+    return pack_jagged_fields({"x": padded}, lengths=lengths, token_aligned_fields=["x"])["x"]
+
+
 def plain(logs):
     """Roles, contents and tokens as plain lists."""
     return [
@@ -47,7 +55,7 @@ def plain(logs):
 
 def test_a_log_is_split_into_columns_of_turns():
     columns = split_message_logs(LOGS)
-    assert list(columns) == list(MESSAGE_LOG_FIELDS)
+    assert list(columns) == ["turn_lengths", "turn_roles", "turn_contents", "response_token_lengths"]
     assert columns["turn_lengths"] == [[2, 3, 1], [2, 1, 0, 2], []]
     assert columns["turn_roles"] == [["system", "user", "assistant"], ["user", "assistant", "tool", "assistant"], []]
     assert columns["turn_contents"][1] == [[{"type": "text", "text": "look"}], "call", "", "done"]

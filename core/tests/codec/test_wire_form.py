@@ -6,8 +6,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack
 
-from dataplane_core.codec import encode_item, lower, num_rows, raise_columns
-from dataplane_core.codec.wire import column_nbytes
+from dataplane_core.codec import cell_nbytes, encode_item, lower, num_rows, raise_columns
 from dataplane_core.spec import WireFormat
 
 
@@ -182,11 +181,11 @@ def test_frames_are_new_memory():
     assert [bytes(frame) for frame in frames] == before
 
 
-def test_column_nbytes_counts_what_travels():
-    assert column_nbytes(torch.zeros(3, 2)) == 24
-    assert column_nbytes(jagged([2, 1, 3], 2)) == 48
-    assert column_nbytes([b"abc", b""]) == 3
-    assert column_nbytes([torch.zeros(2), torch.zeros(1)]) == 12
+def test_cell_nbytes_counts_what_travels():
+    assert cell_nbytes(torch.zeros(3, 2), 3) == 8
+    assert cell_nbytes(jagged([2, 1, 3], 2), 3).tolist() == [16, 8, 24]
+    assert cell_nbytes([b"abc", b""], 2).tolist() == [3, 0]
+    assert cell_nbytes([torch.zeros(2), torch.zeros(1)], 2).tolist() == [8, 4]
 
 
 def test_num_rows_knows_every_container():

@@ -64,7 +64,7 @@ class Batching:
     Attributes:
         dynamic: Dynamic batching, or None.
         packing: Sequence packing, or None.
-        pad_multiple: The common padded length is rounded up to at least a multiple of this many tokens.
+        pad_multiple: The common padded length is a multiple of this many tokens, as of those that the plan rounds to.
 
     Raises:
         ConfigError: Both at once.

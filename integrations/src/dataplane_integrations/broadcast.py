@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dataplane_core.batch import BatchedDataDict
-from dataplane_core.errors import DataPlaneError, InvalidTypeError
+from dataplane_core.errors import InvalidTypeError
 from dataplane_integrations.errors import ReplicaLeaderError
 
-__all__ = ["broadcast_batch", "broadcast_from_leader", "group_device"]
+__all__ = ["broadcast_from_leader", "group_device"]
 
 #: Group rank of the leader: 0 on every replicated axis.
 _LEADER: Final = 0
@@ -81,30 +81,6 @@ class _Descriptor:
     columns: dict[str, Any]
     attributes: dict[str, Any]
     tensors: list[_TensorInfo]
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """The first phase, when the leader has no batch to give."""
-
-    leader_rank: int
-    error: BaseException
-
-
-def broadcast_batch(batch: BatchedDataDict | None, *, group: dist.ProcessGroup) -> BatchedDataDict:
-    """Broadcasts the leader's batch; `broadcast_from_leader` is for a batch that is yet to be made.
-
-    Args:
-        batch: The batch on the leader (group rank 0); ignored elsewhere.
-        group: The replica group.
-    """
-
-    def given() -> BatchedDataDict:
-        if batch is None:
-            raise InvalidTypeError("broadcast_batch refused: the leader (group rank 0) gave no batch.")
-        return batch
-
-    return broadcast_from_leader(given, group=group)
 
 
 def broadcast_from_leader(
@@ -182,19 +158,13 @@ def _send(produce: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> B
 
 
 def _send_failure(error: BaseException, group: dist.ProcessGroup) -> None:
+    failed = f"the leader of its replica group, rank {dist.get_rank()}, failed: {type(error).__name__}: {error}"
+    failure = ReplicaLeaderError(failed)
+    failure.__cause__ = error  # travels as its description where it cannot be pickled
     try:
-        _broadcast_object(_Failure(dist.get_rank(), _portable(error)), group, dist.get_rank(group))
+        _broadcast_object(failure, group, dist.get_rank(group))
     except Exception as broken:  # the group is gone as well: the first error is the one to report
         error.add_note(f"The replica group could not be told: {type(broken).__name__}: {broken}")
-
-
-def _portable(error: BaseException) -> BaseException:
-    """The error itself if it can be pickled and read back, else one that carries its description."""
-    try:
-        pickle.loads(pickle.dumps(error))  # an object of this process, not data from outside
-    except Exception:
-        return DataPlaneError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def _take_out(value: Any, tensors: list[Tensor], infos: list[_TensorInfo], *, top: bool) -> Any:
@@ -255,11 +225,9 @@ def _pack_messages(tensors: Sequence[Tensor], infos: Sequence[_TensorInfo]) -> l
 def _receive(group: dist.ProcessGroup, leader: int) -> BatchedDataDict:
     with _naming_the_leader():
         descriptor = _broadcast_object(None, group, leader)
-    if isinstance(descriptor, _Failure):
-        raise ReplicaLeaderError(
-            f"no batch for rank {dist.get_rank()}: the leader of its replica group, rank "
-            f"{descriptor.leader_rank}, failed: {type(descriptor.error).__name__}: {descriptor.error}"
-        ) from descriptor.error
+    if isinstance(descriptor, ReplicaLeaderError):
+        descriptor.message = f"no batch for rank {dist.get_rank()}: {descriptor.message}"
+        raise descriptor
     tensors = _receive_tensors(descriptor.tensors, group, leader)
     columns = {name: _put_back(column, tensors) for name, column in descriptor.columns.items()}
     batch: BatchedDataDict = descriptor.batch_class(columns)

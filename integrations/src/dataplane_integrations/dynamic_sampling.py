@@ -11,10 +11,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, preview
+from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import TagFilter, check_tag_filter, matches
 from dataplane_integrations.errors import SamplingExhaustedError
@@ -23,8 +24,6 @@ __all__ = ["DynamicSampling", "GroupRule", "SamplingCounts", "all_match", "tag_v
 
 #: Decides on a group from its rows' tags: True keeps it.
 GroupRule: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], bool]
-
-_GROUP_MARK: Final = "_g"
 
 
 def tag_varies(name: str = "reward", *, tolerance: float = 0.0) -> GroupRule:
@@ -267,12 +266,12 @@ class DynamicSampling:
         """The rows of each group, in the order of their first rows."""
         groups: dict[str, list[int]] = {}
         for row, sample_id in enumerate(meta.sample_ids):
-            group, mark, _ = sample_id.rpartition(_GROUP_MARK)
-            if not mark:
+            try:
+                group = group_of(sample_id)
+            except InvalidRequestError:
                 raise InvalidRequestError(
-                    f"dynamic sampling refused: sample id '{sample_id}' holds no '{_GROUP_MARK}'. Expected ids of "
-                    "mint_sample_ids."
-                )
+                    f"dynamic sampling refused: sample id '{sample_id}' holds no '_g'. Expected ids of mint_sample_ids."
+                ) from None
             groups.setdefault(group, []).append(row)
         for name, rows in groups.items():
             different = len({meta.sample_ids[row] for row in rows})

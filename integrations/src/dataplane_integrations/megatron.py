@@ -21,6 +21,7 @@ import torch.distributed as dist
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.schema import PAD_TO_MULTIPLE, padded_length
 from dataplane_integrations.attach import DataPlaneSource
 from dataplane_integrations.batching import Stage
 from dataplane_integrations.broadcast import broadcast_from_leader, group_device
@@ -151,10 +152,9 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
         )
 
     def _forward_pad_seqlen(self, meta: KVBatchMeta) -> int:
-        """The driver's length, or the longest row's where it set none, rounded up to what the forward wants."""
-        multiple = self._pad_multiple()
+        """The driver's length, or the longest row's where it set none, as a multiple of what forward and meta want."""
         longest = max(super()._forward_pad_seqlen(meta), *(meta.sequence_lengths or [0]))
-        return -(-longest // multiple) * multiple
+        return padded_length(longest, self._pad_multiple(), meta.extra_info.get(PAD_TO_MULTIPLE) or 1)
 
     def _attach_or_repack_pack_metadata(
         self, data: BatchedDataDict, meta: KVBatchMeta, stage: Stage = "train"
@@ -197,7 +197,7 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
 def _lengths_and_taken(data: BatchedDataDict, row_lengths: Sequence[int], multiple: int) -> Iterator[tuple[int, int]]:
     """Per microbatch of the plan its length, and how much of it packed rows take, each rounded up; 0 if not packed."""
     rows_of_chunk = data.elem_counts_per_gb or []
-    taken = [-(-length // multiple) * multiple for length in row_lengths] if rows_of_chunk else []
+    taken = [padded_length(length, multiple) for length in row_lengths] if rows_of_chunk else []
     for chunk, lengths in enumerate(data.micro_batch_lengths or []):
         first = sum(rows_of_chunk[:chunk])
         for (start, end), length in zip((data.micro_batch_indices or [])[chunk], lengths, strict=True):

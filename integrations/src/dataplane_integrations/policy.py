@@ -23,6 +23,7 @@ from dataplane_core.schema import (
     LP_SEED_FIELDS,
     PAD_TO_MULTIPLE,
     fields_with_optional_routed_experts,
+    padded_length,
 )
 from dataplane_core.sharding import shard_meta_for_dp
 from dataplane_core.spec import Scope
@@ -385,9 +386,12 @@ class DataPlanePolicy:
         longest = max(meta.sequence_lengths)
         if (meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0) >= longest:
             return
-        pad_multiple = max(meta.extra_info.get(PAD_TO_MULTIPLE) or 1, self._batching.pad_multiple)
-        multiple = max(pad_multiple, self._batching.length_round)
-        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = -(-longest // multiple) * multiple
+        multiples = (
+            meta.extra_info.get(PAD_TO_MULTIPLE) or 1,
+            self._batching.pad_multiple,
+            self._batching.length_round,
+        )
+        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = padded_length(longest, *multiples)
 
     def _track(self, shards: Sequence[KVBatchMeta]) -> None:
         if self._flops_tracker is not None:

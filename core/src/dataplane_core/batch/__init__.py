@@ -7,6 +7,7 @@ Trainers and `dataplane_integrations` use it; backends do not.
 from dataplane_core.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from dataplane_core.batch.jagged import materialize, pack_jagged_fields, response_from_nested, stack_or_nest
 from dataplane_core.batch.message_log import rebuild_message_logs, split_message_logs
+from dataplane_core.batch.token_columns import token_columns
 from dataplane_core.batch.transfer import kv_first_write, read_columns, write_columns
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "response_from_nested",
     "split_message_logs",
     "stack_or_nest",
+    "token_columns",
     "write_columns",
 ]

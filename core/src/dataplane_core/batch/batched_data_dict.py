@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from dataplane_core.batch.rows import Column, concatenate, num_rows, object_array, select_rows, slice_rows
+from dataplane_core.batch.token_columns import token_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
-from dataplane_core.schema import INPUT_IDS_FIELD, MULTIMODAL_FIELDS, PER_TOKEN_FIELDS
+from dataplane_core.schema import MULTIMODAL_FIELDS
 from dataplane_core.sharding import (
     ShardPlan,
     plan_dynamic_batches,
@@ -341,13 +342,7 @@ class BatchedDataDict(UserDict[str, Any]):
         for number, rows in enumerate(plan.rows):
             piece = SlicedDataDict()
             piece.data = select_rows(self.data, rows)
-            # shards share no list of a plan
-            if plan.micro_batch_indices is not None:
-                piece.micro_batch_indices = plan.micro_batch_indices[number]
-            if plan.micro_batch_lengths is not None:
-                piece.micro_batch_lengths = plan.micro_batch_lengths[number]
-            if plan.elem_counts_per_gb is not None:
-                piece.elem_counts_per_gb = plan.elem_counts_per_gb[number]
+            vars(piece).update(plan.of_shard(number))
             pieces.append(piece)
         return pieces
 
@@ -438,7 +433,10 @@ class BatchedDataDict(UserDict[str, Any]):
         return (self.slice(start, start + microbatch_size) for start in range(0, size, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(
-        self, sequence_dim: int = 1, token_aligned_fields: Collection[str] | None = None
+        self,
+        sequence_dim: int = 1,
+        token_aligned_fields: Collection[str] | None = None,
+        ragged_fields: Collection[str] = MULTIMODAL_FIELDS,
     ) -> Iterator[SlicedDataDict]:
         """Microbatches of the plan, whose token columns are cut to the microbatch's padded length.
 
@@ -446,9 +444,9 @@ class BatchedDataDict(UserDict[str, Any]):
 
         Args:
             sequence_dim: The dim that runs along the tokens.
-            token_aligned_fields: Names of the columns to cut. Default: dense tensors that are as wide as ``input_ids``
-                there, or are named in `schema.PER_TOKEN_FIELDS`, but none of `schema.MULTIMODAL_FIELDS`. In a batch
-                without ``input_ids``: every other dense tensor that has the dim.
+            token_aligned_fields: Names of the columns to cut. Default: `token_columns`, by ``input_ids`` as it is here.
+                Dense ones are cut.
+            ragged_fields: Names of columns that the default never takes for token columns.
 
         Raises:
             InvalidRequestError: No plan, or the plan of several chunks.
@@ -460,22 +458,10 @@ class BatchedDataDict(UserDict[str, Any]):
                 f"make_microbatch_iterator_with_dynamic_shapes: the batch has {held}. Expected the microbatch plan of "
                 "one chunk: shard with dynamic batching, then take get_batch."
             )
-        if token_aligned_fields is None:
-            tokens = self._token_columns(sequence_dim)
-        else:
-            tokens = [name for name in token_aligned_fields if name in self.data]
+        tokens = token_columns(
+            self.data, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields, dim=sequence_dim
+        )
         return self._microbatches(indices[0], lengths[0], sequence_dim, tokens)
-
-    def _token_columns(self, sequence_dim: int) -> list[str]:
-        input_ids = self.data.get(INPUT_IDS_FIELD)
-        width = input_ids.shape[sequence_dim] if _has_dim(input_ids, sequence_dim) else None
-        return [
-            key
-            for key, column in self.data.items()
-            if _has_dim(column, sequence_dim)
-            and key not in MULTIMODAL_FIELDS
-            and (width is None or column.shape[sequence_dim] == width or key in PER_TOKEN_FIELDS)
-        ]
 
     def _microbatches(
         self, pairs: list[list[int]], lengths: list[int], sequence_dim: int, tokens: Sequence[str]

@@ -10,7 +10,7 @@ Shape legend: ``N`` samples, ``S`` padded sequence length.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,15 +26,7 @@ from dataplane_core.schema import (
     TURN_ROLES_FIELD,
 )
 
-__all__ = ["MESSAGE_LOG_FIELDS", "rebuild_message_logs", "split_message_logs"]
-
-#: The columns that `split_message_logs` makes.
-MESSAGE_LOG_FIELDS: Final[tuple[str, ...]] = (
-    TURN_LENGTHS_FIELD,
-    TURN_ROLES_FIELD,
-    TURN_CONTENTS_FIELD,
-    RESPONSE_TOKEN_LENGTHS_FIELD,
-)
+__all__ = ["rebuild_message_logs", "split_message_logs"]
 
 
 def split_message_logs(

@@ -106,7 +106,7 @@ def _jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 def object_array(items: Sequence[Any]) -> np.ndarray[Any, Any]:
     """A 1-D object array of the items, whatever they are."""
     array = np.empty(len(items), dtype=object)
-    for position, item in enumerate(items):
+    for position, item in enumerate(items):  # a slice assignment would unpack lists of equal length
         array[position] = item
     return array
 

@@ -17,8 +17,9 @@ import torch
 from tensordict import TensorDictBase
 
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
-from dataplane_core.batch.jagged import as_lengths, materialize, pack_jagged_fields, to_tensordict
-from dataplane_core.codec import byte_array, column_of_list, host_tensor, is_jagged, jagged_parts
+from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
+from dataplane_core.batch.token_columns import as_lengths, row_lengths, token_columns
+from dataplane_core.codec import byte_array, column_of_list, host_tensor, is_jagged, num_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
@@ -29,6 +30,7 @@ from dataplane_core.schema import (
     MULTIMODAL_FIELDS,
     PAD_TO_MULTIPLE,
     PER_TOKEN_FIELDS,
+    padded_length,
 )
 
 if TYPE_CHECKING:
@@ -72,10 +74,8 @@ def read_columns(
         pad_to_seqlen: The least padded length in tokens. Default: ``extra_info[GLOBAL_FORWARD_PAD_SEQLEN]``, else none.
             The longest row and ``extra_info[PAD_TO_MULTIPLE]`` are honoured either way: the result is padded to the
             larger of this and the longest row, rounded up to the multiple.
-        token_aligned_fields: Names of the token columns. Default: those of `schema.PER_TOKEN_FIELDS`, and every column
-            whose rows have exactly as many elements as the sample has tokens. The tokens are known from
-            ``meta.sequence_lengths``, else from the columns ``input_lengths`` or ``input_ids``; where neither is known
-            every column of two dims or more counts as one.
+        token_aligned_fields: Names of the token columns. Default: `token_columns`, by ``meta.sequence_lengths``, else
+            the columns ``input_lengths`` or ``input_ids``.
         ragged_fields: Names of columns that the default never takes for token columns, however long their rows are.
 
     Returns:
@@ -95,39 +95,12 @@ def read_columns(
     if layout != "padded":
         return materialize(td, layout)
     columns = dict(td.items())
-    tokens = _token_columns(meta, columns, ragged_fields) if token_aligned_fields is None else token_aligned_fields
+    lengths = columns.get(INPUT_LENGTHS_FIELD) if meta.sequence_lengths is None else meta.sequence_lengths
+    tokens = token_columns(columns, lengths, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields)
     width = _target_length(meta, columns, tokens, pad_to_seqlen)
     padded = materialize({name: columns[name] for name in columns if name in tokens}, "padded", pad_value_dict, width)
     others = materialize({name: columns[name] for name in columns if name not in tokens}, "jagged")
     return BatchedDataDict({name: (padded if name in tokens else others)[name] for name in columns})
-
-
-def _token_columns(meta: KVBatchMeta, columns: Mapping[str, Any], ragged_fields: Collection[str]) -> set[str]:
-    """The columns that `read_columns` pads where it is not told which."""
-    rows = {name: _row_lengths(column) for name, column in columns.items()}
-    lengths = None
-    if meta.sequence_lengths is not None:
-        lengths = torch.tensor(meta.sequence_lengths, dtype=torch.int64)
-    elif INPUT_LENGTHS_FIELD in rows:
-        lengths = as_lengths(f"read_columns: field '{INPUT_LENGTHS_FIELD}'", columns[INPUT_LENGTHS_FIELD])
-    elif INPUT_IDS_FIELD in rows:
-        lengths = rows[INPUT_IDS_FIELD]
-    return {
-        name
-        for name, found in rows.items()
-        if found is not None
-        and name not in ragged_fields
-        and (name in PER_TOKEN_FIELDS or lengths is None or torch.equal(found, lengths))
-    }
-
-
-def _row_lengths(column: Any) -> torch.Tensor | None:
-    """(N,) int64 elements of each row; None for objects and for rows without dims."""
-    if not isinstance(column, torch.Tensor) or column.dim() < 2:
-        return None
-    if is_jagged(column):
-        return jagged_parts(column)[1].diff()
-    return torch.full((column.shape[0],), column.shape[1])
 
 
 def _target_length(
@@ -146,13 +119,13 @@ def _target_length(
     if meta.sequence_lengths is not None:
         longest = max(meta.sequence_lengths, default=0)
     else:
-        longest = max((_longest(name, columns[name]) for name in tokens if name in columns), default=0)
-    return -(-max(pad_to_seqlen, longest) // multiple) * multiple
+        longest = max((_longest(name, columns[name]) for name in tokens), default=0)
+    return padded_length(max(pad_to_seqlen, longest), multiple)
 
 
 def _longest(name: str, column: Any) -> int:
     """The longest row of a column that is surely per token; other dense ones may have feature dims."""
-    found = _row_lengths(column)
+    found = row_lengths(column)
     if found is None or not (is_jagged(column) or name in PER_TOKEN_FIELDS):
         return 0
     return int(found.max()) if len(found) else 0
@@ -221,9 +194,9 @@ def kv_first_write(
     Which columns are cut to ``input_lengths`` and travel jagged:
 
     - with ``token_aligned_fields``: exactly those;
-    - without: tensors (N, S, ...) of the padded width S of ``input_ids`` that are named in
-      `schema.PER_TOKEN_FIELDS`, or hold nothing but zeros beyond the row lengths. So a column of another width, or an
-      embedding that happens to be S wide, is never cut: what is not known to be padding is kept.
+    - without: dense `token_columns`, by ``input_ids`` as it is padded here, that are named in
+      `schema.PER_TOKEN_FIELDS`, or hold nothing but zeros beyond the row lengths. So an unknown column of another
+      width, or an embedding that happens to be as wide, is never cut: what is not known to be padding is kept.
 
     Args:
         batch: N rows: tensors; lists, where numbers and lists of numbers become tensor columns
@@ -261,8 +234,8 @@ def kv_first_write(
             f"{', '.join(map(repr, batch)) or 'nothing'}. Have what generates the rows return it."
         )
     for name, column in batch.items():
-        found = _num_rows(column)
-        if found is not None and found != len(ids):
+        has_rows = isinstance(column, (list, tuple)) or getattr(column, "ndim", 0) > 0
+        if has_rows and (found := num_rows(column)) != len(ids):
             raise InvalidRequestError(
                 f"{where} refused: the number of sample_ids must match batch size, got {len(ids)} ids and {found} rows "
                 f"in field '{name}'."
@@ -286,7 +259,7 @@ def kv_first_write(
         for row, length in zip(rows, lengths, strict=True):
             row.setdefault(INPUT_LENGTHS_TAG, length)
     if token_aligned_fields is None:
-        aligned = [] if lengths is None else _per_token_columns(batch, lengths)
+        aligned = [] if lengths is None else _padded_columns(batch, lengths)
     else:
         aligned = [name for name in token_aligned_fields if name in batch]
         if aligned and lengths is None:
@@ -312,34 +285,21 @@ def kv_first_write(
     )
 
 
-def _num_rows(column: Any) -> int | None:
-    if isinstance(column, torch.Tensor):
-        return column.size(0) if column.dim() else None
-    if isinstance(column, np.ndarray):
-        return len(column) if column.ndim else None
-    return len(column) if isinstance(column, (list, tuple)) else None
-
-
-def _per_token_columns(batch: Mapping[str, Any], lengths: Sequence[int]) -> list[str]:
+def _padded_columns(batch: Mapping[str, Any], lengths: Sequence[int]) -> list[str]:
     """The columns that `kv_first_write` cuts where it is not told which."""
-    input_ids = batch.get(INPUT_IDS_FIELD)
-    if not isinstance(input_ids, torch.Tensor) or input_ids.is_nested or input_ids.dim() < 2:
-        return []
-    width = input_ids.shape[1]
-    beyond = np.arange(width) >= np.asarray(lengths)[:, None]
+    dense = {
+        name: column for name, column in batch.items() if isinstance(column, torch.Tensor) and not column.is_nested
+    }
+    tokens = row_lengths(dense.get(INPUT_IDS_FIELD))
     return [
         name
-        for name, column in batch.items()
-        if isinstance(column, torch.Tensor)
-        and not column.is_nested
-        and column.dim() >= 2
-        and column.shape[1] == width
-        and (name in PER_TOKEN_FIELDS or _is_zero(column, beyond))
+        for name in token_columns(dense, lengths if tokens is None else tokens)
+        if name in PER_TOKEN_FIELDS or _is_zero_beyond(dense[name], lengths)
     ]
 
 
-def _is_zero(column: torch.Tensor, where: np.ndarray[Any, Any]) -> bool:
-    """Whether all elements (N, S) that ``where`` selects are zero; -0.0 is, as products with a mask leave it."""
+def _is_zero_beyond(column: torch.Tensor, lengths: Sequence[int]) -> bool:
+    """Whether all elements (N, S) beyond the row lengths are zero; -0.0 is, as products with a mask leave it."""
     plain = host_tensor(column, "the column")
     if plain.numel() == 0:
         return True
@@ -347,7 +307,8 @@ def _is_zero(column: torch.Tensor, where: np.ndarray[Any, Any]) -> bool:
         plain = plain.unsqueeze(-1).view(_PARTS[plain.dtype])
     signed = plain.dtype in _SIGNED_ZERO
     size = plain.element_size()
-    cells = byte_array(plain).view(f"u{size}").reshape(*plain.shape[:2], -1)[where]
+    beyond = np.arange(plain.shape[1]) >= np.asarray(lengths)[:, None]
+    cells = byte_array(plain).view(f"u{size}").reshape(*plain.shape[:2], -1)[beyond]
     return not (cells & ((1 << (8 * size - 1)) - 1) if signed else cells).any()
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, is_tensor_collection
 
 from dataplane_core.codec.objects import copy_item
-from dataplane_core.codec.sizes import cell_nbytes
 from dataplane_core.codec.tensors import (
     Ragged,
     carrier,
@@ -22,9 +20,8 @@ from dataplane_core.codec.tensors import (
     ragged_of_nested,
     to_nested,
 )
-from dataplane_core.spec import WireColumn
 
-__all__ = ["column_nbytes", "num_rows", "object_column", "take_rows"]
+__all__ = ["num_rows", "object_column", "take_rows"]
 
 
 def num_rows(column: Any) -> int:
@@ -32,13 +29,6 @@ def num_rows(column: Any) -> int:
     if isinstance(column, torch.Tensor):
         return len(jagged_parts(column)[1]) - 1 if is_jagged(column) else column.size(0)
     return len(column)
-
-
-def column_nbytes(column: WireColumn) -> int:
-    """Payload bytes of a lowered column."""
-    count = num_rows(column)
-    sizes = cell_nbytes(column, count)
-    return int(sizes.sum()) if isinstance(sizes, np.ndarray) else int(sizes) * count
 
 
 def object_column(items: Sequence[Any]) -> NonTensorStack:

@@ -36,7 +36,7 @@ from dataplane_core.codec.header import (
 )
 from dataplane_core.codec.lists import column_of_list
 from dataplane_core.codec.objects import check_items, copy_item, decode_items
-from dataplane_core.codec.rows import column_nbytes, num_rows, object_column, take_rows
+from dataplane_core.codec.rows import num_rows, object_column
 from dataplane_core.codec.tensors import (
     DTYPE_CODES,
     BytesLike,
@@ -62,7 +62,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import FieldSpec, WireColumn, WireFormat
 
-__all__ = ["column_nbytes", "lower", "num_rows", "object_column", "raise_columns", "take_rows"]
+__all__ = ["lower", "raise_columns"]
 
 _OBJECTS: Final = FieldSpec.of_objects()
 

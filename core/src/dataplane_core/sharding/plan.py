@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane_core.errors import InvalidRequestError, preview
+from dataplane_core.schema import PLAN_KEYS, padded_length
 from dataplane_core.sharding._placing import stable_argsort
 from dataplane_core.sharding.packing import PACKERS, pack_flat
 
@@ -97,6 +98,11 @@ class ShardPlan:
         """Where each row of the concatenated shards came from."""
         return list(itertools.chain.from_iterable(self.rows))
 
+    def of_shard(self, shard: int) -> dict[str, Any]:
+        """One shard's part, by `schema.PLAN_KEYS`; None where the plan has none."""
+        parts = {key: getattr(self, key) for key in PLAN_KEYS}
+        return {key: None if of_shards is None else of_shards[shard] for key, of_shards in parts.items()}
+
 
 # --- without microbatches --------------------------------------------------------------------------------------------
 
@@ -170,7 +176,7 @@ def plan_dynamic_batches(
     for start, end in chunks:
         order = stable_argsort(sizes[start:end]) + start
         longest = sizes[order[shards - 1 :: shards]]  # rising: the last of each deal is its longest
-        rounded = np.minimum(_round_up(longest, multiple), width)
+        rounded = np.minimum(padded_length(longest, multiple), width)
         if int(rounded[-1]) > limit:
             raise InvalidRequestError(
                 f"dynamic batching refused: row {int(order[-1])} has {int(longest[-1])} tokens, padded to "
@@ -235,7 +241,7 @@ def plan_packed_batches(
             raise InvalidRequestError(f"{what} refused: {key} is {value!r}. Expected one of {', '.join(known)}.")
     chunks = _chunks(len(lengths), shards, batch_size, equal=False)
     sizes = _as_sizes(lengths)
-    rounded = _round_up(sizes, multiple)
+    rounded = padded_length(sizes, multiple)
     longest = int(rounded.argmax())
     if int(rounded[longest]) > limit:
         raise InvalidRequestError(
@@ -367,10 +373,6 @@ def _as_sizes(lengths: Sequence[int]) -> NDArray[np.int64]:
             f"sharding refused: row {int(sizes.argmin())} has {int(sizes.min())} tokens. Expected 0 or more."
         )
     return sizes.astype(np.int64, copy=False)
-
-
-def _round_up(sizes: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
-    return -(-sizes // multiple) * multiple
 
 
 def _pairs(ends: list[int]) -> list[list[int]]:

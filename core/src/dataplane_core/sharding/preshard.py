@@ -10,13 +10,7 @@ from typing import Any, TypeVar
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.schema import (
-    ELEM_COUNTS_PER_GB,
-    GLOBAL_FORWARD_PAD_SEQLEN,
-    MICRO_BATCH_INDICES,
-    MICRO_BATCH_LENGTHS,
-    PLAN_KEYS,
-)
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PLAN_KEYS
 from dataplane_core.sharding.plan import ShardPlan, plan_dynamic_batches, plan_even_shards, plan_packed_batches
 
 __all__ = ["shard_meta_for_dp"]
@@ -94,11 +88,7 @@ def _carry_out(meta: KVBatchMeta, plan: ShardPlan) -> list[KVBatchMeta]:
     for rank, rows in enumerate(plan.rows):
         extra_info = copy.deepcopy(inherited)
         if plan.micro_batch_indices is not None:
-            extra_info[MICRO_BATCH_INDICES] = plan.micro_batch_indices[rank]
-            extra_info[MICRO_BATCH_LENGTHS] = (
-                None if plan.micro_batch_lengths is None else plan.micro_batch_lengths[rank]
-            )
-            extra_info[ELEM_COUNTS_PER_GB] = None if plan.elem_counts_per_gb is None else plan.elem_counts_per_gb[rank]
+            extra_info |= plan.of_shard(rank)
         shards.append(
             dataclasses.replace(
                 meta,

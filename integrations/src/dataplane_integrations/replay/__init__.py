@@ -36,11 +36,12 @@ A driver::
             buffer.set_weight_version(step + 1)  # once the rollout side has the weights of this version
 """
 
+from dataplane_core.ledger import group_of
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._collector import Collector, CollectorCounts, Rollout
 from dataplane_integrations.replay._consumer import ClaimedBatch, StreamingConsumer
 from dataplane_integrations.replay._groups import BufferCounts
-from dataplane_integrations.replay._ids import Reservation, group_of, parse_sample_id
+from dataplane_integrations.replay._ids import Reservation, parse_sample_id
 from dataplane_integrations.replay._policies import (
     BufferView,
     GroupView,

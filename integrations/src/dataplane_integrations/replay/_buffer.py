@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 from dataplane_core.batch import BatchedDataDict, read_columns
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, preview
+from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.attach import DataPlaneClientMixin, DataPlaneSource
 from dataplane_integrations.errors import (
@@ -25,7 +26,7 @@ from dataplane_integrations.errors import (
     ReservationLostError,
 )
 from dataplane_integrations.replay._groups import BufferCounts, Group
-from dataplane_integrations.replay._ids import INCARNATION_TAG, Reservation, group_name, group_of
+from dataplane_integrations.replay._ids import INCARNATION_TAG, Reservation, group_name
 from dataplane_integrations.replay._policies import BufferView, GroupView, StalenessPolicy
 from dataplane_integrations.rollout import mint_sample_ids
 
@@ -287,7 +288,8 @@ class ReplayBuffer(DataPlaneClientMixin):
         client = self._require_dp_client()
         listed = client.list_samples(self.partition_id, tag_filter={INCARNATION_TAG: (">=", 0)})
         with self._changed:
-            orphans = [each for each in listed.sample_ids if group_of(each) not in self._groups]
+            own = {each for group in self._groups.values() for each in group.reservation.sample_ids}
+            orphans = [each for each in listed.sample_ids if each not in own]
             self._to_clear.update(dict.fromkeys(orphans))
         self._clear_rows()
         return len(orphans)

@@ -15,7 +15,6 @@ __all__ = [
     "PROMPT_TAG",
     "WEIGHT_VERSION_TAG",
     "Reservation",
-    "group_of",
     "parse_sample_id",
 ]
 
@@ -68,11 +67,6 @@ class Reservation:
 def group_name(weight_version: int, prompt: int, attempt: int) -> str:
     """The group of a prompt's answers: ``v3_p17``, or ``v3_p17r1`` where it was begun once before."""
     return f"v{weight_version}_p{prompt}" + (f"r{attempt}" if attempt else "")
-
-
-def group_of(sample_id: str) -> str:
-    """The group that a sample belongs to: what stands before the last ``_g``."""
-    return sample_id.rpartition("_g")[0]
 
 
 def parse_sample_id(sample_id: str) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import FieldSpec, WireFormat
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._files import SavedFiles, write_save
-from dataplane_integrations.replay._ids import group_of
 from dataplane_integrations.replay._remote import RemoteReplayBuffer
 
 __all__ = ["RestoredReplay", "restore_replay", "save_replay"]
@@ -92,12 +91,9 @@ def save_replay(
         listed = client.list_samples(partition)
         columns = {sample_id: tuple(fields or ()) for sample_id in listed.sample_ids}
         if state is not None:
-            metas = {group_of(each["meta"]["sample_ids"][0]): each["meta"] for each in state["groups"]}
-            held = [row for row, sample_id in enumerate(listed.sample_ids) if group_of(sample_id) in metas]
-            listed = listed.subset(held)
-            columns = {
-                sample_id: tuple(fields or metas[group_of(sample_id)]["fields"]) for sample_id in listed.sample_ids
-            }
+            metas = {sample_id: each["meta"] for each in state["groups"] for sample_id in each["meta"]["sample_ids"]}
+            listed = listed.subset([row for row, sample_id in enumerate(listed.sample_ids) if sample_id in metas])
+            columns = {sample_id: tuple(fields or metas[sample_id]["fields"]) for sample_id in listed.sample_ids}
         cursors = {task: list(ids) for task, ids in (given or {}).items()}
         unknown = [sample_id for ids in cursors.values() for sample_id in ids if sample_id not in columns]
         if unknown:

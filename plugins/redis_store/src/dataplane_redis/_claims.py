@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from dataplane_core.errors import DataPlaneError, LeaseHolder, OperationTimeoutError, Shortfall
+from dataplane_core.ledger import group_of
 from dataplane_core.spec import AckRequest, Claim, ClaimRequest, NackRequest, RenewRequest, SettleReply
 from dataplane_redis import _refusals
 from dataplane_redis._session import Session
@@ -290,7 +291,7 @@ def _chunks(ids: Sequence[str], tokens: Sequence[str], group_size: int) -> Itera
     """Rows for one script each; the members of a group stay together."""
     units: dict[str, list[int]] = {}
     for place, sample_id in enumerate(ids):
-        units.setdefault(sample_id.rpartition("_g")[0] if group_size else sample_id, []).append(place)
+        units.setdefault(group_of(sample_id) if group_size else sample_id, []).append(place)
     places: list[int] = []
     for unit in units.values():
         if places and len(places) + len(unit) > _GIVE_ROWS:

@@ -1,0 +1,78 @@
+"""Which columns run along the tokens: the one rule by which reads pad, first writes cut, and microbatches are cut.
+
+Shape legend: ``N`` rows, ``S`` padded sequence length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dataplane_core.codec import is_jagged, jagged_parts
+from dataplane_core.errors import InvalidRequestError
+from dataplane_core.schema import INPUT_IDS_FIELD, MULTIMODAL_FIELDS, PER_TOKEN_FIELDS
+
+__all__ = ["as_lengths", "row_lengths", "token_columns"]
+
+
+def token_columns(
+    columns: Mapping[str, Any],
+    lengths: torch.Tensor | Sequence[int] | None = None,
+    *,
+    token_aligned_fields: Collection[str] | None = None,
+    ragged_fields: Collection[str] = MULTIMODAL_FIELDS,
+    dim: int = 1,
+) -> list[str]:
+    """The columns with one value per token.
+
+    A token column is a tensor that is named in `schema.PER_TOKEN_FIELDS`, or whose rows all have exactly as many
+    elements as the sample has tokens. A column of ``ragged_fields`` never is one.
+
+    Args:
+        columns: Columns of N rows, dense or jagged; what is no tensor, or lacks the dim, is no token column.
+        lengths: The tokens of each row. Default: the rows of ``input_ids`` as they are here, padding included. Where
+            neither is there, every column that has the dim counts, but for ``ragged_fields``.
+        token_aligned_fields: Names of the token columns, instead of the rule above.
+        ragged_fields: Names of columns whose rows may be as long as the tokens by chance.
+        dim: The dim that runs along the tokens.
+
+    Returns:
+        Names, in the order of ``columns``.
+    """
+    if token_aligned_fields is not None:
+        return [name for name in columns if name in token_aligned_fields]
+    tokens = row_lengths(columns.get(INPUT_IDS_FIELD), dim) if lengths is None else as_lengths("tokens", lengths)
+    found = {name: row_lengths(column, dim) for name, column in columns.items() if name not in ragged_fields}
+    return [
+        name
+        for name, rows in found.items()
+        if rows is not None and (name in PER_TOKEN_FIELDS or tokens is None or torch.equal(rows, tokens))
+    ]
+
+
+def row_lengths(column: Any, dim: int = 1) -> torch.Tensor | None:
+    """(N,) int64 elements of each row along the dim; None for what is no tensor or lacks it."""
+    if not isinstance(column, torch.Tensor) or column.dim() <= dim:
+        return None
+    if is_jagged(column) and dim == 1:
+        return jagged_parts(column)[1].diff().to("cpu", torch.int64)
+    return None if column.is_nested else torch.full((column.shape[0],), column.shape[dim])
+
+
+def as_lengths(caller: str, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """Row lengths as (N,) int64 on the host; (N, 1) is taken too.
+
+    Raises:
+        InvalidRequestError: Not one integer per row.
+    """
+    counts = torch.as_tensor(lengths).detach().cpu()
+    if counts.dim() == 2 and counts.shape[1] == 1:
+        counts = counts[:, 0]
+    integers = not (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool)
+    if counts.dim() != 1 or (counts.numel() and not integers):  # an empty list makes a float tensor
+        raise InvalidRequestError(
+            f"{caller}: lengths are {counts.dtype} of shape {tuple(counts.shape)}. Expected one integer per row."
+        )
+    return counts.to(torch.int64)

@@ -213,8 +213,8 @@ class Ledger:
             The write id.
 
         Raises:
-            UnknownPartitionError, StalePartitionError, SchemaMismatchError, InvalidRequestError,
-            UnsupportedOperationError, CapacityExceededError: As the hook ``put_samples`` says.
+            DataPlaneError: As the hook ``put_samples`` says: UnknownPartitionError, StalePartitionError,
+                SchemaMismatchError, InvalidRequestError, UnsupportedOperationError, CapacityExceededError.
         """
         self._reap(now)
         partition, known = self._check_begin(partition_id, sample_ids, specs, epoch)

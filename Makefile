@@ -9,7 +9,8 @@ BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
 PACKAGES := core plugins/noop plugins/redis_store plugins/tq_simple plugins/tq_mooncake integrations
 SOURCES  := $(addsuffix /src,$(PACKAGES))
-PROJECTS := pyproject.toml requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES))
+REQUIRED := requirements-dev.txt requirements-docs.txt
+PROJECTS := pyproject.toml $(REQUIRED) $(addsuffix /pyproject.toml,$(PACKAGES))
 
 # One thread per process: two cores are shared by several workers, and results repeat bit for bit.
 export OMP_NUM_THREADS ?= 1
@@ -18,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-long check format backends-page clean
+.PHONY: help setup demo test test-long check format backends-page docs clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,7 +31,7 @@ $(STAMP): $(PROJECTS) scripts/system_packages.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt $(foreach p,$(PACKAGES),-e ./$(p))
+	$(BIN)/python -m pip install --quiet $(foreach r,$(REQUIRED),-r $(r)) $(foreach p,$(PACKAGES),-e ./$(p))
 	@touch $@
 
 demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a picture under out/
@@ -54,5 +55,8 @@ format: setup  ## Bring the sources into form
 backends-page: setup  ## Run the conformance kit on every backend and write docs/backends.md
 	$(BIN)/python scripts/backends_page.py
 
+docs: setup  ## Build the documentation as a site under site/
+	$(BIN)/python -m mkdocs build --strict
+
 clean:  ## Remove the virtual environment and what runs left behind
-	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) out site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -100,7 +100,7 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
     """As `connect`, for a backend class at hand; ``config.backend`` only names it.
 
     Raises:
-        As `connect`.
+        DataPlaneError: As `connect`.
     """
     deadline = time.monotonic() + config.op_timeout_s
     if not (bootstrap is True or bootstrap is False or bootstrap == "auto"):

@@ -1,0 +1,59 @@
+"""The documentation builds as a site, without a warning, with every public name in its reference."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _exported(module: str) -> list[str]:
+    """Its ``__all__``, from the source: importing would change this process's settings."""
+    package, *parts = module.split(".")
+    folder = ROOT / {"dataplane_core": "core", "dataplane_integrations": "integrations"}[package] / "src" / package
+    file = folder.joinpath(*parts)
+    source = (file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text(encoding="utf-8")
+    (exported,) = re.findall(r"^__all__ = (\[.*?\])$", source, re.DOTALL | re.MULTILINE)
+    names: list[str] = ast.literal_eval(exported)
+    return names
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    documented = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    modules = [page.stem for page in (site / "reference").glob("*.html")]
+    assert {"dataplane_core", "dataplane_core.client", "dataplane_core.testing", "dataplane_integrations"} <= {*modules}
+    public = [f"{name}.{each}" for name in modules for each in _exported(name)]
+    assert len(public) > 250
+    assert [name for name in public if name not in documented] == []
+
+
+def test_no_page_loads_anything_from_another_host(site: Path) -> None:
+    loads = re.compile(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//", re.IGNORECASE)
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 50
+    assert [page.name for page in pages if loads.search(page.read_text(encoding="utf-8"))] == []
+
+
+def test_every_link_between_pages_is_one_of_the_site(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        if page.name == "404.html":  # its links begin at the root of the site
+            continue
+        for target in re.findall(r"<(?:a|img)\b[^>]*(?:href|src)=\"([^\"#:]+)[\"#]", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.relative_to(site)} links {target}"

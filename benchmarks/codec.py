@@ -21,7 +21,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core.batch import materialize, pack_jagged_fields
-from dataplane_core.codec import frame_column, join_rows, lower, raise_columns, split_rows, unframe_column
+from dataplane_core.codec import decode_columns, encode_columns, frame_column, join_rows, split_rows, unframe_column
 from dataplane_core.spec import FieldSpec, WireFormat
 
 ROUNDS = 7
@@ -126,9 +126,9 @@ def run(title: str, num_samples: int, shortest: int, longest: int) -> None:
             "split_rows": lambda: split_rows(joined),
         },
         "there and back": {
-            "lower + raise_columns, jagged": lambda: _there_and_back(packed, num_samples, jagged),
-            "lower + raise_columns, rows": lambda: _there_and_back(packed, num_samples, by_rows),
-            "lower + raise_columns, bytes": lambda: _there_and_back(packed, num_samples, framing),
+            "encode_columns + decode_columns, jagged": lambda: _there_and_back(packed, num_samples, jagged),
+            "encode_columns + decode_columns, rows": lambda: _there_and_back(packed, num_samples, by_rows),
+            "encode_columns + decode_columns, bytes": lambda: _there_and_back(packed, num_samples, framing),
         },
         "limit": {"memcpy of the rows": lambda: {name: bytearray(flat.numpy()) for name, flat in values.items()}},
     }
@@ -160,8 +160,8 @@ def run(title: str, num_samples: int, shortest: int, longest: int) -> None:
 
 
 def _there_and_back(packed: TensorDict, num_samples: int, wire: WireFormat) -> dict[str, Any]:
-    columns, specs = lower(packed, num_samples, wire)
-    return raise_columns(columns, specs, num_samples, wire)
+    columns, specs = encode_columns(packed, num_samples, wire)
+    return decode_columns(columns, specs, num_samples, wire)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from batches import MAX_TOKENS, NUM_SAMPLES, Step, batch, client_steps, describe
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
-from dataplane_core.codec import lower
+from dataplane_core.codec import encode_columns
 from dataplane_core.spec import WireFormat
 
 
@@ -40,8 +40,8 @@ def pipeline_steps(server: redis.Redis, columns: TensorDict) -> tuple[Step, Step
     """Put, get and clear by a pipeline of redis-py."""
     keys = [f"raw:prompt{i // 8}_g{i % 8}" for i in range(NUM_SAMPLES)]
     names = list(columns.keys())
-    lowered, _ = lower(columns, NUM_SAMPLES, WireFormat(bytes=True))
-    rows = [{name: lowered[name][index] for name in names} for index in range(NUM_SAMPLES)]
+    encoded, _ = encode_columns(columns, NUM_SAMPLES, WireFormat(bytes=True))
+    rows = [{name: encoded[name][index] for name in names} for index in range(NUM_SAMPLES)]
 
     def put() -> None:
         pipeline = server.pipeline(transaction=False)

@@ -53,14 +53,14 @@ def declared(names: Sequence[str]) -> str:
     ]
     for capability in [each for kind in (OPERATIONS, GUARANTEES) for each in Capability if each in kind]:
         rows.append([f"`{capability}`", *("yes" if capability in c.capabilities else "no" for c in classes.values())])
-    facts = [
+    reasons = [
         f"- {name}, `{what}`: {why}."
         for name, cls in classes.items()
-        for what, why in sorted((str(what), why) for what, why in cls.facts.items())
+        for what, why in sorted((str(what), why) for what, why in cls.why_not_declared.items())
     ]
     lines = ["## Declared", "", *_table(["", *names], rows)]
-    if facts:
-        lines += ["", "What is not declared is refused, and has its reason:", "", *facts]
+    if reasons:
+        lines += ["", "What is not declared is refused, and has its reason:", "", *reasons]
     return "\n".join([*lines, ""])
 
 
@@ -105,7 +105,7 @@ def _findings(report: dict[str, Any]) -> list[str]:
         lines.append("- Deviations: none.")
     reasons = Counter(test["reason"] for test in report["tests"] if test["outcome"] == "not run")
     lines += [f"- Not run, {count}: {reason}." for reason, count in reasons.items()]
-    copies = {what: why for what, why in report["facts"].items() if " copies in " in what}
+    copies = {what: why for what, why in report["why_not_declared"].items() if " copies in " in what}
     lines += [f"- {what}: {why}." for what, why in copies.items()]
     return [*lines, ""]
 

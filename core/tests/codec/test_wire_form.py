@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack
 
-from dataplane_core.codec import cell_nbytes, encode_item, lower, num_rows, raise_columns
+from dataplane_core.codec import cell_nbytes, decode_columns, encode_columns, encode_item, num_rows
 from dataplane_core.spec import WireFormat
 
 
@@ -16,72 +16,72 @@ def jagged(lengths, *trailing, dtype=torch.float32):
     return torch.nested.nested_tensor_from_jagged(values.view(-1, *trailing), offsets)
 
 
-def lowered(column, wire, **kwargs):
-    columns, _ = lower({"x": column}, num_rows(column), wire, **kwargs)
+def encoded(column, wire, **kwargs):
+    columns, _ = encode_columns({"x": column}, num_rows(column), wire, **kwargs)
     return columns["x"]
 
 
 def test_equal_rows_of_a_jagged_column_travel_dense():
-    column = lowered(jagged([3, 3]), WireFormat())
+    column = encoded(jagged([3, 3]), WireFormat())
     assert not column.is_nested
     assert column.shape == (2, 3)
 
 
 def test_unequal_rows_travel_as_one_jagged_tensor_with_known_lengths():
-    column = lowered(jagged([3, 0, 2]), WireFormat())
+    column = encoded(jagged([3, 0, 2]), WireFormat())
     assert column.layout == torch.jagged
     assert (column._maybe_min_seqlen, column._maybe_max_seqlen) == (0, 3)
 
 
 def test_rows_are_always_a_list_even_where_they_are_equal():
     wire = WireFormat(ragged="rows")
-    assert [row.shape for row in lowered(torch.zeros(2, 3), wire)] == [(3,), (3,)]
-    column = lowered(jagged([3, 0, 2], 4), wire)
+    assert [row.shape for row in encoded(torch.zeros(2, 3), wire)] == [(3,), (3,)]
+    column = encoded(jagged([3, 0, 2], 4), wire)
     assert isinstance(column, list)
     assert [tuple(row.shape) for row in column] == [(3, 4), (0, 4), (2, 4)]
     assert all(row.is_contiguous() for row in column)
 
 
 def test_scalars_stay_one_dense_tensor_on_a_wire_of_rows():
-    assert lowered(torch.zeros(3), WireFormat(ragged="rows")).shape == (3,)
+    assert encoded(torch.zeros(3), WireFormat(ragged="rows")).shape == (3,)
 
 
 def test_scalars_are_promoted_and_wide_cells_are_not():
     wire = WireFormat(promote_1d=True)
-    assert lowered(torch.zeros(3), wire).shape == (3, 1)
-    assert lowered(torch.zeros(3, 1), wire).shape == (3, 1)
+    assert encoded(torch.zeros(3), wire).shape == (3, 1)
+    assert encoded(torch.zeros(3, 1), wire).shape == (3, 1)
 
 
 def test_promoted_scalars_come_back_as_scalars_and_wide_cells_as_wide():
     wire = WireFormat(promote_1d=True)
-    columns, specs = lower({"scalar": torch.zeros(3), "wide": torch.zeros(3, 1)}, 3, wire)
-    raised = raise_columns(columns, specs, 3, wire)
-    assert raised["scalar"].shape == (3,)
-    assert raised["wide"].shape == (3, 1)
+    columns, specs = encode_columns({"scalar": torch.zeros(3), "wide": torch.zeros(3, 1)}, 3, wire)
+    decoded = decode_columns(columns, specs, 3, wire)
+    assert decoded["scalar"].shape == (3,)
+    assert decoded["wide"].shape == (3, 1)
 
 
 def test_a_dtype_that_is_not_carried_travels_as_bytes():
     wire = WireFormat(dtypes=frozenset({torch.uint8, torch.int64}))
-    assert lowered(torch.zeros(2, 3, 4, 5), wire).shape == (2, 3, 80)
-    assert lowered(torch.zeros(2, 3), wire).shape == (2, 3, 4)
-    assert lowered(torch.zeros(2, dtype=torch.bfloat16), wire).shape == (2, 2)
-    assert lowered(jagged([2, 1], 3), wire).values().shape == (3, 12)
-    assert lowered(torch.zeros(2, 3), wire).dtype == torch.uint8
-    assert lowered(torch.zeros(2, 3, dtype=torch.int64), wire).dtype == torch.int64
+    assert encoded(torch.zeros(2, 3, 4, 5), wire).shape == (2, 3, 80)
+    assert encoded(torch.zeros(2, 3), wire).shape == (2, 3, 4)
+    assert encoded(torch.zeros(2, dtype=torch.bfloat16), wire).shape == (2, 2)
+    assert encoded(jagged([2, 1], 3), wire).values().shape == (3, 12)
+    assert encoded(torch.zeros(2, 3), wire).dtype == torch.uint8
+    assert encoded(torch.zeros(2, 3, dtype=torch.int64), wire).dtype == torch.int64
 
 
 def test_where_empty_rows_do_not_survive_every_row_gets_one_element_in_front():
     wire = WireFormat(zero_length_rows=False)
-    column = lowered(jagged([2, 0]), wire)
+    column = encoded(jagged([2, 0]), wire)
     assert column.offsets().diff().tolist() == [3, 1]
     assert column.values().tolist() == [0, 0, 1, 0]
     # whether or not a row is empty: the reader does not see the data before it decides
-    assert lowered(torch.ones(2, 3), wire).tolist() == [[0, 1, 1, 1]] * 2
-    assert lowered(torch.ones(2), wire).tolist() == [1, 1]
+    assert encoded(torch.ones(2, 3), wire).tolist() == [[0, 1, 1, 1]] * 2
+    assert encoded(torch.ones(2), wire).tolist() == [1, 1]
 
 
 def test_where_empty_rows_do_not_survive_cells_without_content_have_some():
-    column = lowered(torch.zeros(2, 3, 0), WireFormat(zero_length_rows=False))
+    column = encoded(torch.zeros(2, 3, 0), WireFormat(zero_length_rows=False))
     assert column.shape == (2, 4)
     assert column.dtype == torch.uint8
 
@@ -89,7 +89,7 @@ def test_where_empty_rows_do_not_survive_cells_without_content_have_some():
 def test_bytes_wires_get_one_frame_per_cell_of_any_kind():
     wire = WireFormat(bytes=True)
     fields = {"a": torch.zeros(2), "b": jagged([2, 0]), "c": NonTensorStack("x", None)}
-    columns, _ = lower(fields, 2, wire)
+    columns, _ = encode_columns(fields, 2, wire)
     for column in columns.values():
         assert len(column) == 2
         assert all(isinstance(frame, (bytes, bytearray, memoryview)) for frame in column)
@@ -97,15 +97,15 @@ def test_bytes_wires_get_one_frame_per_cell_of_any_kind():
 
 def test_objects_travel_as_items_or_as_bytes():
     stack = NonTensorStack("x", [1, 2])
-    assert lowered(stack, WireFormat(objects="native")) == ["x", [1, 2]]
-    rows = lowered(stack, WireFormat(objects="encoded", ragged="rows"))
+    assert encoded(stack, WireFormat(objects="native")) == ["x", [1, 2]]
+    rows = encoded(stack, WireFormat(objects="encoded", ragged="rows"))
     assert [bytes(row.numpy()) for row in rows] == [encode_item("x"), encode_item([1, 2])]
-    assert lowered(stack, WireFormat(objects="encoded")).layout == torch.jagged
+    assert encoded(stack, WireFormat(objects="encoded")).layout == torch.jagged
 
 
 def test_object_columns_are_never_padded_since_no_item_is_empty():
     wire = WireFormat(zero_length_rows=False, ragged="rows")
-    assert [len(row) for row in lowered(NonTensorStack(None, True), wire)] == [1, 1]
+    assert [len(row) for row in encoded(NonTensorStack(None, True), wire)] == [1, 1]
 
 
 # --- ownership --------------------------------------------------------------------------------------------------------
@@ -140,42 +140,42 @@ def memory(column):
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=WireFormat.describe)
-def test_with_copy_nothing_lowered_shares_memory_with_the_caller(wire):
+def test_with_copy_nothing_encoded_shares_memory_with_the_caller(wire):
     fields = sources()
-    columns, _ = lower(fields, 3, wire, copy=True)
+    columns, _ = encode_columns(fields, 3, wire, copy=True)
     for name, column in fields.items():
         assert not memory(column) & memory(columns[name]), name
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=WireFormat.describe)
 def test_with_copy_nothing_raised_shares_memory_with_the_backend(wire):
-    columns, specs = lower(sources(), 3, wire)
-    raised = raise_columns(columns, specs, 3, wire, copy=True)
-    for name, column in raised.items():
+    columns, specs = encode_columns(sources(), 3, wire)
+    decoded = decode_columns(columns, specs, 3, wire, copy=True)
+    for name, column in decoded.items():
         assert not memory(column) & memory(columns[name]), name
 
 
-def test_without_copy_a_contiguous_column_is_lowered_and_raised_in_place():
+def test_without_copy_a_contiguous_column_is_encoded_and_decoded_in_place():
     dense = torch.ones(3, 2)
-    columns, specs = lower({"x": dense}, 3, WireFormat())
+    columns, specs = encode_columns({"x": dense}, 3, WireFormat())
     assert columns["x"].data_ptr() == dense.data_ptr()
-    assert raise_columns(columns, specs, 3, WireFormat())["x"].data_ptr() == dense.data_ptr()
+    assert decode_columns(columns, specs, 3, WireFormat())["x"].data_ptr() == dense.data_ptr()
 
 
 def test_native_items_are_copied_only_where_asked():
     item = {"list": [torch.zeros(2)]}
     wire = WireFormat(objects="native")
     for copy in (False, True):
-        columns, specs = lower({"x": NonTensorStack(item)}, 1, wire, copy=copy)
+        columns, specs = encode_columns({"x": NonTensorStack(item)}, 1, wire, copy=copy)
         assert (columns["x"][0] is item) != copy
-        raised = raise_columns(columns, specs, 1, wire, copy=copy)["x"].tolist()[0]
-        assert (raised is columns["x"][0]) != copy
-        assert (raised["list"][0] is columns["x"][0]["list"][0]) != copy
+        decoded = decode_columns(columns, specs, 1, wire, copy=copy)["x"].tolist()[0]
+        assert (decoded is columns["x"][0]) != copy
+        assert (decoded["list"][0] is columns["x"][0]["list"][0]) != copy
 
 
 def test_frames_are_new_memory():
     source = torch.zeros(2, 1000)
-    frames = lowered(source, WireFormat(bytes=True))
+    frames = encoded(source, WireFormat(bytes=True))
     before = [bytes(frame) for frame in frames]
     source += 1
     assert [bytes(frame) for frame in frames] == before

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
-from dataplane_core.codec import lower, raise_columns
+from dataplane_core.codec import decode_columns, encode_columns
 from dataplane_core.spec import WireFormat
 
 WIRES = [
@@ -23,8 +23,8 @@ WIRES = [
 def there_and_back(request):
     def run(column):
         fields = column if isinstance(column, TensorDict) else {"x": column}
-        columns, specs = lower(fields, 3, request.param)
-        return raise_columns(columns, specs, 3, request.param)["x"]
+        columns, specs = encode_columns(fields, 3, request.param)
+        return decode_columns(columns, specs, 3, request.param)["x"]
 
     return run
 
@@ -117,10 +117,10 @@ def test_a_jagged_tensor_over_a_part_of_its_values_is_taken(there_and_back, asse
 def test_a_lazily_stacked_tensordict_with_unequal_rows_is_taken(assert_rows):
     rows = [torch.arange(float(length)) for length in (3, 1, 2)]
     stack = lazy_stack([TensorDict({"x": row, "y": f"text {len(row)}"}) for row in rows])
-    columns, specs = lower(stack, 3, WireFormat())
-    raised = raise_columns(columns, specs, 3, WireFormat())
-    assert_rows(raised["x"], rows)
-    assert raised["y"].tolist() == ["text 3", "text 1", "text 2"]
+    columns, specs = encode_columns(stack, 3, WireFormat())
+    decoded = decode_columns(columns, specs, 3, WireFormat())
+    assert_rows(decoded["x"], rows)
+    assert decoded["y"].tolist() == ["text 3", "text 1", "text 2"]
 
 
 ITEMS = ["a", {"k": [1, None]}, [2.5]]
@@ -143,11 +143,11 @@ OBJECTS = {
 
 @pytest.mark.parametrize("column", OBJECTS.values(), ids=OBJECTS.keys())
 def test_objects_are_taken_in_every_form_that_tensordict_makes_of_them(column, there_and_back):
-    raised = there_and_back(column)
-    assert type(raised) is NonTensorStack
-    assert raised.batch_size == (3,)
-    assert raised.tolist() == ITEMS
-    assert TensorDict({"x": raised}, batch_size=[3])["x"] == ITEMS
+    decoded = there_and_back(column)
+    assert type(decoded) is NonTensorStack
+    assert decoded.batch_size == (3,)
+    assert decoded.tolist() == ITEMS
+    assert TensorDict({"x": decoded}, batch_size=[3])["x"] == ITEMS
 
 
 @pytest.mark.parametrize("items", [["x"] * 3, [[1, 2]] * 3, [[]] * 3, [{}] * 3, [None] * 3, [[["a"], ["b"]]] * 3])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from dataplane_core.codec import lower
+from dataplane_core.codec import encode_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.spec import WireFormat
 
@@ -28,12 +28,12 @@ JAGGED = torch.nested.nested_tensor_from_jagged(torch.arange(10.0), torch.tensor
 )
 def test_a_column_of_another_number_of_rows_names_field_and_both_numbers(column):
     with pytest.raises(InvalidRequestError, match=r"'advantages' has 511 rows\. Expected 512"):
-        lower({"good": torch.zeros(512), "advantages": column}, 512, WireFormat())
+        encode_columns({"good": torch.zeros(512), "advantages": column}, 512, WireFormat())
 
 
 def test_a_scalar_tensor_has_no_rows():
     with pytest.raises(InvalidRequestError, match=r"'x' is a scalar tensor\. Expected 3 rows"):
-        lower({"x": torch.tensor(1.0)}, 3, WireFormat())
+        encode_columns({"x": torch.tensor(1.0)}, 3, WireFormat())
 
 
 @pytest.mark.parametrize(
@@ -55,19 +55,19 @@ def test_a_scalar_tensor_has_no_rows():
 )
 def test_a_leaf_that_is_neither_a_tensor_nor_row_aligned_objects_is_called_non_tensor(leaf):
     with pytest.raises(InvalidTypeError, match="'x' is a non-tensor leaf"):
-        lower({"x": leaf}, 3, WireFormat())
+        encode_columns({"x": leaf}, 3, WireFormat())
 
 
 @pytest.mark.parametrize("value", ["text", None, {1, 2, 3}, np.array(["a", "b", "c"]), {"y": torch.zeros(3)}], ids=repr)
 def test_leaves_that_a_tensordict_took_in_are_refused_too(value):
     fields = TensorDict({"x": value}, batch_size=[3])
     with pytest.raises(InvalidTypeError, match="'x' is a non-tensor leaf"):
-        lower(fields, 3, WireFormat())
+        encode_columns(fields, 3, WireFormat())
 
 
 def test_meta_tensors_are_refused():
     with pytest.raises(InvalidTypeError, match="'x' is a meta-device tensor"):
-        lower({"x": torch.zeros(3, 2, device="meta")}, 3, WireFormat())
+        encode_columns({"x": torch.zeros(3, 2, device="meta")}, 3, WireFormat())
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr"])
@@ -76,7 +76,7 @@ def test_sparse_tensors_are_refused(layout):
         warnings.simplefilter("ignore")  # torch calls csr a beta
         column = torch.eye(3).to_sparse() if layout == "coo" else torch.eye(3).to_sparse_csr()
     with pytest.raises(InvalidTypeError, match="'x' is a sparse tensor"):
-        lower({"x": column}, 3, WireFormat())
+        encode_columns({"x": column}, 3, WireFormat())
 
 
 def test_quantised_tensors_are_refused():
@@ -84,13 +84,13 @@ def test_quantised_tensors_are_refused():
         warnings.simplefilter("ignore")  # torch deprecates them
         column = torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.quint8)
     with pytest.raises(InvalidTypeError, match="'x' is a quantised tensor"):
-        lower({"x": column}, 3, WireFormat())
+        encode_columns({"x": column}, 3, WireFormat())
 
 
 def test_dtypes_outside_the_contract_are_refused():
     column = torch.zeros(3, dtype=torch.uint8).view(torch.bits8)
     with pytest.raises(InvalidTypeError, match=r"'x' is a tensor of dtype torch\.bits8"):
-        lower({"x": column}, 3, WireFormat())
+        encode_columns({"x": column}, 3, WireFormat())
 
 
 def test_wrapper_tensors_are_refused_with_advice():
@@ -98,14 +98,14 @@ def test_wrapper_tensors_are_refused_with_advice():
 
     column = TwoTensor(torch.zeros(3), torch.zeros(3))
     with pytest.raises(InvalidTypeError, match=r"'x' is a TwoTensor.*full_tensor"):
-        lower({"x": column}, 3, WireFormat())
+        encode_columns({"x": column}, 3, WireFormat())
 
 
 def test_rows_that_differ_in_a_dim_other_than_their_first_are_a_value_error():
     with pytest.raises(
         SchemaMismatchError, match=r"'x' has rows.*row 0 is float32 \(2, 4\), row 1 is float32 \(2, 1\)"
     ):
-        lower(
+        encode_columns(
             {"x": torch.nested.nested_tensor_from_jagged(torch.zeros(10, 2), JAGGED.offsets()).transpose(1, 2)},
             3,
             WireFormat(),
@@ -115,7 +115,7 @@ def test_rows_that_differ_in_a_dim_other_than_their_first_are_a_value_error():
 def test_offsets_outside_the_values_are_refused():
     column = torch.nested.nested_tensor_from_jagged(torch.arange(4.0), torch.tensor([0, 2, 9]))
     with pytest.raises(InvalidTypeError, match="offsets do not lie within its 4 values"):
-        lower({"x": column}, 2, WireFormat())
+        encode_columns({"x": column}, 2, WireFormat())
 
 
 @pytest.mark.parametrize(
@@ -124,5 +124,5 @@ def test_offsets_outside_the_values_are_refused():
 def test_an_object_outside_the_closed_set_names_field_row_and_type(wire):
     fields = {"x": NonTensorStack("fine", {"deep": [1, (2, 3)]})}
     with pytest.raises(InvalidTypeError, match=r"'x', row 1 at \['deep'\]\[1\].*of type tuple"):
-        lower(fields, 2, wire)
-    lower(fields, 2, wire, allow_pickle=True)
+        encode_columns(fields, 2, wire)
+    encode_columns(fields, 2, wire, allow_pickle=True)

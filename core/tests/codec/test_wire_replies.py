@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack
 
-from dataplane_core.codec import frame_column, lower, raise_columns
+from dataplane_core.codec import decode_columns, encode_columns, frame_column
 from dataplane_core.errors import BackendError, FrameError
 from dataplane_core.spec import FieldSpec, WireFormat
 
@@ -24,7 +24,7 @@ def jagged(lengths, *trailing):
 
 
 def raised(column, spec, wire=JAGGED, num_samples=3, **kwargs):
-    return raise_columns({"x": column}, {"x": spec}, num_samples, wire, **kwargs)["x"]
+    return decode_columns({"x": column}, {"x": spec}, num_samples, wire, **kwargs)["x"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_error_says_what_came_and_what_was_expected():
 
 def test_a_reply_without_a_spec_or_of_an_unknown_dtype_is_a_backend_error():
     with pytest.raises(BackendError, match="no spec for field 'x'"):
-        raise_columns({"x": torch.zeros(3)}, {}, 3, JAGGED)
+        decode_columns({"x": torch.zeros(3)}, {}, 3, JAGGED)
     with pytest.raises(BackendError, match="unknown dtype 'float99'"):
         raised(torch.zeros(3), FieldSpec("tensor", "float99"))
 
@@ -143,7 +143,7 @@ def test_bytes_at_an_odd_address_are_read_all_the_same():
 
 
 def test_pickled_objects_are_refused_unless_allowed():
-    columns, specs = lower({"x": NonTensorStack((1, 2))}, 1, JAGGED, allow_pickle=True)
+    columns, specs = encode_columns({"x": NonTensorStack((1, 2))}, 1, JAGGED, allow_pickle=True)
     with pytest.raises(FrameError, match="pickled"):
-        raise_columns(columns, specs, 1, JAGGED)
-    assert raise_columns(columns, specs, 1, JAGGED, allow_pickle=True)["x"].tolist() == [(1, 2)]
+        decode_columns(columns, specs, 1, JAGGED)
+    assert decode_columns(columns, specs, 1, JAGGED, allow_pickle=True)["x"].tolist() == [(1, 2)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane_core.codec import lower, raise_columns
+from dataplane_core.codec import decode_columns, encode_columns
 from dataplane_core.spec import ALL_DTYPES, WireFormat
 
 WIRES = {
@@ -60,8 +60,8 @@ def test_every_shape_comes_back_bit_for_bit(wire, dtype, random_cell, assert_row
     for name, shapes in SHAPES.items():
         rows = [random_cell(shape, dtype, seed) for seed, shape in enumerate(shapes)]
         fields = TensorDict({name: column_of(rows)}, batch_size=[len(rows)])
-        columns, specs = lower(fields, len(rows), wire)
-        assert_rows(raise_columns(columns, specs, len(rows), wire)[name], rows)
+        columns, specs = encode_columns(fields, len(rows), wire)
+        assert_rows(decode_columns(columns, specs, len(rows), wire)[name], rows)
 
 
 @pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES.keys())
@@ -72,7 +72,7 @@ def test_specs_say_what_the_caller_wrote_not_what_travels(wire, random_cell):
         "deep": random_cell((4, 5, 2, 3), torch.bfloat16),
         "object": NonTensorStack("a", "b", "c", "d"),
     }
-    _, specs = lower(fields, 4, wire)
+    _, specs = encode_columns(fields, 4, wire)
     assert [spec.to_text() for spec in specs.values()] == [
         "tensor:bfloat16:0:",
         "tensor:bfloat16:1:",
@@ -91,8 +91,8 @@ def test_many_columns_travel_together(wire, random_cell, assert_rows):
     }
     fields = TensorDict({name: column_of(each) for name, each in rows.items()}, batch_size=[3])
     fields["texts"] = NonTensorStack("x", {"y": [1, None]}, b"z")
-    columns, specs = lower(fields, 3, wire)
-    raised = raise_columns(columns, specs, 3, wire)
+    columns, specs = encode_columns(fields, 3, wire)
+    raised = decode_columns(columns, specs, 3, wire)
     assert list(raised) == ["ids", "logprobs", "reward", "texts"]
     for name, each in rows.items():
         assert_rows(raised[name], each)
@@ -104,8 +104,8 @@ def test_jagged_columns_of_equal_lengths_can_be_combined(wire):
     lengths = torch.tensor([0, 4, 5, 8])
     one = torch.nested.nested_tensor_from_jagged(torch.arange(8.0), lengths)
     two = torch.nested.nested_tensor_from_jagged(torch.arange(8.0), lengths.clone())
-    columns, specs = lower({"one": one, "two": two}, 3, wire)
-    raised = raise_columns(columns, specs, 3, wire)
+    columns, specs = encode_columns({"one": one, "two": two}, 3, wire)
+    raised = decode_columns(columns, specs, 3, wire)
     total = raised["one"] + raised["two"]
     assert total.values().tolist() == (torch.arange(8.0) * 2).tolist()
 
@@ -137,5 +137,5 @@ def wires(draw):
 @settings(max_examples=300, deadline=None, derandomize=os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE") != "long")
 def test_any_column_survives_any_wire(shapes, wire, dtype, seed, copy, random_cell, assert_rows):
     rows = [random_cell(shape, dtype, seed + number) for number, shape in enumerate(shapes)]
-    columns, specs = lower({"x": column_of(rows)}, len(rows), wire, copy=copy)
-    assert_rows(raise_columns(columns, specs, len(rows), wire, copy=copy)["x"], rows)
+    columns, specs = encode_columns({"x": column_of(rows)}, len(rows), wire, copy=copy)
+    assert_rows(decode_columns(columns, specs, len(rows), wire, copy=copy)["x"], rows)

@@ -164,9 +164,11 @@ class TestMine(BackendConformance):
     most_copies = {"put_samples": (6, "the engine copies twice")}
 """
     result, (report,) = run(body, "-k", "order_asked_for")
-    assert report["facts"]["6 copies in put_samples"] == "the engine copies twice"
-    assert report["facts"]["durable"] == NoopBackend.facts["durable"]
-    result.stdout.fnmatch_lines(["facts of its engine:", "*durable: *", "*6 copies in put_samples: the engine copies*"])
+    assert report["why_not_declared"]["6 copies in put_samples"] == "the engine copies twice"
+    assert report["why_not_declared"]["durable"] == NoopBackend.why_not_declared["durable"]
+    result.stdout.fnmatch_lines(
+        ["why it does not declare more:", "*durable: *", "*6 copies in put_samples: the engine copies*"]
+    )
 
 
 def test_a_deviation_that_passes_fails(run):

@@ -16,7 +16,7 @@ def _report(*results, capabilities=("claims",), scope="process"):
         scope=scope,
         wire="jagged",
         capabilities=capabilities,
-        facts={"durable": "it is all in memory"},
+        why_not_declared={"durable": "it is all in memory"},
         results=tuple(
             Result(name, "chapter", proves, outcome, reason, 0.1) for name, proves, outcome, reason in results
         ),

@@ -33,10 +33,10 @@ class Backend:
         wire: What the cells handed to the hooks may be.
         capabilities: Operations and guarantees declared.
         scope: How far apart two clients of one store may be.
-        facts: Capability that is not declared, or ``scope`` -> the fact of the engine that stands against it. Shown
-            in reports.
-        deviations: Test of the conformance kit -> the fact of the engine for which this backend departs from what it
-            says. The kit expects these tests to fail, and says why.
+        why_not_declared: Capability that is not declared, or ``scope`` -> what in the engine rules it out. Shown in
+            reports.
+        deviations: Test of the conformance kit that this backend fails -> what in the engine is the reason. The kit
+            expects these tests to fail, and shows the reasons.
         opens_in_forks: Whether a process that was forked from one with an open client may open one of its own. False
             where the engine's library does not survive a fork; core then refuses at once, and says to spawn.
         contract_version: The contract's version that this class was written for.
@@ -53,7 +53,7 @@ class Backend:
     wire: ClassVar[WireFormat] = WireFormat()
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     scope: ClassVar[Scope] = Scope.PROCESS
-    facts: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    why_not_declared: ClassVar[Mapping[str, str]] = MappingProxyType({})
     deviations: ClassVar[Mapping[str, str]] = MappingProxyType({})
     opens_in_forks: ClassVar[bool] = True
     contract_version: ClassVar[int] = CONTRACT_VERSION

@@ -22,7 +22,7 @@ from dataplane_core.client.checks import (
 )
 from dataplane_core.client.connection import Connection
 from dataplane_core.client.waiting import wait_for_claim
-from dataplane_core.codec import lower, raise_columns, take_rows
+from dataplane_core.codec import decode_columns, encode_columns, take_rows
 from dataplane_core.errors import (
     BackendError,
     InvalidRequestError,
@@ -167,7 +167,7 @@ class DataPlaneClient(Connection):
                     f"{where} refused: fields have batch size {list(fields.batch_size)}. Expected [{len(ids)}], one "
                     "row per sample id."
                 )
-            columns, specs = ({}, {}) if fields is None else self._lower(where, fields, len(ids))
+            columns, specs = ({}, {}) if fields is None else self._encode_columns(where, fields, len(ids))
             if not columns and rows is None:
                 raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
             request = PutRequest(
@@ -225,7 +225,7 @@ class DataPlaneClient(Connection):
                         f"'{name}'.",
                         backend=self.backend_name,
                     )
-            columns = self._raise_columns(batch, names, len(unique))
+            columns = self._decode_columns(batch, names, len(unique))
             if len(unique) != len(ids):
                 at = {sample_id: position for position, sample_id in enumerate(unique)}
                 positions = [at[sample_id] for sample_id in ids]
@@ -399,17 +399,17 @@ class DataPlaneClient(Connection):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
-    def _lower(self, where: str, fields: Any, num_samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _encode_columns(self, where: str, fields: Any, num_samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
         if not isinstance(fields, (TensorDictBase, Mapping)):
             raise InvalidTypeError(f"{where} refused: fields must be a TensorDict, got {type(fields).__name__}.")
         for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
             check_name("field name", name)
             if name.startswith("~"):
                 raise InvalidRequestError(f"{where} refused: field name '{name}' is reserved ('~' is middleware's).")
-        return lower(fields, num_samples, self._wire, allow_pickle=self._config.allow_pickle)
+        return encode_columns(fields, num_samples, self._wire, allow_pickle=self._config.allow_pickle)
 
-    def _raise_columns(self, batch: WireBatch, names: list[str], num_samples: int) -> dict[str, Any]:
-        return raise_columns(
+    def _decode_columns(self, batch: WireBatch, names: list[str], num_samples: int) -> dict[str, Any]:
+        return decode_columns(
             {name: batch.columns[name] for name in names},
             {name: batch.specs[name] for name in names},
             num_samples,

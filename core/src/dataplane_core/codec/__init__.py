@@ -26,7 +26,7 @@ from dataplane_core.codec.tensors import (
     ragged_of_rows,
     to_nested,
 )
-from dataplane_core.codec.wire import lower, raise_columns
+from dataplane_core.codec.wire import decode_columns, encode_columns
 
 __all__ = [
     "BytesLike",
@@ -39,7 +39,9 @@ __all__ = [
     "cell_nbytes",
     "column_of_list",
     "copy_item",
+    "decode_columns",
     "decode_item",
+    "encode_columns",
     "encode_item",
     "frame_column",
     "gather_rows",
@@ -48,14 +50,12 @@ __all__ = [
     "jagged_parts",
     "join_row",
     "join_rows",
-    "lower",
     "num_rows",
     "object_column",
     "offsets_of",
     "pad_rows",
     "ragged_of_nested",
     "ragged_of_rows",
-    "raise_columns",
     "row_nbytes",
     "split_rows",
     "take_rows",

@@ -87,7 +87,7 @@ def frame_column(
         N frames in new memory. Some are memoryviews of one buffer that lives as long as any of them.
 
     Raises:
-        InvalidTypeError: What `lower` refuses.
+        InvalidTypeError: What `encode_columns` refuses.
         SchemaMismatchError: Rows that do not fit one column.
     """
     what = f"field '{name}'"
@@ -295,7 +295,7 @@ def frame_cell(cell: Any, *, name: str = "", allow_pickle: bool = False) -> byte
     """One cell as a frame: a tensor as such, anything else as an object item.
 
     Raises:
-        InvalidTypeError: What `lower` refuses.
+        InvalidTypeError: What `encode_columns` refuses.
     """
     if isinstance(cell, torch.Tensor):
         plain = host_tensor(cell, f"field '{name}'")

@@ -40,7 +40,7 @@ def take_rows(column: Any, positions: Sequence[int]) -> Any:
     """The rows at ``positions``, in that order, repeats included; the container of the result follows its rows.
 
     Args:
-        column: What `raise_columns` returns, or a list (of frames, rows, or items).
+        column: What `decode_columns` returns, or a list (of frames, rows, or items).
         positions: Row numbers, not negative.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Payload bytes of lowered columns: what capacity and metrics count."""
+"""Payload bytes of encoded columns: what capacity and metrics count."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Columns to a backend's wire format and back.
 
-`lower` turns what a caller puts into what the backend's hooks take; `raise_columns` turns what a read brought back into
-what the caller gets, after checking it. Both are pure: no I/O, no state. What a field's cells look like on the wire
+`encode_columns` turns what a caller puts into what the backend's hooks take. `decode_columns` checks what a read
+brought back and turns it into what the caller gets. Both are pure: no I/O, no state. What a field's cells look like on the wire
 follows from its `FieldSpec` and the `WireFormat` alone, never from the data, so any process reads what another wrote:
 
 1. A dtype that the wire does not carry is bit-cast: cells ``(L, *t)`` to uint8 ``(L, prod(t) * itemsize)``, scalars to
@@ -62,7 +62,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import FieldSpec, WireColumn, WireFormat
 
-__all__ = ["lower", "raise_columns"]
+__all__ = ["decode_columns", "encode_columns"]
 
 _OBJECTS: Final = FieldSpec.of_objects()
 
@@ -70,7 +70,7 @@ _OBJECTS: Final = FieldSpec.of_objects()
 # --- down -------------------------------------------------------------------------------------------------------------
 
 
-def lower(
+def encode_columns(
     fields: TensorDictBase | Mapping[str, Any],
     num_samples: int,
     wire: WireFormat,
@@ -109,11 +109,11 @@ def lower(
         if isinstance(leaf, torch.Tensor) or _is_rows(leaf):
             column = _ingest(name, leaf, num_samples)
             specs[name] = _spec_of(column)
-            columns[name] = _lower_tensor(column, specs[name], wire, leaf if copy else None)
+            columns[name] = _encode_tensor(column, specs[name], wire, leaf if copy else None)
         else:
             items = _object_items(name, leaf, num_samples)
             specs[name] = _OBJECTS
-            columns[name] = _lower_objects(items, name, wire, allow_pickle, copy)
+            columns[name] = _encode_objects(items, name, wire, allow_pickle, copy)
     return columns, specs
 
 
@@ -189,7 +189,7 @@ def _object_items(name: str, leaf: Any, num_samples: int) -> list[Any]:
     return items
 
 
-def _lower_objects(items: list[Any], name: str, wire: WireFormat, allow_pickle: bool, copy: bool) -> WireColumn:
+def _encode_objects(items: list[Any], name: str, wire: WireFormat, allow_pickle: bool, copy: bool) -> WireColumn:
     if wire.objects == "native" and not wire.bytes:
         check_items(items, name, allow_pickle=allow_pickle)
         return [copy_item(item) for item in items] if copy else items
@@ -197,7 +197,7 @@ def _lower_objects(items: list[Any], name: str, wire: WireFormat, allow_pickle: 
     return list(frame_ragged(column, KIND_OBJECT)) if wire.bytes else _container(column, wire)
 
 
-def _lower_tensor(
+def _encode_tensor(
     column: Ragged | torch.Tensor, spec: FieldSpec, wire: WireFormat, source: torch.Tensor | _Rows | None
 ) -> WireColumn:
     """Lowers plain rows; the result must not borrow from ``source``, the caller's leaf, where one is given."""
@@ -220,14 +220,14 @@ def _lower_tensor(
         else:
             values = values.view(len(values), width).view(torch.uint8)
     if isinstance(column, Ragged):
-        lowered: Ragged | torch.Tensor = Ragged(values, column.offsets if source is None else column.offsets.clone())
+        encoded: Ragged | torch.Tensor = Ragged(values, column.offsets if source is None else column.offsets.clone())
     else:
-        lowered = values.view(column.shape[0], column.shape[1], *trailing)
+        encoded = values.view(column.shape[0], column.shape[1], *trailing)
     if not wire.zero_length_rows:
-        lowered = _pad(lowered)
+        encoded = _pad(encoded)
     elif source is not None and _shares(values, source):
-        lowered = Ragged(values.clone(), lowered.offsets) if isinstance(lowered, Ragged) else lowered.clone()
-    return _container(lowered, wire)
+        encoded = Ragged(values.clone(), encoded.offsets) if isinstance(encoded, Ragged) else encoded.clone()
+    return _container(encoded, wire)
 
 
 def _on_wire(spec: FieldSpec, wire: WireFormat) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -275,7 +275,7 @@ def _container(column: Ragged | torch.Tensor, wire: WireFormat) -> WireColumn:
 # --- up ---------------------------------------------------------------------------------------------------------------
 
 
-def raise_columns(
+def decode_columns(
     columns: Mapping[str, WireColumn],
     specs: Mapping[str, FieldSpec],
     num_samples: int,
@@ -287,8 +287,8 @@ def raise_columns(
     """Checks what a backend returned and gives it back its caller's form.
 
     Args:
-        columns: Field -> lowered column of ``num_samples`` rows. Ownership passes to this function; containers may
-            differ from `lower`'s (a dense column may arrive as jagged or as rows), contents may not.
+        columns: Field -> encoded column of ``num_samples`` rows. Ownership passes to this function; containers may
+            differ from `encode_columns`'s (a dense column may arrive as jagged or as rows), contents may not.
         specs: Field -> the spec fixed by the field's first write; holds every key of ``columns``.
         num_samples: N, at least 1.
         wire: What the backend takes.
@@ -305,7 +305,7 @@ def raise_columns(
         BackendError: Not one row per sample, or another dtype, rank or trailing shape than the spec says.
         FrameError: Malformed bytes.
     """
-    raised: dict[str, Any] = {}
+    decoded: dict[str, Any] = {}
     shared: dict[bytes, torch.Tensor] = {}
     for name, column in columns.items():
         spec = specs.get(name)
@@ -313,13 +313,13 @@ def raise_columns(
             raise BackendError(f"get_samples: the backend's reply has no spec for field '{name}'.")
         try:
             if spec.kind == "object":
-                raised[name] = _raise_objects(name, column, num_samples, wire, allow_pickle, copy)
+                decoded[name] = _decode_objects(name, column, num_samples, wire, allow_pickle, copy)
             else:
-                raised[name] = _raise_tensor(name, column, spec, num_samples, wire, copy, shared)
+                decoded[name] = _decode_tensor(name, column, spec, num_samples, wire, copy, shared)
         except CorruptDataError as error:
             error.message = f"get_samples: field '{name}': {error.message}"
             raise
-    return raised
+    return decoded
 
 
 def _mismatch(name: str, found: str, expected: str) -> BackendError:
@@ -340,7 +340,7 @@ def _check_frames(name: str, column: Any, num_samples: int) -> Sequence[BytesLik
     return column  # type: ignore[no-any-return]
 
 
-def _raise_objects(
+def _decode_objects(
     name: str, column: Any, num_samples: int, wire: WireFormat, allow_pickle: bool, copy: bool
 ) -> NonTensorStack:
     if wire.bytes:
@@ -373,7 +373,7 @@ def _ragged_of_dense(dense: torch.Tensor) -> Ragged:
     return Ragged(dense.flatten(0, 1), offsets_of(lengths))
 
 
-def _raise_tensor(
+def _decode_tensor(
     name: str,
     column: Any,
     spec: FieldSpec,
@@ -437,7 +437,7 @@ def _gather(name: str, column: Any, num_samples: int) -> Ragged | torch.Tensor:
 
 
 def _check_scalars(name: str, rows: Ragged | torch.Tensor, dtype: torch.dtype, cell: tuple[int, ...]) -> torch.Tensor:
-    """Cells that are scalars before they are lowered, (N, *cell)."""
+    """Cells that are scalars before they are encoded, (N, *cell)."""
     dense = rows.dense() if isinstance(rows, Ragged) else rows
     if dense is None or dense.dtype != dtype or tuple(dense.shape[1:]) != cell:
         raise _mismatch(name, _cells(rows), f"{_name(dtype)} cells of shape {cell} on the wire")

@@ -32,12 +32,12 @@ from dataplane_core.codec import (
     BytesLike,
     Ragged,
     byte_view,
+    decode_columns,
+    encode_columns,
     encode_item,
     host_tensor,
-    lower,
     num_rows,
     ragged_of_nested,
-    raise_columns,
 )
 from dataplane_core.errors import ConfigError, CorruptDataError, InvalidTypeError, MissingDataError, preview
 from dataplane_core.middleware.base import Middleware, MiddlewareContext
@@ -69,7 +69,7 @@ class WireGuard(Middleware):
                 _PREFIX + name: self._checksums(request, name, request.columns[name], request.specs[name])
                 for name in names
             }
-            columns, specs = lower(sums, len(request.sample_ids), self._wire)
+            columns, specs = encode_columns(sums, len(request.sample_ids), self._wire)
             request.columns = {**request.columns, **columns}
             request.specs = {**request.specs, **specs}
         return (yield)
@@ -100,7 +100,7 @@ class WireGuard(Middleware):
         # another number of rows is the client's to refuse
         names = [name for name in names if num_rows(batch.columns[name]) == count]
         kept = [_PREFIX + name for name in names if _PREFIX + name in batch.columns]
-        sums = raise_columns(
+        sums = decode_columns(
             {name: batch.columns[name] for name in kept}, {name: batch.specs[name] for name in kept}, count, self._wire
         )
         wrong: dict[str, list[str]] = {}
@@ -136,7 +136,7 @@ class WireGuard(Middleware):
 
 
 def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterator[BytesLike]:
-    """The bytes of each cell of a lowered column, whatever its container; without a copy where they are contiguous."""
+    """The bytes of each cell of a encoded column, whatever its container; without a copy where they are contiguous."""
     if isinstance(column, torch.Tensor):
         rows = ragged_of_nested(column, "a column") if column.is_nested else host_tensor(column, "a column")
         plain, cuts = (

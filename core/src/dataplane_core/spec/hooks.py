@@ -5,7 +5,7 @@ implements the hooks as plain methods; middleware wraps them with ``@hookimpl(wr
 request's attributes before ``yield`` and returning another reply after it.
 
 What a hook may rely on (core has seen to it): sample ids are unique, non-empty strings; lists are not empty; columns
-are lowered to the backend's `WireFormat` and have one row per id; tags are checked. All hooks run in the process of the
+are encoded in the backend's `WireFormat` and have one row per id; tags are checked. All hooks run in the process of the
 client that was called, in the caller's thread, possibly in several threads at once, and must return or raise before
 ``deadline``.
 """
@@ -119,7 +119,7 @@ class PutRequest:
     Attributes:
         partition_id: The partition.
         sample_ids: Unique ids, one per row.
-        columns: Field -> lowered column. May alias the caller's memory until the hook returns; a backend that keeps it
+        columns: Field -> encoded column. May alias the caller's memory until the hook returns; a backend that keeps it
             copies it.
         specs: Field -> what the field keeps for the registration; the same keys as ``columns``.
         tags: One dict per row, merged key by key into what is there, or None.
@@ -283,7 +283,7 @@ class WireBatch:
     """Columns read back, one row per requested id, in the order asked for.
 
     Attributes:
-        columns: Field -> lowered column; core takes ownership.
+        columns: Field -> encoded column; core takes ownership.
         specs: Field -> the spec fixed by the field's first write.
     """
 

@@ -112,7 +112,7 @@ class AuthorsClass:
             field: A field of it.
 
         Returns:
-            The cell as the engine holds it: framed bytes where the wire is bytes, else the lowered tensor or item.
+            The cell as the engine holds it: framed bytes where the wire is bytes, else the encoded tensor or item.
         """
         raise NotImplementedError
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from tensordict import TensorDictBase
 
 from dataplane_core.backends import Backend
-from dataplane_core.codec import lower, raise_columns
+from dataplane_core.codec import decode_columns, encode_columns
 from dataplane_core.spec import (
     AckRequest,
     Claim,
@@ -40,7 +40,7 @@ _R = TypeVar("_R")
 
 
 class Hooks:
-    """Calls hooks as core does: unique ids, lowered columns, a deadline.
+    """Calls hooks as core does: unique ids, encoded columns, a deadline.
 
     Args:
         backend: A started backend.
@@ -92,8 +92,8 @@ class Hooks:
         *,
         epoch: str | None = None,
     ) -> PutReply:
-        """``put_samples``, the fields lowered to the backend's wire format."""
-        columns, specs = ({}, {}) if fields is None else lower(fields, len(sample_ids), self._wire)
+        """``put_samples``, the fields encoded in the backend's wire format."""
+        columns, specs = ({}, {}) if fields is None else encode_columns(fields, len(sample_ids), self._wire)
         request = PutRequest(
             partition_id=partition_id,
             sample_ids=list(sample_ids),
@@ -113,9 +113,9 @@ class Hooks:
         return self._call("get_samples", request, WireBatch)
 
     def read(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> dict[str, Any]:
-        """``get_samples``, the columns raised."""
+        """``get_samples``, the columns decoded."""
         reply = self.get(partition_id, sample_ids, fields)
-        return raise_columns(reply.columns, reply.specs, len(sample_ids), self._wire)
+        return decode_columns(reply.columns, reply.specs, len(sample_ids), self._wire)
 
     def claim(
         self,

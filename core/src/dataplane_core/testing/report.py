@@ -106,7 +106,7 @@ class Report:
         scope: As declared.
         wire: As declared, in words.
         capabilities: As declared.
-        facts: What the engine stands against, and why: undeclared capabilities, the scope, copies beyond the default.
+        why_not_declared: What the engine rules out, and why: undeclared capabilities, a wider scope, fewer copies.
         results: Every test, in the order in which they ran.
         warnings: What was warned of meanwhile.
     """
@@ -118,7 +118,7 @@ class Report:
     scope: str
     wire: str
     capabilities: tuple[str, ...]
-    facts: Mapping[str, str]
+    why_not_declared: Mapping[str, str]
     results: tuple[Result, ...]
     warnings: tuple[Warned, ...] = ()
 
@@ -207,7 +207,7 @@ class Report:
             "scope": self.scope,
             "wire": self.wire,
             "declared": list(self.capabilities),
-            "facts": dict(self.facts),
+            "why_not_declared": dict(self.why_not_declared),
             "passed": self.passed,
             "badge": self.badge(),
             "counts": {outcome: self.counts[outcome] for outcome in OUTCOMES},
@@ -273,8 +273,8 @@ class Report:
         ]
 
     def _lists(self) -> list[tuple[str, list[list[str]]]]:
-        """Failures and deviations one by one, with their rules; the engine's facts; what was not run by its reason; the
-        warnings. Each entry is its text, then its details.
+        """Failures and deviations one by one, with their rules; why the backend does not declare more; what was not
+        run, by its reason; the warnings. Each entry is its text, then its details.
         """
         lists: list[tuple[str, list[list[str]]]] = []
         for outcome, title in (("fail", "failures"), ("deviation", "deviations")):
@@ -286,8 +286,10 @@ class Report:
             ]
             if found:
                 lists.append((title, found))
-        if self.facts:
-            lists.append(("facts of its engine", [[f"{name}: {why}"] for name, why in self.facts.items()]))
+        if self.why_not_declared:
+            lists.append(
+                ("why it does not declare more", [[f"{name}: {why}"] for name, why in self.why_not_declared.items()])
+            )
         reasons = Counter(result.reason for result in self.results if result.outcome == "not run")
         if reasons:
             lists.append(
@@ -360,7 +362,7 @@ def _header(case: Any) -> dict[str, Any]:
         "scope": str(cls.scope),
         "wire": cls.wire.describe(),
         "capabilities": sorted(map(str, cls.capabilities)),
-        "facts": {**{str(name): why for name, why in cls.facts.items()}, **_more_copies(case)},
+        "why_not_declared": {**{str(name): why for name, why in cls.why_not_declared.items()}, **_more_copies(case)},
     }
 
 

@@ -89,8 +89,8 @@ class GivesRoomToWhoeverAsks(NoopBackend):
         return None if isinstance(command, commands.WaitForRoom) else super()._ledger(deadline, command)
 
 
-@breaks("test_facts_are_about_what_is_not_declared")
+@breaks("test_reasons_are_given_only_for_what_is_not_declared")
 class ExplainsWhatItDeclares(NoopBackend):
     """Declares claims, and says why it cannot have them."""
 
-    facts: ClassVar = {"claims": "the engine has no cursor"}
+    why_not_declared: ClassVar = {"claims": "the engine has no cursor"}

@@ -14,7 +14,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.codec import decode_item, encode_item, join_rows, lower, raise_columns, split_rows
+from dataplane_core.codec import decode_columns, decode_item, encode_columns, encode_item, join_rows, split_rows
 from dataplane_core.errors import CorruptDataError, InvalidRequestError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import FieldSpec, WireFormat
@@ -132,7 +132,7 @@ def _blocks_of(
         while stop < min(meta.size, start + _ROWS_PER_BLOCK) and columns[meta.sample_ids[stop]] == names:
             stop += 1
         ids = meta.sample_ids[start:stop]
-        frames, specs = lower(client.get_samples(ids, meta.partition_id, list(names)), len(ids), _FRAMES)
+        frames, specs = encode_columns(client.get_samples(ids, meta.partition_id, list(names)), len(ids), _FRAMES)
         data, offsets = join_rows([cast("Sequence[bytes]", frames[name]) for name in names])
         index.append(
             {
@@ -208,7 +208,7 @@ def _columns_of(block: bytes, entry: Mapping[str, Any]) -> TensorDict:
     specs = {name: FieldSpec.from_text(text) for name, text in entry["specs"].items()}
     frames = {name: [row[position] for row in rows] for position, name in enumerate(specs)}
     num_rows = entry["num_rows"]
-    return TensorDict(raise_columns(frames, specs, num_rows, _FRAMES), batch_size=[num_rows])
+    return TensorDict(decode_columns(frames, specs, num_rows, _FRAMES), batch_size=[num_rows])
 
 
 def _give_again(

@@ -20,7 +20,7 @@ class NoopBackend(LedgerBackend):
     wire = WireFormat(ragged="jagged", objects="native")
     capabilities = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
     scope = Scope.PROCESS
-    facts: ClassVar[Mapping[str, str]] = {
+    why_not_declared: ClassVar[Mapping[str, str]] = {
         "scope": "a store is memory of one process, which no other can reach",
         Capability.DURABLE: "a store ends with its process",
     }

@@ -39,7 +39,7 @@ class Segment:
 
     @classmethod
     def copy_of(cls, columns: Mapping[str, WireColumn], num_rows: int) -> Segment:
-        """Copies lowered columns out of the caller's memory."""
+        """Copies encoded columns out of the caller's memory."""
         return cls({name: _own(column) for name, column in columns.items()}, num_rows)
 
     def gone(self, rows: Sequence[int]) -> list[int]:

@@ -246,7 +246,7 @@ class Instance:
         """The last argument of a script."""
         return self.id + os.urandom(16) + _TIME.pack(self.ahead_s + time.monotonic())
 
-    def refuse_full(self, what: str, size_bytes: int, held_bytes: int, num_before: int) -> CapacityExceededError:
+    def full_error(self, what: str, size_bytes: int, held_bytes: int, num_before: int) -> CapacityExceededError:
         """The error of a put that does not fit, or has to wait for those that came before it."""
         assert self.capacity_bytes is not None
         never = size_bytes > self.capacity_bytes

@@ -125,14 +125,14 @@ class Puts:
         """
         _, instance = self._session.connected()
         if total > (instance.capacity_bytes or 0) or instance.on_full == "raise":
-            raise instance.refuse_full(what, total, reply[1], reply[2])
+            raise instance.full_error(what, total, reply[1], reply[2])
         start = time.monotonic()
         while reply[0] == b"full":
             _, held, num_before, pause_s = reply
             now = time.monotonic()
             left_s = request.deadline - now - _LAST_ASK_S
             if left_s <= 0:
-                error = instance.refuse_full(what, total, held, num_before)
+                error = instance.full_error(what, total, held, num_before)
                 raise OperationTimeoutError(
                     f"{what} timed out waiting for room. Nothing was written. {error.message}", hint=error.hint
                 ) from error

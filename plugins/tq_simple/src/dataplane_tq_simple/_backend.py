@@ -33,7 +33,7 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
 
     scope = Scope.CLUSTER
     opens_in_forks = False
-    facts: ClassVar[Mapping[str, str]] = {
+    why_not_declared: ClassVar[Mapping[str, str]] = {
         Capability.DURABLE: "TransferQueue's controller and storage units keep everything in memory",
         Capability.NO_PICKLE: "TransferQueue's messages and Ray's carry pickles over sockets without authentication",
     }

@@ -217,7 +217,7 @@ class _ControllerClock:
     """Translates this process's monotonic clock to the controller's, which may be another machine's.
 
     Each reply bounds the difference of the two clocks from below. The greatest such bound is used, so a deadline is
-    never translated to a later one. It is lowered over time by more than clocks drift apart.
+    never translated to a later one. It is encoded over time by more than clocks drift apart.
     """
 
     _DRIFT = 1e-4

@@ -59,16 +59,16 @@ class CapabilitySuite(Suite, chapter="capabilities"):
             names = undeclared_operations(self.under_test())
             metafunc.parametrize("undeclared", names or [None], ids=[str(name) for name in names] or ["none"])
 
-    def test_facts_are_about_what_is_not_declared(self, store: Store) -> None:
+    def test_reasons_are_given_only_for_what_is_not_declared(self, store: Store) -> None:
         """Contract: "Capabilities (capabilities.py) are of two kinds."
 
-        Check first: the keys of the class attribute facts: capabilities that are not declared, or "scope".
+        Check first: the keys of the class attribute why_not_declared: capabilities that are not declared, or "scope".
         """
         cls = store.deployment.backend_class
         departs = {str(each) for each in Capability} - {str(each) for each in cls.capabilities} | {"scope"}
-        wrong = sorted(map(str, set(map(str, cls.facts)) - departs))
-        assert not wrong, f"facts speak of {', '.join(wrong)}, which is declared or no capability"
-        assert all(why.strip() for why in cls.facts.values())
+        wrong = sorted(map(str, set(map(str, cls.why_not_declared)) - departs))
+        assert not wrong, f"why_not_declared speaks of {', '.join(wrong)}, which is declared or no capability"
+        assert all(why.strip() for why in cls.why_not_declared.values())
 
     def test_undeclared_operations_are_refused(self, store: Store, undeclared: Capability | None) -> None:
         """Contract: "Operations, refused with UnsupportedOperationError where undeclared: claims, groups, leases,

@@ -75,7 +75,7 @@ class CostSuite(Suite, chapter="costs"):
 
     @pytest.mark.parametrize("operation", list(_CALLS))
     def test_an_operation_costs_one_hook_call(self, store: Store, operation: str) -> None:
-        """Contract: "A backend's hooks get unique, non-empty ids and columns lowered to its wire format."
+        """Contract: "A backend's hooks get unique, non-empty ids and columns encoded in its wire format."
 
         Check first: nothing in the backend; one call of the client is one call of the hook, whatever the batch.
         """

@@ -1,8 +1,9 @@
 """Columns to a backend's wire format and back.
 
 `encode_columns` turns what a caller puts into what the backend's hooks take. `decode_columns` checks what a read
-brought back and turns it into what the caller gets. Both are pure: no I/O, no state. What a field's cells look like on the wire
-follows from its `FieldSpec` and the `WireFormat` alone, never from the data, so any process reads what another wrote:
+brought back and turns it into what the caller gets. Both are pure: no I/O, no state. What a field's cells look like on
+the wire follows from its `FieldSpec` and the `WireFormat` alone, never from the data, so any process reads what another
+wrote:
 
 1. A dtype that the wire does not carry is bit-cast: cells ``(L, *t)`` to uint8 ``(L, prod(t) * itemsize)``, scalars to
    ``(itemsize,)``. Cells without content (a trailing dim of 0) become uint8 ``(L,)`` where empty cells do not survive.

@@ -7,15 +7,12 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane_core.batch import BatchedDataDict, materialize, pack_jagged_fields
+from dataplane_core.batch import BatchedDataDict, materialize
+from dataplane_core.batch.jagged import to_nested_by_length
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec import ALL_DTYPES
 
 LENGTHS = [3, 0, 5, 1]
-
-
-def to_nested_by_length(padded, lengths):
-    return pack_jagged_fields({"x": padded}, lengths=lengths, token_aligned_fields=["x"])["x"]
 
 
 def jagged(*trailing, dtype=torch.float32):

@@ -8,6 +8,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core.batch import pack_jagged_fields, response_from_nested, stack_or_nest
+from dataplane_core.batch.jagged import pack_per_token_field, to_nested_by_length
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.spec import ALL_DTYPES
 
@@ -18,11 +19,7 @@ def rows_of(column):
     return [row.tolist() for row in column.unbind()]
 
 
-def to_nested_by_length(padded, lengths):
-    return pack_jagged_fields({"x": padded}, lengths=lengths, token_aligned_fields=["x"])["x"]
-
-
-# --- one field --------------------------------------------------------------------------------------------------------
+# --- to_nested_by_length ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", sorted(ALL_DTYPES, key=str), ids=str)
@@ -81,24 +78,28 @@ def test_no_rows_and_no_width_are_fine():
         (torch.zeros(2, 5), torch.tensor([True, False]), "lengths are torch.bool"),
         (torch.zeros(2, 5), torch.zeros(2, 5, dtype=torch.int64), r"of shape \(2, 5\)"),
         (torch.zeros(2), [3, 6], r"of shape \(2,\)"),
+        (torch.nested.nested_tensor_from_jagged(torch.zeros(3), torch.tensor([0, 1, 3])), [1, 2], "a nested tensor"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_row_and_numbers(padded, lengths, reason):
-    with pytest.raises(InvalidRequestError, match=rf"pack_jagged_fields: .*{reason}"):
+    with pytest.raises(InvalidRequestError, match=rf"to_nested_by_length: .*{reason}"):
         to_nested_by_length(padded, lengths)
+
+
+# --- pack_per_token_field ---------------------------------------------------------------------------------------------
 
 
 def test_a_column_padded_beyond_the_longest_row_is_cut_like_any_other():
     exact, wide = torch.ones(4, 5), torch.zeros(4, 64)
     wide[:, :5] = exact
-    assert rows_of(to_nested_by_length(wide, LENGTHS)) == rows_of(to_nested_by_length(exact, LENGTHS))
+    assert rows_of(pack_per_token_field(wide, LENGTHS)) == rows_of(pack_per_token_field(exact, LENGTHS))
 
 
 def test_a_column_that_is_jagged_already_passes_if_its_lengths_are_these():
     column = to_nested_by_length(torch.ones(4, 5), LENGTHS)
-    assert rows_of(to_nested_by_length(column, LENGTHS)) == rows_of(column)
+    assert rows_of(pack_per_token_field(column, LENGTHS)) == rows_of(column)
     with pytest.raises(InvalidRequestError, match="jagged already, but not of the given lengths"):
-        to_nested_by_length(column, [3, 1, 5, 1])
+        pack_per_token_field(column, [3, 1, 5, 1])
 
 
 # --- pack_jagged_fields -----------------------------------------------------------------------------------------------

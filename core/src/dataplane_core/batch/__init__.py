@@ -5,7 +5,14 @@ Trainers and `dataplane_integrations` use it; backends do not.
 """
 
 from dataplane_core.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
-from dataplane_core.batch.jagged import materialize, pack_jagged_fields, response_from_nested, stack_or_nest
+from dataplane_core.batch.jagged import (
+    materialize,
+    pack_jagged_fields,
+    pack_per_token_field,
+    response_from_nested,
+    stack_or_nest,
+    to_nested_by_length,
+)
 from dataplane_core.batch.message_log import rebuild_message_logs, split_message_logs
 from dataplane_core.batch.token_columns import token_columns
 from dataplane_core.batch.transfer import kv_first_write, read_columns, write_columns
@@ -16,11 +23,13 @@ __all__ = [
     "kv_first_write",
     "materialize",
     "pack_jagged_fields",
+    "pack_per_token_field",
     "read_columns",
     "rebuild_message_logs",
     "response_from_nested",
     "split_message_logs",
     "stack_or_nest",
+    "to_nested_by_length",
     "token_columns",
     "write_columns",
 ]

@@ -38,13 +38,46 @@ from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 __all__ = [
     "materialize",
     "pack_jagged_fields",
+    "pack_per_token_field",
     "response_from_nested",
     "stack_or_nest",
+    "to_nested_by_length",
     "to_tensordict",
 ]
 
 
 # --- pack -------------------------------------------------------------------------------------------------------------
+
+
+def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """Cuts the padding off a right-padded column.
+
+    Args:
+        padded: (N, S, ...), any strides.
+        lengths: N integers of 0 to S.
+
+    Returns:
+        One jagged nested tensor of N rows (L, ...), its min and max length known; new memory.
+
+    Raises:
+        InvalidRequestError: Fewer than 2 dims, another number of lengths than rows, or a length outside [0, S].
+        InvalidTypeError: A dtype or kind of tensor that is not carried.
+    """
+    return _Cut("to_nested_by_length", lengths).pack(padded)
+
+
+def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """`to_nested_by_length` for a column with one element per token, padded to any width or jagged already.
+
+    Args:
+        column: (N, W, ...) with W at least the longest row (a forward under sequence parallelism may round W up), or
+            jagged rows of these very lengths, which are returned as they are.
+        lengths: Tokens per row.
+
+    Raises:
+        InvalidRequestError: Sizes that do not fit.
+    """
+    return _Cut("pack_per_token_field", lengths).pack_or_pass(column)
 
 
 def pack_jagged_fields(
@@ -69,7 +102,7 @@ def pack_jagged_fields(
         InvalidRequestError: Sizes that do not fit; names the field.
         InvalidTypeError: A column that is neither a tensor nor one object per row.
     """
-    cut = _Cut(lengths)
+    cut = _Cut("pack_jagged_fields", lengths)
     columns: dict[str, Any] = {}
     for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
         column = fields.get(name)
@@ -174,8 +207,9 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
 class _Cut:
     """Row lengths, with all that the columns cut by them can share."""
 
-    def __init__(self, lengths: torch.Tensor | Sequence[int]) -> None:
-        self.counts = as_lengths("pack_jagged_fields", lengths)
+    def __init__(self, caller: str, lengths: torch.Tensor | Sequence[int]) -> None:
+        self.caller = caller
+        self.counts = as_lengths(caller, lengths)
         self.offsets = offsets_of(self.counts)
         self.bounds = bounds_of(self.counts.numpy())
         self._slices: dict[tuple[int, int], list[slice]] = {}
@@ -183,23 +217,21 @@ class _Cut:
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """Cuts a padded column."""
         counts = self.counts
-        if padded.dim() < 2:
-            raise InvalidRequestError(
-                f"pack_jagged_fields: the column is of shape {tuple(padded.shape)}. Expected a padded tensor (N, S, "
-                "...)."
-            )
+        if padded.is_nested or padded.dim() < 2:
+            kind = "a nested tensor" if padded.is_nested else f"of shape {tuple(padded.shape)}"
+            raise InvalidRequestError(f"{self.caller}: the column is {kind}. Expected a padded tensor (N, S, ...).")
         if len(counts) != len(padded):
             raise InvalidRequestError(
-                f"pack_jagged_fields: {len(counts)} lengths for {len(padded)} rows. Expected one per row."
+                f"{self.caller}: {len(counts)} lengths for {len(padded)} rows. Expected one per row."
             )
         width = padded.shape[1]
         if self.bounds[0] < 0 or self.bounds[1] > width:
             row = int(torch.nonzero((counts < 0) | (counts > width))[0])
             raise InvalidRequestError(
-                f"pack_jagged_fields: row {row} has length {int(counts[row])}, but the column is padded to {width}. "
+                f"{self.caller}: row {row} has length {int(counts[row])}, but the column is padded to {width}. "
                 f"Expected lengths of 0 to {width}."
             )
-        plain = host_tensor(padded, "pack_jagged_fields: the column")
+        plain = host_tensor(padded, f"{self.caller}: the column")
         step = plain.element_size() * math.prod(plain.shape[2:])
         starts = torch.arange(len(counts)) * width
         if (width, step) not in self._slices:
@@ -214,8 +246,7 @@ class _Cut:
         rows = _rows(column, "the column")
         if not torch.equal(rows.offsets, self.offsets):
             raise InvalidRequestError(
-                f"pack_jagged_fields: the {rows.num_rows} rows of the column are jagged already, but not of the given "
-                "lengths."
+                f"{self.caller}: the column's {rows.num_rows} rows are jagged already, but not of the given lengths."
             )
         return to_nested(Ragged(rows.values, self.offsets), self.bounds)
 

@@ -196,7 +196,8 @@ def kv_first_write(
     - with ``token_aligned_fields``: exactly those;
     - without: dense `token_columns`, by ``input_ids`` as it is padded here, that are named in
       `schema.PER_TOKEN_FIELDS`, or hold nothing but zeros beyond the row lengths. So an unknown column of another
-      width, or an embedding that happens to be as wide, is never cut: what is not known to be padding is kept.
+      width, or an embedding that happens to be as wide, is never cut: what is not known to be padding is kept. Nor is
+      a column that is narrower than the longest row, such as ``advantages`` of shape (N, 1).
 
     Args:
         batch: N rows: tensors; lists, where numbers and lists of numbers become tensor columns
@@ -291,10 +292,11 @@ def _padded_columns(batch: Mapping[str, Any], lengths: Sequence[int]) -> list[st
         name: column for name, column in batch.items() if isinstance(column, torch.Tensor) and not column.is_nested
     }
     tokens = row_lengths(dense.get(INPUT_IDS_FIELD))
+    longest = max(lengths, default=0)
     return [
         name
         for name in token_columns(dense, lengths if tokens is None else tokens)
-        if name in PER_TOKEN_FIELDS or _is_zero_beyond(dense[name], lengths)
+        if dense[name].shape[1] >= longest and (name in PER_TOKEN_FIELDS or _is_zero_beyond(dense[name], lengths))
     ]
 
 

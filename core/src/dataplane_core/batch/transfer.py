@@ -296,7 +296,8 @@ def _padded_columns(batch: Mapping[str, Any], lengths: Sequence[int]) -> list[st
     return [
         name
         for name in token_columns(dense, lengths if tokens is None else tokens)
-        if dense[name].shape[1] >= longest and (name in PER_TOKEN_FIELDS or _is_zero_beyond(dense[name], lengths))
+        if (name == INPUT_IDS_FIELD or dense[name].shape[1] >= longest)
+        and (name in PER_TOKEN_FIELDS or _is_zero_beyond(dense[name], lengths))
     ]
 
 

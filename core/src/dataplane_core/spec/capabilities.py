@@ -101,7 +101,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:
-    """What the cells handed to a backend's hooks may be; core's codec lowers every batch to it and raises it again.
+    """What the cells handed to a backend's hooks may be; core's codec encodes every batch in it.
 
     Attributes:
         bytes: The backend wants each cell as one framed byte string (`codec.frames`), whatever its kind; the other

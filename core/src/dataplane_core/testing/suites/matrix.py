@@ -115,7 +115,7 @@ class MatrixSuite(Suite, chapter="matrix"):
         tensor (with its min and max length known), rows of length 0 among them; (N,) stays (N,), (N, 1) stays (N, 1)".
 
         Check first: the backend's WireFormat (dtypes, promote_1d, zero_length_rows, ragged): declare what the engine
-        cannot carry, and core lowers it.
+        cannot carry, and core encodes it.
         """
         column, rows = LAYOUTS[layout](dtype, 7)
         partition = store.register("x")

@@ -187,7 +187,7 @@ class PutSuite(Suite, chapter="put"):
     def test_cuda_tensors_are_copied_to_host(self, store: Store) -> None:
         """Contract: "CUDA tensors are copied to host."
 
-        Check first: nothing in the backend; core copies before it lowers.
+        Check first: nothing in the backend; core copies before it encodes.
         """
         if not torch.cuda.is_available():
             not_run("this machine has no CUDA device")

@@ -66,11 +66,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # --- Ray --------------------------------------------------------------------------------------------------------------
 
-#: Keeps a Ray until nobody holds its standard input any more.
+#: Keeps a Ray until nobody holds its standard input any more. The helpers that it ends only cost time here.
 _KEEPER = """
 import sys
 import ray
 ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=1 << 27, logging_level="ERROR")
+node = ray._private.worker._global_node
+node.kill_log_monitor()
+node.kill_monitor()
+node.kill_dashboard()
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 ray.shutdown(wait_for_processes=True)

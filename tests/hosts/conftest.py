@@ -71,7 +71,7 @@ class Pair:
         return found
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """The pair; skipped, with the reason, where the machine allows no namespaces."""
     if shutil.which("ip") is None:
@@ -101,7 +101,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         # Ray keeps unix sockets there, whose paths must be short.
         sessions = Path(f"/tmp/dp-hosts-{os.getpid()}")
         stack.callback(shutil.rmtree, sessions, ignore_errors=True)
-        common = ["--num-cpus=4", "--disable-usage-stats", "--block"]
+        common = ["--num-cpus=4", "--disable-usage-stats", "--include-log-monitor=false", "--no-monitor", "--block"]
         ray = str(Path(sys.executable).with_name("ray"))
         head = ["--head", f"--port={_RAY_PORT}", "--include-dashboard=false", f"--temp-dir={sessions}"]
         node = [f"--address={here.address}:{_RAY_PORT}"]

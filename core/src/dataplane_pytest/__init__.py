@@ -59,7 +59,7 @@ def _is_kit_test(item: pytest.Item) -> TypeGuard[pytest.Function]:
     kit = _kit()
     if kit is None or not isinstance(item, pytest.Function) or item.cls is None:
         return False
-    return issubclass(item.cls, kit.BackendConformance) and bool(kit.chapter_of(item.obj))
+    return issubclass(item.cls, kit.Suite) and bool(kit.chapter_of(item.obj))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -26,6 +26,7 @@ def connect():
 
     def make(bootstrap=True, op_timeout_s=90.0, **options):
         options.setdefault("segment_size_bytes", 16 << 20)
+        options.setdefault("master_start_s", 85)  # a busy machine may need long
         options.setdefault("local_buffer_size_bytes", 4 << 20)
         config = DataPlaneConfig(backend="tq_mooncake", options=options, op_timeout_s=op_timeout_s)
         clients.append(connect_backend(TQMooncakeBackend, config, bootstrap=bootstrap))

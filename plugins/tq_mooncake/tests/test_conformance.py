@@ -22,6 +22,7 @@ class TestTQMooncake(BackendConformance):
             "instance": "conformance",
             "ray_address": ray_address,
             "segment_size_bytes": 256 << 20,
+            "master_start_s": 85,  # a busy machine may need long
             "local_buffer_size_bytes": 16 << 20,
         }
 

@@ -30,7 +30,8 @@ from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import Store
 
 MIB = 1 << 20
-SIZES = {"segment_size_bytes": 16 * MIB, "local_buffer_size_bytes": 4 * MIB}
+#: Small; and a busy machine may need long to start the master.
+SIZES = {"segment_size_bytes": 16 * MIB, "local_buffer_size_bytes": 4 * MIB, "master_start_s": 85}
 
 
 @pytest.fixture(scope="module")
@@ -368,7 +369,8 @@ from dataplane_core.config import DataPlaneConfig
 from dataplane_core.plugins import connect_backend
 from dataplane_mooncake import TQMooncakeBackend
 
-options = {"instance": "orphan", "ray_address": sys.argv[1], "segment_size_bytes": 16 << 20}
+options = {"instance": "orphan", "ray_address": sys.argv[1], "segment_size_bytes": 16 << 20,
+           "master_start_s": 85}
 client = connect_backend(TQMooncakeBackend, DataPlaneConfig(backend="tq_mooncake", options=options, op_timeout_s=90))
 print(client._backend._engine._instance.master_pid, flush=True)
 time.sleep(300)

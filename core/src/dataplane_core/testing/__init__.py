@@ -21,6 +21,7 @@ Needs the extra ``dataplane-core[testing]``. Environment variables:
 """
 
 from dataplane_core.testing._author import ConformanceError
+from dataplane_core.testing._base import Suite
 from dataplane_core.testing._conformance import BackendConformance
 from dataplane_core.testing._marks import chapter_of, limit_of, rule_of
 from dataplane_core.testing._progress import Progress
@@ -33,6 +34,7 @@ __all__ = [
     "Faults",
     "Progress",
     "Report",
+    "Suite",
     "chapter_of",
     "limit_of",
     "rule_of",

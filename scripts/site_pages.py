@@ -38,10 +38,16 @@ _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)
 
 
 def public_modules() -> list[str]:
-    """The modules that users import from: those of the two packages, their sub-packages, and each middleware."""
+    """The modules that users import from: those of the two packages, their sub-packages, each middleware, and the
+    ledger's commands."""
     names = []
     for source in (ROOT / "core/src", ROOT / "integrations/src"):
-        for pattern in ("dataplane_*/*.py", "dataplane_*/*/__init__.py", "dataplane_*/middleware/*.py"):
+        for pattern in (
+            "dataplane_*/*.py",
+            "dataplane_*/*/__init__.py",
+            "dataplane_*/middleware/*.py",
+            "dataplane_*/ledger/commands.py",
+        ):
             for path in source.glob(pattern):
                 names.append(".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"))
     return sorted({name for name in names if "._" not in name and not name.startswith("dataplane_pytest")})

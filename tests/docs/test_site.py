@@ -41,7 +41,7 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert {"dataplane_core", "dataplane_core.client", "dataplane_core.testing", "dataplane_integrations"} <= {*modules}
     public = [f"{name}.{each}" for name in modules for each in _exported(name)]
     assert len(public) > 250
-    assert [name for name in public if name not in documented] == []
+    assert [name for name in public if name not in documented and name not in modules] == []  # a module has a page
 
 
 def test_no_page_loads_anything_from_another_host(site: Path) -> None:

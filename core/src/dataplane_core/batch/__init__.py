@@ -14,7 +14,7 @@ from dataplane_core.batch.jagged import (
     to_nested_by_length,
 )
 from dataplane_core.batch.message_log import rebuild_message_logs, split_message_logs
-from dataplane_core.batch.token_columns import token_columns
+from dataplane_core.batch.tokens import token_columns
 from dataplane_core.batch.transfer import kv_first_write, read_columns, write_columns
 
 __all__ = [

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dataplane_core.batch.rows import Column, concatenate, num_rows, object_array, select_rows, slice_rows
-from dataplane_core.batch.token_columns import token_columns
+from dataplane_core.batch.tokens import token_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
 from dataplane_core.schema import MULTIMODAL_FIELDS
 from dataplane_core.sharding import (

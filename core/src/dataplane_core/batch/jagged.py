@@ -18,7 +18,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.rows import object_array
-from dataplane_core.batch.token_columns import as_lengths
+from dataplane_core.batch.tokens import as_lengths
 from dataplane_core.codec import (
     Ragged,
     bounds_of,

@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
-from dataplane_core.batch.token_columns import as_lengths, row_lengths, token_columns
+from dataplane_core.batch.tokens import as_lengths, row_lengths, token_columns
 from dataplane_core.codec import byte_array, column_of_list, host_tensor, is_jagged, num_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta

@@ -13,6 +13,36 @@ from typing import Annotated, Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 from dataplane_core.ledger.rows import Ref
 from dataplane_core.spec import Claim, FieldSpec, PartitionInfo, SampleList, TagValue
 
+__all__ = [
+    "COMMANDS",
+    "AbortPut",
+    "Ack",
+    "BeginPut",
+    "CheckPut",
+    "ClaimSamples",
+    "Clear",
+    "Collected",
+    "Command",
+    "CommitPut",
+    "Consumed",
+    "Describe",
+    "Due",
+    "Expire",
+    "HeldBytes",
+    "ListSamples",
+    "Locate",
+    "Located",
+    "MayClaim",
+    "Nack",
+    "Part",
+    "PutTags",
+    "Register",
+    "Renew",
+    "Settle",
+    "WaitForRoom",
+    "WriteId",
+]
+
 Reply = TypeVar("Reply", covariant=True)
 #: The name of a write, never used again; up to 128 bits.
 WriteId: TypeAlias = Annotated[int, "write id"]

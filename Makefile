@@ -37,7 +37,7 @@ $(STAMP): $(PROJECTS) scripts/system_packages.sh
 demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a picture under out/
 	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml
 
-test: setup  ## Run the tests (about 17 minutes on 2 cores)
+test: setup  ## Run the tests (17 to 22 minutes on 2 cores)
 	$(PYTEST) -m "not long"
 
 test-long: setup  ## Run all tests, with the long proofs

@@ -1,4 +1,4 @@
-"""What the codec's tests share: cells of random bits, and equality of bits."""
+"""What the tests of the codec and of batches share: cells of random bits, and equality of bits."""
 
 from __future__ import annotations
 

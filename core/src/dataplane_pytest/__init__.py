@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import pytest
 
 if TYPE_CHECKING:
-    from dataplane_core.testing.report import Report
+    from dataplane_core.testing import Report
 
 __all__ = ["reports_of"]
 
@@ -171,7 +171,7 @@ def reports_of(config: pytest.Config) -> list[Report]:
     records = config.stash.get(_RECORDS, {})
     if not records:
         return []
-    from dataplane_core.testing.report import Report
+    from dataplane_core.testing import Report
 
     warned = config.stash[_WARNED]
     return [

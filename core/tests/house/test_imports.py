@@ -105,9 +105,8 @@ def test_wings_and_other_packages_enter_a_wing_by_its_face():
     found = []
     for path in [*SOURCE.rglob("*.py"), *OUTSIDE]:
         inside = path.relative_to(SOURCE).parts[0] if path.is_relative_to(SOURCE) else None
-        own_kit = "dataplane_pytest" in path.parts
         for parts in modules_of_core(path):
-            if len(parts) > 1 and parts[0] != inside and not (own_kit and parts[0] == "testing"):
+            if len(parts) > 1 and parts[0] != inside:
                 found.append(f"{path.relative_to(ROOT)}: {'.'.join(parts)}")
     assert len(OUTSIDE) > 50
     assert found == []

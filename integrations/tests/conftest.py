@@ -67,6 +67,7 @@ def _serve(pipe: Connection) -> None:
 
 
 _PRELOADED = [
+    "torch._dynamo",
     "torch.distributed.fsdp",
     "megatron.core.hyper_comm_grid",
     "megatron.core.models.gpt",

@@ -1,5 +1,6 @@
 """The neutral data plane of LLM post-training: the public names, nothing else."""
 
+from dataplane_core import _compiler_marks as _compiler_marks  # first: it imports tensordict for those below
 from dataplane_core.backends import Backend, BlobStore
 from dataplane_core.batch import (
     BatchedDataDict,

@@ -141,7 +141,9 @@ def run(rank, store, replies):
 def outcomes(tmp_path_factory):
     """Name of a check -> rank -> how it went there; all checks run in one group of processes."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "dataplane_core.batch"])  # imported once for all ranks
+    context.set_forkserver_preload(
+        ["torch._dynamo", "torch.distributed", "dataplane_core.batch"]
+    )  # imported once for all ranks
     replies = context.Queue()
     store = tmp_path_factory.mktemp("gloo") / "store"
     processes = [context.Process(target=run, args=(rank, store, replies)) for rank in range(WORLD)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import time
@@ -66,6 +67,8 @@ class Connection:
         client._close_lock = threading.Lock()
         client._closing = threading.Event()
         client._pacer = Pacer()
+        # The first jagged tensor of a process imports it, which takes a second or two: not within an operation.
+        importlib.import_module("torch._dynamo")
         try:
             backend.start(bootstrap=bootstrap, deadline=deadline)
             for plugin in middleware:

@@ -166,7 +166,7 @@ class Deployment:
         chosen = self.attach_options() if options is None else dict(options)
         reference = BackendReference.of(self.backend_class, self.name, by_name=self.case.backend_class is None)
         if self._nursery is None:
-            self._nursery = Nursery(reference.load)
+            self._nursery = Nursery(reference.prepare)
         config = DataPlaneConfig(
             backend=self.name, options=chosen, op_timeout_s=self.case.op_timeout_s, attach_wait_s=STARTS_S
         )

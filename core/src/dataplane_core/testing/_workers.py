@@ -46,6 +46,11 @@ class BackendReference:
         """The reference to a class."""
         return cls(name) if by_name else cls(name, backend_class.__module__, backend_class.__qualname__)
 
+    def prepare(self) -> None:
+        """Imports what a client of the class needs."""
+        importlib.import_module("torch._dynamo")  # as connecting does
+        self.load()
+
     def load(self) -> type[Backend]:
         """Imports the class."""
         if not self.module:

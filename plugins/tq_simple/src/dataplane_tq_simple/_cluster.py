@@ -59,6 +59,13 @@ _END_ACTORS_S = 2 * _SETTLE_S
 _DISCONNECT_S = 15.0
 
 
+class Controller(TransferQueueController.__ray_metadata__.modified_class):  # type: ignore[misc]
+    """TransferQueue's controller as an importable class.
+
+    A worker process that imports it imports dataplane_core first, so it starts without torch's compiler.
+    """
+
+
 class RaySession:
     """This process's connection to Ray, shared by the engines in it.
 
@@ -228,7 +235,7 @@ class Instance(ABC):
         try:
             sampler = LedgerSampler(service_factory)
             name = cls._controller_name(config)
-            controller = TransferQueueController.options(name=name, num_cpus=config.controller_num_cpus, **common)
+            controller = ray.remote(Controller).options(name=name, num_cpus=config.controller_num_cpus, **common)
             create = functools.partial(controller.remote, sampler=sampler, polling_mode=True)
             handles[name] = _create(config, name, create, deadline)
             unit_class = ray.remote(cls._unit_class())

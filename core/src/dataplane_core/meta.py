@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from dataplane_core.errors import InvalidRequestError
 
-__all__ = ["KVBatchMeta"]
+__all__ = ["KVBatchMeta", "take_rows"]
 
 _T = TypeVar("_T")
 
@@ -64,20 +65,20 @@ class KVBatchMeta:
         Raises:
             InvalidRequestError: An index lies outside ``[-size, size)``.
         """
-        picks = [int(i) for i in indices]
+        rows = [int(index) for index in indices]
         size = self.size
-        if picks and not (-size <= min(picks) and max(picks) < size):
-            wrong = next(index for index in picks if not -size <= index < size)
+        if rows and not (-size <= min(rows) and max(rows) < size):
+            wrong = next(index for index in rows if not -size <= index < size)
             raise InvalidRequestError(f"KVBatchMeta.subset: index {wrong} is out of range for {size} rows.")
         return KVBatchMeta(
             partition_id=self.partition_id,
             task_name=self.task_name,
-            sample_ids=[self.sample_ids[i] for i in picks],
+            sample_ids=take_rows(self.sample_ids, rows),
             fields=None if self.fields is None else list(self.fields),
-            sequence_lengths=_pick(self.sequence_lengths, picks),
+            sequence_lengths=None if self.sequence_lengths is None else take_rows(self.sequence_lengths, rows),
             extra_info=copy.deepcopy(self.extra_info),
-            tags=None if self.tags is None else [dict(self.tags[i]) for i in picks],  # values are primitives
-            lease_tokens=_pick(self.lease_tokens, picks),
+            tags=None if self.tags is None else [dict(self.tags[row]) for row in rows],  # values are primitives
+            lease_tokens=None if self.lease_tokens is None else take_rows(self.lease_tokens, rows),
         )
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
@@ -154,8 +155,10 @@ class KVBatchMeta:
         self.tags = rows
 
 
-def _pick(column: list[_T] | None, picks: list[int]) -> list[_T] | None:
-    return None if column is None else [column[i] for i in picks]
+def take_rows(column: Sequence[_T], rows: Sequence[int]) -> list[_T]:
+    """The values of these rows, in their order."""
+    # half the time of a comprehension; but for one row it would give that row's value alone
+    return list(itemgetter(*rows)(column)) if len(rows) > 1 else [column[row] for row in rows]
 
 
 def _join(columns: list[list[_T] | None]) -> list[_T] | None:

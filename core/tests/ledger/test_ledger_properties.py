@@ -34,7 +34,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.group, self.total = group, total
         self.rows = {}  # id -> {"fields": set, "bytes": {field: (write, size)}}
         self.holds = {}  # (task, id) -> (token, expires_at, done)
-        self.seen, self.poisoned = set(), set()
+        self.seen, self.broken_groups = set(), set()
         self.cells = {}  # (id, field) -> ref
         self.tags = {}  # id -> tags
         self.now = 0.0
@@ -78,7 +78,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert count == len(present)
         for each in present:
             del self.rows[each], self.tags[each]
-            self.poisoned.add(each.rpartition("_g")[0])
+            self.broken_groups.add(each.rpartition("_g")[0])
             for task in "tu":
                 self.holds.pop((task, each), None)
             for name in FIELDS:
@@ -122,7 +122,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return units
 
     def is_whole(self, name, members):
-        return self.group is None or (len(members) == self.group and name not in self.poisoned)
+        return self.group is None or (len(members) == self.group and name not in self.broken_groups)
 
     def units(self, task, required, tag_filter):
         """Claimable units in order of first write, and how many rows could still be claimed one day."""

@@ -130,7 +130,7 @@ def test_a_group_may_be_larger_than_what_lua_unpacks(plain, connect, piece):
     with pytest.raises(ValueError, match=f"would have {size + 1} members"):
         put(client, ["q_g0", "q_gz"])
     put(client, ["q_g0"])
-    assert client.claim_meta("p", "train", ["x"], size, blocking=False).size == 0  # poisoned
+    assert client.claim_meta("p", "train", ["x"], size, blocking=False).size == 0  # broken
     client.clear_samples(ids, "p")
     assert client.list_samples("p").size == 0
     base = client._backend._session.base.decode()

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from dataplane_core.errors import InvalidRequestError, LeaseExpiredError, Shortfall, UnknownTaskError, preview
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.leases import Leases
-from dataplane_core.ledger.rows import Group, Hold, Ref, Row, Unit, group_of
+from dataplane_core.ledger.rows import Claimable, Group, Hold, Ref, Row, group_of
 from dataplane_core.ledger.shortfall import find_shortfall
-from dataplane_core.ledger.views import ReadySet, View
+from dataplane_core.ledger.views import ReadySet, ReadyView
 from dataplane_core.spec import Claim, FieldSpec, PartitionInfo, TagValue
 
 __all__ = ["Partition", "Task"]
@@ -26,7 +26,7 @@ class Task:
         num_done: Those that it has for good.
     """
 
-    views: dict[frozenset[str], View] = field(default_factory=dict)
+    views: dict[frozenset[str], ReadyView] = field(default_factory=dict)
     num_held: int = 0
     num_done: int = 0
 
@@ -36,14 +36,14 @@ class _Answer:
     """What a claim finds.
 
     Attributes:
-        ready: The units that it may have.
-        num_units: How many of them it gets, were it to hand out what is ready.
+        ready: The claimables that it may have.
+        num_claimables: How many of them it gets, were it to hand out what is ready.
         gives: Whether it hands them out.
         exhausted: Whether the partition can give the task no more.
     """
 
     ready: ReadySet
-    num_units: int
+    num_claimables: int
     gives: bool
     exhausted: bool
 
@@ -60,7 +60,7 @@ class Partition:
         specs: Field -> what it keeps, fixed by its first write.
         seen: Ids ever written, cleared ones included, up to ``num_samples`` of them; none where that is None.
         groups: Group -> its members, while it has any.
-        poisoned: Names of the groups that lost a member, for good: it grows with what was cleared.
+        broken_groups: Names of the groups that lost a member, for good: it grows with what was cleared.
         leases: When which lease may end.
         version: Grows with every change of ``rows``.
         self_expiring: Whether a lease ends by itself once its time is over, or by `end_lease` alone.
@@ -74,7 +74,7 @@ class Partition:
     specs: dict[str, FieldSpec] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     groups: dict[str, Group] = field(default_factory=dict)
-    poisoned: set[str] = field(default_factory=set)
+    broken_groups: set[str] = field(default_factory=set)
     leases: Leases = field(default_factory=Leases)
     version: int = 0
 
@@ -108,16 +108,16 @@ class Partition:
                 replaced = [old for old in dict.fromkeys(before.values()) if old not in live]
         if tags is not None:
             row.tags.update(tags)
-        unit = self._unit_of(row)
+        claimable = self._claimable_of(row)
         for task_name, task in self.tasks.items():
             for view in task.views.values():
                 if not view.required <= row.cells.keys():
                     continue
                 if is_new or not view.required <= before.keys():
                     self._count_member(view, row)
-                    self._offer(view, unit, task_name)
+                    self._offer(view, claimable, task_name)
                 if tags is not None:
-                    view.touch(unit.seq)
+                    view.touch(claimable.seq)
         return replaced
 
     def remove_row(self, sample_id: str) -> list[Ref] | None:
@@ -129,11 +129,11 @@ class Partition:
         row = self.rows.pop(sample_id, None)
         if row is None:
             return None
-        unit = self._unit_of(row)
+        claimable = self._claimable_of(row)
         for task in self.tasks.values():
             for view in task.views.values():
-                view.discard(unit.seq)
-                view.ready_members.pop(unit.seq, None)
+                view.discard(claimable.seq)
+                view.ready_members.pop(claimable.seq, None)
         for task_name, hold in row.holds.items():
             self._forget_hold(row, task_name, hold)
         if row.group is not None:
@@ -141,7 +141,7 @@ class Partition:
             del group.members[sample_id]
             if not group.members:
                 del self.groups[row.group]
-            self.poisoned.add(row.group)
+            self.broken_groups.add(row.group)
         return list(dict.fromkeys(row.cells.values()))
 
     def _new_row(self, sample_id: str, seq: int) -> Row:
@@ -158,22 +158,22 @@ class Partition:
     def claim(self, command: commands.ClaimSamples, now: float) -> Claim:
         """Hands out ready samples to a task, as the hook ``claim`` says.
 
-        Amortised cost: O(k log n) for k samples handed out of n; with a tag filter, also a look at each unit that
+        Amortised cost: O(k log n) for k samples handed out of n; with a tag filter, also a look at each claimable that
         changed since the filter was last asked with. What is ready and not handed out costs nothing.
         """
         self._expire(now)
         found = self._find(command, now)
-        units = found.ready.first(found.num_units) if found.gives else []
-        rows = [row for unit in units for row in unit.rows]
-        self._hold(command, units, now)
-        for unit in units:
-            found.ready.discard(unit.seq)
+        claimables = found.ready.first(found.num_claimables) if found.gives else []
+        rows = [row for claimable in claimables for row in claimable.rows]
+        self._hold(command, claimables, now)
+        for claimable in claimables:
+            found.ready.discard(claimable.seq)
         return Claim(
             sample_ids=[row.sample_id for row in rows],
             tags=[dict(row.tags) for row in rows],
             lease_tokens=None if command.lease_s is None else [command.token] * len(rows),
             exhausted=found.exhausted,
-            num_ready=found.num_units * self._group_size,
+            num_ready=found.num_claimables * self._group_size,
             shortfall=self._shortfall(command, now) if command.explain and not rows else None,
         )
 
@@ -193,13 +193,13 @@ class Partition:
             )
         required = frozenset(command.required_fields)
         ready = self._view(command.task_name, task, required).of(command.tag_filter, now)
-        num_units = min(len(ready), wanted)
-        exhausted = num_units < wanted and self._num_left(command, task, now) == num_units
-        gives = num_units > 0 and (num_units == wanted or exhausted or not command.all_or_nothing)
-        return _Answer(ready, num_units, gives, exhausted)
+        num_claimables = min(len(ready), wanted)
+        exhausted = num_claimables < wanted and self._num_left(command, task, now) == num_claimables
+        gives = num_claimables > 0 and (num_claimables == wanted or exhausted or not command.all_or_nothing)
+        return _Answer(ready, num_claimables, gives, exhausted)
 
     def _num_left(self, command: commands.ClaimSamples, task: Task, now: float) -> int | None:
-        """How many units the task may still be given one day, ready or not; None where more may be written."""
+        """How many claimables the task may still be given one day, ready or not; None where more may be written."""
         if self.info.num_samples is None or len(self.seen) < self.info.num_samples:
             return None
         if self.info.grpo_group_size is None and not command.tag_filter:
@@ -208,15 +208,15 @@ class Partition:
 
     def _shortfall(self, command: commands.ClaimSamples, now: float) -> Shortfall:
         required = frozenset(command.required_fields)
-        return find_shortfall(self._units(), command.task_name, required, command.tag_filter, self._is_whole, now)
+        return find_shortfall(self._claimables(), command.task_name, required, command.tag_filter, self._is_whole, now)
 
-    def _hold(self, command: commands.ClaimSamples, units: Iterable[Unit], now: float) -> None:
+    def _hold(self, command: commands.ClaimSamples, claimables: Iterable[Claimable], now: float) -> None:
         task_name, lease_s = command.task_name, command.lease_s
         task = self.tasks[task_name]
-        for unit in units:
+        for claimable in claimables:
             for view in task.views.values():
-                view.discard(unit.seq)
-            for row in unit.rows:
+                view.discard(claimable.seq)
+            for row in claimable.rows:
                 if lease_s is None:
                     row.holds[task_name] = Hold("", command.holder, 0.0, True)
                     task.num_done += 1
@@ -224,8 +224,8 @@ class Partition:
                     row.holds[task_name] = Hold(command.token, command.holder, now + lease_s, False)
                     self.leases.add(now + lease_s, row, task_name)
                 task.num_held += 1
-            if isinstance(unit, Group):
-                unit.num_held[task_name] = len(unit.members)
+            if isinstance(claimable, Group):
+                claimable.num_held[task_name] = len(claimable.members)
 
     # --- leases -------------------------------------------------------------------------------------------------------
 
@@ -321,9 +321,9 @@ class Partition:
 
     def _give_back(self, row: Row, task_name: str) -> None:
         self._forget_hold(row, task_name, row.holds.pop(task_name))
-        unit = self._unit_of(row)
+        claimable = self._claimable_of(row)
         for view in self.tasks[task_name].views.values():
-            self._offer(view, unit, task_name)
+            self._offer(view, claimable, task_name)
 
     def _forget_hold(self, row: Row, task_name: str, hold: Hold) -> None:
         task = self.tasks[task_name]
@@ -346,45 +346,45 @@ class Partition:
 
     # --- what is ready ------------------------------------------------------------------------------------------------
 
-    def _view(self, task_name: str, task: Task, required: frozenset[str]) -> View:
+    def _view(self, task_name: str, task: Task, required: frozenset[str]) -> ReadyView:
         view = task.views.get(required)
         if view is None:
-            view = task.views[required] = View(required)
+            view = task.views[required] = ReadyView(required)
             if self.info.grpo_group_size is not None:
                 for row in self.rows.values():
                     if required <= row.cells.keys():
                         self._count_member(view, row)
-            view.begin(unit for unit in self._units() if self._is_ready(view, unit, task_name))
+            view.begin(claimable for claimable in self._claimables() if self._is_ready(view, claimable, task_name))
         return view
 
-    def _count_member(self, view: View, row: Row) -> None:
+    def _count_member(self, view: ReadyView, row: Row) -> None:
         """A row of a group has the fields of a view."""
-        if row.group is not None and row.group not in self.poisoned:
+        if row.group is not None and row.group not in self.broken_groups:
             seq = self.groups[row.group].seq
             view.ready_members[seq] = view.ready_members.get(seq, 0) + 1
 
-    def _offer(self, view: View, unit: Unit, task_name: str) -> None:
-        """Something changed for a unit: adds it to a view, if it is ready now."""
-        if self._is_ready(view, unit, task_name):
-            view.add(unit)
+    def _offer(self, view: ReadyView, claimable: Claimable, task_name: str) -> None:
+        """Something changed for a claimable: adds it to a view, if it is ready now."""
+        if self._is_ready(view, claimable, task_name):
+            view.add(claimable)
 
-    def _is_ready(self, view: View, unit: Unit, task_name: str) -> bool:
-        if isinstance(unit, Row):
-            return view.required <= unit.cells.keys() and task_name not in unit.holds
+    def _is_ready(self, view: ReadyView, claimable: Claimable, task_name: str) -> bool:
+        if isinstance(claimable, Row):
+            return view.required <= claimable.cells.keys() and task_name not in claimable.holds
         # members of a group that lost one are not counted, so that it is never ready
-        return view.ready_members.get(unit.seq, 0) == self._group_size and not unit.num_held.get(task_name)
+        return view.ready_members.get(claimable.seq, 0) == self._group_size and not claimable.num_held.get(task_name)
 
-    def _units(self) -> Iterable[Unit]:
+    def _claimables(self) -> Iterable[Claimable]:
         return self.rows.values() if self.info.grpo_group_size is None else self.groups.values()
 
-    def _unit_of(self, row: Row) -> Unit:
+    def _claimable_of(self, row: Row) -> Claimable:
         return row if row.group is None else self.groups[row.group]
 
-    def _is_whole(self, unit: Unit) -> bool:
-        if isinstance(unit, Row):
+    def _is_whole(self, claimable: Claimable) -> bool:
+        if isinstance(claimable, Row):
             return True
-        name = next(iter(unit.members.values())).group
-        return name not in self.poisoned and len(unit.members) == self._group_size
+        name = next(iter(claimable.members.values())).group
+        return name not in self.broken_groups and len(claimable.members) == self._group_size
 
     @property
     def _group_size(self) -> int:

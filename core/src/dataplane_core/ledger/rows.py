@@ -9,7 +9,7 @@ from typing import TypeAlias
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec import TagValue
 
-__all__ = ["Group", "Hold", "Ref", "Row", "Unit", "group_of"]
+__all__ = ["Claimable", "Group", "Hold", "Ref", "Row", "group_of"]
 
 #: Names the payload of one row of one put: ``(write_id, pos)``.
 Ref: TypeAlias = tuple[int, int]
@@ -86,5 +86,5 @@ class Group:
         return self.members.values()
 
 
-#: What a claim hands out as a whole; known by its ``seq``, unique in the ledger.
-Unit: TypeAlias = Row | Group
+#: What a claim hands out as a whole: a row, or a group of rows; known by its ``seq``, unique in the ledger.
+Claimable: TypeAlias = Row | Group

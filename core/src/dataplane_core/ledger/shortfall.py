@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from dataplane_core.errors import LeaseHolder, Shortfall
-from dataplane_core.ledger.rows import Row, Unit
+from dataplane_core.ledger.rows import Claimable, Row
 from dataplane_core.spec import matches
 
 __all__ = ["find_shortfall"]
@@ -17,30 +17,30 @@ _NUM_NAMED: Final = 3
 
 
 def find_shortfall(
-    units: Iterable[Unit],
+    claimables: Iterable[Claimable],
     task_name: str,
     required: frozenset[str],
     tag_filter: Mapping[str, tuple[str, Any]] | None,
-    is_whole: Callable[[Unit], bool],
+    is_whole: Callable[[Claimable], bool],
     now: float,
 ) -> Shortfall:
     """Counts and names; looks at every row.
 
     Args:
-        units: All units of the partition, in order of first write.
+        claimables: All claimables of the partition, in order of first write.
         task_name: The task that claims.
         required: The fields that it requires.
         tag_filter: Its filter.
-        is_whole: Whether a unit has all its members, and never lost one.
+        is_whole: Whether a claimable has all its members, and never lost one.
         now: The time in seconds.
     """
     leased: list[tuple[float, int, Row]] = []
     num_not_matching = num_incomplete = num_lacking = 0
     groups: dict[str, int] = {}
     cells: dict[str, tuple[str, ...]] = {}
-    for unit in units:
+    for claimable in claimables:
         free: list[Row] = []
-        for row in unit.rows:
+        for row in claimable.rows:
             hold = row.holds.get(task_name)
             if hold is None:
                 free.append(row)
@@ -48,12 +48,12 @@ def find_shortfall(
                 leased.append((hold.expires_at, row.seq, row))
         if not free:
             continue
-        if tag_filter and not all(matches(row.tags, tag_filter) for row in unit.rows):
+        if tag_filter and not all(matches(row.tags, tag_filter) for row in claimable.rows):
             num_not_matching += len(free)
-        elif not is_whole(unit):
+        elif not is_whole(claimable):
             num_incomplete += len(free)
             if len(groups) < _NUM_NAMED:
-                groups[free[0].group or ""] = len(unit.rows)
+                groups[free[0].group or ""] = len(claimable.rows)
         elif not all(required <= row.cells.keys() for row in free):
             num_lacking += len(free)
             if len(cells) < _NUM_NAMED:

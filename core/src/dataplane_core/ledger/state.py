@@ -135,7 +135,7 @@ def _partition_state(partition: Partition, places: Mapping[int, int], now: float
         "grpo_group_size": info.grpo_group_size,
         "enums": {name: list(words) for name, words in info.enums.items()},
         "specs": {name: spec.to_text() for name, spec in partition.specs.items()},
-        "poisoned_groups": sorted(partition.poisoned),
+        "poisoned_groups": sorted(partition.broken_groups),  # by the name that version 3 of the form gave them
         "version": partition.version,
     }
     for some in _portions(sorted(partition.seen)):
@@ -187,7 +187,7 @@ def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Parti
         {name: Task() for name in info.consumer_tasks},
         self_expiring,
         specs={name: FieldSpec.from_text(text) for name, text in section["specs"].items()},
-        poisoned=set(section["poisoned_groups"]),
+        broken_groups=set(section["poisoned_groups"]),
         version=section["version"],
     )
 

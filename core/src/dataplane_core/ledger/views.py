@@ -1,8 +1,9 @@
-"""Views: which units of a partition are ready for a task, for one set of required fields and one tag filter.
+"""What of a partition is ready for a task: one view for each set of required fields and each tag filter.
 
-A view is always exact, so how many units are ready is known without a look at them. A view with a filter follows the
-view without it through a log of what changed there, and looks only at that when it is asked. Views are derived from the
-rows: a ledger that lost them would build them again.
+What a claim hands out as a whole is called a claimable: a row, or a group of rows. A view is always exact, so the
+number of ready claimables is known without looking at them. A view with a filter follows the view without one through a
+log of changes, and looks only at what changed since it was last asked. Views are derived from the rows: a ledger that
+lost them would build them again.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dataplane_core.ledger.rows import Unit
+from dataplane_core.ledger.rows import Claimable
 from dataplane_core.spec import matches
 
-__all__ = ["ReadySet", "View"]
+__all__ = ["ReadySet", "ReadyView"]
 
 #: A filter that nobody asked with for so many seconds is forgotten, and the oldest ones where there are too many.
 _FILTER_IDLE_S: Final = 60.0
 _MOST_FILTERS: Final = 1024
-#: Entries that may lie in a heap or a log beyond a multiple of the units that it is for.
+#: Entries that may lie in a heap or a log beyond a multiple of the claimables that it is for.
 _SLACK: Final = 1024
 
 
@@ -28,65 +29,65 @@ _SLACK: Final = 1024
 class ReadySet:
     """Units in order of their numbers. Adding, dropping and counting take no longer for many."""
 
-    units: dict[int, Unit] = field(default_factory=dict)
+    claimables: dict[int, Claimable] = field(default_factory=dict)
     heap: list[int] = field(default_factory=list)  # their numbers, and some that have left
 
     def __len__(self) -> int:
-        return len(self.units)
+        return len(self.claimables)
 
     @classmethod
-    def of(cls, units: Iterable[Unit]) -> ReadySet:
+    def of(cls, claimables: Iterable[Claimable]) -> ReadySet:
         """A set of these."""
-        by_seq = {unit.seq: unit for unit in units}
+        by_seq = {claimable.seq: claimable for claimable in claimables}
         return cls(by_seq, sorted(by_seq))
 
-    def add(self, unit: Unit) -> None:
-        """Adds a unit, if it is not in."""
-        if unit.seq not in self.units:
-            self.units[unit.seq] = unit
-            heapq.heappush(self.heap, unit.seq)
+    def add(self, claimable: Claimable) -> None:
+        """Adds a claimable, if it is not in."""
+        if claimable.seq not in self.claimables:
+            self.claimables[claimable.seq] = claimable
+            heapq.heappush(self.heap, claimable.seq)
 
     def discard(self, seq: int) -> bool:
-        """Drops a unit; False where it was not in."""
-        if self.units.pop(seq, None) is None:
+        """Drops a claimable; False where it was not in."""
+        if self.claimables.pop(seq, None) is None:
             return False
-        if len(self.heap) > 2 * len(self.units) + _SLACK:
-            self.heap = list(self.units)
+        if len(self.heap) > 2 * len(self.claimables) + _SLACK:
+            self.heap = list(self.claimables)
             heapq.heapify(self.heap)
         return True
 
-    def first(self, count: int) -> list[Unit]:
-        """The first ``count`` units, which must be there; the caller discards them before anything else is asked."""
-        found: list[Unit] = []
+    def first(self, count: int) -> list[Claimable]:
+        """The first ``count`` claimables, which must be there; the caller discards them before it asks again."""
+        found: list[Claimable] = []
         while len(found) < count:
-            unit = self.units.get(heapq.heappop(self.heap))
-            if unit is not None and not (found and found[-1] is unit):
-                found.append(unit)
+            claimable = self.claimables.get(heapq.heappop(self.heap))
+            if claimable is not None and not (found and found[-1] is claimable):
+                found.append(claimable)
         return found
 
 
 @dataclass(slots=True)
 class _Matching:
-    """The units of a view that match a filter, as of the ``next_change``-th change of the view."""
+    """The claimables of a view that match a filter, as of the ``next_change``-th change of the view."""
 
     tag_filter: Mapping[str, tuple[str, Any]]
     ready: ReadySet = field(default_factory=ReadySet)
     next_change: int = -1
     asked_at: float = 0.0
 
-    def accepts(self, unit: Unit) -> bool:
-        return all(matches(row.tags, self.tag_filter) for row in unit.rows)
+    def accepts(self, claimable: Claimable) -> bool:
+        return all(matches(row.tags, self.tag_filter) for row in claimable.rows)
 
 
 @dataclass(slots=True)
-class View:
-    """The ready units of one task for one set of required fields.
+class ReadyView:
+    """The ready claimables of one task for one set of required fields.
 
     Attributes:
         required: The fields.
-        ready: The units.
+        ready: The claimables.
         ready_members: Number of a group -> how many of its members have the fields; not of groups that lost a member.
-        changes: The last units that came, left, or changed their tags, by number, while there are filters.
+        changes: The last claimables that came, left, or changed their tags, by number, while there are filters.
         first_change: How many changes were before these.
         filters: Filter -> its part of the view, the one asked for longest ago first.
     """
@@ -98,27 +99,27 @@ class View:
     first_change: int = 0
     filters: dict[str, _Matching] = field(default_factory=dict)
 
-    def begin(self, units: Iterable[Unit]) -> None:
-        """The units that are ready when the view is made."""
-        self.ready = ReadySet.of(units)
+    def begin(self, claimables: Iterable[Claimable]) -> None:
+        """The claimables that are ready when the view is made."""
+        self.ready = ReadySet.of(claimables)
 
-    def add(self, unit: Unit) -> None:
-        """A unit became ready."""
-        self.ready.add(unit)
-        self._note(unit.seq)
+    def add(self, claimable: Claimable) -> None:
+        """A claimable became ready."""
+        self.ready.add(claimable)
+        self._note(claimable.seq)
 
     def discard(self, seq: int) -> None:
-        """A unit is not ready, if it was."""
+        """A claimable is not ready, if it was."""
         if self.ready.discard(seq):
             self._note(seq)
 
     def touch(self, seq: int) -> None:
-        """A unit's tags changed."""
-        if seq in self.ready.units:
+        """A claimable's tags changed."""
+        if seq in self.ready.claimables:
             self._note(seq)
 
     def of(self, tag_filter: Mapping[str, tuple[str, Any]] | None, now: float) -> ReadySet:
-        """The ready units that match a filter; costs a look at those that changed since it was last asked for."""
+        """The ready claimables that match a filter; costs a look at those that changed since it was last asked for."""
         if not tag_filter:
             return self.ready
         key = repr([(name, symbol, operand) for name, (symbol, operand) in sorted(tag_filter.items())])
@@ -133,13 +134,13 @@ class View:
 
     def _catch_up(self, matching: _Matching) -> None:
         if matching.next_change < self.first_change:
-            matching.ready = ReadySet.of(unit for unit in self.ready.units.values() if matching.accepts(unit))
+            matching.ready = ReadySet.of(filter(matching.accepts, self.ready.claimables.values()))
         else:
             changed: Iterable[int] = self.changes[matching.next_change - self.first_change :]
             for seq in dict.fromkeys(changed):
-                changed_unit = self.ready.units.get(seq)
-                if changed_unit is not None and matching.accepts(changed_unit):
-                    matching.ready.add(changed_unit)
+                claimable = self.ready.claimables.get(seq)
+                if claimable is not None and matching.accepts(claimable):
+                    matching.ready.add(claimable)
                 else:
                     matching.ready.discard(seq)
         matching.next_change = self.first_change + len(self.changes)
@@ -148,7 +149,7 @@ class View:
         if not self.filters:
             return
         self.changes.append(seq)
-        if len(self.changes) > 2 * len(self.ready) + _SLACK:  # who missed these looks at all units, which are fewer
+        if len(self.changes) > 2 * len(self.ready) + _SLACK:  # who missed these looks at all that are ready
             dropped = len(self.changes) // 2
             del self.changes[:dropped]
             self.first_change += dropped

@@ -98,7 +98,7 @@ class MendsGroups(NoopBackend):
         reply = super().clear_samples(request)
         partition = self._service._ledger._partitions.get(request.partition_id)
         if partition is not None:
-            partition.poisoned.clear()
+            partition.broken_groups.clear()
             for task in partition.tasks.values():
                 task.views.clear()
         return reply

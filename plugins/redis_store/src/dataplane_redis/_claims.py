@@ -289,15 +289,15 @@ def _split(
 
 def _chunks(ids: Sequence[str], tokens: Sequence[str], group_size: int) -> Iterator[tuple[list[str], list[str]]]:
     """Rows for one script each; the members of a group stay together."""
-    units: dict[str, list[int]] = {}
+    together: dict[str, list[int]] = {}
     for place, sample_id in enumerate(ids):
-        units.setdefault(group_of(sample_id) if group_size else sample_id, []).append(place)
+        together.setdefault(group_of(sample_id) if group_size else sample_id, []).append(place)
     places: list[int] = []
-    for unit in units.values():
-        if places and len(places) + len(unit) > _GIVE_ROWS:
+    for some in together.values():
+        if places and len(places) + len(some) > _GIVE_ROWS:
             yield [ids[place] for place in places], [tokens[place] for place in places]
             places = []
-        places += unit
+        places += some
     yield [ids[place] for place in places], [tokens[place] for place in places]
 
 

@@ -33,7 +33,7 @@ if #gone > 0 then
           if not none_held(hmget(P.at .. 'h:' .. task, g.members)) then call('HINCRBY', P.meta, 'w:' .. task, -1) end
         end
       end
-      g.poisoned = true
+      g.broken = true
       g.count = g.count - leaving[unit]
       if g.count == 0 then
         batched('HDEL', P.at .. 'gm', parts_of(unit, g))

@@ -26,9 +26,9 @@
 --                        s   hash   field -> spec
 --                        l   list   layouts: the field names of a write, in order; li: hash layout -> index
 --                        u   set    writes that a row names
---                        g   hash   group -> seq, whether it is poisoned, how many members are held and how many
+--                        g   hash   group -> seq, whether it is broken, how many members are held and how many
 --                                   listed, and the list of the first MEMBERS ids that joined it, as msgpack
---                        gm  hash   "<group>:<part>" -> list of the next MEMBERS ids; a group that was poisoned lists
+--                        gm  hash   "<group>:<part>" -> list of the next MEMBERS ids; a group that was broken lists
 --                                   no more, since it is never given
 --                        h:<task>   hash  id -> "D" (given for good) or the number of a lease, see leases.lua
 --                        k, q, a    the leases
@@ -272,9 +272,9 @@ local function load_heads(P, names)
   local packed, groups = hmget(P.at .. 'g', names), {}
   for i, name in ipairs(names) do
     if packed[i] then
-      local seq, poisoned, count, listed, at = struct.unpack('<I8BI4I4', packed[i])
+      local seq, broken, count, listed, at = struct.unpack('<I8BI4I4', packed[i])
       local first = string.sub(packed[i], at)
-      groups[name] = {seq = seq, poisoned = poisoned == 1, count = count, listed = listed, first = first}
+      groups[name] = {seq = seq, broken = broken == 1, count = count, listed = listed, first = first}
     end
   end
   return groups
@@ -285,7 +285,7 @@ local function save_heads(P, names, groups)
   for _, name in ipairs(names) do
     local g = groups[name]
     args[#args + 1] = name
-    args[#args + 1] = struct.pack('<I8BI4I4', g.seq, g.poisoned and 1 or 0, g.count, g.listed) .. g.first
+    args[#args + 1] = struct.pack('<I8BI4I4', g.seq, g.broken and 1 or 0, g.count, g.listed) .. g.first
   end
   batched('HSET', P.at .. 'g', args)
 end
@@ -297,7 +297,7 @@ local function parts_of(name, g)
   return parts
 end
 
--- Heads and members. Of a poisoned group, members that were cleared are listed still.
+-- Heads and members. Of a broken group, members that were cleared are listed still.
 local function load_groups(P, names)
   local groups, parts, owners = load_heads(P, names), {}, {}
   for _, name in ipairs(names) do
@@ -320,7 +320,7 @@ end
 -- Adds ids to a group, of which only the last list is read and written; the head is for save_heads.
 local function join_group(P, name, g, ids)
   g.count = g.count + #ids
-  if g.poisoned then return end
+  if g.broken then return end
   local first, at = g.listed, P.at .. 'gm'
   local args, part, list = {}, math.floor(first / MEMBERS), {}
   if first % MEMBERS ~= 0 then
@@ -343,7 +343,7 @@ local function join_group(P, name, g, ids)
 end
 
 local function is_whole(P, g)
-  return g and not g.poisoned and g.count == P.group
+  return g and not g.broken and g.count == P.group
 end
 
 local function distinct_groups(ids)

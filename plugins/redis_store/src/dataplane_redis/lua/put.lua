@@ -147,7 +147,7 @@ for i, id in ipairs(ids) do
     order_args[#order_args + 1] = id
     if P.group then
       local key = group_of(id)
-      if not groups[key] then groups[key] = {seq = seq, poisoned = false, count = 0, listed = 0, first = ''} end
+      if not groups[key] then groups[key] = {seq = seq, broken = false, count = 0, listed = 0, first = ''} end
     end
   elseif layout_index then
     local sig = signature(row)

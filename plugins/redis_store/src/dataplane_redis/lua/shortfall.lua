@@ -169,7 +169,7 @@ while not done and budget > 0 do
     for i, id in ipairs(ids) do
       local group = heads[group_of(id)]
       group.name = group_of(id)
-      if group.poisoned then
+      if group.broken then
         look_at_lost(id, group)
       elseif group.seq == tonumber(flat[2 * i]) then
         names[#names + 1] = group.name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import glob
+import importlib
 import multiprocessing.util
 import os
 import shutil
@@ -119,6 +120,7 @@ def ray_address(ray_server: str) -> Iterator[str]:
 
 def pytest_collection_finish() -> None:
     """Spares later collections of garbage what the imports made, which stays."""
+    importlib.import_module("torch._dynamo")  # as connecting does; it sets a variable of the environment
     gc.collect()
     gc.freeze()
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from dataplane_core.errors import InvalidRequestError
 
-__all__ = ["KVBatchMeta", "take_rows"]
+__all__ = ["KVBatchMeta", "values_at"]
 
 _T = TypeVar("_T")
 
@@ -73,12 +73,12 @@ class KVBatchMeta:
         return KVBatchMeta(
             partition_id=self.partition_id,
             task_name=self.task_name,
-            sample_ids=take_rows(self.sample_ids, rows),
+            sample_ids=values_at(self.sample_ids, rows),
             fields=None if self.fields is None else list(self.fields),
-            sequence_lengths=None if self.sequence_lengths is None else take_rows(self.sequence_lengths, rows),
+            sequence_lengths=None if self.sequence_lengths is None else values_at(self.sequence_lengths, rows),
             extra_info=copy.deepcopy(self.extra_info),
             tags=None if self.tags is None else [dict(self.tags[row]) for row in rows],  # values are primitives
-            lease_tokens=None if self.lease_tokens is None else take_rows(self.lease_tokens, rows),
+            lease_tokens=None if self.lease_tokens is None else values_at(self.lease_tokens, rows),
         )
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
@@ -155,7 +155,7 @@ class KVBatchMeta:
         self.tags = rows
 
 
-def take_rows(column: Sequence[_T], rows: Sequence[int]) -> list[_T]:
+def values_at(column: Sequence[_T], rows: Sequence[int]) -> list[_T]:
     """The values of these rows, in their order."""
     # half the time of a comprehension; but for one row it would give that row's value alone
     return list(itemgetter(*rows)(column)) if len(rows) > 1 else [column[row] for row in rows]

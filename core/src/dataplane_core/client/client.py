@@ -1,5 +1,8 @@
-"""`DataPlaneClient`: what trainers call. Validates, encodes, calls the hook, decodes, and keeps the contract's promises
-that are the same for every backend."""
+"""`DataPlaneClient`: what trainers call.
+
+It checks the arguments, encodes columns, calls the backend's hook and decodes the reply. The promises of the contract
+that do not depend on the backend are kept here.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +67,18 @@ __all__ = ["DataPlaneClient"]
 
 
 class DataPlaneClient(Connection):
-    """One process's door to a store; made by `dataplane_core.connect`, closed by `close` or as a context manager.
+    """A process's connection to a store. `dataplane_core.connect` makes it; `close`, or leaving its ``with``, ends it.
 
-    May be used from several threads; not pickled, and not used after a fork. Every method blocks until it is done or
-    until ``op_timeout_s`` of the config has passed (a blocking claim: its own ``timeout_s``). Errors derive from
-    `DataPlaneError`.
+    Several threads may share a client. It cannot be pickled, and a forked child cannot use its parent's. Every method
+    blocks until it is done, at most ``op_timeout_s`` seconds (see the config); a blocking claim has a ``timeout_s`` of
+    its own. All errors derive from `DataPlaneError`.
+
+    Example:
+        The examples of the methods continue this one.
+
+        >>> import torch
+        >>> from dataplane_core import connect
+        >>> client = connect({"backend": "noop"})
     """
 
     # --- operations ---------------------------------------------------------------------------------------------------
@@ -82,19 +92,23 @@ class DataPlaneClient(Connection):
         grpo_group_size: int | None = None,
         enums: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone on return.
+        """Opens a new, empty partition. What an earlier registration of the same name held is gone when this returns.
 
         Args:
-            partition_id: A non-empty string.
-            fields: Fields that producers are expected to write; further ones may be written.
-            num_samples: Distinct ids that will be written, so that a claim knows the last, smaller batch; None: never.
+            partition_id: The name of the partition, not empty.
+            fields: Fields that producers are expected to write. They may write others as well.
+            num_samples: How many distinct ids will be written. With it a claim knows when the last, smaller batch has
+                come. None: not known.
             consumer_tasks: The tasks that will claim.
             grpo_group_size: Claims hand out whole groups of this many samples (capability ``groups``).
-            enums: Field -> its vocabulary; an object column of that field then holds only strings of it.
+            enums: Field -> the strings that it may hold, for object columns.
 
         Raises:
             InvalidRequestError: A size below 1, repeated or empty names.
-            UnsupportedOperationError: Groups are not declared.
+            UnsupportedOperationError: The backend does not declare groups.
+
+        Example:
+            >>> client.register_partition("step-1", ["input_ids", "reward"], 4, ["trainer"])
         """
         with self._operation():
             check_name("partition_id", partition_id)
@@ -131,15 +145,15 @@ class DataPlaneClient(Connection):
         """Writes cells, tags, or both; returns when the write is committed and visible to every other client.
 
         Args:
-            sample_ids: N unique ids. None at all: an empty meta, no I/O.
+            sample_ids: N unique ids. An empty list: nothing is sent, and the meta is empty.
             partition_id: A registered partition.
             fields: Columns of batch size ``[N]``: tensors (dense, jagged or strided nested), or row-aligned object
                 columns; in a dict also lists, where numbers and lists of numbers become tensor columns
                 (`codec.lists.column_of_list`). The caller may reuse its memory as soon as this returns.
-            tags: N dicts of primitives, merged key by key into what is there.
+            tags: N dicts of primitive values, merged key by key into the tags that the samples have.
 
         Returns:
-            The receipt, with the fields and tags that were written.
+            A meta with the fields and tags that were written.
 
         Raises:
             InvalidRequestError: Nothing to write, repeated ids, sizes that differ, a string outside its enum.
@@ -148,6 +162,14 @@ class DataPlaneClient(Connection):
             UnknownPartitionError: Not registered.
             CapacityExceededError: The store is full.
             OperationTimeoutError: The write may have happened or not.
+
+        Example:
+            >>> ids = ["p0_g0", "p0_g1", "p1_g0", "p1_g1"]
+            >>> tokens = [[1, 2, 3], [1, 2], [4], [4, 5]]
+            >>> columns = {"input_ids": tokens, "reward": torch.tensor([0.0, 1.0, 1.0, 0.0])}
+            >>> meta = client.put_samples(ids, "step-1", columns, tags=[{"input_lengths": len(row)} for row in tokens])
+            >>> meta.sequence_lengths
+            [3, 2, 1, 2]
         """
         with self._operation():
             check_name("partition_id", partition_id)
@@ -189,20 +211,28 @@ class DataPlaneClient(Connection):
             )
 
     def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
-        """Reads exactly one row per id, in that order, repeats included; advances no cursor.
+        """Reads one row per id, in the order of the ids, repeated ids included. It changes no cursor.
 
         Args:
-            sample_ids: N ids. None at all: an empty TensorDict of batch size 0.
+            sample_ids: N ids. An empty list: nothing is sent, and the batch has size 0.
             partition_id: A registered partition.
-            select_fields: The columns to read; there is no "all".
+            select_fields: The columns to read. They are always named; there is no value for "all".
 
         Returns:
-            A TensorDict of batch size ``[N]``, owned by the caller: columns whose rows have equal shape are dense,
-            others one ``torch.jagged`` nested tensor, object columns a ``NonTensorStack``.
+            A TensorDict of batch size ``[N]`` that belongs to the caller. A column whose rows have equal shapes is a
+            dense tensor, any other tensor column a nested tensor (layout ``torch.jagged``), an object column a
+            ``NonTensorStack``.
 
         Raises:
-            MissingDataError: A missing sample, or a cell not yet produced (a `KeyError`).
+            MissingDataError: A sample is not there, or a cell is not yet produced. It is also a `KeyError`.
             UnknownPartitionError: Not registered.
+
+        Example:
+            >>> batch = client.get_samples(["p1_g1", "p0_g0"], "step-1", ["input_ids", "reward"])
+            >>> [row.tolist() for row in batch["input_ids"].unbind()]
+            [[4, 5], [1, 2, 3]]
+            >>> batch["reward"]
+            tensor([0., 0.])
         """
         with self._operation():
             check_name("partition_id", partition_id)
@@ -233,10 +263,14 @@ class DataPlaneClient(Connection):
             return TensorDict(columns, batch_size=[len(ids)])
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        """`get_samples` by meta: fields are ``select_fields``, else ``meta.fields``.
+        """Reads the rows that a meta names, as `get_samples` does: ``select_fields``, or else ``meta.fields``.
 
         Raises:
-            InvalidRequestError: Neither names fields.
+            InvalidRequestError: Both are None.
+
+        Example:
+            >>> client.get_data(meta.slice(1, 3), ["reward"])["reward"]
+            tensor([1., 1.])
         """
         names = select_fields if select_fields is not None else meta.fields
         if names is None:
@@ -262,20 +296,21 @@ class DataPlaneClient(Connection):
     ) -> KVBatchMeta:
         """Hands out samples whose required fields are all produced and that the task has not been given.
 
-        Across all clients and processes no sample is given to a task twice (with leases: held by two at once). A
-        blocking claim waits until ``batch_size`` are ready, or until the partition can give no more, and then returns
-        what remains, perhaps nothing; samples leased to other holders count as given.
+        No sample is given to a task twice, whichever clients and processes ask; with leases, no sample is held by two
+        at once. A blocking claim waits until ``batch_size`` samples are ready. It also returns once the partition can
+        give the task no more, with what remains, perhaps nothing. Samples leased to others count as given.
 
         Args:
             partition_id: A registered partition.
             task_name: A task named at its registration.
             required_fields: Fields that must be produced.
             batch_size: How many; a multiple of the group size where the partition has one.
-            dp_rank: Reserved: any value but None is refused.
-            blocking: Wait, or return what is ready now, up to ``batch_size``.
+            dp_rank: Reserved. Any value but None is refused.
+            blocking: Whether to wait. If not, what is ready now is returned, at most ``batch_size``.
             timeout_s: How long a blocking claim waits, in seconds.
-            lease_s: Seconds after which an unsettled claim goes back to the pool; None: delivery at most once.
-            tag_filter: Predicate on tags, such as ``{"weight_version": (">=", 7)}``.
+            lease_s: Seconds after which samples that were neither acked nor nacked can be claimed again. None: there
+                is no lease, and each sample is given to the task at most once.
+            tag_filter: A condition on tags, such as ``{"weight_version": (">=", 7)}``.
 
         Returns:
             A meta in order of first write, with tags, and ``sequence_lengths`` where all have the tag
@@ -285,6 +320,11 @@ class DataPlaneClient(Connection):
             ClaimTimeoutError: Says how many were ready, and what keeps the others back.
             UnknownPartitionError, UnknownTaskError: Not registered, or cleared while waiting.
             InvalidRequestError: A batch size below 1 or no multiple of the group size.
+
+        Example:
+            >>> claimed = client.claim_meta("step-1", "trainer", ["input_ids", "reward"], 2, lease_s=60.0)
+            >>> claimed.sample_ids
+            ['p0_g0', 'p0_g1']
         """
         with self._operation():
             self._require(Capability.CLAIMS, "claim_meta")
@@ -332,28 +372,45 @@ class DataPlaneClient(Connection):
             )
 
     def ack(self, meta: KVBatchMeta) -> None:
-        """Settles the leases of a claim, or of part of it: those samples are consumed. All rows or none.
+        """Says that the samples of a claim, or of a part of it, are consumed. Acks all of them, or none.
 
         Raises:
-            LeaseExpiredError: Names the ids whose token is no longer valid.
-            InvalidRequestError: The meta carries no tokens.
+            LeaseExpiredError: Some leases are no longer held. It names their ids.
+            InvalidRequestError: The meta has no lease tokens.
+
+        Example:
+            >>> client.ack(claimed.slice(0, 1))
         """
         self._settle("ack", AckRequest, meta)
 
     def nack(self, meta: KVBatchMeta) -> None:
-        """Gives leased samples back to the pool at once; errors as `ack`."""
+        """Gives leased samples back, so that they can be claimed again at once. Raises what `ack` raises.
+
+        Example:
+            >>> client.nack(claimed.slice(1, 2))
+        """
         self._settle("nack", NackRequest, meta)
 
     def renew(self, meta: KVBatchMeta, lease_s: float) -> None:
-        """Extends leases to ``lease_s`` seconds from now; errors as `ack`."""
+        """Extends leases: they end ``lease_s`` seconds from now. Raises what `ack` raises.
+
+        Example:
+            >>> rest = client.claim_meta("step-1", "trainer", ["reward"], 3, lease_s=60.0)
+            >>> client.renew(rest, lease_s=600.0)
+            >>> client.ack(rest)
+        """
         with self._operation():
             check_seconds("lease_s", lease_s)
         self._settle("renew", RenewRequest, meta, lease_s=lease_s)
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Whether every task has been given (leased: has acked) every sample that the partition holds.
+        """Whether every task has consumed every sample that the partition holds: was given it, or acked its lease.
 
-        False while it holds none, and for an unknown partition or task.
+        False while the partition holds no sample, and for an unknown partition or task.
+
+        Example:
+            >>> client.check_consumption_status("step-1", ["trainer"])
+            True
         """
         with self._operation():
             self._require(Capability.CLAIMS, "check_consumption_status")
@@ -363,11 +420,14 @@ class DataPlaneClient(Connection):
             return self._call("check_consumption", request, ConsumptionReply).consumed
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        """Drops rows with their tags and cursors; ids that are not there, or an unknown partition: nothing to do.
+        """Removes samples, with their tags and what tasks were given of them. What is not there is passed over.
 
         Args:
-            sample_ids: The rows, or None for the whole partition, schema included.
+            sample_ids: The samples, or None for the whole partition with its registration.
             partition_id: The partition.
+
+        Example:
+            >>> client.clear_samples(["p0_g0"], "step-1")
         """
         with self._operation():
             check_name("partition_id", partition_id)
@@ -380,10 +440,18 @@ class DataPlaneClient(Connection):
             self._call("clear_samples", request, ClearReply)
 
     def list_samples(self, partition_id: str, tag_filter: TagFilter | None = None) -> KVBatchMeta:
-        """Ids and tags in order of first write, no data.
+        """The ids and tags of a partition's samples, in order of first write. No cells are read.
+
+        Args:
+            partition_id: A registered partition.
+            tag_filter: A condition on tags, as for `claim_meta`.
 
         Raises:
             UnknownPartitionError: Not registered.
+
+        Example:
+            >>> client.list_samples("step-1", {"input_lengths": (">=", 2)}).sample_ids
+            ['p0_g1', 'p1_g1']
         """
         with self._operation():
             self._require(Capability.LISTING, "list_samples")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.meta import KVBatchMeta, take_rows
+from dataplane_core.meta import KVBatchMeta, values_at
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PLAN_KEYS
 from dataplane_core.sharding.plan import ShardPlan, plan_dynamic_batches, plan_even_shards, plan_packed_batches
 
@@ -89,12 +89,12 @@ def _carry_out(meta: KVBatchMeta, plan: ShardPlan) -> list[KVBatchMeta]:
         shards.append(
             dataclasses.replace(
                 meta,
-                sample_ids=take_rows(meta.sample_ids, rows),
+                sample_ids=values_at(meta.sample_ids, rows),
                 fields=None if meta.fields is None else list(meta.fields),
-                sequence_lengths=None if meta.sequence_lengths is None else take_rows(meta.sequence_lengths, rows),
+                sequence_lengths=None if meta.sequence_lengths is None else values_at(meta.sequence_lengths, rows),
                 extra_info=extra_info,
-                tags=None if meta.tags is None else take_rows(meta.tags, rows),
-                lease_tokens=None if meta.lease_tokens is None else take_rows(meta.lease_tokens, rows),
+                tags=None if meta.tags is None else values_at(meta.tags, rows),
+                lease_tokens=None if meta.lease_tokens is None else values_at(meta.lease_tokens, rows),
             )
         )
     return shards

@@ -1,0 +1,18 @@
+"""The examples in the client's docstrings, which continue each other, run in the order in which they stand."""
+
+import doctest
+import inspect
+
+from dataplane_core import DataPlaneClient
+
+
+def test_the_examples_of_the_client_run_one_after_the_other():
+    documented = [DataPlaneClient, *(each for each in vars(DataPlaneClient).values() if inspect.isfunction(each))]
+    docstrings = [inspect.getdoc(each) for each in documented if not each.__name__.startswith("_")]
+    assert all(text and ">>> " in text for text in docstrings)
+    story = doctest.DocTestParser().get_doctest("\n\n".join(docstrings), {}, "client", None, None)
+    runner = doctest.DocTestRunner()
+    runner.run(story, clear_globs=False)
+    story.globs["client"].close()
+    assert runner.tries == len(story.examples) > 10
+    assert runner.failures == 0

@@ -73,7 +73,7 @@ class DataPlaneClient(Connection):
     blocks until it is done, at most ``op_timeout_s`` seconds (see the config); a blocking claim has a ``timeout_s`` of
     its own. All errors derive from `DataPlaneError`.
 
-    Example:
+    Examples:
         The examples of the methods continue this one.
 
         >>> import torch
@@ -107,7 +107,7 @@ class DataPlaneClient(Connection):
             InvalidRequestError: A size below 1, repeated or empty names.
             UnsupportedOperationError: The backend does not declare groups.
 
-        Example:
+        Examples:
             >>> client.register_partition("step-1", ["input_ids", "reward"], 4, ["trainer"])
         """
         with self._operation():
@@ -163,7 +163,7 @@ class DataPlaneClient(Connection):
             CapacityExceededError: The store is full.
             OperationTimeoutError: The write may have happened or not.
 
-        Example:
+        Examples:
             >>> ids = ["p0_g0", "p0_g1", "p1_g0", "p1_g1"]
             >>> tokens = [[1, 2, 3], [1, 2], [4], [4, 5]]
             >>> columns = {"input_ids": tokens, "reward": torch.tensor([0.0, 1.0, 1.0, 0.0])}
@@ -227,7 +227,7 @@ class DataPlaneClient(Connection):
             MissingDataError: A sample is not there, or a cell is not yet produced. It is also a `KeyError`.
             UnknownPartitionError: Not registered.
 
-        Example:
+        Examples:
             >>> batch = client.get_samples(["p1_g1", "p0_g0"], "step-1", ["input_ids", "reward"])
             >>> [row.tolist() for row in batch["input_ids"].unbind()]
             [[4, 5], [1, 2, 3]]
@@ -268,7 +268,7 @@ class DataPlaneClient(Connection):
         Raises:
             InvalidRequestError: Both are None.
 
-        Example:
+        Examples:
             >>> client.get_data(meta.slice(1, 3), ["reward"])["reward"]
             tensor([1., 1.])
         """
@@ -321,7 +321,7 @@ class DataPlaneClient(Connection):
             UnknownPartitionError, UnknownTaskError: Not registered, or cleared while waiting.
             InvalidRequestError: A batch size below 1 or no multiple of the group size.
 
-        Example:
+        Examples:
             >>> claimed = client.claim_meta("step-1", "trainer", ["input_ids", "reward"], 2, lease_s=60.0)
             >>> claimed.sample_ids
             ['p0_g0', 'p0_g1']
@@ -378,7 +378,7 @@ class DataPlaneClient(Connection):
             LeaseExpiredError: Some leases are no longer held. It names their ids.
             InvalidRequestError: The meta has no lease tokens.
 
-        Example:
+        Examples:
             >>> client.ack(claimed.slice(0, 1))
         """
         self._settle("ack", AckRequest, meta)
@@ -386,7 +386,7 @@ class DataPlaneClient(Connection):
     def nack(self, meta: KVBatchMeta) -> None:
         """Gives leased samples back, so that they can be claimed again at once. Raises what `ack` raises.
 
-        Example:
+        Examples:
             >>> client.nack(claimed.slice(1, 2))
         """
         self._settle("nack", NackRequest, meta)
@@ -394,7 +394,7 @@ class DataPlaneClient(Connection):
     def renew(self, meta: KVBatchMeta, lease_s: float) -> None:
         """Extends leases: they end ``lease_s`` seconds from now. Raises what `ack` raises.
 
-        Example:
+        Examples:
             >>> rest = client.claim_meta("step-1", "trainer", ["reward"], 3, lease_s=60.0)
             >>> client.renew(rest, lease_s=600.0)
             >>> client.ack(rest)
@@ -408,7 +408,7 @@ class DataPlaneClient(Connection):
 
         False while the partition holds no sample, and for an unknown partition or task.
 
-        Example:
+        Examples:
             >>> client.check_consumption_status("step-1", ["trainer"])
             True
         """
@@ -426,7 +426,7 @@ class DataPlaneClient(Connection):
             sample_ids: The samples, or None for the whole partition with its registration.
             partition_id: The partition.
 
-        Example:
+        Examples:
             >>> client.clear_samples(["p0_g0"], "step-1")
         """
         with self._operation():
@@ -449,7 +449,7 @@ class DataPlaneClient(Connection):
         Raises:
             UnknownPartitionError: Not registered.
 
-        Example:
+        Examples:
             >>> client.list_samples("step-1", {"input_lengths": (">=", 2)}).sample_ids
             ['p0_g1', 'p1_g1']
         """

@@ -10,9 +10,9 @@ from typing import Final
 __all__ = ["ASKS_PER_S", "LEAST_ROOM_PAUSE_S", "LONGEST_PAUSE_S", "Pacer", "backoff_s"]
 
 #: How often all who wait at one store may ask in vain, together, while no pause is longer than the longest.
-ASKS_PER_S: Final = 80.0
+ASKS_PER_S: Final = 50.0
 #: The longest pause between two questions of one who waits, in seconds, however many wait.
-LONGEST_PAUSE_S: Final = 8.0
+LONGEST_PAUSE_S: Final = 10.0
 #: The shortest pause between two questions of a put that waits for room, in seconds.
 LEAST_ROOM_PAUSE_S: Final = 0.01
 #: How many may ask at once before the rate holds: a few who have just begun to wait are not slowed down.

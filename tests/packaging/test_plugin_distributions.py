@@ -100,11 +100,12 @@ def connect(site: Path, *names: str) -> dict:
 
 @pytest.fixture(scope="module")
 def replies(site):
-    return connect(site, *BROKEN, *(f"signature_{entry}" for entry in SIGNATURES), "mime", "redis_stor")
+    names = ["twice", "mine", *BROKEN, *(f"signature_{entry}" for entry in SIGNATURES), "mime", "redis_stor"]
+    return connect(site, *dict.fromkeys(names))  # the first two import nothing, and the backend that is named
 
 
-def test_an_installed_backend_connects_by_name_and_no_other_is_imported(site):
-    reply = connect(site, "mine")["mine"]
+def test_an_installed_backend_connects_by_name_and_no_other_is_imported(replies):
+    reply = replies["mine"]
     assert reply["error"] is None
     assert ["mine", "acme-store"] in reply["found"]
     assert ["other", "acme-other"] in reply["found"]

@@ -56,6 +56,7 @@ CONSUMER = """
 import json, sys
 import dataplane_core
 from dataplane_core import connect
+from dataplane_core.plugins import find_plugins
 
 client = connect({"backend": "sqlite_example", "options": {"path": sys.argv[1]}}, bootstrap=False)
 consumed = {}
@@ -67,7 +68,8 @@ while not client.check_consumption_status("train", ["trainer"]):
             assert sample_id not in consumed
             consumed[sample_id] = [row.tolist(), reward]
         client.ack(meta)
-print(json.dumps([dataplane_core.__file__, consumed]))
+found = {each.name: each.distribution for each in find_plugins()}
+print(json.dumps([dataplane_core.__file__, found, consumed]))
 """
 
 
@@ -116,14 +118,6 @@ def installed(clean):
     return clean
 
 
-def test_it_is_found_by_name_and_nothing_of_the_checkout_is_there(installed):
-    done = installed.run("dataplane", "backends", "--json")
-    assert done.returncode == 0, done.stderr
-    found = {row["name"]: row["distribution"] for row in json.loads(done.stdout)}
-    assert found["sqlite_example"] == "dataplane-sqlite-example"
-    assert "noop" not in found
-
-
 def test_a_job_across_processes_survives_two_kills(installed, tmp_path):
     path = tmp_path / "run.sqlite"
     producer = installed.start("python", "-c", PRODUCER, path, *IDS)
@@ -143,8 +137,10 @@ def test_a_job_across_processes_survives_two_kills(installed, tmp_path):
 
     done = installed.run("python", "-c", CONSUMER, path)
     assert done.returncode == 0, done.stderr
-    core, consumed = json.loads(done.stdout)
+    core, found, consumed = json.loads(done.stdout)
     assert Path(core).is_relative_to(installed.folder)
+    assert found["sqlite_example"] == "dataplane-sqlite-example"
+    assert "noop" not in found
     assert sorted(consumed) == sorted(IDS)
     for number, sample_id in enumerate(IDS):
         tokens = [0, 1, 2] if number % 2 else [number] * (number + 1)
@@ -156,15 +152,6 @@ def test_a_process_that_is_stopped_in_a_transaction_holds_others_up_only_to_thei
     done = installed.run("python", "-c", BESIDE_A_STOPPED_PROCESS, tmp_path / "run.sqlite")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [["OperationTimeoutError"] * 3, [0.0], ["before", "after"]]
-
-
-def test_a_taste_of_the_kit_passes_by_name(installed, tmp_path):
-    options = f"{{path: {tmp_path / 'kit.sqlite'}}}"
-    done = installed.run(
-        "dataplane", "conformance", "sqlite_example", "--options", options, "-k", "order_asked_for or given_once"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 failed" in done.stdout
 
 
 def run_its_own_tests(installed, tmp_path, *select, timeout_s=170):

@@ -1,10 +1,11 @@
 """`dataplane doctor`: what it prints, and when it exits with 1."""
 
+import importlib
 import json
 
 import pytest
 
-from dataplane_core.cli import main
+from dataplane_core.cli import _doctor, main
 
 
 @pytest.fixture
@@ -19,6 +20,17 @@ def config(tmp_path):
     return write
 
 
+@pytest.fixture
+def here(monkeypatch):
+    """The backend is examined in this process, which spares a fresh one's imports."""
+
+    def ask(target, **arguments):
+        module, _, name = target.partition(":")
+        return getattr(importlib.import_module(module), name)(**arguments)
+
+    monkeypatch.setattr(_doctor, "ask", ask)
+
+
 def test_a_backend_that_needs_nothing_is_well(capsys):
     assert main(["doctor", "noop"]) == 0
     out = capsys.readouterr().out
@@ -27,7 +39,7 @@ def test_a_backend_that_needs_nothing_is_well(capsys):
     assert out.endswith("0 errors, 0 warnings\n")
 
 
-def test_a_config_is_examined_as_a_whole(capsys, config):
+def test_a_config_is_examined_as_a_whole(here, capsys, config):
     path = config("{backend: noop, options: {capcity_bytes: 1}, middleware: [wire_gard, metrics], allow_pickle: true}")
     assert main(["doctor", "--config", path, "--json"]) == 1
     (report,) = json.loads(capsys.readouterr().out)
@@ -46,7 +58,7 @@ def test_a_config_for_another_backend_than_the_named_one_is_refused(capsys, conf
     assert "'redis_store' was asked for, but" in capsys.readouterr().err
 
 
-def test_a_backend_that_is_not_installed_is_an_error_with_the_nearest_name(capsys):
+def test_a_backend_that_is_not_installed_is_an_error_with_the_nearest_name(here, capsys):
     assert main(["doctor", "noob"]) == 1
     out = capsys.readouterr().out
     assert out.startswith("noob  (not installed)\n  error ")

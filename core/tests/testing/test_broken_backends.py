@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["pytester"]
+
 _TOYS = Path(__file__).parent / "toys"
 _TIMEOUT_S = 900
 
@@ -29,36 +31,30 @@ _BROKEN_BLOBS = _broken("folder_store")
 #: The kit with a capability taken away has a case that the whole kit has not.
 _CONTROLS = [test for test in dict.fromkeys(_BROKEN.values()) if "undeclared" not in test]
 
+#: Class that holds the whole kit or a suite -> which of its tests run.
+_SELECTED = {
+    "TestFolderStore": "smoke or blob or many or journal or append or deleting or keys or engine",
+    "TestDeclaresClaims": "undeclared or tags or consumed or order or history",
+    "TestCarriesRows": "columns_come_back or objects_come_back or joins_across or hook or any_batch",
+    "TestCarriesBytes": "columns_come_back or objects_come_back or joins_across or hook or any_batch",
+    "TestHostStore": "process or attach or bootstrap or fork or elsewhere or holder or kill",
+    "TestKeepsCursorsInTheClient": "goes_to_one or visible_in",
+    "TestLocksTheStore": "serves_others",
+    "TestGivesUpAtOnce": "owner_that_is_late",
+    "TestBootstrapsOverWhatRuns": "with_auto_one_bootstraps",
+    "TestHangsInForks": "a_fork_opens",
+}
+
+#: Two runs, side by side: the second waits most of the time.
 _RUNS = {
-    "broken": [
+    "one_process": [
         *(f"kit_of_broken.py::Test{name}::{test}" for name, test in _BROKEN.items()),
         *(f"kit_of_broken.py::TestNoopBackend::{test}" for test in _CONTROLS),
-    ],
-    "folder": [
         *(f"kit_of_folder.py::Test{name}::{test}" for name, test in _BROKEN_BLOBS.items()),
         "kit_of_folder.py::TestFolderStore",
-        "-k",
-        "not TestFolderStore or smoke or blob or many or journal or append or deleting or keys or engine",
+        "kit_of_variants.py",
     ],
-    "declares": [
-        "kit_of_variants.py::TestDeclaresNothing",
-        "kit_of_variants.py::TestDeclaresClaims",
-        "-k",
-        "TestDeclaresNothing or undeclared or tags or consumed or order or history",
-    ],
-    "carries": [
-        "kit_of_variants.py::TestCarriesRows",
-        "kit_of_variants.py::TestCarriesBytes",
-        "-k",
-        "columns_come_back or objects_come_back or joins_across or hook or any_batch",
-    ],
-    "processes": [
-        "kit_of_host.py",
-        "-k",
-        "(TestHostStore and (process or attach or bootstrap or fork or elsewhere or holder or kill)) or goes_to_one or "
-        "visible_in or TestDiesBadly or (TestLocksTheStore and serves_others) or (TestGivesUpAtOnce and late) or "
-        "(TestBootstrapsOverWhatRuns and auto) or (TestHangsInForks and fork)",
-    ],
+    "processes": ["kit_of_host.py"],
 }
 
 
@@ -72,14 +68,16 @@ def _with_toys():
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Run -> backend -> its report. Runs in processes of their own, which may hang or break for all we know."""
+    """Backend -> its report. Runs in processes of their own, which may hang or break for all we know."""
     folder = tmp_path_factory.mktemp("reports")
     environment = {**_with_toys(), "DATAPLANE_CONFORMANCE_PROMPT_S": "4", "DATAPLANE_CONFORMANCE_KILLS": "6"}
     environment.pop("DATAPLANE_HYPOTHESIS_PROFILE", None)
+    selected = [f"({name} and ({tests}))" for name, tests in _SELECTED.items()]
+    selection = " or ".join([f"not ({' or '.join(_SELECTED)})", *selected])
     started = {}
     for run, arguments in _RUNS.items():
         output = (folder / f"{run}.txt").open("w")
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-k", selection]
         command += ["--basetemp", str(folder / run), "--dataplane-json", str(folder / f"{run}.json"), *arguments]
         started[run] = subprocess.Popen(command, cwd=_TOYS, env=environment, stdout=output, stderr=subprocess.STDOUT)
         output.close()
@@ -94,7 +92,7 @@ def reports(tmp_path_factory):
     for run in _RUNS:
         path = folder / f"{run}.json"
         assert path.exists(), (folder / f"{run}.txt").read_text()[-3000:]
-        found[run] = {report["backend"]: report for report in json.loads(path.read_text())}
+        found |= {report["backend"]: report for report in json.loads(path.read_text())}
     return found
 
 
@@ -103,15 +101,9 @@ def _outcomes(report):
 
 
 @pytest.mark.timeout(_TIMEOUT_S + 60)
-@pytest.mark.parametrize(
-    ("run", "name", "test"),
-    [
-        *(("broken", name, test) for name, test in _BROKEN.items()),
-        *(("folder", name, test) for name, test in _BROKEN_BLOBS.items()),
-    ],
-)
-def test_the_test_that_names_the_rule_fails(reports, run, name, test):
-    found = _outcomes(reports[run][name])[test]
+@pytest.mark.parametrize(("name", "test"), [*_BROKEN.items(), *_BROKEN_BLOBS.items()])
+def test_the_test_that_names_the_rule_fails(reports, name, test):
+    found = _outcomes(reports[name])[test]
     assert found["outcome"] == "fail", f"{name} passed {test}"
     assert not found["reason"].startswith(("setup", "teardown")), found["reason"]
     assert found["rule"]
@@ -121,24 +113,24 @@ def test_the_test_that_names_the_rule_fails(reports, run, name, test):
 @pytest.mark.timeout(_TIMEOUT_S + 60)
 @pytest.mark.parametrize("test", _CONTROLS)
 def test_the_unbroken_backend_passes(reports, test):
-    found = _outcomes(reports["broken"]["NoopBackend"])[test]
+    found = _outcomes(reports["NoopBackend"])[test]
     assert found["outcome"] == "pass", found["reason"]
 
 
 @pytest.mark.timeout(_TIMEOUT_S + 60)
 @pytest.mark.parametrize(
-    ("run", "backend", "least"),
+    ("backend", "least"),
     [
-        ("declares", "DeclaresNothing", 600),
-        ("declares", "DeclaresClaims", 20),
-        ("carries", "CarriesRows", 400),
-        ("carries", "CarriesBytes", 400),
-        ("processes", "HostStore", 18),
-        ("folder", "FolderStore", 35),
+        ("DeclaresNothing", 600),
+        ("DeclaresClaims", 20),
+        ("CarriesRows", 400),
+        ("CarriesBytes", 400),
+        ("HostStore", 18),
+        ("FolderStore", 35),
     ],
 )
-def test_right_backends_pass(reports, run, backend, least):
-    report = reports[run][backend]
+def test_right_backends_pass(reports, backend, least):
+    report = reports[backend]
     failures = [test["name"] for test in report["tests"] if test["outcome"] == "fail"]
     assert failures == []
     assert report["counts"]["pass"] >= least
@@ -146,7 +138,7 @@ def test_right_backends_pass(reports, run, backend, least):
 
 @pytest.mark.timeout(_TIMEOUT_S + 60)
 def test_undeclared_capabilities_are_reported_as_such(reports):
-    report = reports["declares"]["DeclaresNothing"]
+    report = reports["DeclaresNothing"]
     rows = {row["name"]: row for row in report["capabilities"]}
     assert rows["core"]["verdict"] == "proven"
     for name in ("claims", "leases", "overwrite", "durable", "fenced", "scope host"):
@@ -158,7 +150,7 @@ def test_undeclared_capabilities_are_reported_as_such(reports):
 
 @pytest.mark.timeout(_TIMEOUT_S + 60)
 def test_a_store_that_is_wrong_across_processes_is_caught(reports):
-    outcomes = _outcomes(reports["processes"]["KeepsCursorsInTheClient"])
+    outcomes = _outcomes(reports["KeepsCursorsInTheClient"])
     assert outcomes["test_each_sample_goes_to_one_process"]["outcome"] == "fail"
     assert outcomes["test_a_put_is_visible_in_other_processes"]["outcome"] == "pass"
 
@@ -183,7 +175,7 @@ def test_a_store_that_is_wrong_across_processes_is_caught(reports):
     ],
 )
 def test_a_store_that_others_cannot_rely_on_is_caught(reports, backend, test, reason):
-    outcome = _outcomes(reports["processes"][backend])[test]
+    outcome = _outcomes(reports[backend])[test]
     assert outcome["outcome"] == "fail"
     assert reason in outcome["reason"]
 
@@ -192,13 +184,13 @@ def test_there_is_a_broken_backend_for_many_rules():
     assert len(set(_BROKEN.values()) | set(_BROKEN_BLOBS.values())) >= 80
 
 
-def test_a_store_that_drops_a_tenth_fails_the_first_test_of_all(tmp_path):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "b")]
-    command += ["--dataplane-json", str(tmp_path / "r.json"), "kit_of_folder.py::TestDropsATenthInTheWholeKit"]
-    done = subprocess.run(
-        command, cwd=_TOYS, env=_with_toys(), capture_output=True, text=True, timeout=160, check=False
-    )
-    assert (tmp_path / "r.json").exists(), done.stdout + done.stderr
-    (report,) = json.loads((tmp_path / "r.json").read_text())
+def test_a_store_that_drops_a_tenth_fails_the_first_test_of_all(pytester, monkeypatch):
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.syspath_prepend(_TOYS)
+    pytester.makepyfile("from kit_of_folder import TestDropsATenthInTheWholeKit")
+    path = pytester.path / "r.json"
+    done = pytester.runpytest_inprocess("-q", "-x", "-p", "no:cacheprovider", "--dataplane-json", str(path))
+    assert path.exists(), done.outlines
+    (report,) = json.loads(path.read_text())
     ran = [test for test in report["tests"] if test["outcome"] != "not run"]
     assert [(test["name"], test["outcome"]) for test in ran] == [("test_smoke_hundreds_of_blobs_come_back", "fail")]

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
 
 from dataplane_core.cli import main
 
 
-def test_the_command_runs_the_kit_and_writes_reports(tmp_path):
+def test_the_command_runs_the_kit_and_writes_reports(tmp_path, capsys):
     files = ["--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
-    command = [sys.executable, "-c", "import sys; from dataplane_core.cli import main; sys.exit(main())"]
     arguments = ["conformance", "noop", "--options", "{capacity_bytes: 9000000}", "-k", "order_asked_for or given_once"]
-    done = subprocess.run(
-        [*command, *arguments, *files],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "conformance of noop" in done.stdout
-    assert "2 tests, in about a few seconds, the quick ones first\n" in done.stdout
-    assert "warning" not in done.stdout
+    status = main([*arguments, *files])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert "conformance of noop" in said
+    assert "2 tests, in about a few seconds, the quick ones first\n" in said
+    assert "warning" not in said
     (report,) = json.loads((tmp_path / "r.json").read_text())
     assert report["backend"] == "noop"
     assert report["counts"]["pass"] == 2

@@ -16,6 +16,8 @@ pytest_plugins = ["pytester"]
 _HEAD = """
 import pytest
 from dataplane_core.testing import BackendConformance
+from dataplane_core.testing.suites.get import GetSuite
+from dataplane_core.testing.suites.put import PutSuite
 from dataplane_noop import NoopBackend
 """
 
@@ -56,20 +58,20 @@ def test_ten_lines_are_enough(run):
 
 
 def test_a_backend_may_be_named(run):
-    _, (report,) = run("class TestMine(BackendConformance):\n    backend = 'noop'\n", "-k", "order_asked_for")
+    _, (report,) = run("class TestMine(GetSuite):\n    backend = 'noop'\n", "-k", "order_asked_for")
     assert report["backend"] == "noop"
     assert report["counts"]["pass"] == 1
 
 
 def test_a_class_that_names_no_backend_says_so(run):
-    result, _ = run("class TestMine(BackendConformance):\n    pass\n", "-k", "order_asked_for")
+    result, _ = run("class TestMine(GetSuite):\n    pass\n", "-k", "order_asked_for")
     assert result.ret != 0
     result.stdout.fnmatch_lines(["*TestMine names no backend.*"])
 
 
 def test_options_are_a_fixture_that_may_use_others(run):
     body = """
-class TestMine(BackendConformance):
+class TestMine(GetSuite):
     backend_class = NoopBackend
 
     @pytest.fixture(scope="session")
@@ -109,10 +111,10 @@ class Counts(NoopBackend):
     def start(self, *, bootstrap, deadline):
         self.started.append(1)
 
-class TestOne(BackendConformance):
+class TestOne(GetSuite):
     backend_class = Counts
 
-class TestMany(BackendConformance):
+class TestMany(GetSuite):
     backend_class = Counts
     store_per_test = True
 
@@ -132,10 +134,11 @@ class Drops(NoopBackend):
         request.sample_ids = sorted(request.sample_ids)
         return super().get_samples(request)
 
-class TestMine(BackendConformance):
+class TestMine(PutSuite, GetSuite):
     backend_class = Drops
     deviations = {deviations}
 """
+_WHOLE = _DROPS.replace("PutSuite, GetSuite", "BackendConformance")
 
 
 def test_a_deviation_is_an_expected_failure(run):
@@ -159,7 +162,7 @@ def test_a_backend_may_bring_its_deviations(run):
 
 def test_the_facts_of_an_engine_and_what_it_costs_more_are_reported(run):
     body = """
-class TestMine(BackendConformance):
+class TestMine(GetSuite):
     backend_class = NoopBackend
     most_copies = {"put_samples": (6, "the engine copies twice")}
 """
@@ -180,13 +183,13 @@ def test_a_deviation_that_passes_fails(run):
 
 
 def test_a_deviation_may_name_cases(run):
-    body = _DROPS.format(deviations="{'test_columns_come_back_bit_for_bit[float8*-one_row]': 'never fails'}")
+    body = _WHOLE.format(deviations="{'test_columns_come_back_bit_for_bit[float8*-one_row]': 'never fails'}")
     result, (report,) = run(body, "-k", "bit_for_bit and one_row and (float8 or int64)")
     result.assert_outcomes(failed=5, passed=2, deselected=len(report["tests"]) - 7)
 
 
 def test_a_deviation_whose_case_does_not_exist_is_refused(run):
-    body = _DROPS.format(deviations="{'test_columns_come_back_bit_for_bit[float9-one_row]': 'no such dtype'}")
+    body = _WHOLE.format(deviations="{'test_columns_come_back_bit_for_bit[float9-one_row]': 'no such dtype'}")
     result, _ = run(body, "-k", "order_asked_for")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*float9-one_row*"])
@@ -247,7 +250,7 @@ def pytest_collection_modifyitems(items):
         if "get_repeats_rows" in item.name:
             item.add_marker(pytest.mark.xfail(reason="quietly"))
 """
-    body = "class TestMine(BackendConformance):\n    backend_class = NoopBackend\n"
+    body = "class TestMine(GetSuite):\n    backend_class = NoopBackend\n"
     result, (report,) = run(body, "-k", "order_asked_for or get_repeats_rows", conftest=conftest)
     assert not report["passed"]
     assert {test["outcome"] for test in _selected(report).values()} == {"fail"}
@@ -323,7 +326,7 @@ class Dead(NoopBackend):
     def start(self, *, bootstrap, deadline):
         raise OSError("port 6379 is taken")
 
-class TestMine(BackendConformance):
+class TestMine(GetSuite):
     backend_class = Dead
 """
     result, _ = run(body, "-k", "order_asked_for")
@@ -338,7 +341,7 @@ class Warns(NoopBackend):
         {warn}
         return super().get_samples(request)
 
-class TestMine(BackendConformance):
+class TestMine(GetSuite):
     backend_class = Warns
 """
 
@@ -381,15 +384,13 @@ def test_quick_tests_come_first_and_the_machine_last(run):
 
 
 def test_tests_carry_a_marker(run):
-    body = (
-        "class TestMine(BackendConformance):\n    backend_class = NoopBackend\n\ndef test_not_of_the_kit():\n    pass\n"
-    )
+    body = "class TestMine(GetSuite):\n    backend_class = NoopBackend\n\ndef test_not_of_the_kit():\n    pass\n"
     result, _ = run(body, "-m", "dataplane", "-k", "order_asked_for or not_of_the_kit")
     result.assert_outcomes(passed=1, deselected=result.parseoutcomes()["deselected"])
 
 
 def test_markdown_is_written(run, pytester):
-    body = "class TestMine(BackendConformance):\n    backend_class = NoopBackend\n"
+    body = "class TestMine(GetSuite):\n    backend_class = NoopBackend\n"
     run(body, "-k", "order_asked_for", "--dataplane-markdown", str(pytester.path / "report.md"))
     text = (pytester.path / "report.md").read_text()
     assert "| core | in part | 1 |" in text
@@ -397,7 +398,7 @@ def test_markdown_is_written(run, pytester):
 
 
 def test_without_the_plugin_the_kit_still_judges(pytester):
-    pytester.makepyfile(_HEAD + _DROPS.format(deviations="{'test_get_keeps_the_order_asked_for': 'the engine sorts'}"))
+    pytester.makepyfile(_HEAD + _WHOLE.format(deviations="{'test_get_keeps_the_order_asked_for': 'the engine sorts'}"))
     arguments = ["-p", "no:dataplane_conformance", "-p", "no:cacheprovider", "--strict-markers", "-W", "error"]
     result = pytester.runpytest_inprocess(*arguments, "-k", "order_asked_for or joins_rows_of or overlap_clears_are")
     result.assert_outcomes(failed=1, xfailed=1, passed=2, deselected=result.parseoutcomes()["deselected"])

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any, Final
 
@@ -352,11 +353,13 @@ def record_of(item: Any) -> dict[str, Any]:
     }
 
 
+@cache
 def _header(case: Any) -> dict[str, Any]:
+    """The same for all tests of a class."""
     cls: type[Backend] = case.under_test()
     return {
         "backend": case.backend or cls.__name__,
-        "distribution": _distribution(cls),
+        "distribution": _distribution(cls.__module__.partition(".")[0]),
         "core_version": _version("dataplane-core"),
         "contract_version": CONTRACT_VERSION,
         "scope": str(cls.scope),
@@ -376,19 +379,12 @@ def _more_copies(case: Any) -> dict[str, str]:
     }
 
 
-_distributions: dict[str, str] = {}
-
-
-def _distribution(cls: type) -> str:
-    package = cls.__module__.partition(".")[0]
-    if package not in _distributions:
-        # an editable install lists no files, but its entry points
-        found = [
-            each.distribution for each in find_plugins() if each.target.partition(".")[0].partition(":")[0] == package
-        ]
-        found += packages_distributions().get(package, [])
-        _distributions[package] = f"{found[0]} {_version(found[0])}" if found else ""
-    return _distributions[package]
+@cache
+def _distribution(package: str) -> str:
+    # an editable install lists no files, but its entry points
+    found = [each.distribution for each in find_plugins() if each.target.partition(".")[0].partition(":")[0] == package]
+    found += packages_distributions().get(package, [])
+    return f"{found[0]} {_version(found[0])}" if found else ""
 
 
 def _version(distribution: str) -> str:

@@ -1,5 +1,6 @@
 """Leases are judged by durations that each process measures itself: no clock of a host says when one ends."""
 
+import contextlib
 import multiprocessing
 import time
 from pathlib import Path
@@ -163,24 +164,31 @@ class Filed(Plain):
             from_seq += 1
 
 
-def put_with_a_wrong_wall_clock(path, ahead_s):
+def put_with_wrong_wall_clocks(ahead_s):
     right = time.time
-    time.time = lambda: right() + ahead_s
-    with open_client(Filed, bootstrap=False, path=path) as client:
-        client.put_samples(["b"], "p", {"x": torch.zeros(1)})
+    for path, ahead in ahead_s.items():
+        time.time = lambda ahead=ahead: right() + ahead
+        with open_client(Filed, bootstrap=False, path=path) as client:
+            client.put_samples(["b"], "p", {"x": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
-def test_the_wall_clocks_of_processes_may_be_an_hour_apart(tmp_path, ahead_s):
-    with open_client(Filed, path=str(tmp_path)) as client:
-        filled(client, "a")
-        held = take(client, lease_s=60.0)
-        other = _SPAWN.Process(target=put_with_a_wrong_wall_clock, args=(str(tmp_path), ahead_s))
+def test_the_wall_clocks_of_processes_may_be_an_hour_apart(tmp_path):
+    ahead_s = {str(tmp_path / "early"): 3600.0, str(tmp_path / "late"): -3600.0}
+    with contextlib.ExitStack() as stack:
+        held = {}
+        for path in ahead_s:
+            Path(path).mkdir()
+            client = stack.enter_context(open_client(Filed, path=path))
+            filled(client, "a")
+            held[client] = take(client, lease_s=60.0)
+        other = _SPAWN.Process(target=put_with_wrong_wall_clocks, args=(ahead_s,))
         other.start()
         other.join(60)
         assert other.exitcode == 0
         other.close()
-        assert take(client, 2, lease_s=0.2).sample_ids == ["b"]
-        client.renew(held, 60.0)
-        again = client.claim_meta("p", "t", ["x"], 1, lease_s=60.0, timeout_s=30.0)  # that lease ends: no time stands
-        assert again.sample_ids == ["b"]
+        for client, leased in held.items():
+            assert take(client, 2, lease_s=0.2).sample_ids == ["b"]
+            client.renew(leased, 60.0)
+            # that lease ends: no time stands
+            again = client.claim_meta("p", "t", ["x"], 1, lease_s=60.0, timeout_s=30.0)
+            assert again.sample_ids == ["b"]

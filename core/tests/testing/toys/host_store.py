@@ -6,12 +6,11 @@ It unpickles what clients send, so it does not declare ``no_pickle``.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
+import warnings
 from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Client, Listener
@@ -90,10 +89,25 @@ class Server:
         self._mutex.release()
 
 
-def serve(options):
-    """Until whoever started it ends."""
-    threading.Thread(target=Server(options).run, daemon=True).start()
-    sys.stdin.read()
+def fork_server(options):
+    """Starts a server in a fork of this process, which spares it the imports; it ends with this process.
+
+    Returns:
+        Its process id, and the end of a pipe that this process holds open.
+    """
+    ended, ours = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns where there are threads
+        pid = os.fork()
+    if pid:
+        os.close(ended)
+        return pid, ours
+    try:
+        os.close(ours)
+        threading.Thread(target=Server(options).run, daemon=True).start()
+        os.read(ended, 1)
+    finally:
+        os._exit(0)
 
 
 class HostOptions(CapacityOptions):
@@ -120,10 +134,9 @@ class HostStore(RowStoreBackend):
     def start(self, *, bootstrap, deadline):
         address, mine = self.config.address, self.config.model_dump()
         if bootstrap and self._is_first(f"{address}.owner"):
-            command = [sys.executable, __file__, json.dumps(mine)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+            self._process, self._pipe = fork_server(mine)
             while not os.path.exists(address):
-                if time.monotonic() > deadline or self._process.poll() is not None:
+                if time.monotonic() > deadline:
                     raise BackendUnavailableError(f"the server at {address} did not start.")
                 time.sleep(0.01)
         elif bootstrap and self.exclusive:
@@ -136,9 +149,9 @@ class HostStore(RowStoreBackend):
         for connection in self._connections:
             connection.close()
         if self._process is not None:
-            self._process.stdin.close()
-            self._process.kill()
-            self._process.wait()
+            os.close(self._pipe)
+            os.kill(self._process, signal.SIGKILL)
+            os.waitpid(self._process, 0)
             os.unlink(self.config.address)
             os.unlink(f"{self.config.address}.owner")
 
@@ -296,7 +309,3 @@ class HangsInForks(HostStore):
             threading.Event().wait(max(0.0, deadline - time.monotonic()))
         HangsInForks.opened_by = os.getpid()
         super().start(bootstrap=bootstrap, deadline=deadline)
-
-
-if __name__ == "__main__":
-    serve(json.loads(sys.argv[1]))

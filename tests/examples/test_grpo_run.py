@@ -88,7 +88,7 @@ def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(
 
 @pytest.mark.long
 def test_a_run_repeats_bit_for_bit(tmp_path: Path, in_memory: Finished) -> None:
-    assert finish(start(in_memory.config, tmp_path / "out"))[0] == 0
+    assert finish(start(write_config(tmp_path), tmp_path / "out"))[0] == 0
     assert results(read_metrics(tmp_path / "out")) == results(read_metrics(in_memory.folder))
 
 

@@ -75,26 +75,34 @@ def be_a_worker(words: list[str], variables: dict[str, str], folder: str) -> Non
     """Does what Ray's `setup_worker.py` does with these arguments, and what the program does that it would start."""
     os.setpgid(0, 0)
     os.chdir(folder)
+    own_path = _python_path()
     os.environ.clear()
     os.environ.update(variables)
     for name, value in (_context(words).get("env_vars") or {}).items():
         os.environ[name] = os.path.expandvars(value)
     sys.argv = [word for word in words if not word.startswith((_CONTEXT, "--language="))]
-    sys.path[0] = os.path.dirname(sys.argv[0])
+    rest = [each for each in sys.path[1:] if each not in own_path]
+    sys.path[:] = [os.path.dirname(sys.argv[0]), *_python_path(), *rest]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def ask_for_a_worker(words: list[str]) -> None:
     """Has a worker forked that takes the place of this process."""
     context = _context(words)
-    python, variables = context.pop("py_executable", sys.executable), context.pop("env_vars", None) or {}
-    if python != sys.executable or any(context.values()) or "PYTHONPATH" in variables:
+    context.pop("env_vars", None)
+    python = context.pop("py_executable", None) or sys.executable
+    if python != sys.executable or any(context.values()):
         setup = os.path.join(os.path.dirname(words[0]), "setup_worker.py")
         os.execv(sys.executable, [sys.executable, setup, *words])
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.environ[SOCKET])
         message = {"words": words, "variables": dict(os.environ), "folder": os.getcwd()}
         socket.send_fds(connection, [json.dumps(message).encode()], [0, 1, 2])
+
+
+def _python_path() -> list[str]:
+    """What the environment has Python put on its path."""
+    return [os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
 
 
 def _context(words: list[str]) -> dict:

@@ -67,29 +67,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # --- Ray --------------------------------------------------------------------------------------------------------------
 
-#: Keeps a Ray until nobody holds its standard input any more. The helpers that it ends only cost time here.
-_KEEPER = """
-import sys
-import ray
-ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=1 << 27, logging_level="ERROR")
-node = ray._private.worker._global_node
-node.kill_log_monitor()
-node.kill_monitor()
-node.kill_dashboard()
-print(ray.get_runtime_context().gcs_address, flush=True)
-sys.stdin.read()
-ray.shutdown(wait_for_processes=True)
-"""
-
 
 @pytest.fixture(scope="session")
 def ray_server() -> Iterator[str]:
     """The address of a Ray with 8 logical CPUs that all files share: each connects as a job of its own.
 
-    Its processes inherit an address for Mooncake that no node has, as they do from a driver elsewhere.
+    Its workers are forked, see `tests/forking_ray.py`. They run at nice 1, not at Ray's 15, at which a busy machine may
+    leave them no time. They inherit an address for Mooncake that no node has, as they do from a driver elsewhere.
     """
-    env = os.environ | {"OMP_NUM_THREADS": "1", "MC_TCP_BIND_ADDRESS": "169.254.7.7"}
-    command = [sys.executable, "-c", _KEEPER]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "MC_TCP_BIND_ADDRESS": "169.254.7.7", "RAY_worker_niceness": "1"}
+    command = [sys.executable, str(Path(__file__).parent / "tests" / "forking_ray.py")]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
         address = keeper.stdout.readline().strip()

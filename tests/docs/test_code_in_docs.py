@@ -184,13 +184,6 @@ dist.destroy_process_group()
 """
 
 
-def test_the_code_for_megatron_trainers_runs_in_a_process_of_a_group():
-    program = "\n".join(blocks("docs/megatron.md"))
-    text = MEGATRON_AUTHOR.format(tests=str(ROOT / "integrations" / "tests"), program=program)
-    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
-
-
 def test_the_snippets_on_asynchronous_training_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained = []
@@ -219,11 +212,15 @@ print(len(patches), "patches")
 """
 
 
-def test_the_page_on_images_runs_from_top_to_bottom():
-    # Megatron's import warns, which is an error in this process
-    program = "\n".join([ONE_RANK, *blocks("docs/multimodal.md"), SAID])
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_the_pages_on_megatron_and_on_images_run_from_top_to_bottom():
+    """One after the other in one process, since Megatron's import takes long; it also warns, an error in this one."""
+    megatron = MEGATRON_AUTHOR.format(
+        tests=str(ROOT / "integrations" / "tests"), program="\n".join(blocks("docs/megatron.md"))
+    )
+    images = "\n".join([ONE_RANK, *blocks("docs/multimodal.md"), SAID])
+    pages = f"for page in {[megatron, images]!r}:\n    exec(compile(page, 'page', 'exec'), {{'__name__': '__main__'}})"
+    done = subprocess.run([sys.executable, "-c", pages], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.split("\n")[-2] == "18 patches"
 
 

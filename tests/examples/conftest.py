@@ -28,7 +28,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def in_memory(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Finished:
+def in_memory(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ray_server: str) -> Finished:
     """A run that nothing disturbed: what others are compared with. Processes that run tests side by side share it."""
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "in-memory"
@@ -36,7 +36,7 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Finis
     with FileLock(f"{folder}.lock"):
         if not printed.exists():
             folder.mkdir(exist_ok=True)
-            code, out, err = finish(start(write_config(folder), folder / "out"))
+            code, out, err = finish(start(write_config(folder, ray={"address": ray_server}), folder / "out"))
             assert (code, err) == (0, "")
             printed.write_text(out)
-    return Finished(folder / "config.yaml", folder / "out", printed.read_text())
+    return Finished(folder / "out", printed.read_text())

@@ -111,9 +111,8 @@ def running_past(step: int, process: subprocess.Popen[str]) -> Iterator[Running]
 
 @dataclass
 class Finished:
-    """A run that ended well: its configuration, its folder and what it printed."""
+    """A run that ended well: its folder and what it printed."""
 
-    config: Path
     folder: Path
     printed: str
 

@@ -40,7 +40,7 @@ def overlap(run: list[dict[str, Any]]) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize("path", ["tq_simple", "redis_store", "tq_mooncake"])
 def test_staleness_0_is_the_synchronous_run_bit_for_bit(tmp_path: Path, in_memory: Finished, path: str) -> None:
-    records, evaluation = run_ahead(tmp_path / "out", in_memory.config, 0, path)
+    records, evaluation = run_ahead(tmp_path / "out", write_config(tmp_path), 0, path)
     assert [record.pop("staleness") for record in records] == [0, 0, 0, 0]
     assert results(records) == results(read_metrics(in_memory.folder))
     assert evaluation == json.loads((in_memory.folder / "summary.json").read_text())["evaluation"]

@@ -54,10 +54,10 @@ class Pair:
         self.there = there
         self._folder = folder
 
-    def cross(self, backend: str) -> dict[str, Any]:
-        """Runs ``crossing.py`` on the first host; what it found."""
-        words = [sys.executable, str(_PROGRAM), backend, f"{self.here.address}:{_RAY_PORT}", self.there.address]
-        with (self._folder / f"{backend}.err").open("w+") as err:
+    def cross(self, *backends: str) -> list[dict[str, Any]]:
+        """Runs ``crossing.py`` on the first host; what it found for each."""
+        words = [sys.executable, str(_PROGRAM), f"{self.here.address}:{_RAY_PORT}", self.there.address, *backends]
+        with (self._folder / "crossing.err").open("w+") as err:
             program = self.here.start(*words, stdout=subprocess.PIPE, stderr=err)
             try:
                 out, _ = program.communicate(timeout=_CROSSING_TIMEOUT_S)
@@ -67,8 +67,7 @@ class Pair:
                     program.communicate()
             err.seek(0)
             assert program.returncode == 0, err.read()[-4000:]
-        found: dict[str, Any] = json.loads(out.splitlines()[-1])
-        return found
+        return [json.loads(line) for line in out.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +100,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         # Ray keeps unix sockets there, whose paths must be short.
         sessions = Path(f"/tmp/dp-hosts-{os.getpid()}")
         stack.callback(shutil.rmtree, sessions, ignore_errors=True)
-        common = ["--num-cpus=4", "--disable-usage-stats", "--include-log-monitor=false", "--no-monitor", "--block"]
+        common = ["--num-cpus=1", "--disable-usage-stats", "--include-log-monitor=false", "--no-monitor", "--block"]
         ray = str(Path(sys.executable).with_name("ray"))
         head = ["--head", f"--port={_RAY_PORT}", "--include-dashboard=false", f"--temp-dir={sessions}"]
         node = [f"--address={here.address}:{_RAY_PORT}"]

@@ -1,6 +1,8 @@
-"""Run on the first of two hosts: moves data to the second and back, and prints what it found as JSON.
+"""Run on the first of two hosts: moves data to the second and back over each backend, and prints what it found.
 
-Usage: crossing.py BACKEND RAY_ADDRESS ADDRESS_OF_THE_SECOND_HOST
+Usage: crossing.py RAY_ADDRESS ADDRESS_OF_THE_SECOND_HOST BACKEND...
+
+Prints a line of JSON for each backend.
 """
 
 from __future__ import annotations
@@ -102,10 +104,16 @@ def redis_server(ip: str) -> Iterator[str]:
             server.wait()
 
 
-def main(backend: str, ray_address: str, other_ip: str) -> None:
+def main(ray_address: str, other_ip: str, *backends: str) -> None:
     """The program."""
     ray.init(address=ray_address, log_to_driver=False, logging_level="ERROR")
     other = next(node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == other_ip)
+    for backend in backends:
+        print(json.dumps(cross(backend, other)), flush=True)
+
+
+def cross(backend: str, other: str) -> dict[str, Any]:
+    """Moves data to a node and back."""
     my_ip = ray.util.get_node_ip_address()
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {"num_storage_units": 2}
@@ -125,7 +133,7 @@ def main(backend: str, ray_address: str, other_ip: str) -> None:
         if backend != "redis_store":
             instance = client._backend._engine._instance
             units = [unit.ip for unit in instance.units]
-    print(json.dumps({"read": read, "answered": answered, "units": units}))
+    return {"backend": backend, "read": read, "answered": answered, "units": units}
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ import pytest
 
 
 @pytest.mark.timeout(460)
-@pytest.mark.parametrize("backend", ["tq_simple", "tq_mooncake", "redis_store"])
-def test_data_crosses_hosts_both_ways_bit_for_bit(pair: Any, backend: str) -> None:
-    found = pair.cross(backend)
-    assert found["answered"] == {"ip": pair.there.address, "read": True, "claimed": 96}
-    assert found["read"] is True
-    if backend != "redis_store":  # one unit on each host, under the address that the other can reach
-        assert sorted(found["units"]) == [pair.here.address, pair.there.address]
+def test_data_crosses_hosts_both_ways_bit_for_bit(pair: Any) -> None:
+    backends = ["tq_simple", "tq_mooncake", "redis_store"]
+    for backend, found in zip(backends, pair.cross(*backends), strict=True):
+        assert found["backend"] == backend
+        assert found["answered"] == {"ip": pair.there.address, "read": True, "claimed": 96}, backend
+        assert found["read"] is True, backend
+        if backend != "redis_store":  # one unit on each host, under the address that the other can reach
+            assert sorted(found["units"]) == [pair.here.address, pair.there.address], backend
 
 
 def test_the_hosts_list_an_address_first_that_leads_nowhere(pair: Any) -> None:

@@ -129,9 +129,10 @@ def test_bootstrapping_beside_a_dead_controller_says_so(ray_cluster: str, stand_
 _OWN_RAY_LOSES_ITS_HEAD = """
 import os, time
 import psutil
-from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple import TQSimpleConfig, _cluster
 from dataplane_tq_simple._engine import Engine
 
+_cluster._END_ACTORS_S = 2.0  # Ray's own threads spin all that time
 engine = Engine.bootstrap(TQSimpleConfig(ray_num_cpus=1), dict)
 (head,) = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
 rest = psutil.Process().children(recursive=True)
@@ -154,6 +155,7 @@ def test_closing_ends_though_rays_head_is_dead(python: Callable[..., subprocess.
     done = python(_OWN_RAY_LOSES_ITS_HEAD, timeout_s=150)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.splitlines()[-1]) < 40.0
+    assert "did not within 2 s: its head is dead" in done.stderr
 
 
 def test_actors_run_at_the_priority_of_any_other_process(engine: Engine) -> None:

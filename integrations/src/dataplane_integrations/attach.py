@@ -1,4 +1,4 @@
-"""`DataPlaneClientMixin`: one data-plane client per worker process, attached once and closed once."""
+"""`DataPlaneClientMixin`: the data-plane client of a worker process, attached once and closed once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataplane_core.plugins import connect
 
 __all__ = ["DataPlaneClientMixin", "DataPlaneSource"]
 
-#: What a process attaches to: a config of a running backend, or a client of this very process.
+#: What a process attaches to: the config of a running backend, or a client of this process.
 DataPlaneSource = DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | DataPlaneClient
 
 
@@ -24,15 +24,15 @@ class DataPlaneClientMixin:
     _dp_source: DataPlaneConfig | DataPlaneClient | None = None
 
     def setup_data_plane(self, cfg: DataPlaneSource) -> None:
-        """Attaches to the running data plane (``bootstrap=False``); once is enough, and further calls do nothing.
+        """Attaches to the running data plane (``bootstrap=False``). Further calls with the same config do nothing.
 
         Args:
-            cfg: The config that the driver connected with. A client of this process is taken as it is and stays its
-                owner's: so workers in the driver's process share a backend of scope ``process``.
+            cfg: The config that the driver connected with; or a client of this process, which is used but not closed.
+                So workers in the driver's process can share a backend of scope ``process``.
 
         Raises:
             InvalidRequestError: Already attached to something else.
-            BackendUnavailableError: Nothing to attach to within ``op_timeout_s``.
+            BackendUnavailableError: There was nothing to attach to within ``op_timeout_s``.
         """
         source = cfg if isinstance(cfg, DataPlaneClient) else load_config(cfg)
         if self._dp_client is not None:
@@ -47,7 +47,7 @@ class DataPlaneClientMixin:
         self._dp_source = source
 
     def close_data_plane(self) -> None:
-        """Detaches. Idempotent; a client that was given to `setup_data_plane` stays open."""
+        """Detaches. Idempotent. A client that was passed to `setup_data_plane` stays open."""
         client, self._dp_client = self._dp_client, None
         source, self._dp_source = self._dp_source, None
         if client is not None and client is not source:

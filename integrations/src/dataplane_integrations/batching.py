@@ -1,4 +1,4 @@
-"""`Batching`: how rows become microbatches, for the driver's plan and for a worker that must plan by itself."""
+"""`Batching`: how rows become microbatches, for the driver's plan and for a worker that plans itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataplane_core.errors import ConfigError
 
 __all__ = ["Batching", "DynamicBatching", "SequencePacking", "ShardArgs", "Stage"]
 
-#: What the rows are for; the token limit of a microbatch may differ, as a forward alone needs less memory.
+#: What the rows are for. A forward alone needs less memory, so its microbatches may have another token limit.
 Stage: TypeAlias = Literal["train", "logprob"]
 
 _DEFAULT_PACKER: Final = "modified_first_fit_decreasing"
@@ -25,11 +25,11 @@ class ShardArgs(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicBatching:
-    """Microbatches of rows of like length.
+    """Microbatches of rows of similar length.
 
     Attributes:
         train_mb_tokens: Most padded tokens of a microbatch in training.
-        logprob_mb_tokens: The same in a logprob forward; None: as in training.
+        logprob_mb_tokens: The same for a logprob forward; None: as in training.
         sequence_length_round: Padded lengths are multiples of this many tokens.
     """
 
@@ -43,8 +43,8 @@ class SequencePacking:
     """Microbatches of several sequences in one row.
 
     Attributes:
-        train_mb_tokens: Tokens of a bin in training.
-        logprob_mb_tokens: The same in a logprob forward; None: as in training.
+        train_mb_tokens: Most tokens of a microbatch in training.
+        logprob_mb_tokens: The same for a logprob forward; None: as in training.
         algorithm: Name of the packer in `dataplane_core.sharding.packing`.
         sequence_length_pad_multiple: Each sequence is padded to a multiple of this many tokens.
         microbatch_order: ``packer``, or ``largest_first``.
@@ -64,10 +64,10 @@ class Batching:
     Attributes:
         dynamic: Dynamic batching, or None.
         packing: Sequence packing, or None.
-        pad_multiple: The common padded length is a multiple of this many tokens, as of those that the plan rounds to.
+        pad_multiple: The common padded length is a multiple of this many tokens, and of `length_round`.
 
     Raises:
-        ConfigError: Both at once.
+        ConfigError: Dynamic batching and sequence packing together.
     """
 
     dynamic: DynamicBatching | None = None
@@ -88,8 +88,8 @@ class Batching:
 
         Args:
             cfg: ``dynamic_batching`` and ``sequence_packing``, each with ``enabled`` and the attributes of
-                `DynamicBatching` and `SequencePacking`, and ``make_sequence_length_divisible_by``; all may be missing,
-                further keys are the trainer's own.
+                `DynamicBatching` and `SequencePacking`, and ``make_sequence_length_divisible_by``. All are
+                optional; other keys are ignored.
 
         Raises:
             ConfigError: Both are enabled, or a key that one of them needs is missing.
@@ -119,7 +119,7 @@ class Batching:
 
     @property
     def length_round(self) -> int:
-        """Tokens that the plan rounds lengths up to a multiple of."""
+        """The plan rounds lengths up to a multiple of this many tokens."""
         if self.dynamic is not None:
             return self.dynamic.sequence_length_round
         return 1 if self.packing is None else self.packing.sequence_length_pad_multiple

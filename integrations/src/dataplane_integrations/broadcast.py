@@ -1,8 +1,9 @@
 """Broadcast of a `BatchedDataDict` from a replica group's leader to its siblings.
 
-Two phases. First a small descriptor as an object: names, dtypes, shapes, everything that is not a tensor, or the
-leader's failure. Then each tensor as bytes by `torch.distributed.broadcast`, on the group's device: bytes, because no
-backend carries every dtype (gloo refuses float8). Tensors inside list and object columns travel together, as one.
+There are two phases. The first broadcasts a small descriptor object: names, dtypes, shapes and all values that are not
+tensors; or the leader's failure. The second broadcasts each tensor with `torch.distributed.broadcast` on the group's
+device. Tensors are sent as bytes, because no backend supports every dtype (gloo refuses float8). Tensors inside list
+and object columns are sent together in one message.
 
 Every rank of the group must call `broadcast_from_leader`, in the same order.
 """
@@ -28,20 +29,20 @@ __all__ = ["broadcast_from_leader", "group_device"]
 
 #: Group rank of the leader: 0 on every replicated axis.
 _LEADER: Final = 0
-#: Tensors that travel together start at multiples of this many bytes: the largest element size.
+#: In a shared message, tensors start at multiples of this many bytes: the largest element size.
 _ALIGN: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Stands for the tensor of that index in the descriptor's skeleton."""
+    """Placeholder in the descriptor for the tensor of that index."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class _JaggedSlot:
-    """Stands for a jagged nested tensor."""
+    """Placeholder for a jagged nested tensor."""
 
     values: int
     offsets: int
@@ -52,7 +53,7 @@ class _JaggedSlot:
 
 @dataclass(frozen=True, slots=True)
 class _ObjectArray:
-    """Stands for an ``np.ndarray(dtype=object)``, whose items may hold tensors."""
+    """Placeholder for an ``np.ndarray(dtype=object)``, whose items may hold tensors."""
 
     items: list[Any]
     shape: tuple[int, ...]
@@ -63,7 +64,7 @@ class _TensorInfo:
     dtype: torch.dtype
     shape: tuple[int, ...]
     device_type: str
-    together: bool  # travels with the others of its device, in one message
+    together: bool  # sent in one message with the other such tensors of its device
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +76,7 @@ class _TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Descriptor:
-    """The first phase."""
+    """The object that the first phase broadcasts."""
 
     batch_class: type[BatchedDataDict]
     columns: dict[str, Any]
@@ -86,24 +87,24 @@ class _Descriptor:
 def broadcast_from_leader(
     produce: Callable[[], BatchedDataDict], *, group: dist.ProcessGroup, leader: int = _LEADER
 ) -> BatchedDataDict:
-    """Has the leader make a batch and gives it to every rank of the group. Collective over ``group``.
+    """The leader makes a batch, and every rank of the group gets it. Collective over ``group``.
 
-    Blocks siblings until the leader is done, or until the group's own timeout: give the group one that is longer than
-    the data plane's ``op_timeout_s``.
+    The siblings block until the leader is done, or until the group's timeout. That timeout must be longer than the data
+    plane's ``op_timeout_s``.
 
     Args:
-        produce: Called on the leader alone.
+        produce: Called only on the leader.
         group: The replica group. NCCL broadcasts on this process's CUDA device, gloo on the CPU.
-        leader: Group rank of the leader; it is another one where a result is made at the end of a pipeline.
+        leader: Group rank of the leader. A result of a pipeline comes from its last rank.
 
     Returns:
-        On the leader what ``produce`` returned. On siblings an equal batch that they own: same class, column order,
-        dtypes, values, jagged containers, object columns and extra attributes such as ``micro_batch_indices``, each
-        tensor on the type of device that it has on the leader.
+        On the leader, what ``produce`` returned. On siblings, a copy with the same class, column order, dtypes, values,
+        jagged containers, object columns and extra attributes such as ``micro_batch_indices``. Each tensor is on the
+        same type of device as on the leader.
 
     Raises:
-        ReplicaLeaderError: On siblings, when ``produce`` raised; the cause is that error, which the leader raises
-            itself. Also when the leader's process is gone.
+        ReplicaLeaderError: On siblings, if ``produce`` raised (its error is the cause), or if the leader's process is
+            gone. The leader raises the error of ``produce`` itself.
     """
     if dist.get_rank(group) == leader:
         return _send(produce, group)
@@ -115,10 +116,10 @@ def group_device(group: dist.ProcessGroup, preferred: str = "cpu") -> torch.devi
 
     Args:
         group: A process group.
-        preferred: Type of device to choose where the group has several.
+        preferred: Type of device to choose if the group has several.
     """
     backends = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(","))
-    # gloo takes CUDA tensors too, by way of the host: then the host is the better place to start from
+    # gloo copies CUDA tensors to the host itself: then start from the host
     usable = [kind for kind, backend in backends.items() if backend != "gloo" or kind == "cpu"]
     kind = preferred if preferred in usable else next(iter(usable), "cpu")
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
@@ -142,9 +143,8 @@ def _send(produce: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> B
             },
             tensors=infos,
         )
-        pickle.dumps(
-            descriptor
-        )  # here a column that cannot be pickled fails the siblings too; later it would hang them
+        # fails here if a column cannot be pickled, so that the siblings get the error; later they would hang
+        pickle.dumps(descriptor)
         messages = _pack_messages(tensors, infos)
         staging = _staging([message.numel() for message, _ in messages], [kind for _, kind in messages], group)
     except BaseException as error:
@@ -160,15 +160,15 @@ def _send(produce: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> B
 def _send_failure(error: BaseException, group: dist.ProcessGroup) -> None:
     failed = f"the leader of its replica group, rank {dist.get_rank()}, failed: {type(error).__name__}: {error}"
     failure = ReplicaLeaderError(failed)
-    failure.__cause__ = error  # travels as its description where it cannot be pickled
+    failure.__cause__ = error  # pickled as its description if it cannot be pickled itself
     try:
         _broadcast_object(failure, group, dist.get_rank(group))
-    except Exception as broken:  # the group is gone as well: the first error is the one to report
-        error.add_note(f"The replica group could not be told: {type(broken).__name__}: {broken}")
+    except Exception as broken:  # the group is broken too: report the first error
+        error.add_note(f"The replica group could not be notified: {type(broken).__name__}: {broken}")
 
 
 def _take_out(value: Any, tensors: list[Tensor], infos: list[_TensorInfo], *, top: bool) -> Any:
-    """A copy of ``value`` in which slots stand for the tensors, which are appended to ``tensors``."""
+    """A copy of ``value`` with placeholders for its tensors, which are appended to ``tensors``."""
     if isinstance(value, Tensor):
         if value.is_nested:
             return _take_out_jagged(value, tensors, infos, top=top)
@@ -196,7 +196,7 @@ def _take_out(value: Any, tensors: list[Tensor], infos: list[_TensorInfo], *, to
 def _take_out_jagged(value: Tensor, tensors: list[Tensor], infos: list[_TensorInfo], *, top: bool) -> _JaggedSlot:
     nested: Any = value  # torch's stubs do not know nested tensors
     if value.layout is not torch.jagged or nested.lengths() is not None:
-        # a strided nested tensor, or a jagged one with holes: its rows one after another are what both sides want
+        # a strided nested tensor, or a jagged one with holes: join its rows end to end
         nested = torch.nested.as_nested_tensor(list(value.unbind()), layout=torch.jagged)
     lengths = nested.offsets().diff()
     low, high = (int(lengths.min()), int(lengths.max())) if lengths.numel() else (0, 0)
@@ -206,7 +206,7 @@ def _take_out_jagged(value: Tensor, tensors: list[Tensor], infos: list[_TensorIn
 
 
 def _pack_messages(tensors: Sequence[Tensor], infos: Sequence[_TensorInfo]) -> list[tuple[Tensor, str]]:
-    """The byte tensors to broadcast, in the order that `_message_plan` tells the siblings."""
+    """The byte tensors to broadcast, in the order of `_message_plan`."""
     messages = []
     for indices, kind, size_bytes in _message_plan(infos):
         if len(indices) == 1 and not infos[indices[0]].together:
@@ -223,7 +223,7 @@ def _pack_messages(tensors: Sequence[Tensor], infos: Sequence[_TensorInfo]) -> l
 
 
 def _receive(group: dist.ProcessGroup, leader: int) -> BatchedDataDict:
-    with _naming_the_leader():
+    with _collective_errors_name_the_leader():
         descriptor = _broadcast_object(None, group, leader)
     if isinstance(descriptor, ReplicaLeaderError):
         descriptor.message = f"no batch for rank {dist.get_rank()}: {descriptor.message}"
@@ -237,8 +237,8 @@ def _receive(group: dist.ProcessGroup, leader: int) -> BatchedDataDict:
 
 
 @contextlib.contextmanager
-def _naming_the_leader() -> Iterator[None]:
-    """Around a collective alone: gloo's errors are plain RuntimeErrors, as is this rank's own lack of memory."""
+def _collective_errors_name_the_leader() -> Iterator[None]:
+    """Turns an error of a collective into a `ReplicaLeaderError`. Only for collectives: gloo raises RuntimeErrors."""
     try:
         yield
     except RuntimeError as error:
@@ -256,12 +256,12 @@ def _receive_tensors(infos: Sequence[_TensorInfo], group: dist.ProcessGroup, lea
     for indices, kind, size_bytes in plan:
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         message = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        with _naming_the_leader():
+        with _collective_errors_name_the_leader():
             _broadcast_bytes(message, kind, staging, group, leader, receive=True)
         alone = len(indices) == 1 and not infos[indices[0]].together
         for index, start in zip(indices, _starts(infos[index].nbytes for index in indices), strict=True):
             part = message[start : start + infos[index].nbytes]
-            # a copy where many share one message, so that one of them does not keep all of them alive
+            # copy out of a shared message: a view would keep the whole message in memory
             tensors[index] = (part if alone else part.clone()).view(infos[index].dtype).reshape(infos[index].shape)
     return [tensors[index] for index in range(len(infos))]
 
@@ -279,7 +279,7 @@ def _put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
         )
     if isinstance(value, _ObjectArray):
         array = np.empty(len(value.items), dtype=object)
-        for position, item in enumerate(value.items):  # assigning the list would turn equal-length items into a matrix
+        for position, item in enumerate(value.items):  # assigning a list would make equal-length items a matrix
             array[position] = _put_back(item, tensors)
         return array.reshape(value.shape)
     if type(value) is list:
@@ -295,7 +295,7 @@ def _put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _message_plan(infos: Sequence[_TensorInfo]) -> list[tuple[list[int], str, int]]:
-    """What goes in which message: tensor indices, type of device, bytes. Empty tensors need none of the wire's time."""
+    """The messages: indices of their tensors, type of device, size in bytes. An empty message is not sent."""
     alone = [([i], info.device_type, info.nbytes) for i, info in enumerate(infos) if not info.together]
     together: dict[str, list[int]] = {}
     for i, info in enumerate(infos):
@@ -324,7 +324,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _staging(sizes: Sequence[int], kinds: Sequence[str], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Per type of device that the group does not communicate on: room on the group's device for the largest message."""
+    """For each type of device that the group does not use: a buffer on the group's device for the largest message."""
     staging: dict[str, Tensor] = {}
     for kind in set(kinds):
         device = group_device(group, kind)

@@ -1,4 +1,4 @@
-"""Files that are on the disk when a call returns, as saves need them."""
+"""Writes files so that they are on the disk when the call returns."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["sync_folder", "write_file"]
 
 
 def write_file(path: Path, parts: Iterable[bytes | bytearray]) -> None:
-    """Writes a file anew and brings its content to the disk; its name is there after `sync_folder`.
+    """Writes a new file and syncs its content to the disk. Its name is durable only after `sync_folder`.
 
     Args:
         path: The file.
-        parts: Its content; consumed one by one, so they need not be in memory together.
+        parts: Its content, consumed one by one, so that it need not fit in memory.
 
     Raises:
-        OSError: The disk refuses; a part of the file may be there.
+        OSError: The write failed. A part of the file may exist.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
@@ -31,10 +31,10 @@ def write_file(path: Path, parts: Iterable[bytes | bytearray]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk.
+    """Syncs the names in a folder to the disk.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The sync failed.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

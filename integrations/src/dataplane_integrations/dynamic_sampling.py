@@ -1,8 +1,8 @@
-"""Dynamic sampling, as in DAPO: generate until enough groups have something to teach.
+"""Dynamic sampling, as in DAPO: generate until there are enough groups with a learning signal.
 
-Runs in the driver. A group is one prompt's generations: the rows whose ids share what stands before the last ``_g``.
-What is kept is decided on tags alone, so no tensor leaves the store: rows that are not wanted are cleared there, and
-what comes out is a meta of exactly the wanted number of groups.
+Runs in the driver. A group is the generations of one prompt: the rows whose ids are equal before the last ``_g``. The
+rule reads only tags, so no tensor leaves the store. Unwanted rows are cleared there, and the result is a meta of
+exactly the wanted number of groups.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ GroupRule: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], bool]
 
 
 def tag_varies(name: str = "reward", *, tolerance: float = 0.0) -> GroupRule:
-    """Keeps groups in which a tag's values differ: with equal rewards all advantages are 0.
+    """Keeps groups in which the values of a tag differ. With equal rewards, all advantages are 0.
 
     Args:
         name: A tag that holds a number.
-        tolerance: Values this close together count as equal.
+        tolerance: Values that differ by at most this count as equal.
     """
 
     def varies(group: Sequence[Mapping[str, Any]]) -> bool:
@@ -42,7 +42,7 @@ def tag_varies(name: str = "reward", *, tolerance: float = 0.0) -> GroupRule:
 
 
 def all_match(tag_filter: TagFilter) -> GroupRule:
-    """Keeps groups all of whose rows match a tag filter, such as ``{"truncated": ("==", False)}``."""
+    """Keeps groups if all their rows match a tag filter, such as ``{"truncated": ("==", False)}``."""
     condition = check_tag_filter(tag_filter)
 
     def match(group: Sequence[Mapping[str, Any]]) -> bool:
@@ -68,9 +68,9 @@ class SamplingCounts:
     Attributes:
         generations: Calls of `DynamicSampling.add`.
         generated: Groups that were added.
-        dropped: Those that the rule refused; their rows were cleared.
-        overflow: Those that it kept but that were one too many; their rows were cleared.
-        held: Those that stay.
+        dropped: Groups that the rule refused; their rows were cleared.
+        overflow: Groups that the rule kept, beyond the wanted number; their rows were cleared.
+        held: Groups that are kept.
     """
 
     generations: int = 0
@@ -88,7 +88,7 @@ class SamplingCounts:
 
 @dataclass(slots=True)
 class DynamicSampling:
-    """Collects one step's groups over several generations; make one for each step.
+    """Collects the groups of one step over several generations. Make a new object for each step.
 
     Example:
         A step of 32 groups of 8::
@@ -97,12 +97,12 @@ class DynamicSampling:
             meta = sampling.collect(lambda generation: scored(ray.get(rollout.generate.remote(...))))
 
     Attributes:
-        client: The driver's client; only its ``clear_samples`` is called, once at most for each generation.
+        client: The driver's client. Only its ``clear_samples`` is called, at most once per generation.
         num_groups: Groups wanted.
         group_size: Rows of a group.
         keep: The rule.
-        max_generations: Generations after which to give up.
-        allow_fewer: At the limit, take the groups that there are (`exhausted` is then True) rather than raise.
+        max_generations: The limit of generations.
+        allow_fewer: At the limit, return the groups that are held (`exhausted` is then True) instead of raising.
 
     Raises:
         InvalidRequestError: A number below 1.
@@ -126,7 +126,7 @@ class DynamicSampling:
 
     @property
     def missing(self) -> int:
-        """Groups still wanted; what the next generation has to bring at least."""
+        """Number of groups still wanted."""
         return self.num_groups - self.counts.held
 
     @property
@@ -136,23 +136,23 @@ class DynamicSampling:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the generations are used up without that."""
+        """Whether the generations are used up before the step is complete."""
         return not self.complete and self.counts.generations >= self.max_generations
 
     def collect(self, generate: Callable[[int], KVBatchMeta]) -> KVBatchMeta:
         """Generates until the step is complete, or the limit is reached.
 
         Args:
-            generate: Called with the number of the generation, from 0; returns its rows with the tags that ``keep``
-                reads. Whole groups, whose ids no earlier generation used.
+            generate: Called with the number of the generation, from 0. Returns its rows, with the tags that ``keep``
+                reads: whole groups, with ids that no earlier generation used.
 
         Returns:
-            The rows of the wanted groups, a group's side by side, in the order of generation. With ``allow_fewer``
-            perhaps fewer, but one group at least.
+            The rows of the wanted groups, in the order of generation; the rows of a group are adjacent. With
+            ``allow_fewer`` perhaps fewer groups, but at least one.
 
         Raises:
-            SamplingExhaustedError: The limit is reached. All rows of the step have been cleared, as they have after any
-                other error on the way, of ``generate`` too.
+            SamplingExhaustedError: The limit is reached. All rows of the step have been cleared, as after any other
+                error, including one of ``generate``.
         """
         pending: list[KVBatchMeta] = []
         try:
@@ -172,7 +172,7 @@ class DynamicSampling:
             raise
 
     def add(self, meta: KVBatchMeta) -> bool:
-        """Takes in one generation: clears the groups that the rule refuses, and those beyond the wanted number.
+        """Adds one generation. Clears the groups that the rule refuses, and those beyond the wanted number.
 
         Args:
             meta: Whole groups, with the tags that ``keep`` reads.
@@ -181,8 +181,8 @@ class DynamicSampling:
             Whether the step is complete.
 
         Raises:
-            InvalidRequestError: Missing tags, an incomplete group, an id that is held already, another partition, or
-                no generation left. Nothing has been cleared then.
+            InvalidRequestError: Missing tags, an incomplete group, an id that is already held, another partition, or no
+                generation left. Nothing has been cleared.
         """
         self._check(meta)
         groups = self._groups(meta)
@@ -206,10 +206,11 @@ class DynamicSampling:
         return self.complete
 
     def take(self) -> KVBatchMeta:
-        """The rows of the step, which are the caller's from now on.
+        """Returns the rows of the step. From now on the caller owns them.
 
         Raises:
-            SamplingExhaustedError: Fewer groups than wanted, unless ``allow_fewer`` and `exhausted`; or none at all.
+            SamplingExhaustedError: There are fewer groups than wanted (unless ``allow_fewer`` and `exhausted`), or
+                none.
         """
         enough = self.complete or (self.allow_fewer and self.exhausted)
         if not enough or self._held is None:
@@ -225,7 +226,7 @@ class DynamicSampling:
         return taken
 
     def discard(self) -> None:
-        """Clears the rows held, as when the step is given up. Idempotent; what `take` gave away is not touched."""
+        """Clears the held rows, to give the step up. Idempotent. Does not touch rows that `take` has returned."""
         held, self._held = self._held, None
         if held is not None:
             self.counts.held = 0

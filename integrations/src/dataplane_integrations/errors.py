@@ -1,4 +1,4 @@
-"""Errors of the trainer's side: replica groups, workers, their placement, dynamic sampling, asynchronous replay."""
+"""Errors of this package: replica groups, workers, placement, dynamic sampling, asynchronous replay."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class WorkerFailedError(DataPlaneError, RuntimeError):
     """A worker raised or died; the cause is its own error.
 
     Attributes:
-        worker: Name of the worker that failed first, or None where that is unknown.
+        worker: Name of the worker that failed first, or None if unknown.
         died: Whether its process is gone.
-        details: What every failed worker reported, tracebacks included; too long for a terminal.
+        details: The reports of all failed workers, with tracebacks; too long for the message.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class WorkerFailedError(DataPlaneError, RuntimeError):
 
 
 class WorkerTimeoutError(WorkerFailedError, TimeoutError):
-    """Workers did not answer within the deadline."""
+    """Workers did not answer before the deadline."""
 
     default_retryable = False
 
@@ -54,7 +54,7 @@ class PlacementError(DataPlaneError, RuntimeError):
 
 
 class SamplingExhaustedError(DataPlaneError, RuntimeError):
-    """Dynamic sampling used up its generations without the wanted number of groups.
+    """Dynamic sampling used up its generations before it had the wanted number of groups.
 
     Attributes:
         counts: What became of the groups (`dataplane_integrations.dynamic_sampling.SamplingCounts`), or None.
@@ -66,7 +66,7 @@ class SamplingExhaustedError(DataPlaneError, RuntimeError):
 
 
 class ReplayTimeoutError(OperationTimeoutError):
-    """A replay buffer had no room to reserve, or not enough groups to select, within the deadline; nothing changed."""
+    """A replay buffer had no room to reserve, or not enough groups to select, before the deadline. Nothing changed."""
 
 
 class ReplayClosedError(ClientClosedError):
@@ -74,14 +74,14 @@ class ReplayClosedError(ClientClosedError):
 
 
 class ReplaySaveError(DataPlaneError, OSError):
-    """The disk refuses to write or to read the save of a replay buffer; the cause says why."""
+    """A save of a replay buffer cannot be written or read. The cause is the operating system's error."""
 
 
 class ReservationLostError(DataPlaneError, RuntimeError):
-    """A reservation is no longer held: it was given up, or its collector was started anew. Its rows must be cleared.
+    """A reservation is no longer held: it was given up, or its collector was started again. Its rows must be cleared.
 
     Attributes:
-        groups: The groups at fault.
+        groups: The groups whose reservations are lost.
     """
 
     def __init__(self, message: str, *, groups: Sequence[str] = (), **kwargs: Any) -> None:
@@ -90,4 +90,4 @@ class ReservationLostError(DataPlaneError, RuntimeError):
 
 
 class CollectorFailedError(DataPlaneError, RuntimeError):
-    """Rollouts have stopped for good: too many failed one after another. The cause is the last one's error."""
+    """Rollouts have stopped: too many failed one after another. The cause is the error of the last one."""

@@ -1,8 +1,8 @@
 """FSDP2: a rank's coordinates and its replica group, from a `DeviceMesh`.
 
-A mesh such as ``(dp, cp, tp)`` has axes along which rows differ (data parallel) and axes along which ranks work on the
-same rows (context, tensor and pipeline parallel). Axes are known by their names, long or short; a data axis may be
-split, as in ``(dp_replicate, dp_shard, tp)``.
+A mesh such as ``(dp, cp, tp)`` has axes along which the rows differ (data parallel), and axes along which ranks work on
+the same rows (context, tensor and pipeline parallel). Axes are recognised by their names, long or short. There may be
+several data axes, as in ``(dp_replicate, dp_shard, tp)``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def mesh_coords(mesh: DeviceMesh) -> dict[str, int]:
         ``data_parallel``, one number for all data axes together, and the replicated axes that the mesh has.
 
     Raises:
-        ConfigError: The mesh has no names, or one that says neither.
+        ConfigError: The mesh has no names, or a name that is not known.
     """
     data, replicated = _split_axes(mesh)
     coords = {"data_parallel": 0}
@@ -49,10 +49,9 @@ def mesh_coords(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def mesh_replica_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The ranks that work on this rank's rows, the leader first; None where there is no other.
+    """The ranks that work on this rank's rows, the leader first; None if there is no other rank.
 
-    Collective over the mesh when it is first called and several replicated axes are larger than 1: their group is made
-    then.
+    If several replicated axes are larger than 1, the first call makes their group and is collective over the mesh.
 
     Raises:
         ConfigError: As `mesh_coords`.
@@ -61,7 +60,7 @@ def mesh_replica_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def mesh_data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The ranks that work on other rows beside this one; None where there is no other. Collective as above."""
+    """This rank and those that work on other rows; None if there is no other. Collective as `mesh_replica_group`."""
     return _group_over(mesh, _split_axes(mesh)[0])
 
 
@@ -73,7 +72,7 @@ class FSDP2DataPlaneMixin(DataPlaneWorkerMixin):
     _groups_built: bool = False
 
     def setup_data_plane(self, cfg: DataPlaneSource) -> None:
-        """Attaches, and makes the replica group if the mesh is there already. Collective over the mesh then."""
+        """Attaches. If the mesh exists, also makes the groups; it is then collective over the mesh."""
         super().setup_data_plane(cfg)
         if self._find_mesh() is not None:
             self._build_groups()
@@ -134,5 +133,5 @@ def _group_over(mesh: DeviceMesh, axes: list[str]) -> dist.ProcessGroup | None:
         return None
     if len(large) == 1:
         return mesh.get_group(large[0])
-    flat = mesh[large]._flatten("dataplane_" + "_".join(large))  # torch's own name for it; there is no public one
+    flat = mesh[large]._flatten("dataplane_" + "_".join(large))  # torch has no public method for this
     return flat.get_group()

@@ -1,4 +1,4 @@
-"""Worker groups: how the driver calls one method on all policy workers, wherever they run."""
+"""Worker groups: the driver calls one method on all policy workers, in this process or on Ray."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["InProcessWorkerGroup", "WorkerGroup", "check_dp_ranks"]
 
 
 class WorkerGroup(Protocol):
-    """The policy workers as the driver sees them. `dataplane_integrations.ray.RayWorkerGroup` is one."""
+    """The policy workers, as the driver calls them. `dataplane_integrations.ray.RayWorkerGroup` is one."""
 
     @property
     def dp_ranks(self) -> Sequence[int]:
-        """Per worker, its data-parallel rank; workers of equal rank are replica twins and get the same rows."""
+        """Per worker, its data-parallel rank. Workers of equal rank are a replica group and get the same rows."""
 
     @property
     def in_process(self) -> bool:
-        """Whether the workers live in the driver's process."""
+        """Whether the workers run in the driver's process."""
 
     def call(
         self,
@@ -31,32 +31,32 @@ class WorkerGroup(Protocol):
         timeout_s: float,
         doing: str,
     ) -> list[Any]:
-        """Runs a method on every worker at the same time and waits for all.
+        """Runs a method on all workers at the same time and waits for all results.
 
         Args:
             method: Its name.
             args: Per worker, the positional arguments.
             kwargs: Keyword arguments, the same for all.
-            timeout_s: Deadline for all of them together.
-            doing: What they are doing, for messages: "training".
+            timeout_s: For all workers together, in seconds.
+            doing: What the workers do, for messages: "training".
 
         Returns:
             The results in the order of the workers.
 
         Raises:
-            WorkerFailedError: A worker raised or died, which ends the wait for the others; the cause is its error.
+            WorkerFailedError: A worker raised or died; its error is the cause. This does not wait for the others then.
             WorkerTimeoutError: Not all answered in time.
         """
 
 
 class InProcessWorkerGroup:
-    """Workers that are objects of the driver's process, called one after another.
+    """Workers that are objects in the driver's process, called one after another.
 
-    For one worker, or for workers that do not wait for each other; collectives need a process per rank.
+    For one worker, or for workers without collectives: collectives need a process per rank.
 
     Args:
         workers: The workers.
-        dp_ranks: Per worker, its data-parallel rank; None: each has rows of its own.
+        dp_ranks: Per worker, its data-parallel rank; None: each worker is a rank.
     """
 
     def __init__(self, workers: Sequence[Any], dp_ranks: Sequence[int] | None = None) -> None:
@@ -82,7 +82,7 @@ class InProcessWorkerGroup:
         timeout_s: float,
         doing: str,
     ) -> list[Any]:
-        """As `WorkerGroup.call`; a deadline cannot interrupt a call in this process, so ``timeout_s`` is not used."""
+        """As `WorkerGroup.call`, without the timeout: a call in this process cannot be interrupted."""
         results = []
         for index, (worker, own) in enumerate(zip(self._workers, args, strict=True)):
             try:
@@ -96,10 +96,11 @@ class InProcessWorkerGroup:
 
 
 def check_dp_ranks(num_workers: int, dp_ranks: Sequence[int] | None) -> list[int]:
-    """One data-parallel rank per worker, with none missing between 0 and the largest.
+    """Checks that there is one data-parallel rank per worker, and returns the ranks.
 
     Raises:
-        InvalidRequestError: Not so, or twins are not of equal number.
+        InvalidRequestError: A rank between 0 and the largest is missing, or the ranks have different numbers of
+            workers.
     """
     ranks = list(range(num_workers)) if dp_ranks is None else [int(rank) for rank in dp_ranks]
     counts = [ranks.count(rank) for rank in sorted(set(ranks))]

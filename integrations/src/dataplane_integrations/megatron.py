@@ -1,10 +1,10 @@
 """Megatron: a rank's coordinates and its replica group, from `megatron.core.parallel_state`.
 
-The ranks of one data-parallel rank, over its tensor, context and pipeline axes, work on the same rows. Megatron's
-groups cover each axis, and some pairs of axes; where context and pipeline parallelism come together, their group, with
-the tensor-parallel ranks in it, is made here, once.
+The tensor, context and pipeline parallel ranks of one data-parallel rank work on the same rows. Megatron has groups for
+each axis and for some pairs of axes. With both context and pipeline parallelism, the group over all three axes is made
+here, once.
 
-Importing this module does not import Megatron: a driver without it can ask `megatron_pad_multiple`.
+Importing this module does not import Megatron: a driver without it can call `megatron_pad_multiple`.
 
 Shape legend: ``N`` rows of this data-parallel rank, ``S`` padded sequence length.
 """
@@ -35,27 +35,27 @@ __all__ = [
     "megatron_replica_group",
 ]
 
-#: The group made here, with Megatron's group that it was made beside: another one means that Megatron began anew.
+#: Megatron's model-parallel group and the group made here for it. If Megatron has another group now, it was initialized
+#: again.
 _made: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
 
 def megatron_pad_multiple(
     *, tensor_parallel: int = 1, context_parallel: int = 1, sequence_parallel: bool = False
 ) -> int:
-    """Tokens that a forward's sequence length must be a multiple of; plain arithmetic, for the driver as well.
+    """The number of tokens that a forward's sequence length must be a multiple of. The driver can call it too.
 
     Sequence parallelism gives each tensor-parallel rank an equal part of the sequence. Context parallelism gives each
-    of its ranks two parts, one from the front and one from the back, so that causal attention costs all the same. With
-    both, what a context-parallel rank holds is what sequence parallelism divides.
+    of its ranks two parts, one from the front and one from the back, so that causal attention costs every rank the
+    same. With both, sequence parallelism divides the part of a context-parallel rank.
 
     Args:
         tensor_parallel: Tensor-parallel ranks.
         context_parallel: Context-parallel ranks.
-        sequence_parallel: Whether sequence parallelism is on; it is over the tensor-parallel ranks.
+        sequence_parallel: Whether sequence parallelism is on. It divides over the tensor-parallel ranks.
 
     Returns:
-        What to give `Batching` as ``pad_multiple``, and `DynamicBatching` and `SequencePacking` as the multiple that
-        they round lengths to.
+        The ``pad_multiple`` of `Batching`, and the multiple for the lengths of `DynamicBatching` and `SequencePacking`.
     """
     parts = 2 * context_parallel if context_parallel > 1 else 1
     return math.lcm(parts, context_parallel * tensor_parallel if sequence_parallel else 1)
@@ -77,11 +77,12 @@ def megatron_coords() -> dict[str, int]:
 
 
 def megatron_replica_group() -> dist.ProcessGroup | None:
-    """The ranks that work on this rank's rows, the leader first; None where there is no other.
+    """The ranks that work on this rank's rows, the leader first; None if there is no other rank.
 
-    Collective over all ranks when it is first called after ``initialize_model_parallel`` with context and pipeline
-    parallelism together: their group is made then, with the default timeout of ``torch.distributed.new_group``. The
-    others are Megatron's own, with the timeout that ``initialize_model_parallel`` was given.
+    With both context and pipeline parallelism, the first call after ``initialize_model_parallel`` is collective over
+    all
+    ranks: it makes the group, with the default timeout of ``torch.distributed.new_group``. Otherwise this returns a
+    group of Megatron, with the timeout that ``initialize_model_parallel`` was given.
 
     Raises:
         UnsupportedOperationError: As `megatron_coords`.
@@ -97,7 +98,7 @@ def megatron_replica_group() -> dist.ProcessGroup | None:
 
 
 def megatron_data_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that work on other rows beside this one; None where there is no other.
+    """This rank and those that work on other rows; None if there is no other rank.
 
     Raises:
         UnsupportedOperationError: As `megatron_coords`.
@@ -106,15 +107,15 @@ def megatron_data_parallel_group() -> dist.ProcessGroup | None:
 
 
 class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
-    """`DataPlaneWorkerMixin` for a worker whose model is spread by `megatron.core.parallel_state`.
+    """`DataPlaneWorkerMixin` for a worker whose model is distributed by `megatron.core.parallel_state`.
 
-    With pipeline parallelism only the last stage has results. Here it gives them to the other stages, so that the
-    leader, which is on the first stage, can write them: what ``train``, ``get_logprobs`` and their like return on the
-    other stages is not looked at, and may be None.
+    With pipeline parallelism only the last stage has results. They are broadcast to the other stages, since the leader,
+    on the first stage, writes them. On the other stages the return values of ``train``, ``get_logprobs`` and the like
+    are ignored, and may be None.
     """
 
     def setup_data_plane(self, cfg: DataPlaneSource) -> None:
-        """Attaches, and makes the replica group if Megatron is initialized already. Collective over all ranks then."""
+        """Attaches. If Megatron is initialized, also makes the replica group; it is then collective over all ranks."""
         super().setup_data_plane(cfg)
         if _initialized_parallel_state() is not None:
             megatron_replica_group()
@@ -131,10 +132,10 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
     # --- lengths ------------------------------------------------------------------------------------------------------
 
     def _sequence_parallel(self) -> bool:
-        """Whether sequence parallelism is on, from the config of the attribute ``model``.
+        """Whether sequence parallelism is on, by the config of the attribute ``model``.
 
-        ``model`` is a Megatron module, or the list of its chunks. Without one: True, as padding more than needed breaks
-        nothing.
+        ``model`` is a Megatron module, or the list of its chunks. Without a model: True, since more padding than needed
+        does no harm.
         """
         model = getattr(self, "model", None)
         first = model[0] if isinstance(model, Sequence) and model else model
@@ -143,7 +144,7 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
         return bool(getattr(getattr(first, "config", None), "sequence_parallel", True))
 
     def _pad_multiple(self) -> int:
-        """Tokens that this worker's forward wants its sequence length to be a multiple of."""
+        """The number of tokens that this worker's sequence length must be a multiple of."""
         state = _parallel_state()
         return megatron_pad_multiple(
             tensor_parallel=state.get_tensor_model_parallel_world_size(),
@@ -152,7 +153,7 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
         )
 
     def _forward_pad_seqlen(self, meta: KVBatchMeta) -> int:
-        """The driver's length, or the longest row's where it set none, as a multiple of what forward and meta want."""
+        """The driver's length, or else the longest row's, rounded up to the multiples of the forward and the meta."""
         longest = max(super()._forward_pad_seqlen(meta), *(meta.sequence_lengths or [0]))
         return padded_length(longest, self._pad_multiple(), meta.extra_info.get(PAD_TO_MULTIPLE) or 1)
 
@@ -175,7 +176,7 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
     # --- results ------------------------------------------------------------------------------------------------------
 
     def _run(self, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` returned on the last pipeline stage. Collective over the pipeline."""
+        """Calls ``compute`` and returns its result of the last pipeline stage. Collective over the pipeline."""
         group = _parallel_state().get_pipeline_model_parallel_group()
         last = dist.get_world_size(group) - 1
         if last == 0:
@@ -183,19 +184,19 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
         if dist.get_rank(group) != last:
             compute()
 
-        def packed() -> BatchedDataDict:
+        def result_as_batch() -> BatchedDataDict:
             result = compute()
-            # a plain dict: its tensors travel as tensors
+            # a plain dict, so that its tensors are broadcast as tensors
             return BatchedDataDict({"result": [dict(result) if isinstance(result, Mapping) else result]})
 
-        return broadcast_from_leader(packed, group=group, leader=last)["result"][0]
+        return broadcast_from_leader(result_as_batch, group=group, leader=last)["result"][0]
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------
 
 
 def _lengths_and_taken(data: BatchedDataDict, row_lengths: Sequence[int], multiple: int) -> Iterator[tuple[int, int]]:
-    """Per microbatch of the plan its length, and how much of it packed rows take, each rounded up; 0 if not packed."""
+    """Per microbatch: its length, and the sum of its packed rows' lengths, each rounded up (0 without packing)."""
     rows_of_chunk = data.elem_counts_per_gb or []
     taken = [padded_length(length, multiple) for length in row_lengths] if rows_of_chunk else []
     for chunk, lengths in enumerate(data.micro_batch_lengths or []):
@@ -205,7 +206,7 @@ def _lengths_and_taken(data: BatchedDataDict, row_lengths: Sequence[int], multip
 
 
 def _initialized_parallel_state() -> Any:
-    """Megatron's module, or None where its model parallelism is not initialized."""
+    """Megatron's module, or None if its model parallelism is not initialized."""
     try:
         from megatron.core import parallel_state
     except ImportError as error:
@@ -237,7 +238,7 @@ def _tensor_context_pipeline_group(state: Any) -> dist.ProcessGroup:
         dist.all_gather(everyones, own)
         numbers = [int(number) for number in everyones]
         made = None
-        for number in range(state.get_data_parallel_world_size()):  # every rank takes part in making every group
+        for number in range(state.get_data_parallel_world_size()):  # every rank must take part in making every group
             group = dist.new_group([rank for rank, of in enumerate(numbers) if of == number])
             made = group if number == int(own) else made
         assert made is not None

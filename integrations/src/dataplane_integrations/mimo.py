@@ -1,12 +1,12 @@
-"""Module-local data parallelism for heterogeneous multimodal models (MIMO).
+"""Data parallelism per module, for heterogeneous multimodal models (MIMO).
 
-Each module of such a model, the language model and every encoder, has a `HyperCommGrid` of its own, and so its own
-number of data-parallel ranks. All ranks that load data therefore read the *same* global micro-batch (`read_columns` by
-one meta), and each cuts out the part that its module's data-parallel rank works on. The parts are contiguous, in the
-order of the ranks, which is how Megatron joins the encoders' outputs on their way to the language model.
+Each module of such a model (the language model and every encoder) has its own `HyperCommGrid`, and so its own number of
+data-parallel ranks. So all ranks that load data read the *same* global micro-batch (`read_columns` with one meta), and
+each cuts out the part of its module's data-parallel rank. The parts are contiguous and in the order of the ranks:
+Megatron joins the outputs of the encoders in this order for the language model.
 
-All of it runs in the worker's process; nothing here communicates. The groups ``pp`` and ``dp`` of every grid must have
-been created before.
+Everything here runs in the worker's process, without communication. The groups ``pp`` and ``dp`` of every grid must
+have been created before.
 
 Shape legend: ``N`` rows of the global micro-batch, ``S`` padded sequence length, ``n`` images, ``T`` patches of all
 images together.
@@ -38,7 +38,7 @@ __all__ = [
 
 #: The name of the language model among the modules.
 LANGUAGE_MODULE: Final = "language"
-#: The key of a batch under which the encoders' inputs lie, by module.
+#: The key of a batch that holds the encoders' inputs, by module.
 MODALITY_INPUTS: Final = "modality_inputs"
 
 _POSITION_IDS: Final = "position_ids"
@@ -49,7 +49,7 @@ _Batch = TypeVar("_Batch", bound=Mapping[str, Any])
 
 
 class ModuleGrid(Protocol):
-    """What is needed of a `megatron.core.hyper_comm_grid.HyperCommGrid`."""
+    """The part of `megatron.core.hyper_comm_grid.HyperCommGrid` that is used here."""
 
     rank_offset: int
     size: Any  # an integer of numpy's
@@ -62,23 +62,23 @@ class ModuleGrid(Protocol):
 ModuleGrids: TypeAlias = Mapping[str, ModuleGrid]
 
 
-# --- where this rank stands -------------------------------------------------------------------------------------------
+# --- this rank's place ------------------------------------------------------------------------------------------------
 
 
 def get_megatron_mimo_dp_info(cfg: Any, grids: ModuleGrids) -> tuple[int, int, bool, str]:
-    """What this rank works on: for `slice_batch_for_megatron_mimo`.
+    """What this rank works on, as arguments of `slice_batch_for_megatron_mimo`.
 
     Args:
-        cfg: The trainer's parallelism config. Not read: the grids say it all.
+        cfg: The trainer's parallelism config. Not used: the grids have all the information.
         grids: Module name -> grid.
 
     Returns:
-        Data-parallel rank and size within this rank's module, whether the rank needs data, and the module's name;
-        outside every grid ``(0, 1, False, "language")``. Where modules share the rank, those of the first that needs
-        data here, in the order of ``grids``; see `get_megatron_mimo_shared_dp_info` then.
+        Data-parallel rank and size within this rank's module, whether the rank needs data, and the module's name.
+        Outside every grid ``(0, 1, False, "language")``. If several modules share the rank, the values of the first
+        module, in the order of ``grids``, that needs data here; see `get_megatron_mimo_shared_dp_info` for all.
 
     Raises:
-        ConfigError: A grid's groups ``dp`` and ``pp`` were not created.
+        ConfigError: The groups ``dp`` and ``pp`` of a grid were not created.
     """
     held = _modules_of_rank(grids)
     loaders = [name for name in held if _needs_data_for_module(held[name], name)]
@@ -89,7 +89,7 @@ def get_megatron_mimo_dp_info(cfg: Any, grids: ModuleGrids) -> tuple[int, int, b
 
 
 def get_megatron_mimo_sampling_info(cfg: Any, grids: ModuleGrids) -> tuple[int, int, bool]:
-    """What the sampler is to be told: ``(0, 1, needs_data)``, since all loading ranks see the same global micro-batch.
+    """The values for the sampler: ``(0, 1, needs_data)``, since all loading ranks see the same global micro-batch.
 
     Arguments and errors are those of `get_megatron_mimo_dp_info`.
     """
@@ -97,7 +97,7 @@ def get_megatron_mimo_sampling_info(cfg: Any, grids: ModuleGrids) -> tuple[int, 
 
 
 def get_megatron_mimo_shared_dp_info(grids: ModuleGrids) -> dict[str, tuple[int, int]]:
-    """Data-parallel rank and size within each module whose grid holds this rank, where modules share ranks.
+    """Data-parallel rank and size in each module whose grid contains this rank, for modules that share ranks.
 
     Args:
         grids: Module name -> grid.
@@ -106,20 +106,20 @@ def get_megatron_mimo_shared_dp_info(grids: ModuleGrids) -> dict[str, tuple[int,
         Module name -> ``(dp_rank, dp_size)``, as `slice_batch_for_megatron_mimo` takes it; empty outside every grid.
 
     Raises:
-        ConfigError: A grid's group ``dp`` was not created.
+        ConfigError: The group ``dp`` of a grid was not created.
     """
     return {name: _coordinate(grid, name, "dp") for name, grid in _modules_of_rank(grids).items()}
 
 
 def _find_rank_module(grids: ModuleGrids) -> tuple[ModuleGrid, str] | tuple[None, None]:
-    """The grid that holds this rank and its module, the first where several do; None twice outside every grid."""
+    """The first grid that contains this rank, and its module; ``(None, None)`` outside every grid."""
     return next(((grid, name) for name, grid in _modules_of_rank(grids).items()), (None, None))
 
 
 def _needs_data_for_module(grid: ModuleGrid, module_name: str) -> bool:
-    """Whether this rank loads data for a module; False where it is not in the grid.
+    """Whether this rank loads data for a module. False if it is not in the grid.
 
-    The language model needs it on its first pipeline stage (token ids) and on its last (labels); an encoder on its
+    The language model needs data on its first pipeline stage (token ids) and its last (labels), an encoder on its
     first.
 
     Raises:
@@ -140,10 +140,10 @@ def _holds_rank(grid: ModuleGrid) -> bool:
 
 
 def _coordinate(grid: ModuleGrid, module_name: str, dim: str) -> tuple[int, int]:
-    """This rank's place along a dim, and the dim's size; 0 of 1 where the grid has no such dim."""
+    """This rank's coordinate along a dim, and the dim's size; (0, 1) if the grid has no such dim."""
     try:
         group = grid.get_pg([dim])
-    except ValueError:  # how the grid says that it has no such dim
+    except ValueError:  # the grid has no such dim
         return 0, 1
     except KeyError as error:
         raise ConfigError(
@@ -165,7 +165,7 @@ class _Share:
     size: int
 
     def bounds(self, key: str, count: int, what: str) -> tuple[int, int]:
-        """Where the part begins and ends among ``count`` things."""
+        """Start and end of this part of ``count`` items."""
         if count % self.size:
             raise InvalidRequestError(
                 f"slice_batch_for_megatron_mimo refused: '{key}' has {count} {what}, which are not a multiple of the "
@@ -178,28 +178,28 @@ class _Share:
 def slice_batch_for_megatron_mimo(
     batch: _Batch, dp_rank: int | Mapping[str, tuple[int, int]], dp_size: int | None = None
 ) -> _Batch | dict[str, Any]:
-    """Cuts a global micro-batch to the part that this rank's module works on: contiguous, along the batch.
+    """Cuts a global micro-batch to the contiguous part that this rank's module works on.
 
-    - Tensors, dense or jagged, and object arrays are cut along dim 0; ``position_ids`` of shape (3, N, S), as M-RoPE
-      has them, along dim 1.
-    - Nested dicts likewise. One with ``hidden_states`` (T, ...) and ``grid_thw`` (n, 3), patches of all images end to
-      end, is cut by whole images; its further tensors must have a row per image or per patch.
-    - Other values (scalars, strings, lists, None, tensors without dims) pass as they are.
+    - Tensors, dense or jagged, and object arrays are cut along dim 0. ``position_ids`` of shape (3, N, S), as for
+      M-RoPE, are cut along dim 1.
+    - Nested dicts are cut in the same way. A dict with ``hidden_states`` (T, ...), the patches of all images end to
+      end, and ``grid_thw`` (n, 3) is cut by whole images. Its other tensors must have a row per image or per patch.
+    - Other values (scalars, strings, lists, None, tensors without dims) are not changed.
 
     Args:
         batch: The global micro-batch. Not changed.
-        dp_rank: This rank's place among the module's data-parallel ranks; or, where modules share ranks, module name ->
-            ``(dp_rank, dp_size)``. Then what lies under a module's name, in the batch or in its ``modality_inputs``, is
-            cut by that module's parallelism, and all else by that of the module ``"language"``.
-        dp_size: Number of the module's data-parallel ranks; left out with a mapping.
+        dp_rank: This rank's data-parallel rank in the module. If modules share ranks: module name ->
+            ``(dp_rank, dp_size)``. Then the values under a module's name, in the batch or in its ``modality_inputs``,
+            are cut by that module's parallelism, and all others by that of the module ``"language"``.
+        dp_size: Number of the module's data-parallel ranks. Omit it if ``dp_rank`` is a mapping.
 
     Returns:
-        The part: a `SlicedDataDict` for a `BatchedDataDict`, else a dict; its tensors are views where they are dense.
-        Where every size is 1, the very ``batch``.
+        The part: a `SlicedDataDict` for a `BatchedDataDict`, else a dict. Its dense tensors are views. If every size is
+        1, ``batch`` itself.
 
     Raises:
-        InvalidRequestError: Rows or images that are not a multiple of the ranks (names the key), a rank out of range,
-            inputs of a module whose parallelism was not given.
+        InvalidRequestError: The rows or images are not a multiple of the ranks (names the key); a rank is out of range;
+            the parallelism of a module is missing.
     """
     if isinstance(dp_rank, Mapping):
         if dp_size is not None:
@@ -261,7 +261,7 @@ def _slice_dict(batch: Mapping[str, Any], share: _Share, path: str) -> dict[str,
 
 
 def _slice_value(path: str, key: str, value: Any, share: _Share) -> Any:
-    """The part of one value; ``path`` names it in errors."""
+    """Cuts one value. ``path`` is its name in errors."""
     if share.size == 1:
         return value
     if isinstance(value, Mapping):

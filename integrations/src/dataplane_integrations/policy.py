@@ -1,7 +1,7 @@
 """`DataPlanePolicy`: the driver's side. It holds metas, never a token tensor.
 
-Runs in the driver's process. It starts the data plane, attaches the workers, and turns a step's meta into one meta per
-worker, with the microbatch plan and the common length; the workers fetch their rows themselves.
+Runs in the driver's process. It starts the data plane, attaches the workers, and splits a step's meta into one meta per
+data-parallel rank, with the microbatch plan and the common length. The workers fetch their rows themselves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dataplane_integrations.worker import DataPlaneWorkerMixin
 
 __all__ = ["DataPlanePolicy"]
 
-#: Wait for the workers after a failure: some are in a collective with those that failed, and will not answer.
+#: Seconds to wait for the workers after a failure: some hang in a collective with the failed ones and do not answer.
 _PATIENCE_AFTER_FAILURE_S: Final = 2.0
 
 
@@ -44,18 +44,19 @@ class DataPlanePolicy:
 
     Args:
         workers: The policy workers, each with `DataPlaneWorkerMixin`; see `RayWorkerGroup`.
-        config: The data plane. A config: started here (``bootstrap=True``) and ended by `close`. A client: used, and
-            left open. Workers attach with the same config, but for middleware that is an object: that stays here.
-        batching: How rows become microbatches; the plan is made here, so that all ranks have equally many.
-        train_fields: What `train_from_meta` has the workers read.
-        logprob_fields: What the logprob calls have the workers read.
-        router_replay: Workers read ``routed_experts`` besides, for both; rows without it are refused.
-        timeout_s: Deadline of one call on all workers, in seconds.
-        flops_tracker: Sees the lengths of every shard that is trained on.
+        config: The data plane. A config is started here (``bootstrap=True``) and ended by `close`; a client is used and
+            left open. Workers attach with the same config, except for middleware given as an object, which only this
+            client uses.
+        batching: How rows become microbatches. The plan is made here, so all ranks get the same number.
+        train_fields: The fields that workers read in `train_from_meta`.
+        logprob_fields: The fields that workers read in the logprob calls.
+        router_replay: Workers also read ``routed_experts`` in both; rows without it are refused.
+        timeout_s: For one call on all workers, in seconds.
+        flops_tracker: Gets the lengths of every shard that is trained on.
 
     Raises:
-        ConfigError: The backend's scope does not reach the workers.
-        WorkerFailedError: A worker could not attach; what was started has ended.
+        ConfigError: The backend's scope does not include the workers.
+        WorkerFailedError: A worker could not attach. What was started here has been ended.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class DataPlanePolicy:
 
     def _attach(self) -> None:
         config = self._client.config
-        # an object serves one client; what the config names, every worker makes for itself
+        # a middleware object serves one client; one that the config names, every worker makes for itself
         named = [item for item in config.middleware if isinstance(item, (str, Mapping))]
         source: DataPlaneSource = config.model_copy(update={"middleware": named})
         if self._client.scope is Scope.PROCESS:
@@ -128,12 +129,12 @@ class DataPlanePolicy:
         consumer_tasks: Sequence[str] = ("train",),
         group_size: int | None = None,
     ) -> str:
-        """Opens the step's partition afresh: rows of an earlier step under that name are gone.
+        """Registers the step's partition. Rows of an earlier step under that name are dropped.
 
         Args:
             partition_id: Its name.
-            num_samples: Rows that will be written, where claims are to know.
-            fields: Fields that producers are expected to write; None: those of training. More may be written.
+            num_samples: Number of rows that will be written, if claims need to know the end.
+            fields: Fields that producers are expected to write; None: those of training. They may write more.
             consumer_tasks: The tasks that will claim.
             group_size: Claims hand out whole groups of this many rows.
 
@@ -153,16 +154,16 @@ class DataPlanePolicy:
         fields: Sequence[str] | None = None,
         consumer_tasks: Sequence[str] = ("validation",),
     ) -> str:
-        """Opens a partition for validation beside that of the step; `discard_samples` or a re-opening empties it."""
+        """Registers a partition for validation, besides the step's. `discard_samples` or a new call empties it."""
         names = self._logprob_fields if fields is None else list(fields)
         self._client.register_partition(partition_id, names, num_samples, consumer_tasks)
         return partition_id
 
     def discard_samples(self, samples: KVBatchMeta | Sequence[str] | None, partition_id: str | None = None) -> None:
-        """Drops rows; those that are not there are ignored.
+        """Clears rows. Ignores rows that do not exist.
 
         Args:
-            samples: A meta, or ids, or None for the whole partition.
+            samples: A meta; or ids; or None for the whole partition.
             partition_id: Their partition; None: the meta's, else the step's.
         """
         if isinstance(samples, KVBatchMeta):
@@ -177,7 +178,7 @@ class DataPlanePolicy:
         self._client.clear_samples(None if samples is None else list(samples), partition)
 
     def finish_step(self, meta: KVBatchMeta | None = None) -> None:
-        """Drops the rows of the step: those of ``meta``, else everything in the step's partition."""
+        """Clears the rows of ``meta``; without a meta, everything in the step's partition."""
         if meta is not None or self._step_partition is not None:
             self.discard_samples(meta)
 
@@ -188,12 +189,12 @@ class DataPlanePolicy:
         *,
         pad_value_dict: Mapping[str, int | float] | None = None,
     ) -> BatchedDataDict:
-        """Reads columns into the driver, padded to the longest row: for small ones, such as rewards.
+        """Reads columns into the driver, padded to the longest row. Meant for small columns, such as rewards.
 
         Args:
             meta: The rows.
             select_fields: The columns; None: those that the meta names.
-            pad_value_dict: Pad values by field; others pad with 0.
+            pad_value_dict: Pad values by field; default 0.
         """
         return read_columns(self._client, meta, select_fields, pad_value_dict=pad_value_dict, pad_to_seqlen=0)
 
@@ -203,9 +204,9 @@ class DataPlanePolicy:
         """Adds columns to the rows of ``meta``.
 
         Args:
-            meta: The rows, with ``sequence_lengths`` where a field is token-aligned.
+            meta: The rows. Token-aligned fields need its ``sequence_lengths``.
             fields: Columns of one row per id.
-            token_aligned_fields: Those to cut to the rows' lengths; None: those that the workers cut.
+            token_aligned_fields: Which to cut to the rows' lengths; None: the ones that workers cut.
 
         Returns:
             The meta, with the fields added.
@@ -213,28 +214,28 @@ class DataPlanePolicy:
         declared = DataPlaneWorkerMixin.token_aligned_fields if token_aligned_fields is None else token_aligned_fields
         return write_columns(self._client, meta, fields, token_aligned_fields=declared)
 
-    # --- what the workers do ------------------------------------------------------------------------------------------
+    # --- calls on the workers -----------------------------------------------------------------------------------------
 
     def get_logprobs_from_meta(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> KVBatchMeta:
-        """Has the workers add the column ``prev_logprobs``.
+        """The workers compute the logprobs and write the column ``prev_logprobs``.
 
         Args:
-            meta: The rows, with ``sequence_lengths``. The common length is stamped into its ``extra_info``.
-            micro_batch_size: Rows per microbatch where `Batching` plans none.
+            meta: The rows, with ``sequence_lengths``. The common length is written into its ``extra_info``.
+            micro_batch_size: Rows per microbatch if `Batching` makes no plan.
 
         Returns:
             The meta, with the field added.
 
         Raises:
-            InvalidRequestError: The rows cannot be shared out (see `shard_meta_for_dp`); they stay.
-            WorkerFailedError: A worker raised, died or did not answer; the rows have been cleared.
+            InvalidRequestError: The rows cannot be sharded (see `shard_meta_for_dp`). They are not cleared.
+            WorkerFailedError: A worker raised, died or did not answer. The rows have been cleared.
         """
         return self._logprobs("get_logprobs_presharded", "prev_logprobs", meta, micro_batch_size)
 
     def get_reference_policy_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None
     ) -> KVBatchMeta:
-        """The same under the reference policy: ``reference_policy_logprobs``."""
+        """As `get_logprobs_from_meta`, for the reference policy: writes ``reference_policy_logprobs``."""
         return self._logprobs(
             "get_reference_policy_logprobs_presharded", "reference_policy_logprobs", meta, micro_batch_size
         )
@@ -247,23 +248,24 @@ class DataPlanePolicy:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Has the workers train on the rows.
+        """The workers train on the rows.
 
         Args:
-            meta: The rows, with ``sequence_lengths``. The common length is stamped into its ``extra_info``.
-            loss_fn: The loss, sent to the workers.
-            eval_mode: Compute the loss, change nothing.
-            gbs: Global batch size in rows: an optimizer step for each; None: one step.
-            mbs: Rows per microbatch where `Batching` plans none.
+            meta: The rows, with ``sequence_lengths``. The common length is written into its ``extra_info``.
+            loss_fn: The loss, which is sent to the workers.
+            eval_mode: Only compute the loss.
+            gbs: Global batch size in rows, with one optimizer step each; None: one step for all rows.
+            mbs: Rows per microbatch if `Batching` makes no plan.
 
         Returns:
-            ``loss`` and ``grad_norm``, one value per global batch; ``all_mb_metrics``; what else the workers report;
-            with a FLOPs tracker ``total_flops``, ``num_ranks`` and ``theoretical_tflops`` (None where unknown).
+            ``loss`` and ``grad_norm``, one value per global batch; ``all_mb_metrics``; other keys that the workers
+            report; with a FLOPs tracker also ``total_flops``, ``num_ranks`` and ``theoretical_tflops`` (None if
+            unknown).
 
         Raises:
-            InvalidRequestError: A split step is open, or the rows cannot be shared out (see `shard_meta_for_dp`); they
-                stay.
-            WorkerFailedError: A worker raised, died or did not answer; the rows have been cleared.
+            InvalidRequestError: A split step is open, or the rows cannot be sharded (see `shard_meta_for_dp`). They are
+                not cleared.
+            WorkerFailedError: A worker raised, died or did not answer. The rows have been cleared.
         """
         self._refuse_open_step("train_from_meta")
         shards = self._shard(meta, "train", self._train_fields, gbs)
@@ -280,12 +282,12 @@ class DataPlanePolicy:
             return self._aggregate(results)
 
     def begin_train_step(self, loss_fn: Any, *, gbs: int | None = None, mbs: int | None = None) -> None:
-        """Opens an optimizer step whose rows arrive in portions: `train_microbatch_from_meta` for each, then
-        `finish_train_step`.
+        """Opens an optimizer step whose rows arrive in portions. Call `train_microbatch_from_meta` for each portion,
+        then `finish_train_step`.
 
         Raises:
-            InvalidRequestError: One is open.
-            WorkerFailedError: A worker raised, died or did not answer; no step is open.
+            InvalidRequestError: A step is already open.
+            WorkerFailedError: A worker raised, died or did not answer. No step is open.
         """
         self._refuse_open_step("begin_train_step")
         self._split_step = []
@@ -296,13 +298,13 @@ class DataPlanePolicy:
             self._flops_tracker.reset()
 
     def train_microbatch_from_meta(self, meta: KVBatchMeta) -> None:
-        """Has the workers accumulate the gradients of some rows of the open step.
+        """The workers accumulate the gradients of one portion of the open step.
 
         Raises:
-            InvalidRequestError: No step is open, or the rows cannot be shared out (see `shard_meta_for_dp`): they stay,
-                and the step stays open.
-            WorkerFailedError: The rows, of earlier portions too, have been cleared, and the step is aborted; on a
-                worker that is still busy with the portion, as soon as it is done with that.
+            InvalidRequestError: No step is open, or the rows cannot be sharded (see `shard_meta_for_dp`). The rows are
+                not cleared, and the step stays open.
+            WorkerFailedError: A worker raised, died or did not answer. The rows of all portions have been cleared, and
+                the step is aborted. A worker that is still busy aborts when it is done with the portion.
         """
         step = self._require_split_step("train_microbatch_from_meta")
         shards = self._shard(meta, "train", self._train_fields, None)
@@ -313,7 +315,7 @@ class DataPlanePolicy:
             self._call("train_microbatch_presharded", args, doing="training on a portion of a step")
 
     def finish_train_step(self) -> dict[str, Any]:
-        """Has the workers make the optimizer step; returns what `train_from_meta` returns.
+        """The workers make the optimizer step. Returns what `train_from_meta` returns.
 
         Raises:
             InvalidRequestError: No step is open.
@@ -328,16 +330,16 @@ class DataPlanePolicy:
             return self._aggregate(results)
 
     def abort_train_step(self) -> None:
-        """Has the workers drop what the open step has accumulated; its rows stay. Without an open step does nothing."""
+        """The workers drop the gradients of the open step, if there is one. Its rows are not cleared."""
         self._abort_train_step(self._timeout_s)
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- close --------------------------------------------------------------------------------------------------------
 
     def close(self, *, detach_workers: bool = True) -> None:
         """Ends what was started here. Idempotent, and safe after a failure.
 
         Args:
-            detach_workers: Have the workers close their clients first; False where they are known to be gone.
+            detach_workers: First let the workers close their clients. Pass False if the workers are gone.
         """
         if self._closed:
             return
@@ -370,13 +372,13 @@ class DataPlanePolicy:
         return meta.with_fields([field])
 
     def _shard(self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None) -> list[KVBatchMeta]:
-        """One meta per data-parallel rank, with its plan, the common length, and the fields to read."""
+        """One meta per data-parallel rank, with its microbatch plan, the common length, and the fields to read."""
         self._stamp_common_length(meta)
         shards, _ = shard_meta_for_dp(meta, dp_world=self._dp_world, batch_size=gbs, **self._batching.shard_args(stage))
         return [dataclasses.replace(shard, fields=list(fields)) for shard in shards]
 
     def _stamp_common_length(self, meta: KVBatchMeta) -> None:
-        """Writes the length at which every rank forwards into ``meta``, once: all calls on its rows then share it."""
+        """Writes the sequence length of every rank's forward into ``meta``, once: all calls on its rows use it."""
         if meta.sequence_lengths is None or not meta.size:
             raise InvalidRequestError(
                 f"meta of '{meta.partition_id}' refused: {meta.size} rows "

@@ -1,6 +1,6 @@
-"""On Ray: workers that are actors, waited for together with a deadline.
+"""On Ray: calls policy workers that are actors, and waits for all of them with one deadline.
 
-Ray is imported when something here is called.
+Ray is imported only when something here is called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataplane_integrations.groups import check_dp_ranks
 
 __all__ = ["RayWorkerGroup", "wait_for_all"]
 
-#: How long to wait for the failures of other workers once one has failed, to find the one that was first.
+#: Seconds to wait for errors of other workers once one has failed: the first report may not be of the first failure.
 _CAUSE_GRACE_S: Final = 3.0
 
 
@@ -23,8 +23,8 @@ class RayWorkerGroup:
     """Policy workers that are Ray actors; a `WorkerGroup`.
 
     Args:
-        actors: Their handles, in the order of the ranks. They stay the caller's to end.
-        dp_ranks: Per worker, its data-parallel rank; None: each has rows of its own.
+        actors: Their handles, in the order of the ranks. The caller ends them.
+        dp_ranks: Per worker, its data-parallel rank; None: each worker is a rank.
         names: Per worker, a name for messages.
     """
 
@@ -59,7 +59,7 @@ class RayWorkerGroup:
         timeout_s: float,
         doing: str,
     ) -> list[Any]:
-        """As `WorkerGroup.call`. All calls are started before the first is waited for."""
+        """As `WorkerGroup.call`. Starts all calls before it waits for the first."""
         calls = {
             name: getattr(actor, method).remote(*own, **(kwargs or {}))
             for name, actor, own in zip(self._names, self._actors, args, strict=True)
@@ -68,20 +68,20 @@ class RayWorkerGroup:
 
 
 def wait_for_all(calls: Mapping[str, Any], *, timeout_s: float, doing: str) -> list[Any]:
-    """Waits for calls on several actors together; the first failure ends the wait.
+    """Waits for calls on several actors together. The first failure ends the wait.
 
-    Waiting for them one by one would hang: when one rank dies in the middle of a collective, its peers wait for it.
+    Waiting for one after the other would hang: if a rank dies in a collective, its peers wait for it.
 
     Args:
         calls: The pending results (Ray object references), by the name of the actor.
-        timeout_s: Deadline for all of them together, in seconds.
-        doing: What they are doing, for the message: "training".
+        timeout_s: For all calls together, in seconds.
+        doing: What the actors do, for messages: "training".
 
     Returns:
         The results in the order of ``calls``.
 
     Raises:
-        WorkerFailedError: An actor died or raised; the cause is its error, rather than that of a peer that lost it.
+        WorkerFailedError: An actor died or raised. Its error is the cause, not that of a peer that lost the connection.
         WorkerTimeoutError: Not all answered in time.
     """
     import ray
@@ -119,7 +119,7 @@ def _failure(failures: Sequence[tuple[str, Exception]], doing: str) -> WorkerFai
         return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
 
     def rank(failure: tuple[str, Exception]) -> int:
-        """A death explains the errors of the peers that lost a connection to the dead; so does a leader's failure."""
+        """The lower, the more likely the first failure. Peers of a dead actor or a failed leader fail after it."""
         cause = cause_of(failure[1])
         if isinstance(cause, RayActorError):
             return 0

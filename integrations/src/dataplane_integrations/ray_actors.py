@@ -1,7 +1,7 @@
-"""On Ray: starts a run's actors, after a look at whether they can be placed at all.
+"""On Ray: checks that a run's actors can be placed, and starts them.
 
-Ray queues an actor that fits nowhere, without a word and for ever. So the demand is compared with the cluster first,
-and refused with the numbers. Everything here runs in the driver; Ray is imported when something is called.
+Ray silently queues an actor that fits on no node, forever. So the demand is compared with the cluster first, and an
+error names the numbers. Everything here runs in the driver. Ray is imported only when something here is called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
 
 __all__ = ["ActorGroup", "ActorRequest", "check_placement", "start_actors"]
 
-#: How long Ray may still count the resources of actors that have just ended.
+#: Seconds in which Ray may still count the resources of actors that have just ended.
 _SETTLE_S: Final = 3.0
 _POLL_S: Final = 0.1
 #: Ray counts fractions of a resource in units of 1e-4.
@@ -30,13 +30,13 @@ class ActorRequest:
     """One actor to start.
 
     Attributes:
-        name: For messages, unique in its group: ``policy worker 0``.
+        name: Its name in messages, unique in its group: ``policy worker 0``.
         cls: A plain class.
         args: Positional arguments of its constructor.
-        kwargs: Keyword arguments of it.
+        kwargs: Keyword arguments of its constructor.
         num_cpus: Logical CPUs that Ray reserves; a fraction lets several actors share one.
         num_gpus: The same for GPUs.
-        max_concurrency: Calls that may run at the same time in it.
+        max_concurrency: Number of its calls that can run at the same time.
     """
 
     name: str
@@ -49,12 +49,12 @@ class ActorRequest:
 
     @property
     def demand(self) -> dict[str, float]:
-        """Ray's name of each resource, and how much of it the actor takes."""
+        """The amount of each Ray resource that the actor takes."""
         return {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus)}
 
 
 class ActorGroup:
-    """Actors that have started; a context manager that ends them.
+    """Started actors; a context manager that ends them.
 
     Attributes:
         actors: Their handles, by name, in the order of the requests.
@@ -64,10 +64,10 @@ class ActorGroup:
         self.actors = dict(actors)
 
     def workers(self, names: Sequence[str] | None = None, dp_ranks: Sequence[int] | None = None) -> RayWorkerGroup:
-        """Some of them as the worker group that `DataPlanePolicy` drives.
+        """Some of the actors, as the worker group of a `DataPlanePolicy`.
 
         Args:
-            names: Which, in the order of the ranks; None: all.
+            names: Their names, in the order of the ranks; None: all actors.
             dp_ranks: As for `RayWorkerGroup`.
 
         Raises:
@@ -82,7 +82,7 @@ class ActorGroup:
         return RayWorkerGroup([self.actors[name] for name in chosen], dp_ranks, chosen)
 
     def close(self) -> None:
-        """Ends these actors and no other. Idempotent."""
+        """Ends these actors. Idempotent."""
         import ray
 
         actors, self.actors = self.actors, {}
@@ -106,19 +106,19 @@ def start_actors(
     reserve_cpus: float = 0.0,
     timeout_s: float = 120.0,
 ) -> ActorGroup:
-    """Checks that the actors can be placed, starts them all, and waits until the last is up.
+    """Checks that the actors can be placed, starts them, and waits until all are up.
 
-    They never restart: an actor that came back without its weights would train on, wrongly.
+    Ray does not restart them: a restarted worker would have lost its weights, and would train wrongly.
 
     Args:
         requests: The actors.
-        runtime_env: Ray's description of what their processes need; see
+        runtime_env: Ray's environment of their processes; see
             `dataplane_integrations.ray_nodes.backend_runtime_env`.
-        reserve_cpus: Logical CPUs to leave for actors that others will start, such as a backend's.
-        timeout_s: Deadline for all of them together; downloading packages counts.
+        reserve_cpus: Logical CPUs to leave for other actors that will start later, such as a backend's.
+        timeout_s: For all actors together, in seconds, including the download of packages.
 
     Raises:
-        PlacementError: The cluster has too little free, or they did not come up in time. Nothing is left running.
+        PlacementError: The cluster has too few free resources, or not all actors started in time. All are ended.
         WorkerFailedError: A constructor raised.
     """
     import ray
@@ -153,14 +153,14 @@ def start_actors(
 
 
 def check_placement(requests: Sequence[ActorRequest], *, reserve_cpus: float = 0.0) -> None:
-    """Compares what the actors ask for with what the cluster has free; starts nothing.
+    """Compares the demand of the actors with the free resources of the cluster. Starts nothing.
 
     Args:
         requests: The actors.
-        reserve_cpus: Logical CPUs that others will take.
+        reserve_cpus: Logical CPUs that other actors will take.
 
     Raises:
-        InvalidRequestError: Two actors of one name, or a negative demand.
+        InvalidRequestError: Two actors have the same name, or a demand is negative.
         PlacementError: Too few CPUs or GPUs, with the numbers.
     """
     _check_requests(requests, reserve_cpus)
@@ -177,7 +177,7 @@ def check_placement(requests: Sequence[ActorRequest], *, reserve_cpus: float = 0
         short = [name for name, asked in demand.items() if asked > free.get(name, 0.0) + _UNIT]
         if not short:
             break
-        if time.monotonic() > deadline:  # not before: Ray may not have noticed yet that some actors have ended
+        if time.monotonic() > deadline:  # Ray may not have noticed before that some actors have ended
             name = short[0]
             raise _too_few(name, demand[name], total.get(name, 0.0), free.get(name, 0.0), len(requests))
         time.sleep(_POLL_S)
@@ -196,7 +196,7 @@ def _check_requests(requests: Sequence[ActorRequest], reserve_cpus: float) -> No
 
 
 def _check_largest(requests: Sequence[ActorRequest]) -> None:
-    """An actor runs on one node, however much the cluster has in all."""
+    """Checks the largest actor against the largest node: an actor runs on one node."""
     for resource in ("CPU", "GPU"):
         largest = max(requests, key=lambda request: request.demand[resource])
         asked, most = largest.demand[resource], max((node.get(resource, 0.0) for node in _nodes()), default=0.0)
@@ -224,7 +224,7 @@ def _too_few(name: str, asked: float, total: float, free: float, num_actors: int
 
 
 def _start_error(error: WorkerFailedError) -> WorkerFailedError | PlacementError:
-    """What kept an actor from starting; Ray reports it as a death."""
+    """The reason why an actor did not start. Ray reports it as the death of the actor."""
     from ray.exceptions import RayActorError, RuntimeEnvSetupError
 
     cause = error.__cause__

@@ -1,8 +1,8 @@
-"""On Ray: whether every node can run the backend, and what to give those that cannot.
+"""On Ray: checks whether every node can run the backend, and has Ray install it on nodes that cannot.
 
 A backend is found by its entry point, so a node needs the backend's distribution, not only its code. Either the nodes
-have it, or Ray installs it where the actors run (`backend_runtime_env`); `require_backend_on_nodes` tells before
-anything starts. Everything here runs in the driver, but for the check itself, which runs on each node.
+have it, or Ray installs it where the actors run (`backend_runtime_env`). `require_backend_on_nodes` checks this before
+anything starts. The check itself runs on each node; everything else here runs in the driver.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dataplane_integrations.errors import PlacementError
 
 __all__ = ["NodeReport", "backend_runtime_env", "check_backend_on_nodes", "require_backend_on_nodes"]
 
-#: Longest excerpt of what a node reported, in characters: pip writes pages.
+#: Longest excerpt of a node's report, in characters: pip writes pages.
 _EXCERPT: Final = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """What one node says of the backend.
+    """What one node reports about the backend.
 
     Attributes:
         node_id: Ray's id of the node.
         address: Its address in the cluster.
-        version: Version of the distribution there; None where it is missing.
-        problem: Why the backend cannot run there; None where it can.
-        command: What to run on the node; None where nothing is to be done.
+        version: Version of the distribution there; None if it is missing.
+        problem: Why the backend cannot run there; None if it can.
+        command: What to run on the node to repair it; None if there is no problem.
     """
 
     node_id: str
@@ -43,17 +43,17 @@ class NodeReport:
 def backend_runtime_env(
     backend: str, *, packages: Sequence[str] | None = None, env_vars: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """A Ray ``runtime_env`` that brings the backend to the nodes where it is used.
+    """A Ray ``runtime_env`` that installs the backend on the nodes where it is used.
 
     Args:
         backend: Entry-point name.
-        packages: What to install: requirements for pip, which each node must be able to fetch; or paths of wheels on
-            this machine, which Ray ships itself, but only from ``ray.init(runtime_env=...)``, not for single actors.
-            None: the backend's distribution, in the version that this process has.
+        packages: What to install. Requirements for pip, which each node must be able to fetch; or paths of wheels on
+            this machine, which Ray copies to the nodes, but only with ``ray.init(runtime_env=...)``, not for single
+            actors. None: the backend's distribution, in the version of this process.
         env_vars: Environment variables of the processes.
 
     Raises:
-        UnknownBackendError: This process has not got the backend either, and ``packages`` is None.
+        UnknownBackendError: ``packages`` is None, and this process does not have the backend either.
     """
     wanted = [f"{_record(backend).distribution}=={_record(backend).version}"] if packages is None else list(packages)
     if not wanted:
@@ -76,10 +76,10 @@ def backend_runtime_env(
 def require_backend_on_nodes(
     backend: str, *, runtime_env: Mapping[str, Any] | None = None, timeout_s: float = 120.0
 ) -> list[NodeReport]:
-    """As `check_backend_on_nodes`, and refuses a cluster on which one node cannot run the backend.
+    """As `check_backend_on_nodes`, but raises if one node cannot run the backend.
 
     Raises:
-        PlacementError: Names each such node, its problem, and the command that mends it.
+        PlacementError: Names each such node, its problem, and the command that repairs it.
     """
     reports = check_backend_on_nodes(backend, runtime_env=runtime_env, timeout_s=timeout_s)
     bad = [report for report in reports if report.problem is not None]
@@ -97,19 +97,19 @@ def require_backend_on_nodes(
 def check_backend_on_nodes(
     backend: str, *, runtime_env: Mapping[str, Any] | None = None, timeout_s: float = 120.0
 ) -> list[NodeReport]:
-    """Has every node of the cluster import the backend by its entry point.
+    """Makes every node of the cluster import the backend by its entry point.
 
     Args:
         backend: Entry-point name; this process must have it.
         runtime_env: The environment in which the actors will run there; None: that of ``ray.init``.
-        timeout_s: Deadline for all nodes together.
+        timeout_s: For all nodes together, in seconds.
 
     Returns:
-        One report per living node, in the order of their addresses.
+        One report per node that is alive, in the order of their addresses.
 
     Raises:
-        UnknownBackendError: This process has not got the backend.
-        PluginImportError: It cannot be imported here.
+        UnknownBackendError: This process does not have the backend.
+        PluginImportError: This process cannot import it.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
@@ -158,7 +158,7 @@ def check_backend_on_nodes(
 
 
 def _probe() -> Any:
-    """The check. A nested function travels by value, so it also runs on a node that has none of our packages."""
+    """The check. Ray sends a nested function by value, so it also runs on a node that has none of our packages."""
 
     def import_backend(group: str, name: str) -> tuple[str | None, str | None]:
         """The version of the backend's distribution, and what is wrong with it."""
@@ -172,7 +172,7 @@ def _probe() -> Any:
         version = None if point.dist is None else point.dist.version
         try:
             point.load()
-        except BaseException as error:  # whatever an import may raise is what the driver has to hear
+        except BaseException as error:  # the driver needs to know whatever the import raised
             return version, f"its import fails there: {type(error).__name__}: {error}."
         return version, None
 
@@ -183,11 +183,11 @@ def _record(backend: str) -> PluginRecord:
     for record in find_plugins():
         if record.name == backend:
             return record
-    load_backend(backend)  # raises with the names that there are and the pip command
+    load_backend(backend)  # raises an error with the known names and the pip command
     raise AssertionError(f"backend '{backend}' loads, but is not listed")
 
 
 def _excerpt(text: str) -> str:
-    """The end of a long text, where pip says what went wrong."""
+    """The end of a long text: pip names the problem there."""
     text = " ".join(text.split()).rstrip(".")
     return text if len(text) <= _EXCERPT else f"... {text[-_EXCERPT:]}"

@@ -1,4 +1,4 @@
-"""What the driver makes of the workers' training results: one result per step, replica twins counted once."""
+"""Combines the workers' training results into one result per step. Each replica group counts once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataplane_core.errors import InvalidRequestError
 
 __all__ = ["FlopsTracker", "aggregate_training_results", "leaders_of", "theoretical_tflops"]
 
-#: Dense peak of a device in TFLOP/s, by a part of its name; for 16-bit floating point.
+#: Dense 16-bit floating-point peak of a device in TFLOP/s, by a part of its name.
 _PEAK_TFLOPS_16_BIT: Final = {
     "B200": 2250.0,
     "GB200": 2450.0,
@@ -28,14 +28,14 @@ class FlopsTracker(Protocol):
     total_flops: float
 
     def reset(self) -> None:
-        """Starts at zero."""
+        """Sets the count to zero."""
 
     def track_batch(self, sequence_lengths: list[int]) -> None:
         """Adds the rows of one shard."""
 
 
 def leaders_of(results: Sequence[Mapping[str, Any]], dp_ranks: Sequence[int]) -> list[Mapping[str, Any]]:
-    """One result per data-parallel rank, in the order of the ranks: its replica leader's.
+    """The result of the replica leader of each data-parallel rank, in the order of the ranks.
 
     Args:
         results: Per worker, what ``train_presharded`` returned.
@@ -58,16 +58,16 @@ def leaders_of(results: Sequence[Mapping[str, Any]], dp_ranks: Sequence[int]) ->
 
 
 def aggregate_training_results(results: Sequence[Mapping[str, Any]], dp_ranks: Sequence[int]) -> dict[str, Any]:
-    """One result from those of all workers.
+    """Combines the results of all workers into one.
 
     Args:
         results: Per worker, ``global_loss`` and ``grad_norm`` (equal on all ranks), ``all_mb_metrics`` (name -> this
-            rank's values, one per microbatch), and whatever else the worker reports.
+            rank's values, one per microbatch), and anything else that the worker reports.
         dp_ranks: Per worker, its data-parallel rank.
 
     Returns:
         ``loss`` and ``grad_norm`` of the first rank; ``all_mb_metrics``: name -> the values of all data-parallel ranks
-        in their order; further keys as the first rank reports them.
+        in their order; all other keys of the first rank.
 
     Raises:
         InvalidRequestError: As `leaders_of`, or a result without ``global_loss``.
@@ -99,13 +99,13 @@ def theoretical_tflops(results: Sequence[Mapping[str, Any]]) -> float | None:
         results: Per worker, ``gpu_name`` and ``model_dtype`` (a torch dtype or its name).
 
     Returns:
-        None where a worker does not say what it runs on, or the peak of that device and dtype is not known.
+        None if a worker does not report its device and dtype, or if their peak is not known.
     """
     total = 0.0
     for result in results:
         dtype = str(result.get("model_dtype", "")).removeprefix("torch.")
         name = str(result.get("gpu_name", "")).upper()
-        # the longest match: "GB200" holds "B200", and "H200" holds "H20"
+        # take the longest match: "GB200" contains "B200", and "H200" contains "H20"
         known = sorted((key for key in _PEAK_TFLOPS_16_BIT if key in name), key=len)
         if dtype not in _HALF or not known:
             return None

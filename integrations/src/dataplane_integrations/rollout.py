@@ -1,6 +1,6 @@
-"""The rollout actor's side: ids minted once, and one flat first write of everything that generation made.
+"""The rollout actor's side: it makes the sample ids once, and writes all columns of a generation in one put.
 
-Runs in the rollout process. The driver gets back a meta and a small carry, never a token tensor.
+Runs in the rollout process. The driver gets a meta and a few small values per row, never a token tensor.
 
 Shape legend: ``N`` rows (prompts x group size), ``S`` padded sequence length.
 """
@@ -27,8 +27,8 @@ class RolloutReceipt:
     """What the rollout actor returns to the driver.
 
     Attributes:
-        meta: The rows written; every later column goes to these ids.
-        carry: Field -> one small value per row, for what the driver computes itself.
+        meta: The written rows. Later columns are written to the same ids.
+        carry: Field -> one small value per row, for the driver's own computations.
     """
 
     meta: KVBatchMeta
@@ -36,7 +36,7 @@ class RolloutReceipt:
 
 
 def mint_sample_ids(uids: Sequence[str], group_size: int) -> list[str]:
-    """The ids of a step's rows, ``{uid}_g{i}``: a prompt's generations side by side.
+    """The ids of a step's rows, ``{uid}_g{i}``. The generations of a prompt are adjacent.
 
     Args:
         uids: One per prompt, unique among the rows of the partition.
@@ -60,7 +60,7 @@ def mint_sample_ids(uids: Sequence[str], group_size: int) -> list[str]:
 
 
 class DataPlaneRolloutMixin(DataPlaneClientMixin):
-    """For a rollout actor; `setup_data_plane` attaches it, as it does the workers."""
+    """For a rollout actor, which `setup_data_plane` attaches to the data plane."""
 
     def _first_write(
         self,
@@ -80,19 +80,20 @@ class DataPlaneRolloutMixin(DataPlaneClientMixin):
 
         Args:
             batch: N rows, with ``input_lengths`` (N,).
-            sample_ids: N ids, of `mint_sample_ids`.
+            sample_ids: N ids from `mint_sample_ids`.
             partition_id: The step's partition.
-            carry_fields: Columns of one small value per row, also handed to the driver.
-            tags: N dicts of primitives, readable without fetching.
-            extra_info: Batch-wide values for the readers.
+            carry_fields: Columns of one small value per row, which are also returned to the driver.
+            tags: N dicts of simple values, which can be read without the tensors.
+            extra_info: Values of the whole batch for the readers.
             task_name: The task that will train on the rows.
             pad_to_multiple: Readers round their padded length up to a multiple of this many tokens.
-            token_aligned_fields: Columns to cut to the rows' lengths; None: as `kv_first_write` finds them.
-            required_fields: Columns without which nothing is written, such as ``routed_experts`` for router replay.
+            token_aligned_fields: Columns to cut to the rows' lengths; None: `kv_first_write` finds them.
+            required_fields: If one of these columns is missing, nothing is written. Router replay needs
+                ``routed_experts``.
 
         Raises:
-            InvalidRequestError: A count of ids other than N, or a carry field or required column that the batch lacks.
-            InvalidTypeError: A carry field that is wider than one value per row.
+            InvalidRequestError: There are not N ids, or the batch lacks a carry field or a required column.
+            InvalidTypeError: A carry field has more than one value per row.
         """
         carry = {name: _small_column(batch, name) for name in carry_fields}
         meta = kv_first_write(

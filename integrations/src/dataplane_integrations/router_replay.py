@@ -1,12 +1,12 @@
-"""Router replay: the mixture-of-experts layers of a Megatron model route tokens as generation did.
+"""Router replay: in training, the mixture-of-experts layers of a Megatron model use the experts of generation.
 
-A router that chooses other experts in training than in generation makes another model of the same weights. So the
-rollout writes the experts that it used as the column ``routed_experts``, which travels with the tokens, and
-`RoutingReplay` has the routers use them; how much each expert counts is still the router's own, with its gradient.
+If the routers choose other experts in training than in generation, the same weights act as another model. So the
+rollout writes the experts that it used as the column ``routed_experts``, next to the tokens, and `RoutingReplay` makes
+the routers use them. The weight of each expert still comes from the router, with its gradient.
 
-Megatron's own ``RouterReplay`` is not used. It hangs at the same place, ``TopKRouter.router_replay``, but keeps the
-routers of all models of a process in one list, policy and reference policy alike, and wants experts for every token,
-padding too.
+Megatron's own ``RouterReplay`` is not used. It uses the same attribute, ``TopKRouter.router_replay``, but keeps the
+routers of all models of a process (policy and reference policy) in one list, and needs experts for every token,
+padding included.
 
 Shape legend: ``B`` rows and ``S`` tokens of the model's input, ``L`` layers, ``k`` experts of a token.
 """
@@ -27,14 +27,14 @@ __all__ = ["RecordedRouting", "RoutingReplay"]
 
 
 class RoutingReplay:
-    """Sets, and records, what the routers of one model choose. Runs in the worker's process.
+    """Sets and records the experts that the routers of one model use. Runs in the worker's process.
 
     Args:
-        model: A Megatron module, wrapped or not, or the list of its chunks: this rank's part of the model.
+        model: This rank's part of the model: a Megatron module, wrapped or not, or the list of its chunks.
 
     Raises:
-        UnsupportedOperationError: It has no mixture-of-experts layers, a router that cannot be told what to choose, or
-            activation recomputation in a pipeline, whose backward would see another microbatch's experts.
+        UnsupportedOperationError: The model has no mixture-of-experts layers; or a router whose experts cannot be set;
+            or activation recomputation in a pipeline, where a backward would use another microbatch's experts.
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module]) -> None:
@@ -61,19 +61,19 @@ class RoutingReplay:
             layer.router.router_replay = layer
 
     def install(self, routed_experts: Tensor) -> None:
-        """Sets the experts of the next forward; they stay until the next `install` or `clear`.
+        """Sets the experts of the next forward. They stay until the next `install` or `clear`, so a backward pass that
+        recomputes activations uses them too.
 
-        So a backward pass that recomputes activations finds them. In a forward step function this comes before the
-        call of the model.
+        In a forward step function, call this before the model.
 
         Args:
-            routed_experts: (B, S, L, k) signed integers, laid out as the ``input_ids`` (B, S) that this rank's model
-                gets: packed, and cut for context parallelism, where those are. ``L`` are the model's mixture-of-experts
-                layers in their order, or all of its layers. A negative number in place of a token's experts leaves the
-                token to the router: padding, and what generation did not record.
+            routed_experts: (B, S, L, k) signed integers, in the layout of the ``input_ids`` (B, S) that this rank's
+                model gets: packed, and cut for context parallelism, if they are. ``L`` is the model's
+                mixture-of-experts layers in their order, or all of its layers. For a token with negative numbers the
+                router chooses: use them for padding, and for tokens whose experts were not recorded.
 
         Raises:
-            InvalidRequestError: Another shape or kind of numbers, experts that there are not, or one named twice.
+            InvalidRequestError: Another shape or dtype, an expert that does not exist, or an expert named twice.
         """
         self._check(routed_experts)
         all_layers = routed_experts.shape[2] == self._config.num_layers
@@ -83,21 +83,21 @@ class RoutingReplay:
             layer.target = self._as_router_sees(routed_experts[:, :, column])
 
     def clear(self) -> None:
-        """Leaves all tokens to the routers again."""
+        """Lets the routers choose again for all tokens."""
         for layer in self._layers:
             layer.target = None
 
     def remove(self) -> None:
-        """Takes everything out of the model that this object put into it."""
+        """Removes this object from the model's routers."""
         for layer in self._layers:
-            layer.router.router_replay = layer.before
+            layer.router.router_replay = layer.previous
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[RecordedRouting]:
-        """Records what the routers use in the one forward that is made inside.
+        """Records the experts that the routers use in one forward inside the block.
 
         Yields:
-            What was recorded, to be asked after that forward.
+            The record; read it after that forward.
         """
         for layer in self._layers:
             layer.used, layer.records = None, True
@@ -140,7 +140,7 @@ class RoutingReplay:
         return group
 
     def _as_router_sees(self, routed_bsk: Tensor) -> Tensor:
-        """One layer's experts (tokens, k): sequence first, this rank's part of the sequence where it is divided."""
+        """One layer's experts (tokens, k): sequence first; with sequence parallelism, this rank's part of it."""
         routed_sbk = routed_bsk.transpose(0, 1)
         group = self._sequence_parallel_group()
         if group is not None:
@@ -155,7 +155,7 @@ class RoutingReplay:
 
 
 class RecordedRouting:
-    """What the routers used in a forward; of `RoutingReplay.recording`."""
+    """The experts that the routers used in a forward; made by `RoutingReplay.recording`."""
 
     def __init__(
         self, layers: Sequence[_LayerRouting], moe_layers: Sequence[int], group: dist.ProcessGroup | None
@@ -163,14 +163,14 @@ class RecordedRouting:
         self._layers, self._moe_layers, self._group = layers, moe_layers, group
 
     def routed_experts(self, num_rows: int) -> Tensor:
-        """The experts of every token. Collective over tensor parallelism where it divides the sequence.
+        """The experts of every token. With sequence parallelism, collective over the tensor-parallel ranks.
 
         Args:
             num_rows: Rows of the model's input.
 
         Returns:
-            (B, S, L, k) int16, laid out as the model's ``input_ids``, with the mixture-of-experts layers in their
-            order; -1 in those of other pipeline stages.
+            (B, S, L, k) int16, in the layout of the model's ``input_ids``, with the mixture-of-experts layers in their
+            order; -1 for layers of other pipeline stages.
 
         Raises:
             InvalidRequestError: No forward was made.
@@ -190,12 +190,12 @@ class RecordedRouting:
 
 
 class _LayerRouting:
-    """What Megatron's ``TopKRouter.router_replay`` has to be, for one router."""
+    """The object that Megatron's ``TopKRouter.router_replay`` expects, for one router."""
 
     def __init__(self, router: Any) -> None:
         self.router = router
-        self.before = router.router_replay
-        #: (tokens, k): the experts to use, negative where the router chooses; None: it chooses everywhere.
+        self.previous = router.router_replay
+        #: (tokens, k): the experts to use, negative where the router chooses; None: it chooses for all tokens.
         self.target: Tensor | None = None
         #: (tokens, k): the experts used in the last forward that was recorded.
         self.used: Tensor | None = None
@@ -209,7 +209,7 @@ class _LayerRouting:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Called by Megatron in place of its top-k: scores (tokens, experts) to the values and indices (tokens, k)."""
+        """Megatron calls this instead of its top-k. Maps scores (tokens, experts) to values and indices (tokens, k)."""
         values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.target is not None:
             if self.target.shape != chosen.shape:
@@ -234,13 +234,13 @@ def _routers(model: nn.Module | Sequence[nn.Module]) -> list[Any]:
         module
         for chunk in chunks
         for name, module in chunk.named_modules()
-        # those of multi-token prediction see other tokens
+        # routers of multi-token prediction get other tokens
         if isinstance(module, TopKRouter) and hasattr(module, "router_replay") and "mtp" not in name.split(".")
     ]
 
 
 def _moe_layer_numbers(config: Any) -> list[int]:
-    """Numbers, from 1, of the model's mixture-of-experts layers on all pipeline stages."""
+    """Numbers, from 1, of the mixture-of-experts layers on all pipeline stages."""
     frequency = config.moe_layer_freq
     if isinstance(frequency, int):
         return [number + 1 for number in range(config.num_layers) if number % frequency == 0]

@@ -1,8 +1,9 @@
 """`DataPlaneWorkerMixin`: a policy worker that reads its rows from the data plane and writes its results back.
 
-All of it runs in the worker's process. A *replica group* is the ranks that work on the same rows: one data-parallel
-rank's tensor, context and pipeline parallel siblings. Its leader, 0 on each of those axes, fetches and broadcasts, and
-is the only one that writes: two writers of one key break single-writer stores.
+Everything here runs in the worker's process. A *replica group* is the ranks that work on the same rows: the tensor,
+context and pipeline parallel ranks of one data-parallel rank. Its leader is the rank that is 0 on each of those axes.
+The leader fetches and broadcasts the rows, and only the leader writes: two writers of one key break single-writer
+stores.
 
 Shape legend: ``N`` rows of this data-parallel rank, ``S`` padded sequence length.
 """
@@ -33,16 +34,16 @@ from dataplane_integrations.broadcast import broadcast_from_leader, group_device
 
 __all__ = ["DataPlaneWorkerMixin", "FetchPolicy", "PolicyWorker", "SplitStepWorker"]
 
-#: Who reads from the store: every rank, or the leader of each replica group, which broadcasts. ``auto``: the leader
-#: where the group has siblings.
+#: Who reads from the store: every rank (``independent``), or only the leader of each replica group, which then
+#: broadcasts. ``auto``: the leader if the group has several ranks.
 FetchPolicy: TypeAlias = Literal["auto", "independent", "leader_broadcast"]
 
-#: In place of a number of microbatches: this rank has none, since it could not plan.
+#: In place of a number of microbatches: this rank could not plan.
 _NO_PLAN: Final = -1
 
 
 class PolicyWorker(Protocol):
-    """What `DataPlaneWorkerMixin` is mixed into. Results of a call are equal on all ranks of a replica group."""
+    """The methods that `DataPlaneWorkerMixin` needs. A call returns the same on all ranks of a replica group."""
 
     def train(
         self,
@@ -64,22 +65,22 @@ class PolicyWorker(Protocol):
 
 
 class SplitStepWorker(Protocol):
-    """What the split step needs of the worker: one optimizer step over rows that arrive in portions.
+    """The methods that a split step needs: one optimizer step over rows that arrive in portions.
 
-    `DataPlaneWorkerMixin` calls them in order: portions and an end only after a begin, no second begin in between.
+    `DataPlaneWorkerMixin` calls them in order: one begin, then any number of portions, then finish or abort.
     """
 
     def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
         """Clears the gradients."""
 
     def train_microbatch(self, data: BatchedDataDict) -> Any:
-        """Accumulates the gradients of some rows. A mean over the step's tokens has to wait for all portions."""
+        """Accumulates the gradients of some rows. Divide by the step's tokens only in `finish_train_step`."""
 
     def finish_train_step(self) -> Mapping[str, Any]:
-        """Makes the optimizer step; returns what ``train`` returns."""
+        """Makes the optimizer step and returns what ``train`` returns."""
 
     def abort_train_step(self) -> None:
-        """Drops the gradients; weights and optimizer stay as they were. Also after any of the others has raised."""
+        """Drops the gradients; weights and optimizer stay as they were. Also called after another method has raised."""
 
 
 class DataPlaneWorkerMixin(DataPlaneClientMixin):
@@ -100,7 +101,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 
     _split_step_open: bool = False
 
-    # --- where this rank stands ---------------------------------------------------------------------------------------
+    # --- this rank's place --------------------------------------------------------------------------------------------
 
     def _local_coords(self) -> dict[str, int]:
         """This rank's coordinate on each axis, such as ``{"data_parallel": 1, "tensor_parallel": 0}``.
@@ -117,11 +118,11 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         )
 
     def _get_replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks that work on this rank's rows, the leader first; None: this rank has no siblings."""
+        """The ranks that work on this rank's rows, the leader first; None: no other rank does."""
         return None
 
     def _is_replica_leader(self) -> bool:
-        """Whether this rank is 0 on every replicated axis; axes that it does not have count as 0."""
+        """Whether this rank is 0 on every replicated axis. Missing axes count as 0."""
         return NamedSharding.is_axis_zero(self._local_coords(), REPLICATED_AXES)
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -129,16 +130,16 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     def _pad_value_dict(self) -> dict[str, int | float]:
         """Pad values by field. Default: the tokenizer's pad id for ``input_ids``.
 
-        Fields not named pad with 0, ``routed_experts`` with -1: no expert.
+        All other fields are padded with 0, and ``routed_experts`` with -1 (no expert).
         """
         pad_id = getattr(getattr(self, "tokenizer", None), "pad_token_id", None)
         return {} if pad_id is None else {"input_ids": int(pad_id)}
 
     def _forward_pad_seqlen(self, meta: KVBatchMeta) -> int:
-        """The sequence length in tokens at which all data-parallel ranks forward ``meta``; 0: the driver set none.
+        """The sequence length in tokens for the forward of ``meta`` on all data-parallel ranks; 0: the driver set none.
 
         Raises:
-            InvalidRequestError: It is not a length, or shorter than a row.
+            InvalidRequestError: The driver's value is not a length, or is shorter than a row.
         """
         seqlen = meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0
         longest = max(meta.sequence_lengths or [0])
@@ -163,19 +164,19 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 
         Args:
             meta: Which rows and fields.
-            layout: Token columns right-padded, or as ``torch.jagged`` nested tensors. Other columns come as they went.
+            layout: Token columns right-padded, or as ``torch.jagged`` nested tensors. Other columns are not changed.
             fetch_policy: Who reads.
-            preprocess: Applied where the rows are read, before they are broadcast: once per replica group if the
-                leader reads.
-            dp_aligned_seq_len: Pad to the length that the driver stamped, the same on all data-parallel ranks; else to
-                the longest of these rows.
+            preprocess: Applied on the rank that reads, before the broadcast. If the leader reads, once per replica
+                group.
+            dp_aligned_seq_len: Pad to the length that the driver set, the same on all data-parallel ranks; else to the
+                longest of these rows.
 
         Returns:
             One row per sample id, in that order.
 
         Raises:
-            MissingDataError, UnknownPartitionError, OperationTimeoutError: The read failed here.
-            ReplicaLeaderError: It failed on the leader; that error is the cause.
+            MissingDataError, UnknownPartitionError, OperationTimeoutError: The read failed on this rank.
+            ReplicaLeaderError: The read failed on the leader; that error is the cause.
             InvalidRequestError: The replica group's first rank is not the one that is 0 on every replicated axis.
         """
         if fetch_policy not in ("auto", "independent", "leader_broadcast"):
@@ -192,15 +193,15 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         if group is None or dist.get_world_size(group) == 1:
             return read()
 
-        def read_in_its_place() -> BatchedDataDict:
-            self._check_place(group)
+        def check_and_read() -> BatchedDataDict:
+            self._check_leader_is_first(group)
             return read()
 
-        batch = broadcast_from_leader(read_in_its_place, group=group)
-        self._check_place(group)  # not before: the others would wait for this rank
+        batch = broadcast_from_leader(check_and_read, group=group)
+        self._check_leader_is_first(group)  # only now: an error before the broadcast would make the other ranks wait
         return batch
 
-    def _check_place(self, group: dist.ProcessGroup) -> None:
+    def _check_leader_is_first(self, group: dist.ProcessGroup) -> None:
         if self._is_replica_leader() != (dist.get_rank(group) == 0):
             raise InvalidRequestError(
                 f"_fetch refused: rank {dist.get_rank()} has coordinates {self._local_coords()} and is rank "
@@ -214,7 +215,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 self._require_dp_client(),
                 meta,
                 layout=layout,
-                # 0 is an expert, and no padding
+                # 0 is the number of an expert
                 pad_value_dict={ROUTED_EXPERTS_FIELD: -1, **self._pad_value_dict()},
                 pad_to_seqlen=self._forward_pad_seqlen(meta) if dp_aligned else 0,
                 ragged_fields=self.ragged_fields,
@@ -232,7 +233,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     def _attach_or_repack_pack_metadata(
         self, data: BatchedDataDict, meta: KVBatchMeta, stage: Stage = "train"
     ) -> tuple[BatchedDataDict, KVBatchMeta]:
-        """Gives fetched rows their microbatch plan: the driver's where ``meta`` carries one, else one made here.
+        """Attaches a microbatch plan to fetched rows: the driver's if ``meta`` has one, else a plan made here.
 
         Args:
             data: The rows of ``meta``, in its order.
@@ -240,7 +241,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             stage: What the rows are for.
 
         Returns:
-            The rows with their plan and the meta in the same order: a plan made here sorts the rows.
+            The rows with their plan, and the meta in the same order. A plan made here changes the order.
         """
         plan = {key: meta.extra_info[key] for key in PLAN_KEYS if meta.extra_info.get(key) is not None}
         if not plan:
@@ -252,14 +253,14 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     def _apply_packing_prep(
         self, data: BatchedDataDict, meta: KVBatchMeta, stage: Stage = "train"
     ) -> tuple[BatchedDataDict, KVBatchMeta]:
-        """Plans microbatches from ``self.cfg`` (see `Batching.from_config`); without such settings changes nothing.
+        """Plans microbatches from ``self.cfg`` (see `Batching.from_config`). Without such settings, changes nothing.
 
-        Ranks that plan apart may need different numbers of microbatches, and would then wait for each other for ever.
-        So this checks the number over `_get_data_parallel_group`, where there is one: it is a collective call then.
+        Ranks that plan separately may get different numbers of microbatches, and would then deadlock. So this compares
+        the numbers over `_get_data_parallel_group`. If there is such a group, this is a collective call.
 
         Raises:
             InvalidRequestError: Data-parallel ranks got different numbers of microbatches, or one of them could not
-                plan, such as for a row over the token limit.
+                plan, for example because a row is over the token limit.
         """
         batching = Batching.from_config(getattr(self, "cfg", None) or {})
         if not batching.plans:
@@ -267,7 +268,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         try:
             planned_shards = data.shard_by_batch_size(1, **batching.shard_args(stage))
         except Exception:
-            self._extreme_microbatch_counts(_NO_PLAN)  # the other ranks wait for this one's number
+            self._extreme_microbatch_counts(_NO_PLAN)  # the other ranks wait for this rank's number
             raise
         shards, order = cast("tuple[list[SlicedDataDict], list[int]]", planned_shards)
         planned = shards[0]
@@ -275,7 +276,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         return planned, meta.subset(order)
 
     def _get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that train on different rows together with this one; None: unknown, or there are none."""
+        """This rank and those that train on other rows; None: unknown, or there is no other."""
         return None
 
     def _check_equal_microbatches(self, data: BatchedDataDict) -> None:
@@ -294,7 +295,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             )
 
     def _extreme_microbatch_counts(self, count: int) -> tuple[int, int]:
-        """The least and the most of the data-parallel ranks' numbers of microbatches. Collective over them."""
+        """The least and the largest number of microbatches of the data-parallel ranks. Collective over them."""
         group = self._get_data_parallel_group()
         if group is None or dist.get_world_size(group) == 1:
             return count, count
@@ -307,18 +308,18 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     def _write_back(
         self, meta: KVBatchMeta, fields: Mapping[str, Any], *, token_aligned_fields: Collection[str] | None = None
     ) -> None:
-        """Writes columns for the rows of ``meta``; on ranks that are not the replica leader does nothing.
+        """Writes columns for the rows of ``meta``. Only the replica leader writes; other ranks do nothing.
 
         Args:
-            meta: The rows, with ``sequence_lengths`` where a field is token-aligned.
-            fields: Columns of N rows: tensors, or object columns. Token-aligned ones may be padded beyond the longest
-                row, as sequence parallelism leaves them.
-            token_aligned_fields: Those of ``fields`` to cut to the rows' lengths; None: the ones that the attribute
-                ``token_aligned_fields`` names.
+            meta: The rows. Token-aligned fields need its ``sequence_lengths``.
+            fields: Columns of N rows: tensors, or object columns. Token-aligned columns may be padded beyond the
+                longest row, as by sequence parallelism.
+            token_aligned_fields: Which of ``fields`` to cut to the rows' lengths; None: those in the attribute
+                ``token_aligned_fields``.
 
         Raises:
-            InvalidRequestError: A column without one row per sample id, or no lengths to cut by.
-            InvalidTypeError: A column that is neither a tensor nor one object per row.
+            InvalidRequestError: A column does not have one row per sample id, or the meta has no lengths.
+            InvalidTypeError: A column is neither a tensor nor one object per row.
         """
         if not self._is_replica_leader():
             return
@@ -328,7 +329,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     def _write_back_result_field(
         self, meta: KVBatchMeta, result: Mapping[str, Any], *, result_key: str, tq_field: str
     ) -> None:
-        """Writes one tensor of a worker's result as a column; on ranks that are not the replica leader does nothing.
+        """Writes one tensor of a worker's result as a column. Only the replica leader writes; other ranks do nothing.
 
         Args:
             meta: The rows.
@@ -337,8 +338,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             tq_field: The field to write.
 
         Raises:
-            InvalidTypeError: ``result`` is no mapping, or what lies under the key is no tensor.
-            InvalidRequestError: The key is missing, or the rows are not one per sample id.
+            InvalidTypeError: ``result`` is not a mapping, or its value is not a tensor.
+            InvalidRequestError: The key is missing, or the tensor does not have one row per sample id.
         """
         if not self._is_replica_leader():
             return
@@ -375,20 +376,20 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Trains on this rank's shard. Every rank must be called.
+        """Trains on this rank's shard. The driver must call every rank.
 
         Args:
             meta: This data-parallel rank's rows, with the fields that ``loss_fn`` reads.
             loss_fn: The loss.
-            eval_mode: Compute the loss, change nothing.
+            eval_mode: Only compute the loss.
             gbs: Global batch size in rows; None: all rows are one batch.
-            mbs: Rows per microbatch where there is no plan.
+            mbs: Rows per microbatch if there is no plan.
 
         Returns:
             What ``train`` returned, with ``is_replica_leader``.
 
         Raises:
-            InvalidRequestError: A split step is open, whose gradients this would mix with.
+            InvalidRequestError: A split step is open; its gradients would be mixed with these.
         """
         if self._split_step_open:
             raise InvalidRequestError(
@@ -400,14 +401,14 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         return self._tag_result(self._run(lambda: worker.train(data, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)))
 
     def get_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
-        """Computes the shard's logprobs and commits them as ``prev_logprobs``. Every rank must be called."""
+        """Computes the shard's logprobs and writes them as ``prev_logprobs``. The driver must call every rank."""
         data, meta = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "logprob")
         worker = cast(PolicyWorker, self)
         result = self._run(lambda: worker.get_logprobs(data, micro_batch_size=micro_batch_size))
         self._write_back_result_field(meta, result, result_key="logprobs", tq_field="prev_logprobs")
 
     def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
-        """The same under the reference policy, as ``reference_policy_logprobs``."""
+        """As `get_logprobs_presharded`, for the reference policy: writes ``reference_policy_logprobs``."""
         data, meta = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "logprob")
         worker = cast(PolicyWorker, self)
         result = self._run(lambda: worker.get_reference_policy_logprobs(data, micro_batch_size=micro_batch_size))
@@ -416,10 +417,11 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         )
 
     def begin_train_step_presharded(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
-        """Opens a step whose rows arrive in portions. Every rank must be called, as for the calls that follow.
+        """Opens a step whose rows arrive in portions. The driver must call every rank, here and in the calls that
+        follow.
 
         Raises:
-            InvalidRequestError: A step is open.
+            InvalidRequestError: A step is already open.
             UnsupportedOperationError: The worker lacks the methods of `SplitStepWorker`.
         """
         worker = self._split_step_worker()
@@ -428,7 +430,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "begin_train_step_presharded refused: a step is open. Expected finish_train_step_presharded() or "
                 "abort_train_step_presharded() first."
             )
-        self._split_step_open = True  # also if the next line raises: an abort then cleans up
+        self._split_step_open = True  # set first: if the next line raises, an abort cleans up
         worker.begin_train_step(loss_fn, gbs=gbs, mbs=mbs)
 
     def train_microbatch_presharded(self, meta: KVBatchMeta) -> None:
@@ -442,7 +444,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         worker.train_microbatch(data)
 
     def finish_train_step_presharded(self) -> dict[str, Any]:
-        """Makes the optimizer step; returns the worker's result with ``is_replica_leader``.
+        """Makes the optimizer step. Returns the worker's result with ``is_replica_leader``.
 
         Raises:
             InvalidRequestError: No step is open.
@@ -453,7 +455,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         return result
 
     def abort_train_step_presharded(self) -> None:
-        """Drops what the step has accumulated. Without an open step does nothing."""
+        """Drops the gradients that the step has accumulated. Without an open step, does nothing."""
         if self._split_step_open:
             self._split_step_worker().abort_train_step()
             self._split_step_open = False
@@ -466,7 +468,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         return self._split_step_worker()
 
     def _run(self, compute: Callable[[], Any]) -> Any:
-        """What the worker's method returned, as every rank of the replica group is to see it."""
+        """Calls the worker's method. Returns the result that every rank of the replica group gets."""
         return compute()
 
     def _split_step_worker(self) -> SplitStepWorker:

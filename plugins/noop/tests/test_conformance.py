@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from dataplane_core.codec import Ragged
 from dataplane_core.ledger import commands
 from dataplane_core.testing import BackendConformance
 from dataplane_noop import NoopBackend
-from dataplane_noop._segments import Ragged
 
 
 class TestNoop(BackendConformance):

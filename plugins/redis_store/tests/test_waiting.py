@@ -154,10 +154,10 @@ def test_clients_that_wait_pace_each_other(client, plain, connect, monkeypatch):
 
 def test_a_pause_that_was_for_a_crowd_ends_with_it(client):
     claims = client._backend._claims
-    claims._take_slot(0.25)
+    claims._set_interval(0.25)
     pauses = [claims._pause_s() for _ in range(64)]
     assert max(pauses) < 2.5  # not 64 times a slot
-    claims._take_slot(0.004)
+    claims._set_interval(0.004)
     assert claims._pause_s() < 0.1
 
 

@@ -47,7 +47,7 @@ def test_a_master_that_may_not_be_executed_is_an_error_with_its_mode(tmp_path, m
     monkeypatch.setattr(machine, "master_path", lambda: path)
     ((said, mends),) = findings(Level.ERROR, segment_size_bytes=64 << 20)
     assert said == f"{path} is not executable (mode 644)."
-    assert mends == f"Mend it: chmod +x {path}"
+    assert mends == f"Run: chmod +x {path}"
 
 
 def test_two_wheels_over_each_other_are_an_error(tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ def test_a_master_that_may_not_be_executed_is_named(tmp_path, monkeypatch, conne
     path = tmp_path / "mooncake_master"
     path.touch(mode=0o644)
     monkeypatch.setattr(machine, "master_path", lambda: path)
-    with pytest.raises(ConfigError, match=rf"{path} is not executable \(mode 644\)\. Mend it: chmod \+x {path}"):
+    with pytest.raises(ConfigError, match=rf"{path} is not executable \(mode 644\)\. Run: chmod \+x {path}"):
         connect()
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from broken import Broken
 
+from dataplane_core.codec import Ragged
 from dataplane_core.errors import (
     DataPlaneError,
     LostSamplesError,
@@ -17,7 +18,7 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec, WireBatch
 from dataplane_noop import NoopBackend
-from dataplane_noop._segments import Ragged, Segment
+from dataplane_noop._segments import Segment
 
 BROKEN = Broken()
 breaks = BROKEN.breaks

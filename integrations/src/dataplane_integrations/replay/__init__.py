@@ -1,20 +1,20 @@
-"""Asynchronous training: rollouts run ahead of the trainer, by as many weight versions as a policy allows.
+"""Asynchronous training: rollouts run ahead of the trainer. A policy limits by how many weight versions.
 
-A *group* is one prompt's answers, made at one *weight version*; its samples are ``v{weight_version}_p{prompt}_g{i}``.
-The tensors lie in the data plane. What this package holds is metas: which groups are being made, which are ready, which
-are in training.
+A *group* is the answers to one prompt, generated with one *weight version*. Its samples are
+``v{weight_version}_p{prompt}_g{i}``. The tensors are in the data plane. This package holds only metas: which groups are
+being generated, which are ready, and which are in training.
 
 The parts, and where each runs:
 
-- `ReplayBuffer`: the book of groups. In the driver, or in a Ray actor (elsewhere, `RemoteReplayBuffer` is then its
-  face). The rollout side calls `reserve`, `commit`, `abandon`; the trainer `select` (or `take`), then `consume`,
-  `discard` or `put_back`, and `set_weight_version` after each update.
-- A `StalenessPolicy` decides how many groups may be begun (admit), which are trained next (select) and which are given
-  up (evict): `WindowedPolicy`, `ReadyFirstPolicy`, `InOrderPolicy`, or your own.
-- `Collector`: threads that reserve, call your rollout function, write its rows and commit them; what fails half-way is
-  rolled back and its prompt generated again.
-- `StreamingConsumer`: a trainer without a buffer, driven by the store's claims and leases, in any process.
-- `save_replay` and `restore_replay`: buffer, rows, tags and cursors to a folder and back.
+- `ReplayBuffer`: records the state of every group. It runs in the driver, or in a Ray actor, which other processes call
+  through `RemoteReplayBuffer`. The rollout side calls `reserve`, `commit`, `abandon`; the trainer `select` (or `take`),
+  then `consume`, `discard` or `put_back`, and `set_weight_version` after each update.
+- A `StalenessPolicy` decides how many groups may be started (admit), which are trained next (select) and which are
+  dropped (evict): `WindowedPolicy`, `ReadyFirstPolicy`, `InOrderPolicy`, or your own.
+- `Collector`: threads that reserve, call your rollout function, write its rows and commit them. If a step fails, the
+  rows are cleared and the prompt is generated again.
+- `StreamingConsumer`: feeds a trainer without a buffer, with the store's claims and leases, in any process.
+- `save_replay` and `restore_replay`: save buffer, rows, tags and cursors in a folder, and restore them.
 
 A driver::
 
@@ -22,7 +22,7 @@ A driver::
     policy = InOrderPolicy(max_staleness=1, groups_per_version=32)
     buffer = ReplayBuffer(client, "replay", policy, group_size=8)
 
-    def rollout(reservations):  # in a thread of the collector; the rows' columns, or the meta of rows already written
+    def rollout(reservations):  # in a thread of the collector; returns columns, or the meta of written rows
         prompts = [dataset[each.prompt] for each in reservations]
         ids = [sample_id for each in reservations for sample_id in each.sample_ids]
         tags = [each.tags for each in reservations for _ in each.sample_ids]
@@ -33,7 +33,7 @@ A driver::
             meta = buffer.select(32)  # waits; a KVBatchMeta of 32 whole groups
             train(meta)
             buffer.consume(meta)  # clears the rows
-            buffer.set_weight_version(step + 1)  # once the rollout side has the weights of this version
+            buffer.set_weight_version(step + 1)  # after the rollout side has got the weights of this version
 """
 
 from dataplane_core.ledger import group_of

@@ -1,7 +1,7 @@
-"""`ReplayBuffer`: the book of groups between rollouts and training. Metas and states, never a tensor.
+"""`ReplayBuffer`: records the groups between rollouts and training. It holds metas and states, never a tensor.
 
-One class, since every operation is a step of one book under one lock. What it keeps of a group is in `_groups`, what
-policies decide in `_policies`.
+It is one class, since one lock guards the state of all operations. `_groups` has the record of a group, `_policies` the
+policies.
 """
 
 from __future__ import annotations
@@ -36,26 +36,25 @@ _T = TypeVar("_T")
 
 
 class ReplayBuffer(DataPlaneClientMixin):
-    """Holds which groups are being made, ready and in training; bounded by its policy. Thread-safe.
+    """Records which groups are being generated, ready and in training. Its policy limits them. Thread-safe.
 
-    A group is reserved, then committed, then selected, then consumed; each step happens once, under one lock. Only
-    ready groups are evicted: what is selected is out of reach of eviction until it is consumed, discarded or put back,
-    so nobody reads rows that are being cleared.
+    A group is reserved, then committed, then selected, then consumed. Only ready groups are evicted. A selected group
+    cannot be evicted until it is consumed, discarded or put back, so nobody reads rows that are being cleared.
 
-    Rows of groups that go are cleared after the lock is released. Where the store cannot be reached, the ids are kept,
-    and cleared with the next ones: `commit`, `abandon`, `consume`, `discard`, `put_back`, `set_weight_version` and the
-    end of `snapshot` then raise the store's error although they have taken effect; do not call them again.
+    The rows of a removed group are cleared after the lock is released. If the store cannot be reached then, `commit`,
+    `abandon`, `consume`, `discard`, `put_back`, `set_weight_version` and the end of `snapshot` raise the store's error
+    although they have taken effect: do not call them again. The ids are kept, and the next operation clears them.
 
     Args:
-        source: The client of this process, or a config to attach by (in an actor).
-        partition_id: The partition that the groups are written to; registering it is the caller's.
-        policy: What is admitted, selected and evicted.
+        source: The client of this process; or, in an actor, a config to attach with.
+        partition_id: The partition of the groups. The caller registers it.
+        policy: Decides what is admitted, selected and evicted.
         group_size: Answers per prompt.
         weight_version: The trainer's version at the start.
-        num_prompts: Prompts to draw in all; then `reserve` returns nothing more, and `select` what remains. None: no
-            end.
-        requeue_evicted: Generate the prompts of evicted groups again, rather than lose them.
-        task_name: Goes into the metas.
+        num_prompts: Prompts to draw in total. After that `reserve` returns nothing, and `select` the remaining groups.
+            None: no end.
+        requeue_evicted: Generate the prompts of evicted groups again.
+        task_name: The task in the metas.
 
     Raises:
         InvalidRequestError: A size below 1.
@@ -99,8 +98,8 @@ class ReplayBuffer(DataPlaneClientMixin):
         self._to_clear: dict[str, None] = {}
         self._snapshots = 0
         self._closed = False
-        self._running: set[str] = set()  # collectors enlisted here that have not failed
-        self._failures: dict[str, tuple[str, BaseException | None]] = {}  # of collectors that have, the newest last
+        self._running: set[str] = set()  # enlisted collectors that have not failed
+        self._failures: dict[str, tuple[str, BaseException | None]] = {}  # of failed collectors, the newest last
 
     # --- what it holds ------------------------------------------------------------------------------------------------
 
@@ -112,25 +111,25 @@ class ReplayBuffer(DataPlaneClientMixin):
 
     @property
     def counts(self) -> BufferCounts:
-        """What became of the groups so far; a copy."""
+        """The counts so far; a copy."""
         with self._changed:
             return dataclasses.replace(self._counts)
 
     def view(self) -> BufferView:
-        """The groups held, as policies see them."""
+        """The groups in the buffer, as policies see them."""
         with self._changed:
             return self._view()
 
     # --- the rollout side ---------------------------------------------------------------------------------------------
 
     def enlist(self, collector: str = "collector") -> int:
-        """Starts a collector of that name, or starts it anew: what an earlier start had reserved is given up.
+        """Starts a collector of that name. Gives up what an earlier start of it had reserved.
 
-        Also clears every row that no group held here accounts for, as a collector killed between a write and its commit
-        leaves it.
+        Also clears every row of collectors that belongs to no group in the buffer: a collector that was killed between
+        a write and its commit leaves such rows.
 
         Returns:
-            The number of this start, which `reserve` wants.
+            The number of this start, for `reserve`.
         """
         with self._changed:
             self._check_open()
@@ -155,23 +154,23 @@ class ReplayBuffer(DataPlaneClientMixin):
         at_least: int | None = None,
         timeout_s: float = 60.0,
     ) -> list[Reservation]:
-        """Room for groups, to be made with the weights of the newest version. Blocks until the policy admits them.
+        """Reserves room for groups, to generate with the newest weights. Blocks until the policy admits them.
 
         Args:
-            num_groups: How many, all at once; fewer where the prompts come to their end.
+            num_groups: How many, all at once. Fewer if fewer prompts are left.
             collector: Name of the collector.
             incarnation: What `enlist` returned; None: the newest.
-            at_least: When the time is up, take the room that there is, if it is for so many groups. None: for all.
-            timeout_s: How long to wait.
+            at_least: After the timeout, reserve what is admitted, if it is at least so many groups. None: all.
+            timeout_s: How long to wait, in seconds.
 
         Returns:
-            The reservations, each for a prompt of its own: first those to be generated again, then further ones. None
-            at all: there are no more prompts, and no other collector's may still come back.
+            The reservations, each for another prompt: first prompts to be generated again, then new ones. An empty list
+            if no prompt is left and no reservation can still be given up.
 
         Raises:
-            ReplayTimeoutError: The policy admitted fewer within the deadline; nothing was reserved.
-            ReservationLostError: The collector has been started anew meanwhile.
-            InvalidRequestError: A number below 1, or more groups than the policy admits to an empty buffer.
+            ReplayTimeoutError: The policy admitted fewer groups. Nothing was reserved.
+            ReservationLostError: The collector has been started again.
+            InvalidRequestError: A number is below 1, or larger than what the policy admits to an empty buffer.
         """
         if num_groups < 1 or (at_least is not None and at_least < 1):
             raise InvalidRequestError(
@@ -208,16 +207,16 @@ class ReplayBuffer(DataPlaneClientMixin):
             return reserved
 
     def commit(self, reservations: Sequence[Reservation], meta: KVBatchMeta) -> None:
-        """Says that the rows of reservations are written: their groups are ready.
+        """Reports that the rows of reservations are written. Their groups become ready.
 
         Args:
-            reservations: Whole groups, of one collector.
-            meta: Exactly their rows, in any order, with ``fields``. Its tags are kept with the groups, also those that
-                are not in the store, and come back from `select`.
+            reservations: Whole groups of one collector.
+            meta: Exactly their rows, in any order, with ``fields``. Its tags are kept with the groups, and `select`
+                returns them, even those that are not in the store.
 
         Raises:
-            ReservationLostError: One of them is no longer held; none has been committed.
-            InvalidRequestError: Other rows than those reserved.
+            ReservationLostError: One of the reservations is no longer held. None has been committed.
+            InvalidRequestError: ``meta`` has other rows than those reserved.
         """
         at = {sample_id: row for row, sample_id in enumerate(meta.sample_ids)}
         wanted = [sample_id for each in reservations for sample_id in each.sample_ids]
@@ -244,11 +243,11 @@ class ReplayBuffer(DataPlaneClientMixin):
         self._clear_rows()
 
     def abandon(self, reservations: Sequence[Reservation], *, requeue: bool = True) -> None:
-        """Gives reservations up: their room is free, then the rows already written are cleared.
+        """Gives reservations up: frees their room, then clears rows that were already written.
 
         Args:
-            reservations: Those that are no longer held are ignored; their rows are cleared all the same.
-            requeue: Generate their prompts again, before further ones.
+            reservations: If one is no longer held, only its rows are cleared.
+            requeue: Generate their prompts again, before new ones.
         """
         with self._changed:
             held = [each for each in reservations if self._is_held(each)]
@@ -265,15 +264,15 @@ class ReplayBuffer(DataPlaneClientMixin):
         collector: str = "collector",
         incarnation: int | None = None,
     ) -> None:
-        """Says that a collector has stopped for good, until it is enlisted anew.
+        """Reports that a collector has failed and stopped, until it is enlisted again.
 
-        Once no collector is left, whoever waits for groups gets a `CollectorFailedError` with what the last one said.
+        When no collector is left, callers that wait for groups get a `CollectorFailedError` with the last message.
 
         Args:
             message: What happened.
-            cause: The error behind it.
+            cause: The error that caused it.
             collector: Name of the collector.
-            incarnation: What `enlist` returned; None: the newest. Of an earlier start nothing is noted.
+            incarnation: What `enlist` returned; None: the newest. An earlier start is ignored.
         """
         with self._changed:
             if incarnation is not None and incarnation != self._incarnations.get(collector, 0):
@@ -284,7 +283,7 @@ class ReplayBuffer(DataPlaneClientMixin):
             self._changed.notify_all()
 
     def sweep(self) -> int:
-        """Clears the rows of collectors that no group held here accounts for; returns how many there were."""
+        """Clears the rows of collectors that belong to no group in the buffer. Returns their number."""
         client = self._require_dp_client()
         listed = client.list_samples(self.partition_id, tag_filter={INCARNATION_TAG: (">=", 0)})
         with self._changed:
@@ -297,20 +296,20 @@ class ReplayBuffer(DataPlaneClientMixin):
     # --- the trainer's side -------------------------------------------------------------------------------------------
 
     def select(self, num_groups: int, *, timeout_s: float = 60.0) -> KVBatchMeta:
-        """Groups to train on, as the policy chooses them. Blocks until there are enough.
+        """Selects groups to train on, by the policy. Blocks until there are enough.
 
-        They stay held, out of reach of eviction, until `consume`, `discard` or `put_back`.
+        They stay in the buffer, and cannot be evicted, until `consume`, `discard` or `put_back`.
 
         Args:
-            num_groups: How many; fewer only where the prompts have come to their end.
-            timeout_s: How long to wait.
+            num_groups: How many. Fewer only if the prompts are used up.
+            timeout_s: How long to wait, in seconds.
 
         Returns:
-            The rows, a group's side by side in the order of their ids; no rows once all prompts are used up.
+            The rows; those of a group are adjacent, in the order of their ids. No rows when all prompts are used up.
 
         Raises:
-            ReplayTimeoutError: Not enough within the deadline; says what there is.
-            CollectorFailedError: Rollouts have stopped for good: there are too few groups, and every collector failed.
+            ReplayTimeoutError: There were not enough groups; the message says what there is.
+            CollectorFailedError: There are too few groups, and every collector has failed.
         """
         if num_groups < 1:
             raise InvalidRequestError(f"select refused: num_groups is {num_groups}. Expected 1 or more.")
@@ -343,10 +342,10 @@ class ReplayBuffer(DataPlaneClientMixin):
     def take(
         self, num_groups: int, select_fields: Sequence[str] | None = None, *, timeout_s: float = 60.0, **options: Any
     ) -> tuple[KVBatchMeta, BatchedDataDict]:
-        """Selects groups, reads them into this process and clears them, in one go.
+        """Selects groups, reads them into this process, and clears them.
 
-        A store that fails at the clear costs nothing: the columns have been read, and the rows are cleared with the
-        next ones.
+        If the store fails at the clear, this does not raise: the columns are read, and the next operation clears the
+        rows.
 
         Args:
             num_groups: As for `select`.
@@ -355,7 +354,7 @@ class ReplayBuffer(DataPlaneClientMixin):
             options: As for `dataplane_core.read_columns`.
 
         Returns:
-            The meta, whose rows are gone from the store, and the columns. If the read fails, the groups are put back.
+            The meta, whose rows are cleared, and the columns. If the read fails, the groups are put back.
         """
         meta = self.select(num_groups, timeout_s=timeout_s)
         if not meta.size:
@@ -371,13 +370,13 @@ class ReplayBuffer(DataPlaneClientMixin):
         return meta, columns
 
     def consume(self, meta: KVBatchMeta) -> None:
-        """Says that groups have been trained on: clears their rows and frees their room.
+        """Reports that groups have been trained on: clears their rows and frees their room.
 
         Args:
-            meta: What `select` returned, or a part of it; a group goes as a whole, if any of its rows is named.
+            meta: What `select` returned, or a part of it. One row of a group stands for the whole group.
 
         Raises:
-            InvalidRequestError: A group that is not selected; nothing has been changed.
+            InvalidRequestError: A group is not selected. Nothing has been changed.
         """
         self._note_trained(meta)
         self._clear_rows()
@@ -391,13 +390,13 @@ class ReplayBuffer(DataPlaneClientMixin):
             self._changed.notify_all()
 
     def discard(self, meta: KVBatchMeta, *, requeue: bool = False) -> None:
-        """As `consume`, for groups that the trainer took but will not train on, such as those of equal rewards.
+        """As `consume`, for selected groups that the trainer will not train on, such as those with equal rewards.
 
         Args:
-            meta: As for `consume`. Whether the rows are still in the store does not matter.
-            requeue: Generate their prompts again, before further ones. So after a step that failed and whose rows are
-                gone, as they are when a call of `DataPlanePolicy` raised. Collectors that had come to the end of the
-                prompts are over: where there is an end, start one anew.
+            meta: As for `consume`. The rows need not be in the store any more.
+            requeue: Generate their prompts again, before new ones. Use it after a failed step whose rows are cleared,
+                as they are when a call of `DataPlanePolicy` raised. With ``num_prompts``, a collector ends when no
+                prompt is left: then start one again.
         """
         with self._changed:
             names = self._selected(meta, "discard")
@@ -409,10 +408,10 @@ class ReplayBuffer(DataPlaneClientMixin):
         self._clear_rows()
 
     def put_back(self, meta: KVBatchMeta) -> None:
-        """Makes selected groups ready again, as after a step that failed; errors as `consume`.
+        """Makes selected groups ready again, for example after a failed step. Raises what `consume` raises.
 
-        Their rows must still be in the store. `DataPlanePolicy` clears those of a call that raises: see ``requeue`` of
-        `discard`.
+        Their rows must still be in the store. `DataPlanePolicy` clears the rows of a call that raises: then use
+        `discard` with ``requeue``.
         """
         with self._changed:
             for name in self._selected(meta, "put_back"):
@@ -423,14 +422,14 @@ class ReplayBuffer(DataPlaneClientMixin):
         self._clear_rows()
 
     def wait_until_reserved(self, *, timeout_s: float = 60.0) -> None:
-        """Waits until the rollout side has begun all that it may with the present weights.
+        """Waits until the rollout side has started all groups that the policy admits with the current weights.
 
-        With an `InOrderPolicy` and this before every `set_weight_version`, which weights make a group depends on its
-        number alone, and no longer on who is fast: runs can be repeated, and cut and restored, bit for bit.
+        With an `InOrderPolicy`, and this before every `set_weight_version`, the weights that generate a group depend
+        only on its number, not on timing. So runs can be repeated, interrupted and restored, bit for bit.
 
         Raises:
             ReplayTimeoutError: There was still room after ``timeout_s``.
-            CollectorFailedError: There is room, and every collector failed.
+            CollectorFailedError: There is room, but every collector has failed.
         """
 
         def full() -> bool | None:
@@ -448,13 +447,13 @@ class ReplayBuffer(DataPlaneClientMixin):
                 )
 
     def set_weight_version(self, weight_version: int) -> list[str]:
-        """Says that the trainer, and the rollout side, have new weights; evicts what is too stale for them.
+        """Reports that the trainer and the rollout side have new weights. Evicts groups that are too stale for them.
 
         Returns:
-            The names of the groups evicted.
+            The names of the evicted groups.
 
         Raises:
-            InvalidRequestError: A version below the present one.
+            InvalidRequestError: The version is lower than the current one.
         """
         with self._changed:
             self._check_open()
@@ -472,7 +471,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         return evicted
 
     def close(self) -> None:
-        """Wakes everybody who waits, with a `ReplayClosedError`, and detaches. Rows stay. Idempotent."""
+        """Ends all waiting calls with a `ReplayClosedError`, and detaches. Rows stay. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -482,10 +481,10 @@ class ReplayBuffer(DataPlaneClientMixin):
 
     @contextmanager
     def snapshot(self) -> Iterator[dict[str, Any]]:
-        """The state as plain values; inside the block, no row of it is cleared.
+        """Yields the state as plain values. Inside the block, none of its rows is cleared.
 
-        Groups in training are ready again in the state, and those being made are to be generated again: a process that
-        starts from it has neither.
+        In the state, groups in training are ready, and groups being generated are to be generated again: a process that
+        loads the state has neither.
         """
         state = self.open_snapshot()
         try:
@@ -494,23 +493,23 @@ class ReplayBuffer(DataPlaneClientMixin):
             self.close_snapshot()
 
     def open_snapshot(self) -> dict[str, Any]:
-        """The first half of `snapshot`, for a caller in another process; `close_snapshot` must follow."""
+        """The first half of `snapshot`, for a caller in another process. `close_snapshot` must follow."""
         with self._changed:
             state = self._state()
             self._snapshots += 1
         return state
 
     def close_snapshot(self) -> None:
-        """The second half of `snapshot`: rows of groups that went meanwhile are cleared."""
+        """The second half of `snapshot`: clears the rows of groups that were removed in between."""
         with self._changed:
             self._snapshots -= 1
         self._clear_rows()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `snapshot` gave, in place of what is held now.
+        """Replaces the state of this buffer by one of `snapshot`.
 
         Raises:
-            InvalidRequestError: A state of another group size or partition.
+            InvalidRequestError: The state has another group size or partition.
         """
         for name, own in (("partition_id", self.partition_id), ("group_size", self.group_size)):
             if state[name] != own:
@@ -550,7 +549,7 @@ class ReplayBuffer(DataPlaneClientMixin):
     # --- inside; the lock is held -------------------------------------------------------------------------------------
 
     def _wait(self, question: Callable[[], _T | None], timeout_s: float) -> _T | None:
-        """Asks until the answer is not None or the time is up."""
+        """Calls ``question`` at every change until the answer is not None. None after the timeout."""
         give_up = time.monotonic() + timeout_s
         while (answer := question()) is None:
             left_s = give_up - time.monotonic()
@@ -568,13 +567,13 @@ class ReplayBuffer(DataPlaneClientMixin):
         )
 
     def _prompts_left(self, at_most: int) -> int:
-        """Prompts to be generated, again or for the first time; no more than ``at_most`` where they have no end."""
+        """Number of prompts left, to generate again or for the first time; ``at_most`` if there is no end."""
         if self._num_prompts is None:
             return at_most
         return len(self._again) + self._num_prompts - self._next_prompt
 
     def _drained(self) -> bool:
-        """Whether no further group will be committed."""
+        """Whether no more groups will be committed."""
         return not self._prompts_left(1) and all(each.meta is not None for each in self._groups.values())
 
     def _describe(self) -> str:
@@ -706,10 +705,10 @@ class ReplayBuffer(DataPlaneClientMixin):
     # --- inside; without the lock -------------------------------------------------------------------------------------
 
     def _clear_rows(self) -> None:
-        """Clears the rows of groups that are gone; ids that cannot be cleared now are tried again the next time."""
+        """Clears the rows of removed groups. If the store fails, the next call tries again."""
         with self._changed:
             if self._snapshots:
-                return  # the last one clears them
+                return  # the end of the last snapshot clears them
             ids, self._to_clear = list(self._to_clear), {}
         if not ids:
             return

@@ -1,4 +1,4 @@
-"""`Collector`: drives rollouts ahead of training, and leaves no half-written group behind."""
+"""`Collector`: runs rollouts ahead of training. It leaves no half-written group behind."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from dataplane_integrations.rollout import RolloutReceipt
 
 __all__ = ["Collector", "CollectorCounts", "Rollout"]
 
-#: Generates the groups reserved. Returns their columns (rows in the order of the reservations' ``sample_ids``), which
-#: the collector then writes; or, where the rollout actor has written them, their meta or receipt.
+#: Generates the reserved groups. Returns their columns (rows in the order of the reservations' ``sample_ids``), which
+#: the collector then writes; or their meta or receipt, if the rollout actor has written them.
 Rollout: TypeAlias = Callable[[Sequence[Reservation]], "Mapping[str, Any] | KVBatchMeta | RolloutReceipt"]
 
-#: How long a thread waits for room before it looks whether it is to stop.
-_LOOK_S: Final = 0.2
-#: Pauses of a thread that a full store holds back.
+#: Seconds that a thread waits for room before it checks again whether to stop.
+_RESERVE_S: Final = 0.2
+#: The first and the longest pause of a thread while the store is full, in seconds.
 _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 1.0
 
@@ -51,8 +51,8 @@ class CollectorCounts:
 
     Attributes:
         groups: Groups committed.
-        failures: Rollouts or writes that failed; their rows were cleared, and their prompts are generated again.
-        held_back: Writes that found the store full, and waited.
+        failures: Failed rollouts or writes. Their rows were cleared, and their prompts are generated again.
+        held_back: Writes that waited because the store was full.
         last_error: The last failure, or None.
     """
 
@@ -63,21 +63,21 @@ class CollectorCounts:
 
 
 class Collector:
-    """Threads that reserve groups, have them generated, write them and commit them, until stopped.
+    """Threads that reserve groups, call the rollout function, write the groups and commit them, until stopped.
 
-    A context manager: entering starts it. Room for groups is reserved before anything is generated, so rollouts are
-    never further ahead than the policy allows. What fails on the way is rolled back: the rows of its groups are cleared
-    and their prompts generated again. A full store holds the threads back: a batch that does not fit waits, and is
-    written once there is room. A store that does not answer is a failure.
+    A context manager: entering starts it. A thread reserves room before it generates, so rollouts are never further
+    ahead than the policy allows. If a rollout or write fails, the rows of its groups are cleared, and their prompts are
+    generated again. If the store is full, a batch waits until there is room. If the store does not answer, that is a
+    failure.
 
     Args:
         buffer: The buffer, or a `RemoteReplayBuffer`.
         rollout: See `Rollout`. Called from several threads where ``num_threads`` is above 1.
         client: Writes the columns that ``rollout`` returns. None: ``rollout`` returns metas.
-        name: Tells this collector from others on the same buffer; a new start under a name replaces the earlier one.
-        groups_per_call: Groups for one call of ``rollout``; fewer where the policy admits no more.
-        num_threads: Calls at the same time.
-        max_failures: Failures one after another after which to give up; the trainer then gets a
+        name: Name of this collector on the buffer. A new start under the same name replaces the earlier one.
+        groups_per_call: Groups for one call of ``rollout``; fewer if the policy does not admit so many.
+        num_threads: Number of concurrent calls of ``rollout``.
+        max_failures: The collector stops after so many failures in a row. The trainer then gets a
             `CollectorFailedError`.
         write_options: For `dataplane_core.kv_first_write`, such as ``pad_to_multiple``.
 
@@ -123,15 +123,15 @@ class Collector:
 
     @property
     def counts(self) -> CollectorCounts:
-        """What it has done so far; a copy."""
+        """The counts so far; a copy."""
         with self._state:
             return dataclasses.replace(self._counts)
 
     def start(self) -> None:
-        """Enlists with the buffer, which clears what an earlier start left behind, and starts the threads.
+        """Enlists with the buffer, which clears what an earlier start left behind. Starts the threads.
 
         Raises:
-            InvalidRequestError: It runs already.
+            InvalidRequestError: The collector was already started.
         """
         if self._threads:
             raise InvalidRequestError(f"Collector('{self._name}').start refused: it was started already.")
@@ -144,11 +144,11 @@ class Collector:
             thread.start()
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Lets rollouts that have begun end, and commits them; then the threads are gone. Idempotent.
+        """Waits for running rollouts, commits them, and ends the threads. Idempotent.
 
         Raises:
-            CollectorFailedError: It had given up; the cause is the last rollout's error.
-            OperationTimeoutError: A rollout did not end in time; its thread is left behind, and ends with the process.
+            CollectorFailedError: The collector had failed; the cause is the error of its last rollout.
+            OperationTimeoutError: A rollout did not end in time. Its thread is left behind, and ends with the process.
         """
         self._stop.set()
         with self._state:
@@ -162,17 +162,17 @@ class Collector:
             raise CollectorFailedError(self._reason(self._error)) from self._error
 
     def wait(self, timeout_s: float = 60.0) -> None:
-        """Waits until the threads have ended of themselves, as they do when the prompts are used up; else as `stop`."""
+        """Waits until the threads have ended because the prompts are used up. Then as `stop`."""
         self._join(timeout_s)
         self.stop(timeout_s=0.0)
 
     @contextmanager
     def quiet(self, timeout_s: float = 60.0) -> Iterator[None]:
-        """Within the block nothing is being generated: waits for what has begun, and begins nothing.
+        """Inside the block nothing is generated: waits for running rollouts and writes, and starts none.
 
-        A save taken here holds no group half-made, so a run restored from it goes on exactly as this one does. A write
-        that waits for room is something begun, too: it ends when the trainer frees some, so give the store room for all
-        groups that the policy admits, or save without this.
+        A save inside the block has no half-generated group, so a run restored from it continues exactly as this one. A
+        write that waits for room only ends when the trainer frees some: give the store room for all groups that the
+        policy admits, or save without this.
 
         Raises:
             OperationTimeoutError: A rollout, or a write that waits for room, did not end in time.
@@ -202,13 +202,13 @@ class Collector:
         try:
             self.stop()
         except DataPlaneError:
-            if error is None:  # what went wrong in the block is the one to report
+            if error is None:  # else report the error of the block
                 raise
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _join(self, timeout_s: float) -> None:
-        """Waits for the threads, so long for all of them together."""
+        """Waits at most ``timeout_s`` for all threads together."""
         give_up = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, give_up - time.monotonic()))
@@ -232,7 +232,7 @@ class Collector:
             self._buffer.fail(self._reason(error), error, collector=self._name, incarnation=incarnation)
 
     def _begin(self) -> bool:
-        """Waits while paused; False: stop."""
+        """Waits while paused. Returns False if the thread must stop."""
         with self._state:
             self._state.wait_for(lambda: self._stop.is_set() or not self._paused)
             if self._stop.is_set():
@@ -241,10 +241,10 @@ class Collector:
             return True
 
     def _one_round(self, incarnation: int) -> bool:
-        """Reserves, generates, writes, commits; False: there are no more prompts."""
+        """Reserves, generates, writes and commits. Returns False if there are no more prompts."""
         try:
             reservations = self._buffer.reserve(
-                self._groups_per_call, collector=self._name, incarnation=incarnation, at_least=1, timeout_s=_LOOK_S
+                self._groups_per_call, collector=self._name, incarnation=incarnation, at_least=1, timeout_s=_RESERVE_S
             )
         except ReplayTimeoutError:
             return True  # no room yet
@@ -264,7 +264,7 @@ class Collector:
         return True
 
     def _sweep(self) -> None:
-        """Clears what a write that was given up has written afterwards; again after the next commit, if it fails."""
+        """Clears rows that a failed write stored late. If the store fails, tries again after the next commit."""
         try:
             self._buffer.sweep()
         except DataPlaneError:
@@ -272,7 +272,7 @@ class Collector:
                 self._swept = False
 
     def _written(self, reservations: Sequence[Reservation]) -> KVBatchMeta:
-        """The meta of the groups' rows, all of which are in the store."""
+        """Calls ``rollout`` and makes sure that the rows are in the store. Returns their meta."""
         made = self._rollout(reservations)
         if isinstance(made, RolloutReceipt):
             return made.meta
@@ -304,7 +304,7 @@ class Collector:
             except DataPlaneError as error:
                 if not _found_no_room(error) or self._stop.is_set():
                     raise
-                # a write that found no answer may have happened all the same
+                # a write that timed out may have happened
                 self._client.clear_samples(ids, self._buffer.partition_id)
             with self._state:
                 self._counts.held_back += 1
@@ -340,10 +340,10 @@ class Collector:
 
 
 def _found_no_room(error: BaseException | None) -> bool:
-    """Whether a write met a full store, or waited for room in vain, here or in the rollout actor.
+    """Whether a write failed because the store was full, here or in the rollout actor.
 
-    A put that waited in vain has the store's refusal as its cause; a timeout without it is a store that does not
-    answer.
+    A put that timed out waiting for room has the store's refusal as its cause. A timeout without that cause means that
+    the store does not answer.
     """
     while error is not None and not isinstance(error, CapacityExceededError):
         error = error.__cause__

@@ -1,4 +1,4 @@
-"""`StreamingConsumer`: a trainer fed by the store's claims, while rollouts go on writing."""
+"""`StreamingConsumer`: feeds a trainer with the store's claims, while rollouts continue to write."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from dataplane_integrations.replay._ids import WEIGHT_VERSION_TAG
 
 __all__ = ["ClaimedBatch", "StreamingConsumer"]
 
-#: A lease is renewed so often within its time that two renewals may be lost.
+#: Renewals per lease time: so many that two of them may fail.
 _RENEWALS_PER_LEASE: Final = 3.0
-#: At the end of a partition: how often to look whether a dead consumer's leases have run out.
-_LOOK_S: Final = 0.1
+#: At the end of a partition: seconds between two checks whether a dead consumer's leases have expired.
+_END_POLL_S: Final = 0.1
 
 
 class ClaimedBatch:
     """Rows that this process holds on lease; a context manager around training on them.
 
-    Inside, a thread renews the lease. Leaving it after training acks the rows, then clears them; leaving it by an
-    exception gives them back to the pool at once. If the process dies, they go back when the lease ends.
+    Inside the block, a thread renews the lease. A normal exit acks the rows, then clears them. An exception gives them
+    back to the pool at once. If the process dies, they go back when the lease ends.
 
     Attributes:
         meta: The rows, with tags and lease tokens.
@@ -47,19 +47,19 @@ class ClaimedBatch:
         self._done = threading.Event()
         self._renewed_at = time.monotonic()  # the claim, then the newest renewal that succeeded
         self._lost: LeaseExpiredError | None = None
-        self._broken: Exception | None = None  # what the newest renewal failed with
+        self._broken: Exception | None = None  # the error of the newest renewal
         self._thread = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
 
     def read(self, select_fields: Sequence[str] | None = None, **options: Any) -> BatchedDataDict:
-        """The rows' columns, padded; arguments as of `dataplane_core.read_columns`."""
+        """Reads the rows' columns, padded. Arguments as for `dataplane_core.read_columns`."""
         return read_columns(self._client, self.meta, select_fields, **options)
 
     def check(self) -> None:
-        """Says whether the lease still holds: ask before an optimizer step.
+        """Checks that the lease still holds. Call it before an optimizer step.
 
         Raises:
-            LeaseExpiredError: It does not, or no renewal has succeeded for so long that it may not (the cause is what
-                the newest one failed with): another consumer may have been given the rows.
+            LeaseExpiredError: The lease has ended, or may have ended because no renewal has succeeded for so long (the
+                cause is the error of the newest one). Another consumer may have been given the rows.
         """
         if self._lost is not None:
             raise self._lost
@@ -83,7 +83,7 @@ class ClaimedBatch:
         if error is not None:
             try:
                 self._client.nack(self.meta)
-            except DataPlaneError as broken:  # they go back by themselves when the lease ends
+            except DataPlaneError as broken:  # they go back when the lease ends
                 error.add_note(f"the rows could not be given back: {type(broken).__name__}: {broken}")
             return
         self._client.ack(self.meta)
@@ -98,19 +98,19 @@ class ClaimedBatch:
             except LeaseExpiredError as error:
                 self._lost = error
                 return
-            except Exception as error:  # the store may be back for the next renewal; if not, `check` and the ack say so
+            except Exception as error:  # the next renewal may succeed; if not, `check` and the ack raise
                 self._broken = error
             else:
                 self._renewed_at, self._broken = asked_at, None
 
 
 class StreamingConsumer:
-    """Claims batches as they become ready, until the partition can give no more.
+    """Claims batches as they become ready, until the end of the partition.
 
-    Each row is trained on once: it is acked when its step is done, and an acked row is given to nobody again. The rows
-    of a consumer that is killed are given to another, or to itself after a restart, when its lease ends. Killed between
-    its ack and its clear, it leaves the rows of one batch behind: nobody is given them, but they take up room until the
-    end of the partition, when they are cleared.
+    Each row is trained on once: it is acked after its step, and an acked row is never handed out again. If a consumer
+    is killed, its rows are handed out again when its lease ends. If it is killed between its ack and its clear, the
+    rows of one batch stay in the store: nobody gets them, but they take up room until the end of the partition, when
+    they are cleared.
 
     Example::
 
@@ -125,22 +125,22 @@ class StreamingConsumer:
     Args:
         client: A client whose backend has claims and leases.
         partition_id: A registered partition.
-        task_name: A task named at its registration.
+        task_name: One of its tasks.
         fields: The columns that a row must have.
         batch_size: Rows at a time; a multiple of the group size where the partition has one.
-        lease_s: How long a dead consumer's rows are held back; a living one's are renewed.
-        max_staleness: Give only rows whose tag ``weight_version`` is at most this far behind `weight_version`, and
-            drop the others (needs tag filters). Rows without the tag are never given. None: any.
+        lease_s: Lease time in seconds. The lease is renewed while its consumer lives.
+        max_staleness: Only claim rows whose tag ``weight_version`` is at most this far behind `weight_version`, and
+            drop the others (needs tag filters). Rows without the tag are never claimed. None: no limit.
         weight_version: The trainer's version at the start.
-        clear: Clear rows after the ack, and too stale ones. False where further tasks read them.
-        timeout_s: How long to wait for a batch.
+        clear: Clear rows after the ack, and rows that are too stale. Pass False if other tasks read them.
+        timeout_s: How long to wait for a batch, in seconds.
 
     Attributes:
         weight_version: The trainer's version; the trainer sets it.
         num_stale: Rows dropped as too stale so far.
 
     Raises:
-        InvalidRequestError: A negative staleness, or no lease.
+        InvalidRequestError: A negative staleness, or a lease of 0 s or less.
     """
 
     def __init__(
@@ -175,9 +175,9 @@ class StreamingConsumer:
         self._timeout_s = timeout_s
 
     def __iter__(self) -> Iterator[ClaimedBatch]:
-        """Batches, until every row of the partition has been acked by this task.
+        """Yields batches until this task has acked every row of the partition.
 
-        Ends only where the partition was registered with ``num_samples``. The last batches may be smaller.
+        Ends only if the partition was registered with ``num_samples``. The last batches may be smaller.
 
         Raises:
             ClaimTimeoutError: No batch within ``timeout_s``, though not every row has been acked.
@@ -192,16 +192,16 @@ class StreamingConsumer:
                 continue
             if self._is_over():
                 return
-            # what is left is on lease to others; a dead one's comes back when its lease ends
+            # the other rows are on lease to other consumers; those of a dead one come back when its lease ends
             give_up = time.monotonic() + self._timeout_s if give_up is None else give_up
             if time.monotonic() > give_up:
                 raise self._nothing_comes_back()
-            time.sleep(_LOOK_S)
+            time.sleep(_END_POLL_S)
 
     def drop_stale(self) -> int:
-        """Acks the rows that have become too stale, and clears them unless ``clear`` is False; returns how many.
+        """Acks the rows that are too stale, and clears them unless ``clear`` is False. Returns their number.
 
-        They are claimed first, so that none is taken away from a consumer that trains on it.
+        It claims them first, so no row is taken from a consumer that trains on it.
         """
         dropped = 0
         while self._max_staleness is not None:
@@ -258,7 +258,7 @@ class StreamingConsumer:
         )
 
     def _is_over(self) -> bool:
-        """Whether no row is left that this task has not acked; clears those that a killed consumer acked only."""
+        """Whether this task has acked all rows. If so, clears rows that a killed consumer acked but did not clear."""
         held = self._client.list_samples(self._partition_id).sample_ids
         if held and not self._client.check_consumption_status(self._partition_id, [self._task_name]):
             return False

@@ -1,10 +1,10 @@
-"""A save on disk: one file of rows and one manifest that names it, so that the newest whole save is always readable.
+"""A save on disk: a file of rows, and a manifest that names it. The newest complete save is always readable.
 
-The manifest is replaced by one rename, after everything that it names has reached the disk. So a crash at any point
-leaves the former save as it was; what a crash left lying is removed by the next save. No pickle.
+A rename replaces the manifest, after the file that it names is on the disk. So a crash at any point leaves the former
+save unchanged; the next save removes files that a crash left. No pickle.
 
-``manifest.json``: a first line ``{"format": "dataplane-replay", "version": 1, "sha256": ...}`` about the second, which
-holds the body. ``rows-*.bin``: the blocks of rows end to end; the body holds size and SHA-256 of each.
+``manifest.json``: the first line ``{"format": "dataplane-replay", "version": 1, "sha256": ...}`` describes the second,
+which is the body. ``rows-*.bin``: the blocks of rows end to end. The body has size and SHA-256 of each block.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _TEMPORARY: Final = "manifest.json.new"
 
 
 def write_save(folder: str | os.PathLike[str], body: Mapping[str, Any], blocks: Iterable[bytes | bytearray]) -> None:
-    """Replaces the save in a folder, which is created where needed. One process at a time.
+    """Replaces the save in a folder. Creates the folder if needed. Only one process may do this at a time.
 
     Args:
         folder: The folder.
         body: JSON values.
-        blocks: The rows; consumed one by one, so they need not be in memory together.
+        blocks: The rows, consumed one by one, so that they need not fit in memory.
 
     Raises:
-        ReplaySaveError: The disk refuses; the former save is as it was.
-        DataPlaneError: What ``blocks`` raised; the former save is as it was.
+        ReplaySaveError: The save cannot be written. The former save is unchanged.
+        DataPlaneError: What ``blocks`` raised. The former save is unchanged.
     """
     path = Path(folder)
     try:
@@ -56,7 +56,7 @@ def write_save(folder: str | os.PathLike[str], body: Mapping[str, Any], blocks: 
         for each in sorted(path.glob(f"{_ROWS_PREFIX}*.bin")):
             if each.name != rows_name:
                 os.unlink(each)
-    except DataPlaneError:  # of the store that the blocks are read from, also where it is an OSError: a timeout
+    except DataPlaneError:  # an error of the store, even if it is also an OSError (a timeout)
         raise
     except OSError as error:
         raise ReplaySaveError(
@@ -83,12 +83,12 @@ class SavedFiles:
         folder: The folder.
 
     Attributes:
-        body: What was given to `write_save`.
+        body: The body that was passed to `write_save`.
 
     Raises:
-        MissingDataError: No save there.
-        UnsupportedOperationError: Written by a newer version of this package.
-        CorruptDataError: Not a save, or not as it was written.
+        MissingDataError: The folder has no save.
+        UnsupportedOperationError: A newer version of this package wrote the save.
+        CorruptDataError: The manifest is not that of a save, or was changed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -124,10 +124,10 @@ class SavedFiles:
         self.body: dict[str, Any] = json.loads(text)
 
     def blocks(self) -> Iterator[bytes]:
-        """The blocks of rows, one by one, each checked.
+        """Reads and checks the blocks of rows, one by one.
 
         Raises:
-            CorruptDataError: The file is missing, truncated, or not as it was written.
+            CorruptDataError: The file is missing, truncated or changed.
         """
         path = self._path / str(self.body["rows_file"])
         where = f"'{path}' is not as it was written"

@@ -1,4 +1,4 @@
-"""What a `ReplayBuffer` keeps of a group, as plain values in a save too, and its counts."""
+"""`Group`: what a `ReplayBuffer` keeps of a group, and its form in a save. `BufferCounts`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["BufferCounts", "Group"]
 
 @dataclass(slots=True, kw_only=True)
 class BufferCounts:
-    """What became of the groups so far.
+    """How many groups went through each step so far.
 
     Attributes:
-        reserved: Reservations given.
+        reserved: Reservations handed out.
         committed: Groups committed.
         trained: Groups consumed.
-        discarded: Groups that the trainer took and did not want.
-        evicted: Groups that had become too stale; their rows were cleared.
-        abandoned: Reservations given up, those of dead collectors among them.
+        discarded: Groups that the trainer selected but did not train on.
+        evicted: Groups that became too stale; their rows were cleared.
+        abandoned: Reservations given up, including those of dead collectors.
     """
 
     reserved: int = 0
@@ -37,21 +37,21 @@ class BufferCounts:
 
 @dataclass(slots=True)
 class Group:
-    """A group that is held: being made (``meta`` is None), ready, or in training."""
+    """A group in the buffer: being generated (``meta`` is None), ready, or in training."""
 
     reservation: Reservation
     view: GroupView
     meta: KVBatchMeta | None = None
 
     def state(self, meta: KVBatchMeta) -> dict[str, Any]:
-        """A committed group, as ready again; ``meta`` is its own."""
+        """A committed group as plain values; it is ready after a restore. ``meta`` is its meta, not None."""
         reservation = dataclasses.asdict(self.reservation)
         del reservation["sample_ids"]  # the meta has them
         return {"reservation": reservation, "committed": self.view.committed, "meta": dataclasses.asdict(meta)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Group:
-        """What `state` described."""
+        """Makes a group from what `state` returned."""
         reservation = Reservation(**{**state["reservation"], "sample_ids": tuple(state["meta"]["sample_ids"])})
         view = GroupView(
             group=reservation.group,

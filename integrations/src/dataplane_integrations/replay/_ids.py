@@ -1,4 +1,4 @@
-"""Versioned ids and tags: what a sample's name says about where it comes from."""
+"""Versioned ids and tags: a sample's weight version, prompt and collector."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = [
     "parse_sample_id",
 ]
 
-#: Tags of every row that a collector has written: the version of the weights that made it, the number of its prompt,
-#: and which start of which collector wrote it.
+#: Tags of every row that a collector writes: the version of the weights that generated it, the number of its prompt,
+#: the name of the collector, and the number of the collector's start.
 WEIGHT_VERSION_TAG: Final = "weight_version"
 PROMPT_TAG: Final = "prompt"
 COLLECTOR_TAG: Final = "collector"
@@ -30,17 +30,17 @@ _SAMPLE_ID: Final = re.compile(r"(v(\d+)_p(\d+)(?:r(\d+))?)_g(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Room for one group, given to one collector.
+    """Room for one group, reserved by one collector.
 
     Attributes:
-        group: ``v{weight_version}_p{prompt}``; a prompt that is generated again has ``r{attempt}`` behind its number,
-            so that no id is ever used twice.
-        prompt: Number of the prompt, from 0, in the order of the dataset's draws.
-        attempt: How often this prompt had been begun before.
-        weight_version: The weights to answer with.
+        group: ``v{weight_version}_p{prompt}``. A prompt that is generated again has ``r{attempt}`` after its number, so
+            that no id is used twice.
+        prompt: Number of the prompt, from 0, in the order in which prompts are drawn.
+        attempt: How often this prompt was started before.
+        weight_version: The version of the weights to generate with.
         sample_ids: The ids to write, one per answer.
         collector: Name of the collector.
-        incarnation: Which start of that collector.
+        incarnation: Number of the collector's start.
         order: Number of the reservation, from 0.
     """
 
@@ -55,7 +55,7 @@ class Reservation:
 
     @property
     def tags(self) -> dict[str, TagValue]:
-        """The tags that each of its rows must be written with."""
+        """The tags that each of its rows must have."""
         return {
             WEIGHT_VERSION_TAG: self.weight_version,
             PROMPT_TAG: self.prompt,
@@ -65,12 +65,12 @@ class Reservation:
 
 
 def group_name(weight_version: int, prompt: int, attempt: int) -> str:
-    """The group of a prompt's answers: ``v3_p17``, or ``v3_p17r1`` where it was begun once before."""
+    """The name of a group: ``v3_p17``, or ``v3_p17r1`` if the prompt was started once before."""
     return f"v{weight_version}_p{prompt}" + (f"r{attempt}" if attempt else "")
 
 
 def parse_sample_id(sample_id: str) -> dict[str, Any]:
-    """What a versioned id says: ``group``, ``weight_version``, ``prompt``, ``attempt`` and ``index`` in the group.
+    """The parts of a versioned id: ``group``, ``weight_version``, ``prompt``, ``attempt`` and ``index`` in the group.
 
     Raises:
         InvalidRequestError: Not a versioned id.

@@ -1,9 +1,9 @@
-"""Staleness policies: how far rollouts may run ahead, which groups are trained next, which are given up.
+"""Staleness policies: how far rollouts may run ahead, which groups are trained next, which are dropped.
 
-Pure functions of a `BufferView`: no I/O, no clock, no state of their own, so that a buffer may ask at any time, any
-number of times. The buffer checks what they answer.
+A policy is a pure function of a `BufferView`: no I/O, no clock, no state. A buffer may call it at any time and
+repeatedly, and checks its answers.
 
-The *staleness* of a group is the number of versions between the weights that made it and those that train on it.
+The *staleness* of a group is the number of versions between the weights that generated it and those that train on it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["BufferView", "GroupView", "InOrderPolicy", "ReadyFirstPolicy", "Stal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """A group as policies see it.
+    """A group, as policies see it.
 
     Attributes:
         group: Its name.
-        weight_version: The version of the weights that make it.
-        order: Number of its reservation; grows.
-        committed: Number of its commit; grows. None while it is being made.
+        weight_version: The version of the weights that generate it.
+        order: Number of its reservation, in ascending order.
+        committed: Number of its commit, in ascending order; None while it is being generated.
         selected: Whether it is in training.
     """
 
@@ -43,12 +43,12 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferView:
-    """A buffer as policies see it.
+    """A buffer, as policies see it.
 
     Attributes:
-        weight_version: The version that the trainer has.
-        trained_since: Groups that were trained on, and are gone, since it has that version.
-        groups: Those that are held, in the order of their reservations.
+        weight_version: The trainer's version.
+        trained_since: Groups that were consumed since the trainer has this version.
+        groups: The groups in the buffer, in the order of their reservations.
     """
 
     weight_version: int
@@ -58,11 +58,11 @@ class BufferView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessPolicy(ABC):
-    """Decides for a buffer. A subclass says `select`, and `admit` and `evict` where the ones here do not fit.
+    """Decides for a buffer. A subclass defines `select`, and overrides `admit` and `evict` if needed.
 
     Attributes:
-        max_staleness: Versions that a group may be behind when it is trained on; 0: only fresh groups.
-        groups_per_version: Groups that the trainer uses up between two weight versions.
+        max_staleness: The largest staleness of a group that is trained on; 0: only groups of the current version.
+        groups_per_version: Groups that the trainer consumes per weight version.
 
     Raises:
         InvalidRequestError: A negative staleness, or fewer than 1 group.
@@ -79,61 +79,62 @@ class StalenessPolicy(ABC):
             )
 
     def admit(self, view: BufferView) -> int:
-        """How many more groups may be begun now, with the weights of ``view.weight_version``.
+        """How many more groups may be started now, with the weights of ``view.weight_version``.
 
-        Here: so many that the last of them, trained after all others that are held, is not too stale.
+        Default: so many that the last of them is not too stale when all groups before it have been trained on.
         """
         ahead = view.trained_since + len(view.groups)
         return max(0, (self.max_staleness + 1) * self.groups_per_version - ahead)
 
     @abstractmethod
     def select(self, view: BufferView, num_groups: int) -> Sequence[str] | None:
-        """The names of ``num_groups`` ready groups to train on now, or None: wait."""
+        """The names of ``num_groups`` ready groups to train on now, or None to wait."""
 
     def evict(self, view: BufferView) -> Sequence[str]:
-        """The names of ready groups to give up; their rows are cleared. Here: those that are too stale."""
+        """The names of ready groups to drop; their rows are cleared. Default: those that are too stale."""
         oldest = self.oldest_version(view)
         return [each.group for each in view.groups if each.ready and each.weight_version < oldest]
 
     def oldest_version(self, view: BufferView) -> int:
-        """The version that a group must have at least to be trained on now."""
+        """The oldest weight version that may be trained on now."""
         return view.weight_version - self.max_staleness
 
     def trainable(self, view: BufferView) -> list[GroupView]:
-        """The ready groups that are fresh enough, in the order of their reservations."""
+        """The ready groups that are not too stale, in the order of their reservations."""
         oldest = self.oldest_version(view)
         return [each for each in view.groups if each.ready and each.weight_version >= oldest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyFirstPolicy(StalenessPolicy):
-    """First ready, first trained; room is all that bounds admission.
+    """First ready, first trained. Only the number of held groups limits admission.
 
-    The trainer never waits for a slow group while others are ready. The price: groups of long answers are overtaken
-    again and again, and are given up once they are too stale; see ``requeue_evicted`` of the buffer.
+    The trainer never waits for a slow group while others are ready. The price: other groups overtake groups with long
+    answers, which become too stale and are dropped; see ``requeue_evicted`` of the buffer.
     """
 
     def admit(self, view: BufferView) -> int:
-        """As many as there is room for: ``(max_staleness + 1) * groups_per_version`` may be held."""
+        """At most ``(max_staleness + 1) * groups_per_version`` groups may be held."""
         return max(0, (self.max_staleness + 1) * self.groups_per_version - len(view.groups))
 
     def select(self, view: BufferView, num_groups: int) -> Sequence[str] | None:
-        """The first that were committed."""
+        """The groups that were committed first."""
         ready = sorted(self.trainable(view), key=_commit)
         return [each.group for each in ready[:num_groups]] if len(ready) >= num_groups else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowedPolicy(StalenessPolicy):
-    """First ready, first trained, but what later versions could not take any more goes now, and is waited for.
+    """First ready, first trained; but the trainer waits for groups that would be too stale later.
 
-    A slow group may be overtaken by newer ones while it is inside the window of ``max_staleness`` versions, and as long
-    as the versions left to it have room for all that must be trained by then; not at the window's edge. As admission
-    looks ahead, nothing grows too stale while the trainer uses ``groups_per_version`` for each version.
+    Newer groups may overtake a slow group inside its window of ``max_staleness`` versions, as long as the versions left
+    in the window have room for all groups that must be trained in it. At the end of the window the trainer waits for
+    the slow group. Since admission looks ahead, no group becomes too stale while the trainer consumes
+    ``groups_per_version`` groups per version.
     """
 
     def select(self, view: BufferView, num_groups: int) -> Sequence[str] | None:
-        """The first committed of those that must go now, waiting for enough of them; then of all others."""
+        """First the groups that must be trained now (None until enough are ready), then the first committed."""
         oldest = self.oldest_version(view)
         waiting = [each for each in view.groups if each.weight_version >= oldest and not each.selected]
         ready = sorted((each for each in waiting if each.ready), key=_commit)
@@ -153,13 +154,14 @@ class WindowedPolicy(StalenessPolicy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InOrderPolicy(StalenessPolicy):
-    """In the order of reservation, waiting for slow groups: what is trained on does not depend on who is fast.
+    """In the order of reservation. Waits for slow groups, so the order of training does not depend on their speed.
 
-    As admission looks ahead, nothing grows too stale while the trainer uses ``groups_per_version`` for each version.
+    Since admission looks ahead, no group becomes too stale while the trainer consumes ``groups_per_version`` groups per
+    version.
     """
 
     def select(self, view: BufferView, num_groups: int) -> Sequence[str] | None:
-        """The first by reservation, once all of them are committed."""
+        """The groups that were reserved first, once all of them are committed."""
         oldest = self.oldest_version(view)
         first = [
             each for each in view.groups if not each.selected and (not each.ready or each.weight_version >= oldest)

@@ -1,4 +1,4 @@
-"""`RemoteReplayBuffer`: a buffer that lives in a Ray actor, as other processes see it. Ray is imported when called."""
+"""`RemoteReplayBuffer`: calls a buffer that is a Ray actor, from other processes. Imports Ray only when called."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["RemoteReplayBuffer"]
 class RemoteReplayBuffer:
     """The operations of a `ReplayBuffer` that is a Ray actor; arguments and errors are the same.
 
-    The actor needs as many concurrent calls as processes wait in it at a time::
+    Set ``max_concurrency`` of the actor to at least the number of callers that wait at the same time::
 
         from dataplane_integrations.ray_actors import ActorRequest, start_actors
 
@@ -33,10 +33,10 @@ class RemoteReplayBuffer:
     Args:
         actor: Its handle.
         partition_id: The buffer's partition.
-        timeout_s: How long an answer may take, beyond what the call itself may wait.
+        timeout_s: Seconds that an answer may take, beyond the timeout of the call itself.
 
     Raises:
-        WorkerFailedError: The actor died. Its book is lost; restore a save, or start with an empty one.
+        WorkerFailedError: The actor died and its state is lost. Restore a save, or start with an empty buffer.
         WorkerTimeoutError: No answer in time.
     """
 
@@ -103,7 +103,7 @@ class RemoteReplayBuffer:
     def take(
         self, num_groups: int, select_fields: Sequence[str] | None = None, *, timeout_s: float = 60.0, **options: Any
     ) -> tuple[KVBatchMeta, BatchedDataDict]:
-        """See `ReplayBuffer.take`. The columns come through the actor; `select` and a read of one's own do not."""
+        """See `ReplayBuffer.take`. The columns pass through the actor. To avoid that, use `select` and read them."""
         taken: tuple[KVBatchMeta, BatchedDataDict] = self._call(
             "take", num_groups, select_fields, timeout_s=timeout_s, **options, waits_s=timeout_s
         )
@@ -138,7 +138,7 @@ class RemoteReplayBuffer:
     @property
     def counts(self) -> BufferCounts:
         """See `ReplayBuffer.counts`."""
-        counts: BufferCounts = self._call("__ray_call__", _counts)  # actors have methods, and no properties
+        counts: BufferCounts = self._call("__ray_call__", _counts)  # an actor has no properties
         return counts
 
     def view(self) -> BufferView:
@@ -148,7 +148,7 @@ class RemoteReplayBuffer:
 
     @contextmanager
     def snapshot(self) -> Iterator[dict[str, Any]]:
-        """See `ReplayBuffer.snapshot`. A process that dies inside the block leaves rows that are never cleared."""
+        """See `ReplayBuffer.snapshot`. If a process dies inside the block, the buffer clears no rows any more."""
         state: dict[str, Any] = self._call("open_snapshot")
         try:
             yield state
@@ -164,7 +164,7 @@ class RemoteReplayBuffer:
         try:
             return wait_for_all({"replay buffer": call}, timeout_s=self._timeout_s + waits_s, doing=method)[0]
         except WorkerFailedError as error:
-            if isinstance(error.__cause__, DataPlaneError):  # what the buffer itself said
+            if isinstance(error.__cause__, DataPlaneError):  # the buffer's own error
                 raise error.__cause__ from None
             raise
 

@@ -1,4 +1,4 @@
-"""`save_replay` and `restore_replay`: what a run has generated and not yet trained on, kept over its end."""
+"""`save_replay` and `restore_replay`: keep what a run has generated but not yet trained on, for a later process."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from dataplane_integrations.replay._remote import RemoteReplayBuffer
 
 __all__ = ["RestoredReplay", "restore_replay", "save_replay"]
 
-#: Rows of a block; a block is what is in memory at a time.
+#: Rows of a block. Only one block is in memory at a time.
 _ROWS_PER_BLOCK: Final = 256
 _FRAMES: Final = WireFormat(bytes=True)
-#: Tag that names, in a restored partition, the tasks that a row had been given to.
+#: Prefix of a tag that marks, while a partition is restored, a row that had been given to the task after the prefix.
 _GIVEN_TAG: Final = "given_before_restore:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredReplay:
-    """What a save held.
+    """What a save contained.
 
     Attributes:
-        meta: The rows that are in the store again, in the order of their first write.
-        weight_version: Of the buffer; None where none was saved.
-        extra: What the trainer gave to `save_replay`.
+        meta: The restored rows, in the order of their first write.
+        weight_version: The version of the saved buffer; None if no buffer was saved.
+        extra: The trainer's own values, as passed to `save_replay`.
     """
 
     meta: KVBatchMeta
@@ -57,29 +57,29 @@ def save_replay(
     given: Mapping[str, Sequence[str]] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves committed rows, their tags, the buffer, and what tasks have been given. Blocks until it is on the disk.
+    """Saves committed rows, their tags, the buffer, and the cursors of tasks. Blocks until all is on the disk.
 
-    Rollouts and training may go on meanwhile: the state is of one moment, and rows that are consumed during the save
-    are cleared after it. What is in training is saved as not yet trained on, what is being generated as to be generated
-    again. For a run that goes on exactly as if it had not been cut, save between two steps, inside
-    ``collector.quiet()``.
+    Rollouts and training may continue during the save: it saves the state of one moment, and rows that are consumed
+    during it are cleared after it. Groups in training are saved as not yet trained on; groups that are being generated
+    are saved as to be generated again. To let a restored run continue exactly like the first one, save between two
+    steps, inside ``collector.quiet()``.
 
     Args:
-        folder: Holds one save; the former one is replaced in one step, once the new one is whole.
+        folder: Holds one save. The new save replaces the former one atomically, when it is complete.
         client: Reads the rows.
-        buffer: The buffer, or a `RemoteReplayBuffer`; its ready groups and those in training are saved.
-        partition_id: Without a buffer: the partition, all of whose rows are saved.
-        fields: The columns to save. Default: those that were committed; without a buffer they must be given.
-        registration: The arguments of ``register_partition`` besides ``partition_id``; a restore then registers the
-            partition. Without it, the restoring process does.
-        given: Task -> the rows that it had been given and that are still held; a restore gives them to it again at
-            once, so that its claims go on with the others. Whole groups where the partition has groups.
-        extra: What else the trainer wants back: None, bool, int, float, str, bytes, lists, dicts and tensors.
+        buffer: The buffer, or a `RemoteReplayBuffer`. Its ready groups and those in training are saved.
+        partition_id: Without a buffer: the partition. All its rows are saved.
+        fields: The columns to save. Default: those that were committed. Required without a buffer.
+        registration: The arguments of ``register_partition`` besides ``partition_id``. With them, a restore registers
+            the partition; without, the restoring process must.
+        given: Task -> the held rows that it had been given. A restore gives them to the task again, so that its claims
+            continue with the other rows. Whole groups if the partition has groups.
+        extra: Other values that the trainer wants back: None, bool, int, float, str, bytes, lists, dicts and tensors.
 
     Raises:
         InvalidRequestError: Neither a buffer nor a partition, no fields, or ids that are not held.
         MissingDataError: A row lacks one of the columns.
-        ReplaySaveError: The disk refuses. The former save is then as it was, as after any other error.
+        ReplaySaveError: The save cannot be written. Like after any other error, the former save is unchanged.
         OperationTimeoutError, BackendUnavailableError: The store does not answer.
     """
     partition = partition_id if buffer is None else buffer.partition_id
@@ -109,7 +109,7 @@ def save_replay(
             "given": cursors,
             "buffer": state,
             "extra": b64encode(encode_item(dict(extra or {}), "extra")).decode(),
-            "row_blocks": blocks,  # filled while the blocks are written, which is before the body is
+            "row_blocks": blocks,  # filled while the blocks are written, before the body
         }
         write_save(folder, body, _blocks_of(client, listed, columns, blocks))
 
@@ -124,7 +124,7 @@ def _plain(registration: Mapping[str, Any]) -> dict[str, Any]:
 def _blocks_of(
     client: DataPlaneClient, meta: KVBatchMeta, columns: Mapping[str, tuple[str, ...]], index: list[dict[str, Any]]
 ) -> Iterator[bytearray]:
-    """Reads rows in their order, those of one block having the same columns, and notes each block in ``index``."""
+    """Reads rows in order, in blocks of rows with the same columns, and adds an entry for each block to ``index``."""
     start = 0
     while start < meta.size:
         names = columns[meta.sample_ids[start]]
@@ -148,27 +148,27 @@ def _blocks_of(
 def restore_replay(
     folder: str | os.PathLike[str], client: DataPlaneClient, *, buffer: ReplayBuffer | RemoteReplayBuffer | None = None
 ) -> RestoredReplay:
-    """Puts a save's rows back into a store, with their tags and cursors, and its state into a buffer.
+    """Writes a save's rows to a store again, with their tags and cursors, and loads its state into a buffer.
 
-    The whole save is checked before anything is written to the store. Where the save holds a registration, the
-    partition is opened afresh; else it must be open and hold none of the rows.
+    The whole save is checked before anything is written. If the save has a registration, the partition is registered
+    again; else it must be registered and contain none of the rows.
 
     Args:
         folder: As for `save_replay`.
         client: Writes the rows.
-        buffer: A new buffer, or a `RemoteReplayBuffer`, of the same partition and group size; takes the saved state.
-            Start collectors after this.
+        buffer: A new buffer, or a `RemoteReplayBuffer`, with the same partition and group size. It gets the saved
+            state. Start collectors after this.
 
     Raises:
-        MissingDataError: No save there.
-        CorruptDataError: The save is damaged; nothing has been written.
-        UnsupportedOperationError: It was written by a newer version, or the backend lacks the claims and tag filters
-            that restoring what tasks were given takes.
-        InvalidRequestError: The save holds no buffer, or that of another partition or group size.
+        MissingDataError: The folder has no save.
+        CorruptDataError: The save is damaged. Nothing has been written.
+        UnsupportedOperationError: A newer version wrote the save; or it has cursors, and the backend lacks claims or
+            tag filters.
+        InvalidRequestError: The save has no buffer, or that of another partition or group size.
     """
     saved = SavedFiles(folder)
     body = saved.body
-    for _ in saved.blocks():  # checks all of them, holding one at a time
+    for _ in saved.blocks():  # checks all blocks, with one in memory at a time
         pass
     partition: str = body["partition_id"]
     state = body["buffer"]
@@ -214,7 +214,7 @@ def _columns_of(block: bytes, entry: Mapping[str, Any]) -> TensorDict:
 def _give_again(
     client: DataPlaneClient, partition_id: str, task: str, given: Sequence[str], first_field: Mapping[str, str]
 ) -> None:
-    """Has a task claim exactly the rows that it had been given."""
+    """Makes a task claim exactly the rows that it had been given."""
     if not given:
         return
     required = sorted({first_field[sample_id] for sample_id in given})

@@ -1,4 +1,4 @@
-"""`NoopBackend`: a ledger and segments of memory, in the client's own process."""
+"""`NoopBackend`: the ledger and the payload are in the client's own process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["NoopBackend"]
 
 
 class NoopBackend(LedgerBackend):
-    """The reference: every operation of the contract, scope process. Nothing here waits for anything but a lock."""
+    """The reference backend: every operation of the contract, scope process. It waits for nothing but a lock."""
 
     wire = WireFormat(ragged="jagged", objects="native")
     capabilities = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
     scope = Scope.PROCESS
     why_not_declared: ClassVar[Mapping[str, str]] = {
-        "scope": "a store is memory of one process, which no other can reach",
+        "scope": "a store is memory of one process, which no other process can reach",
         Capability.DURABLE: "a store ends with its process",
     }
     Config = CapacityOptions
@@ -33,7 +33,7 @@ class NoopBackend(LedgerBackend):
         self._lock = threading.Lock()
 
     def stop(self) -> None:
-        """Lets go of all memory."""
+        """Frees the payload."""
         with self._lock:
             self._segments.clear()
 

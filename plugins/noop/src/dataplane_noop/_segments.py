@@ -1,57 +1,48 @@
-"""Payload of one put, kept as whole columns: one copy in, one gather out.
+"""Payload of one put, kept as whole columns: a put copies them in, a read copies its rows out.
 
-Shape legend: ``N`` rows of the put, ``n`` rows of a read, ``T`` tokens of all rows of a column together.
+Shape legend: ``N`` rows of the put, ``n`` rows of a read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from dataplane_core.codec import carrier, copy_item, jagged_parts
+from dataplane_core.codec import Ragged, carrier, copy_item, gather_rows, jagged_parts, offsets_of, to_nested
 from dataplane_core.spec import WireColumn
 
-__all__ = ["Ragged", "Segment", "StoredColumn", "merge", "to_wire"]
+__all__ = ["Segment", "StoredColumn", "merge", "to_wire"]
 
 
-@dataclass(frozen=True, slots=True)
-class Ragged:
-    """Rows of differing length, end to end: ``values`` (T, ...) and ``offsets`` (N + 1,) int64."""
-
-    values: torch.Tensor
-    offsets: torch.Tensor
-
-
-#: A dense tensor (N, ...), rows end to end, or a list of N items.
+#: A dense tensor (N, ...), N rows of differing length, or a list of N items.
 StoredColumn: TypeAlias = torch.Tensor | Ragged | list[object]
 
 
 class Segment:
-    """The columns of one put, and which of its rows are still live. Never changed in place: readers need no lock."""
+    """The columns of one put, and which of its rows exist. Never changed in place: readers need no lock."""
 
     def __init__(self, columns: Mapping[str, StoredColumn], num_rows: int) -> None:
         self._columns = dict(columns)
-        self._at: list[int] = list(range(num_rows))  # row of the put -> row of the columns; -1: gone
+        self._at: list[int] = list(range(num_rows))  # row of the put -> row of the columns; -1: deleted
         self.num_live = num_rows
 
     @classmethod
     def copy_of(cls, columns: Mapping[str, WireColumn], num_rows: int) -> Segment:
-        """Copies encoded columns out of the caller's memory."""
+        """A segment with copies of encoded columns."""
         return cls({name: _own(column) for name, column in columns.items()}, num_rows)
 
     def gone(self, rows: Sequence[int]) -> list[int]:
-        """Those of the rows that are gone."""
+        """Those of ``rows`` that are deleted."""
         return [row for row in rows if self._at[row] < 0]
 
     def take(self, name: str, rows: Sequence[int]) -> StoredColumn:
-        """Copies rows of a column; none may be gone."""
+        """Copies rows of a column; none may be deleted."""
         return _take(self._columns[name], [self._at[row] for row in rows])
 
     def without(self, rows: Sequence[int]) -> Segment:
-        """The segment less some rows. Gives their memory back once half of the rows are gone."""
+        """The segment without some rows. Frees memory once half of the rows are deleted."""
         rest = Segment(self._columns, 0)
         rest._at = list(self._at)
         for row in rows:
@@ -68,10 +59,10 @@ class Segment:
 
 
 def merge(parts: Sequence[tuple[StoredColumn, Sequence[int]]]) -> StoredColumn:
-    """Joins parts of one column and brings the rows into the order of the request.
+    """Joins parts of one column, and puts the rows in the order of the request.
 
     Args:
-        parts: Each with the positions of its rows in the request; together 0 to n - 1.
+        parts: Each part, and the position in the request of each of its rows. The positions are 0 to n - 1.
     """
     if len(parts) == 1:
         column, rows = parts[0]
@@ -87,18 +78,13 @@ def merge(parts: Sequence[tuple[StoredColumn, Sequence[int]]]) -> StoredColumn:
     else:
         ragged = [_as_ragged(column) for column in columns]
         lengths = torch.cat([each.offsets.diff() for each in ragged])
-        joined = Ragged(torch.cat([each.values for each in ragged]), _offsets(lengths))
+        joined = Ragged(torch.cat([each.values for each in ragged]), offsets_of(lengths))
     return _take(joined, order)
 
 
 def to_wire(column: StoredColumn) -> WireColumn:
-    """The column as hooks exchange it; aliases ``column``."""
-    if not isinstance(column, Ragged):
-        return column
-    lengths = column.offsets.diff()
-    return torch.nested.nested_tensor_from_jagged(
-        column.values, column.offsets, min_seqlen=int(lengths.min()), max_seqlen=int(lengths.max())
-    )
+    """The column in the backend's wire format; aliases ``column``."""
+    return to_nested(column) if isinstance(column, Ragged) else column
 
 
 def _own(column: WireColumn) -> StoredColumn:
@@ -117,22 +103,16 @@ def _take(column: StoredColumn, rows: Sequence[int]) -> StoredColumn:
     if isinstance(column, list):
         return [copy_item(column[row]) for row in rows]
     if isinstance(column, torch.Tensor):
-        return column[start:stop].clone() if adjacent else _select(column, torch.tensor(rows))
+        if adjacent:
+            return column[start:stop].clone()
+        return carrier(column).index_select(0, torch.tensor(rows)).view(column.dtype)  # carrier: for every dtype
     offsets = column.offsets
     if adjacent:
         first, last = int(offsets[start]), int(offsets[stop])
         return Ragged(column.values[first:last].clone(), offsets[start : stop + 1] - first)
     picks = torch.tensor(rows, dtype=torch.int64)
     lengths = offsets.diff().index_select(0, picks)
-    new = _offsets(lengths)
-    shift = offsets.index_select(0, picks) - new[:-1]
-    index = torch.repeat_interleave(shift, lengths) + torch.arange(int(new[-1]))
-    return Ragged(_select(column.values, index), new)
-
-
-def _select(column: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`index_select` for every dtype: torch has none for uint16 to uint64 and complex32."""
-    return carrier(column).index_select(0, index).view(column.dtype)
+    return gather_rows(column.values, offsets.index_select(0, picks), offsets_of(lengths))
 
 
 def _as_ragged(column: StoredColumn) -> Ragged:
@@ -140,13 +120,7 @@ def _as_ragged(column: StoredColumn) -> Ragged:
         return column
     assert isinstance(column, torch.Tensor)
     lengths = torch.full((column.shape[0],), column.shape[1], dtype=torch.int64)
-    return Ragged(column.flatten(0, 1), _offsets(lengths))
-
-
-def _offsets(lengths: torch.Tensor) -> torch.Tensor:
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    return offsets
+    return Ragged(column.flatten(0, 1), offsets_of(lengths))
 
 
 def _inverse(rows: Sequence[int]) -> list[int]:

@@ -1,6 +1,6 @@
-"""`RedisBackend`: every operation as a script on the server, and the payload past the scripts.
+"""`RedisBackend`: every operation is a script on the server. Large payload bypasses the scripts.
 
-Puts are in `_puts`, reads and listings in `_reads`, claims and their settling in `_claims`; the rest is here.
+Puts are in `_puts`, reads and listings in `_reads`, claims and their settling in `_claims`.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ _log = logging.getLogger("dataplane_redis")
 #: Rows that one script clears, and writes that it deletes.
 _CLEAR_ROWS: Final = 1000
 _COLLECT_WRITES: Final = 10_000
-#: Seconds that ending an instance's marker may take on close.
+#: Seconds that close may take to remove this client as the owner of the instance.
 _CLOSE_S: Final = 2.0
 
 
 class RedisBackend(Backend):
-    """Every client speaks to one Redis server, from any host that reaches it; of a cluster to the node that serves the
-    namespace.
+    """All clients connect to one Redis server, from any host that reaches it. In a Redis cluster, they connect to the
+    node that serves the namespace.
 
-    ``durable`` holds as the server of a ``url`` is set: a committed put survives the server's death where it runs with
-    ``appendonly yes`` and ``appendfsync always``. A private server's data live as long as it, since nobody starts it
-    again. `durability` says what holds.
+    ``durable`` depends on the settings of the server at ``url``: a committed put survives the death of the server if it
+    runs with ``appendonly yes`` and ``appendfsync always``. The data of a private server end with the server, since
+    nobody starts it again. `durability` says what holds.
     """
 
     wire = WireFormat(bytes=True)
@@ -94,13 +94,13 @@ class RedisBackend(Backend):
 
     @classmethod
     def diagnose(cls, config: RedisConfig, *, deadline: float) -> Iterable[Finding]:
-        """The server that would be started, or the one that runs: version, eviction, persistence, who is let in."""
+        """Checks the installed or the running server: version, eviction, persistence, access."""
         return diagnose(config, deadline)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
-        """Starts a private server where told to; connects, checks the server, and makes or finds the instance."""
+        """Starts a private server if needed. Connects, checks the server, and creates or finds the instance."""
         config: RedisConfig = self.config
         if config.url is None:
             url, label = private_url(config.namespace), f"the private redis-server of namespace '{config.namespace}'"
@@ -121,8 +121,8 @@ class RedisBackend(Backend):
         _log.info("connected to %s: %s", label, durability.describe())
 
     def stop(self) -> None:
-        """Disconnects. The bootstrapping client ends the instance: its private server, or the marker on a server that
-        is not its own, where the data stays."""
+        """Disconnects. The bootstrapping client also ends the instance: it ends its private server. On the server of a
+        ``url`` it removes itself as the owner, and the data stays."""
         session = self._session
         link, session.link = session.link, None
         if link is not None:
@@ -134,13 +134,13 @@ class RedisBackend(Backend):
             self._server.stop()
 
     def durability(self, deadline: float) -> Durability:
-        """How the server keeps data, as it is set now."""
+        """How the server keeps data, by its current settings."""
         return durability_of(self._session.connected()[0], self.config, deadline)
 
     # --- registration -------------------------------------------------------------------------------------------------
 
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:
-        """Opens a partition afresh."""
+        """Registers a partition and drops an earlier registration of it."""
         info = {
             "fields": request.fields,
             "num_samples": request.num_samples,
@@ -173,13 +173,13 @@ class RedisBackend(Backend):
     # --- puts ---------------------------------------------------------------------------------------------------------
 
     def put_samples(self, request: PutRequest) -> PutReply:
-        """Small puts: one script. Others: reserve, write the rows, commit."""
+        """Runs one script for a small put; else reserves, writes the rows and commits."""
         return self._puts.put_samples(request)
 
     # --- reads --------------------------------------------------------------------------------------------------------
 
     def get_samples(self, request: GetRequest) -> WireBatch:
-        """Locates, fetches; again where the rows moved meanwhile."""
+        """Locates the rows and fetches them."""
         return self._reads.get_samples(request)
 
     def list_samples(self, request: ListRequest) -> SampleList:
@@ -205,7 +205,7 @@ class RedisBackend(Backend):
         return self._claims.settle("renew", request, request.lease_s)
 
     def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:
-        """Asks the server."""
+        """Whether the tasks have consumed the partition."""
         what = f"check_consumption_status('{request.partition_id}')"
         reply = self._session.run(what, request.deadline, "consumed", request.partition_id, request.task_names)
         return ConsumptionReply(consumed=bool(reply[1]))
@@ -213,7 +213,7 @@ class RedisBackend(Backend):
     # --- clearing -----------------------------------------------------------------------------------------------------
 
     def clear_samples(self, request: ClearRequest) -> ClearReply:
-        """Drops rows with their payload, or a whole partition."""
+        """Deletes samples with their payload, or a whole partition."""
         ids = request.sample_ids
         what = f"clear_samples('{request.partition_id}')"
         count, epoch = 0, b""
@@ -229,7 +229,7 @@ class RedisBackend(Backend):
         return ClearReply(num_samples=count)
 
     def _collect(self, left: int, deadline: float) -> None:
-        """Deletes the payload of dropped registrations, a part at a time; what stays, a later call deletes."""
+        """Deletes the payload of dropped registrations, in parts. If it fails, a later call deletes the rest."""
         while left:
             _, left = self._session.run("clear_samples", deadline, "collect", _COLLECT_WRITES)
 

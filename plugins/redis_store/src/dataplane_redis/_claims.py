@@ -1,6 +1,6 @@
-"""Claims and their settling: in as many scripts as their rows take, so that none holds the server for long.
+"""Claims and their settling. Many rows take several scripts, so that no script blocks the server for long.
 
-A claim that waits asks with one command whether anything changed, and runs its script where something did.
+A claim that waits asks with one command whether anything changed, and only then runs its script again.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from dataplane_redis._wire import pack_filter, pack_layout, pack_request, text_o
 
 __all__ = ["Claims"]
 
-#: Rows that one script looks at, and rows that it gives, settles or takes back.
+#: Rows that one script scans, and rows that it hands out, settles or takes back.
 _LOOK_ROWS: Final = 2500
 _GIVE_ROWS: Final = 2000
-#: Seconds between two questions of a claim that another one of its task, which takes many rows, keeps waiting.
+#: Seconds between two tries of a claim while another claim of its task, of many rows, is in progress.
 _BUSY_S: Final = 0.02
-#: Seconds after which a waiting claim looks again, even where nothing changed: for the case that a server came back
-#: from an older state.
+#: Seconds after which a waiting claim runs its script even if nothing changed: the server may have restarted from an
+#: older state.
 _LOOK_AGAIN_S: Final = 10.0
-#: How often all clients together ask for claims that wait.
+#: Questions per second that the waiting claims of all clients ask together.
 _ASKS_PER_S: Final = 250.0
-#: Seconds ahead, at most, for which a client's claims take turns.
-_MOST_AHEAD_S: Final = 2.0
-#: A client counts itself among those that wait once a claim of it has waited so many seconds, and again after so many.
+#: A client's claims are given turns at most so many seconds ahead.
+_MAX_AHEAD_S: Final = 2.0
+#: A client whose claim has waited so many seconds tells the server that it waits, and repeats that after so many.
 _COUNT_AFTER_S: Final = 0.2
 _COUNT_AGAIN_S: Final = 7.0
-#: What is left of its time in seconds when a claim that timed out stops to look for what keeps the samples back.
-_LOOK_RESERVE_S: Final = 0.1
+#: Seconds before its deadline at which a claim stops counting what its samples lack.
+_COUNT_RESERVE_S: Final = 0.1
 
 
 class Claims:
@@ -47,14 +47,14 @@ class Claims:
         self._session = session
         self._client = os.urandom(8)
         self._count_at = 0.0
-        self._slot_s = 0.0  # between two questions of this client
+        self._interval_s = 0.0  # between two questions of this client
         self._next_at = 0.0
         self._lock = threading.Lock()
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
     def claim(self, request: ClaimRequest) -> Claim:
-        """Hands out ready samples; see the hook."""
+        """Hands out ready samples; see `Backend.claim`."""
         what = f"claim_meta('{request.partition_id}', '{request.task_name}')"
         now = time.monotonic()
         began = float(request.since.rpartition(":")[2]) if request.since else now
@@ -111,29 +111,29 @@ class Claims:
             elif kind == b"wait":
                 epoch, change, left_s, num_clients = rest
                 until = asked + min(_LOOK_AGAIN_S, float(left_s or _LOOK_AGAIN_S))
-                self._take_slot(num_clients / _ASKS_PER_S)
+                self._set_interval(num_clients / _ASKS_PER_S)
                 version = f"{epoch.decode()}:{change.hex()}:{until}:{began}"
                 return self._wait(what, request, required, conditions, version, self._pause_s())
             elif kind != b"again":
                 _refusals.raise_claim(what, request, [kind, *rest])
 
-    # Core's Pacer serves one place that sees all who wait, at a fixed rate. Here each client sees its own only, and has
-    # a share of the rate, which changes with how many clients wait.
-    def _take_slot(self, slot_s: float) -> None:
+    # Core's Pacer runs in one process, which sees all waiting claims, and has a fixed rate. Here each client sees only
+    # its own claims, and its share of the rate depends on how many clients wait.
+    def _set_interval(self, interval_s: float) -> None:
         with self._lock:
-            if slot_s < self._slot_s:  # fewer wait than those for whom the time ahead was taken
+            if interval_s < self._interval_s:  # fewer clients wait now: forget the turns given out for more
                 self._next_at = 0.0
-            self._slot_s = slot_s
+            self._interval_s = interval_s
 
     def _pause_s(self) -> float:
-        """How long the claim that just asked lets pass at least: its questions and those of others take turns."""
+        """How long the claim that has just asked must pause: the claims of this client take turns."""
         with self._lock:
             now = time.monotonic()
-            self._next_at = min(max(self._next_at, now), now + _MOST_AHEAD_S) + self._slot_s
+            self._next_at = min(max(self._next_at, now), now + _MAX_AHEAD_S) + self._interval_s
             return self._next_at - now
 
     def _is_unchanged(self, what: str, request: ClaimRequest) -> bool:
-        """Whether the answer is what it was: since then the partition did not change, and no lease ended."""
+        """Whether the answer is still the same: since it was given, the partition did not change and no lease ended."""
         if request.since is None or request.explain:
             return False
         epoch, change, until, _ = request.since.split(":")
@@ -152,19 +152,21 @@ class Claims:
         version: str | None,
         ask_again_s: float,
     ) -> Claim:
-        """The answer to a claim that has to wait. Where many time out over many rows, it says what was counted until
-        its deadline."""
+        """The answer to a claim that has to wait.
+
+        With ``explain`` it says what the samples lack. If the deadline comes first, it says what was counted so far.
+        """
         if not request.explain:
             return Claim(version=version, ask_again_s=ask_again_s)
         question = (request.partition_id, request.task_name, required, conditions, _LOOK_ROWS)
         reply: Any = None
-        while reply is None or (reply[0] == b"again" and time.monotonic() < request.deadline - _LOOK_RESERVE_S):
+        while reply is None or (reply[0] == b"again" and time.monotonic() < request.deadline - _COUNT_RESERVE_S):
             try:
                 reply = self._session.run(what, request.deadline, "shortfall", *question)
             except OperationTimeoutError:
                 if reply is None:
                     raise
-                break  # it tells what was counted so far
+                break
         if reply[0] not in (b"ok", b"again"):
             _refusals.raise_claim(what, request, reply)
         _, num_ready, num_leased, leased, num_passed, num_incomplete, groups, num_lacking, cells = reply
@@ -186,7 +188,7 @@ class Claims:
     # --- settling -----------------------------------------------------------------------------------------------------
 
     def settle(self, action: str, request: AckRequest | NackRequest | RenewRequest, lease_s: float) -> SettleReply:
-        """Acks, nacks or renews all of the rows or none; see the hooks."""
+        """Acks, nacks or renews all of the rows or none; see the hooks of `Backend`."""
         what = f"{action}('{request.partition_id}', '{request.task_name}', {len(request.sample_ids)} samples)"
 
         def run(mode: str, epoch: Any, ids: Sequence[str], tokens: Sequence[str], leases: Sequence[Any] = ()) -> Any:
@@ -212,22 +214,22 @@ class Claims:
             reply = _settle_many(run, request.sample_ids, request.lease_tokens)
         if reply[0] != b"ok":
             _refusals.raise_settle(what, request, reply)
-        with contextlib.suppress(DataPlaneError):  # it is settled; what is not yet back, the next claim takes back
-            while reply[0] == b"ok" and reply[1]:  # the partition may be gone, or registered anew without the task
+        with contextlib.suppress(DataPlaneError):  # it is settled; the next claim takes back what is left
+            while reply[0] == b"ok" and reply[1]:  # else the partition is gone, or has no such task now
                 reply = run("finish", "", [], [])
         return SettleReply(num_samples=len(request.sample_ids))
 
 
 def pack_conditions(request: ClaimRequest) -> bytes:
-    """A claim's filter; equal ones are equal bytes."""
+    """A claim's tag filter as bytes; equal filters give equal bytes."""
     return pack_request(*sorted(pack_filter(request.tag_filter))) if request.tag_filter else b""
 
 
 def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[str]) -> Any:
-    """Settles more rows than one script does: checks them all, and then settles their leases at once.
+    """Settles more rows than one script can: checks all rows first, and then settles their leases in one script.
 
-    A lease that is named in part is split before, which nobody notices. A client that dies on the way has changed
-    nothing.
+    A lease of which only some rows are named is split before. No client can see the split, so a client that dies before
+    the last script has changed nothing.
     """
     while True:
         reply = run("check", "", [], [])
@@ -259,7 +261,7 @@ def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[s
             return [b"lost", lost]
         if part:
             return part
-        # rows never join a lease: one that holds as many as were named, before and at the commit, holds just these
+        # rows never join a lease: if its count equals the named rows, here and at the commit, it holds exactly these
         into = {lease: lease if count == held[lease] else b"" for lease, count in named.items()}
         if _split(run, epoch, chunks, into):
             leases = [each for lease, to in into.items() for each in (to, tokens_of[lease], named[lease])]
@@ -274,8 +276,11 @@ def _split(
     chunks: Sequence[tuple[list[str], list[str], list[bytes]]],
     into: dict[bytes, bytes],
 ) -> bool:
-    """Puts the rows of leases that are named in part into leases of their own, and says which in ``into``; False where
-    others changed them meanwhile."""
+    """Splits the leases of which only some rows are named, and enters the new leases in ``into``.
+
+    Returns:
+        False if another client changed these leases since the check.
+    """
     in_part = {lease for lease, to in into.items() if not to}
     for ids, tokens, leases in chunks:
         pairs = [each for lease in leases if lease in in_part for each in (lease, into[lease])]
@@ -288,7 +293,7 @@ def _split(
 
 
 def _chunks(ids: Sequence[str], tokens: Sequence[str], group_size: int) -> Iterator[tuple[list[str], list[str]]]:
-    """Rows for one script each; the members of a group stay together."""
+    """Cuts rows into chunks for one script each. The members of a group stay together."""
     together: dict[str, list[int]] = {}
     for place, sample_id in enumerate(ids):
         together.setdefault(group_of(sample_id) if group_size else sample_id, []).append(place)

@@ -1,4 +1,4 @@
-"""What `dataplane doctor redis_store` looks at: the server that would be started, or the one that a URL names."""
+"""What `dataplane doctor redis_store` checks: the installed `redis-server`, or the server of the ``url``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_redis._instance import (
     durability_of,
     num_replicas,
-    refuse_policy,
-    refuse_store,
-    refuse_version,
+    policy_error,
+    store_error,
     store_version_of,
+    version_error,
     version_of,
 )
 from dataplane_redis._link import Link
@@ -63,7 +63,7 @@ def _private(deadline: float) -> Iterator[Finding]:
         return
     # Redis server v=7.0.15 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64 build=...
     version = next((word.removeprefix("v=") for word in done.stdout.split() if word.startswith("v=")), "unknown")
-    refused = refuse_version(path, version)
+    refused = version_error(path, version)
     yield Finding.ok(f"{path} is Redis {version}.") if refused is None else _error(refused)
     yield Finding.warning(
         "A private server's data live as long as the server, at most as long as the client that started it.",
@@ -87,12 +87,12 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
     finally:
         link.close()
     who = link.label[0].upper() + link.label[1:]
-    refused = refuse_version(who, version)
+    refused = version_error(who, version)
     yield Finding.ok(f"{who} answers and is Redis {version}.") if refused is None else _error(refused)
-    refused = refuse_store(who, store_version)
+    refused = store_error(who, store_version)
     if refused is not None:
         yield _error(refused)
-    refused = refuse_policy(who, config, durability)
+    refused = policy_error(who, config, durability)
     if refused is not None:
         yield _error(refused)
     elif durability.maxmemory_policy != "noeviction":
@@ -121,11 +121,11 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
     if parts.scheme == "redis" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
         if not parts.password:
             yield Finding.warning(
-                f"{who} lets in whoever reaches it: the url has no password.",
-                "Set requirepass or an ACL user on the server, and name it in the url.",
+                f"{who} accepts every client that can reach it: the url has no password.",
+                "Set requirepass or an ACL user on the server, and put the password in the url.",
             )
         yield Finding.warning(
-            f"{who} is spoken to without encryption.", "Where the network is not yours alone, use rediss:// (TLS)."
+            f"The connection to {link.label} is not encrypted.", "If others use this network, use rediss:// (TLS)."
         )
 
 

@@ -1,4 +1,4 @@
-"""The server that an instance lives on, and what the namespace says of the instance."""
+"""The server of an instance, and the record of the instance in its namespace."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = [
     "check_server",
     "durability_of",
     "num_replicas",
-    "refuse_policy",
-    "refuse_store",
-    "refuse_version",
+    "policy_error",
+    "store_error",
     "store_version_of",
+    "version_error",
     "version_of",
 ]
 
 #: The oldest server that the scripts run on.
-_LEAST_VERSION = (7, 0)
+_MIN_VERSION = (7, 0)
 
 #: A time in seconds.
 _TIME = struct.Struct("<d")
@@ -44,15 +44,15 @@ _TIME = struct.Struct("<d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durability:
-    """How the server keeps data, as it is set now.
+    """How the server keeps data, by its current settings.
 
     Attributes:
         appendonly: Whether there is an append-only file.
-        appendfsync: When that file is synced: ``always``, ``everysec`` or ``no``; ``unknown`` where the server does not
-            tell (its ACL may forbid CONFIG).
+        appendfsync: When that file is synced: ``always``, ``everysec`` or ``no``; ``unknown`` if the server does not
+            say (its ACL may forbid CONFIG).
         snapshots: The ``save`` setting; empty: none.
         maxmemory_policy: What the server does when it is full.
-        private: Whether the server is a private one, which nobody starts again on its data.
+        private: Whether the server is a private one. Nobody starts it again on its data.
         survives_kill: Whether no committed put is lost when the server is killed: ``appendfsync always``, on a server
             that is not private.
     """
@@ -85,20 +85,20 @@ def _info(link: Link, deadline: float, section: bytes) -> dict[str, str]:
 
 
 def _setting(link: Link, deadline: float, name: str) -> str | None:
-    """A setting, or None where the server does not tell."""
+    """A setting, or None if the server does not say."""
     try:
         reply = link.command("connect", deadline, b"CONFIG", b"GET", name.encode())
     except DataPlaneError as error:
         if isinstance(error, BackendUnavailableError) and not error.retryable:
             return None  # the ACL forbids it
         if "unknown command" in str(error):
-            return None  # managed servers have it removed
+            return None  # managed servers remove the command
         raise
     return str(reply[1].decode()) if len(reply) >= 2 else None
 
 
 def durability_of(link: Link, config: RedisConfig, deadline: float) -> Durability:
-    """Asks the server."""
+    """Reads the server's settings."""
     persistence = _info(link, deadline, b"persistence")
     appendonly = persistence.get("aof_enabled") == "1"
     appendfsync = _setting(link, deadline, "appendfsync") or "unknown"
@@ -114,19 +114,19 @@ def durability_of(link: Link, config: RedisConfig, deadline: float) -> Durabilit
 
 
 def check_server(link: Link, config: RedisConfig, deadline: float) -> Durability:
-    """Refuses a server that this backend must not use.
+    """Checks that this backend may use the server.
 
     Raises:
-        BackendUnavailableError: It cannot be reached, or lets nobody in.
-        ConfigError: Older than 7.0, or it may evict.
+        BackendUnavailableError: The server cannot be reached, or refuses the user.
+        ConfigError: It is older than 7.0, or it may evict keys.
     """
-    _refuse(refuse_version(link.label, version_of(link, deadline)))
+    _raise_if(version_error(link.label, version_of(link, deadline)))
     durability = durability_of(link, config, deadline)
-    _refuse(refuse_policy(link.label, config, durability))
+    _raise_if(policy_error(link.label, config, durability))
     return durability
 
 
-def _refuse(reason: ConfigError | None) -> None:
+def _raise_if(reason: ConfigError | None) -> None:
     if reason is not None:
         raise ConfigError(f"connect refused: {reason.message}", hint=reason.hint)
 
@@ -136,15 +136,15 @@ def version_of(link: Link, deadline: float) -> str:
     return _info(link, deadline, b"server").get("redis_version", "0")
 
 
-def refuse_version(who: str, version: str) -> ConfigError | None:
-    """What is wrong with a server's version, if anything."""
-    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= _LEAST_VERSION:
+def version_error(who: str, version: str) -> ConfigError | None:
+    """The error if the server is too old, else None."""
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= _MIN_VERSION:
         return None
     return ConfigError(f"{who} is Redis {version}. Expected 7.0 or newer.", hint="Upgrade it.")
 
 
-def refuse_policy(who: str, config: RedisConfig, durability: Durability) -> ConfigError | None:
-    """What is wrong with a server's eviction policy, if anything."""
+def policy_error(who: str, config: RedisConfig, durability: Durability) -> ConfigError | None:
+    """The error if the server may evict keys, else None."""
     if durability.maxmemory_policy == "noeviction" or config.allow_eviction:
         return None
     return ConfigError(
@@ -154,8 +154,8 @@ def refuse_policy(who: str, config: RedisConfig, durability: Durability) -> Conf
     )
 
 
-def refuse_store(who: str, version: str | None) -> ConfigError | None:
-    """What is wrong with the version of the instance that a namespace holds, if it holds one."""
+def store_error(who: str, version: str | None) -> ConfigError | None:
+    """The error if the namespace holds an instance of another version, else None."""
     if version in (None, str(STORE_VERSION)):
         return None
     return ConfigError(
@@ -165,12 +165,12 @@ def refuse_store(who: str, version: str | None) -> ConfigError | None:
 
 
 def store_version_of(link: Link, base: bytes, deadline: float) -> str | None:
-    """The version of the instance that a namespace holds, or None."""
+    """The version of the instance in a namespace, or None if there is none."""
     try:
         version = link.command("doctor", deadline, b"HGET", base + b":instance", b"version")
     except BackendError as error:
         if "WRONGTYPE" in str(error):
-            return "1"  # which was a string
+            return "1"  # version 1 stored a string
         raise
     return None if version is None else str(version.decode())
 
@@ -182,30 +182,32 @@ def num_replicas(link: Link, deadline: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What the namespace says of itself: the options that shape the store, and which store it is.
+    """An instance in its namespace: the options that all its clients share, and its identity.
 
     Attributes:
-        id: Random bits, drawn when the namespace was empty, and kept as long as its data. A namespace without it, or
-            with another, is not the store that this client connected to: it was emptied, or another server took over
-            the address.
-        owner: Random bits of the client that bootstrapped it last, where this is that client.
-        ahead_s: The time of the store less this process' monotonic clock, in seconds.
+        capacity_bytes: Of payload; None: no limit.
+        on_full: What a put does when there is no room: ``block`` or ``raise``.
+        id: Random bits, drawn when the namespace was empty and kept as long as its data. If the namespace holds another
+            id or none, it is no longer the store that this client connected to: it was emptied, or another server took
+            over the address.
+        owner: Random bits of the client that bootstrapped the instance last; empty if that was another client.
+        clock_offset_s: The store's time minus this process's monotonic clock, in seconds.
     """
 
     capacity_bytes: int | None
     on_full: str
     id: bytes
     owner: bytes
-    ahead_s: float
+    clock_offset_s: float
 
     @classmethod
     def bootstrap(
         cls, link: Link, base: bytes, config: RedisConfig, deadline: float, *, exclusive: bool = False
     ) -> Instance:
-        """Makes the instance, or takes it over from an earlier client of equal options.
+        """Creates the instance, or takes it over from an earlier client with equal options.
 
         Raises:
-            AlreadyRunningError: An instance of other options is there; or any, where ``exclusive``.
+            AlreadyRunningError: The namespace holds an instance with other options; with ``exclusive``, any instance.
         """
         owner = new_id().encode()
         reply = _ask(link, base, config, deadline, "bootstrap alone" if exclusive else "bootstrap", owner)
@@ -221,14 +223,14 @@ class Instance:
                 hint="Attach with bootstrap=False, choose another namespace, or, if its owner died, run: "
                 f"redis-cli HDEL '{base.decode()}:instance' owner",
             )
-        return cls(_capacity_of(reply[2]), reply[3].decode(), reply[1], owner, _ahead_s(reply[4]))
+        return cls(_capacity_of(reply[2]), reply[3].decode(), reply[1], owner, _clock_offset_s(reply[4]))
 
     @classmethod
     def attach(cls, link: Link, base: bytes, config: RedisConfig, deadline: float) -> Instance:
         """Finds the instance.
 
         Raises:
-            BackendUnavailableError: There is none, or its owner closed it.
+            BackendUnavailableError: There is no instance, or its owner closed it.
         """
         reply = _ask(link, base, config, deadline, "attach", b"")
         if reply[0] == b"none":
@@ -236,18 +238,18 @@ class Instance:
                 f"connect(bootstrap=False) failed: namespace '{config.namespace}' on {link.label} holds no instance.",
                 hint="Bootstrap it first: connect(config, bootstrap=True).",
             )
-        return cls(_capacity_of(reply[2]), reply[3].decode(), reply[1], b"", _ahead_s(reply[4]))
+        return cls(_capacity_of(reply[2]), reply[3].decode(), reply[1], b"", _clock_offset_s(reply[4]))
 
     def end(self, link: Link, base: bytes, config: RedisConfig, deadline: float) -> None:
-        """Nobody attaches any more, unless a later client took over. The data stays, and its clients go on."""
+        """Removes the owner, unless a later client took over. Then no client can attach. Data and clients stay."""
         _ask(link, base, config, deadline, "end", self.owner)
 
-    def asker(self) -> bytes:
-        """The last argument of a script."""
-        return self.id + os.urandom(16) + _TIME.pack(self.ahead_s + time.monotonic())
+    def call_context(self) -> bytes:
+        """The last argument of every script: the instance's id, 16 random bytes, and the store's current time."""
+        return self.id + os.urandom(16) + _TIME.pack(self.clock_offset_s + time.monotonic())
 
     def full_error(self, what: str, size_bytes: int, held_bytes: int, num_before: int) -> CapacityExceededError:
-        """The error of a put that does not fit, or has to wait for those that came before it."""
+        """The error of a put that does not fit, or would have to wait for earlier puts."""
         assert self.capacity_bytes is not None
         never = size_bytes > self.capacity_bytes
         line = f", and {num_before} {'put waits' if num_before == 1 else 'puts wait'} for room before it"
@@ -260,17 +262,17 @@ class Instance:
 
 
 def _ask(link: Link, base: bytes, config: RedisConfig, deadline: float, action: str, owner: bytes) -> Any:
-    """Runs the script about the instance; its reply."""
+    """Runs the ``instance`` script and returns its reply."""
     capacity = "" if config.capacity_bytes is None else str(config.capacity_bytes)
     request = pack_request(action, str(STORE_VERSION), new_id(), owner, capacity, config.on_full)
     reply = link.script("close" if action == "end" else "connect", deadline, SCRIPTS["instance"], base, request)
     if reply[0] == b"version":
-        _refuse(refuse_store(link.label, reply[1].decode()))
+        _raise_if(store_error(link.label, reply[1].decode()))
     return reply
 
 
-def _ahead_s(clock: bytes) -> float:
-    """By how much the store is ahead of this process' clock; rather too little than too much, by the reply's way."""
+def _clock_offset_s(clock: bytes) -> float:
+    """The store's time minus this process's clock. Too low by the time that the reply took, never too high."""
     (store_s,) = _TIME.unpack_from(clock)
     return float(store_s) - time.monotonic()
 

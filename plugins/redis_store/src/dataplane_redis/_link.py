@@ -1,10 +1,10 @@
-"""Connections to one server: commands in, replies out, every wait bounded by a deadline.
+"""Connections to one server: sends commands and receives replies. A deadline bounds every wait.
 
-A connection serves one call at a time; idle ones are kept. Nothing is sent twice on its own: whether a command that
-lost its connection ran is for the caller to say.
+A connection serves one call at a time; idle ones are kept. A command whose connection was lost may have run or not, so
+a link does not send it again: the caller decides.
 
-In a cluster all keys of a namespace lie in one slot, so a link speaks to one node: the one that serves that slot. It
-follows the slot when the cluster moves it, and looks for it on the other nodes when its node is gone.
+In a cluster, all keys of a namespace are in one slot, so a link talks to the one node that serves that slot. When the
+cluster moves the slot, the link follows it. When the node is gone, the link looks for the slot on the other nodes.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from dataplane_redis._scripts import Script
 
 __all__ = ["Command", "Link", "Read", "pack"]
 
-#: A command: its words; or one that is packed already.
+#: The words of a command.
 Command: TypeAlias = Sequence[bytes | bytearray | memoryview]
 
 _R = TypeVar("_R")
 
-#: Seconds between two tries where the server refuses for now: it is still loading its data, or busy with a long script.
+#: Seconds between two tries while the server refuses temporarily: it loads its data, or runs a long script.
 _REFUSED_POLL_S: Final = 0.05
-#: The least socket timeout in seconds: zero would mean not to wait at all, which TLS cannot.
-_LEAST_S: Final = 0.001
-#: How often a call follows its slot from node to node before it gives up.
-_MOST_MOVES: Final = 8
+#: The least socket timeout in seconds. Zero would mean not to wait at all, which TLS does not support.
+_MIN_TIMEOUT_S: Final = 0.001
+#: How many redirections a call follows before it gives up.
+_MAX_REDIRECTIONS: Final = 8
 #: Parts of a packed command below this size are joined before they are sent.
 _JOIN_BYTES: Final = 1 << 20
-#: Replies of less than this are asked for together.
-_LOT_BYTES: Final = 256 * 1024
+#: Neighbouring reads are sent together until their replies reach this size.
+_CHUNK_BYTES: Final = 256 * 1024
 
 
 def pack(command: Command) -> list[bytes | bytearray | memoryview]:
-    """A command as the server reads it, in parts."""
+    """Packs a command in the wire protocol, as a list of parts."""
     parts: list[bytes | bytearray | memoryview] = [b"*%d\r\n" % len(command)]
     for word in command:
         parts += (b"$%d\r\n" % len(word), word, b"\r\n")
@@ -71,32 +71,31 @@ def pack(command: Command) -> list[bytes | bytearray | memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A packed command that replies with an array of byte strings, and how large the reply is, as far as is known."""
+    """A packed command that replies with an array of byte strings, and the expected size of the reply."""
 
     packed: bytes
     size_bytes: int
 
 
-def _lots(reads: Sequence[Read]) -> list[list[Read]]:
-    """Neighbours joined until a lot's replies are worth a round trip."""
-    lots: list[list[Read]] = []
-    size_bytes = _LOT_BYTES
+def _in_chunks(reads: Sequence[Read]) -> list[list[Read]]:
+    """Groups neighbouring reads until the replies of a chunk are worth a round trip."""
+    chunks: list[list[Read]] = []
+    size_bytes = _CHUNK_BYTES
     for read in reads:
-        if size_bytes >= _LOT_BYTES:
-            lots.append([])
+        if size_bytes >= _CHUNK_BYTES:
+            chunks.append([])
             size_bytes = 0
-        lots[-1].append(read)
+        chunks[-1].append(read)
         size_bytes += read.size_bytes
-    return lots
+    return chunks
 
 
 class Link:
-    """A pool of connections to the server of a URL, or to the node of its cluster that serves a key. May be used from
-    several threads.
+    """A pool of connections to the server of a URL, or to the node of its cluster that serves a key. Thread-safe.
 
     Args:
-        url: Where the server is; of a cluster any node. Kept inside the connections only; never part of a message.
-        label: What messages call the server.
+        url: The server, or any node of a cluster. Only the connections keep it; no message shows it.
+        label: The name of the server in messages.
     """
 
     def __init__(self, url: str, label: str) -> None:
@@ -105,14 +104,14 @@ class Link:
             url, protocol=2, retry=None, retry_on_timeout=False, socket_read_size=1 << 18, decode_responses=False
         )
         self._connection_class: Any = self._pool.connection_class
-        self._address: dict[str, Any] = {}  # in place of the URL's, once the cluster named another
-        self._nodes: list[dict[str, Any]] = []  # of the cluster, where there is one
+        self._address: dict[str, Any] = {}  # replaces the URL's address once the cluster has named another
+        self._nodes: list[dict[str, Any]] = []  # of the cluster, if there is one
         self._idle: list[Any] = []
         self._lock = threading.Lock()
         self._closed = False
 
     def close(self) -> None:
-        """Closes all connections; those in use, once their call ends."""
+        """Closes all connections. One in use is closed when its call ends."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -122,7 +121,7 @@ class Link:
     # --- the node of a cluster ----------------------------------------------------------------------------------------
 
     def follow(self, what: str, deadline: float, key: bytes) -> None:
-        """Turns to the node that serves ``key``. On a server that is no cluster asks once and changes nothing.
+        """Switches to the node that serves ``key``. On a server that is not a cluster, changes nothing.
 
         Raises:
             As `commands`.
@@ -130,16 +129,16 @@ class Link:
         self.command(what, deadline, b"EXISTS", key)
         reply = self._ask(what, deadline, pack((b"CLUSTER", b"SLOTS")))
         if isinstance(reply, Exception):
-            return  # no cluster, or the ACL forbids the question
+            return  # not a cluster, or the ACL forbids the command
         self._nodes = [self._address_of(node[0], node[1]) for _, _, *nodes in reply for node in nodes]
 
     def _address_of(self, host: bytes | str, port: int | str) -> dict[str, Any]:
         name = host.decode() if isinstance(host, bytes) else host
-        # an empty name is that of the node that was asked
+        # an empty name means the node that was asked
         known = self._address.get("host") or self._pool.connection_kwargs.get("host") or "localhost"
         return {"host": name or known, "port": int(port)}
 
-    def _turn_to(self, address: dict[str, Any]) -> None:
+    def _switch_to(self, address: dict[str, Any]) -> None:
         with self._lock:
             if issubclass(self._connection_class, UnixDomainSocketConnection):
                 self._connection_class = Connection
@@ -148,14 +147,14 @@ class Link:
         for connection in idle:
             connection.disconnect()
 
-    def _turn_as_told(self, refusal: Exception) -> bool:
-        """Turns to the node that a refusal names; False where it names none."""
+    def _follow_redirection(self, refusal: Exception) -> bool:
+        """Switches to the node that a refusal names. False if it names none."""
         text = str(refusal)
         if isinstance(refusal, MovedError):
-            self._turn_to(self._address_of(refusal.host, refusal.port))
+            self._switch_to(self._address_of(refusal.host, refusal.port))
         elif text.startswith("MOVED "):
             host, _, port = text.split(" ")[-1].rpartition(":")
-            self._turn_to(self._address_of(host, port))
+            self._switch_to(self._address_of(host, port))
         else:
             return False
         return True
@@ -163,18 +162,18 @@ class Link:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def command(self, what: str, deadline: float, *words: bytes) -> Any:
-        """One command; its reply.
+        """Sends one command and returns its reply.
 
         Raises:
             As `commands`.
         """
         reply = self._ask(what, deadline, pack(words))
         if isinstance(reply, Exception):
-            self.refuse(what, reply)
+            self.raise_error(what, reply)
         return reply
 
     def script(self, what: str, deadline: float, script: Script, key: bytes, *arguments: bytes | memoryview) -> Any:
-        """Runs a script, which is sent first where the server does not know it; its reply.
+        """Runs a script and returns its reply. Sends the script's text first if the server does not know it.
 
         Raises:
             As `commands`.
@@ -186,42 +185,45 @@ class Link:
                 break
             self.command(what, deadline, b"SCRIPT", b"LOAD", script.text)
         if isinstance(reply, Exception):
-            self.refuse(what, reply)
+            self.raise_error(what, reply)
         return reply
 
     def _ask(self, what: str, deadline: float, packed: Sequence[bytes | bytearray | memoryview]) -> Any:
-        """One reply. A server that refuses for now, or does not serve the slot, does so before it does anything, so it,
-        or the one that it names, is asked again."""
-        moves = 0
+        """Returns one reply. Tries again after a temporary refusal, and after a redirection to another node.
+
+        That is safe: in both cases the server refused before it did anything.
+        """
+        num_redirections = 0
         while True:
-            reply = self.again_where_refused(deadline, lambda: self._ask_once(what, deadline, packed))
-            if moves == _MOST_MOVES or not (isinstance(reply, Exception) and self._turn_as_told(reply)):
+            reply = self.retry_while_refused(deadline, lambda: self._ask_once(what, deadline, packed))
+            refused = isinstance(reply, Exception)
+            if num_redirections == _MAX_REDIRECTIONS or not (refused and self._follow_redirection(reply)):
                 return reply
-            moves += 1
+            num_redirections += 1
 
     def _ask_once(self, what: str, deadline: float, packed: Sequence[bytes | bytearray | memoryview]) -> Any:
         (reply,) = self.commands(what, deadline, [packed], 1)
-        if isinstance(reply, Exception) and _refuses_for_now(reply):
-            self.refuse(what, reply)
+        if isinstance(reply, Exception) and _is_temporary_refusal(reply):
+            self.raise_error(what, reply)
         return reply
 
-    def again_where_refused(self, deadline: float, call: Callable[[], _R]) -> _R:
-        """What ``call`` returns; called again while the server refuses for now, since it loads its data or is busy with
-        a long script.
+    def retry_while_refused(self, deadline: float, call: Callable[[], _R]) -> _R:
+        """Returns what ``call`` returns. Repeats it while the server refuses temporarily: it loads its data, or runs a
+        long script.
 
         Args:
             deadline: On `time.monotonic`'s clock, in seconds.
-            call: May be called several times: a command that is refused for now has done nothing.
+            call: May be called several times: a command that is refused temporarily has done nothing.
 
         Raises:
             OperationTimeoutError: The server refused until the deadline.
-            Exception: What ``call`` raises else.
+            Exception: Anything else that ``call`` raises.
         """
         while True:
             try:
                 return call()
             except OperationTimeoutError as error:
-                if not _refuses_for_now(error.__cause__) or time.monotonic() + _REFUSED_POLL_S >= deadline:
+                if not _is_temporary_refusal(error.__cause__) or time.monotonic() + _REFUSED_POLL_S >= deadline:
                     raise
             time.sleep(_REFUSED_POLL_S)
 
@@ -231,20 +233,20 @@ class Link:
         """Sends packed commands on one connection, then reads their replies.
 
         Args:
-            what: The operation, to open messages with.
+            what: The operation; messages start with it.
             deadline: On `time.monotonic`'s clock, in seconds.
-            packed: The parts of each command, as `pack` gives them; may make them as they are sent.
-            count: How many replies there will be.
+            packed: The parts of each command, as from `pack`. May be a generator, which is read while it is sent.
+            count: The number of replies.
 
         Returns:
-            A reply each, or the exception of a command that was refused.
+            For each command its reply, or the exception if it was refused.
 
         Raises:
             OperationTimeoutError: The deadline passed; the commands may have run or not.
-            BackendUnavailableError: The server cannot be reached, or the connection was lost meanwhile.
+            BackendUnavailableError: The server cannot be reached, or the connection was lost.
         """
         connection = self._acquire(what, deadline)
-        whole = False
+        complete = False
         try:
             connection._sock.settimeout(_left_s(deadline))
             waiting: list[bytes | bytearray | memoryview] = []
@@ -266,61 +268,61 @@ class Link:
                     replies.append(connection.read_response(disable_decoding=True))
                 except ResponseError as error:
                     replies.append(error)
-            whole = True
+            complete = True
         except (RedisError, OSError) as error:
-            self.refuse(what, error)
+            self.raise_error(what, error)
         finally:
-            self._release(connection, whole)
+            self._release(connection, complete)
         return replies
 
     def fetch(self, what: str, deadline: float, reads: Sequence[Read]) -> list[list[memoryview | None]]:
         """Sends commands that each reply with an array of byte strings, and receives these without a copy.
 
-        Two lots of commands are under way at a time: a server that has them all at once copies every reply before it
-        sends the first, while the client waits.
+        Two chunks of commands are in flight at a time. If the server got all commands at once, it would copy every
+        reply before it sends the first, and the client would wait.
 
         Args:
-            what: The operation, to open messages with.
+            what: The operation; messages start with it.
             deadline: On `time.monotonic`'s clock, in seconds.
             reads: The commands.
 
         Returns:
-            Per command its byte strings, as views of one buffer; None for what is not there.
+            Per command its byte strings, as views of one buffer; None for one that does not exist.
 
         Raises:
             As `commands`.
         """
-        return self.again_where_refused(deadline, lambda: self._fetch_once(what, deadline, reads))
+        return self.retry_while_refused(deadline, lambda: self._fetch_once(what, deadline, reads))
 
     def _fetch_once(self, what: str, deadline: float, reads: Sequence[Read]) -> list[list[memoryview | None]]:
-        lots = _lots(reads)
+        chunks = _in_chunks(reads)
         arrays: list[list[memoryview | None]] = []
         connection = self._acquire(what, deadline)
-        whole = False
+        complete = False
         try:
             reader = ArrayReader(connection._sock, sum(read.size_bytes for read in reads), deadline)
-            for number in range(-1, len(lots)):
-                if number + 1 < len(lots):
+            for number in range(-1, len(chunks)):
+                if number + 1 < len(chunks):
                     connection._sock.settimeout(_left_s(deadline))
-                    sent = b"".join([read.packed for read in lots[number + 1]])
+                    sent = b"".join([read.packed for read in chunks[number + 1]])
                     connection.send_packed_command([sent], check_health=False)
                 if number >= 0:
-                    arrays += [reader.read() for _ in lots[number]]
-            whole = reader.done
+                    arrays += [reader.read() for _ in chunks[number]]
+            complete = reader.done
         except (RedisError, OSError) as error:
-            self.refuse(what, error)
+            self.raise_error(what, error)
         finally:
-            self._release(connection, whole)
+            self._release(connection, complete)
         return arrays
 
     # --- errors -------------------------------------------------------------------------------------------------------
 
-    def refuse(self, what: str, error: Exception) -> NoReturn:
-        """Raises what an error of redis-py means to a user, with that error as its cause."""
-        raise self.explain(what, error) from error
+    def raise_error(self, what: str, error: Exception) -> NoReturn:
+        """Raises the `DataPlaneError` for an error of redis-py, which becomes its cause."""
+        raise self.to_error(what, error) from error
 
-    def explain(self, what: str, error: Exception) -> DataPlaneError:
-        """What an error of redis-py means to a user. After a redirection the next call goes where it points."""
+    def to_error(self, what: str, error: Exception) -> DataPlaneError:
+        """The `DataPlaneError` for an error of redis-py. A redirection also sets the node of the next call."""
         if isinstance(error, (redis.TimeoutError, TimeoutError)):
             return OperationTimeoutError(f"{what} timed out: {self.label} did not answer in time.")
         if isinstance(error, (AuthenticationError, NoPermissionError)):
@@ -333,7 +335,7 @@ class Link:
         if isinstance(error, BusyLoadingError):
             return OperationTimeoutError(f"{what} timed out: {self.label} is still loading its data.")
         text = str(error)
-        if _refuses_for_now(error):
+        if _is_temporary_refusal(error):
             return OperationTimeoutError(f"{what} timed out: {self.label} is busy with a script that takes long.")
         if text.startswith(("OOM", "command not allowed when used memory")):
             return CapacityExceededError(
@@ -341,8 +343,8 @@ class Link:
                 hint="Clear samples that are consumed, or raise the server's maxmemory.",
             )
         if text.startswith(("WRONGPASS", "NOAUTH", "NOPERM", "ACL failure in script")):
-            return self.explain(what, AuthenticationError(text))
-        if self._turn_as_told(error) or text.startswith(("ASK ", "TRYAGAIN")) or isinstance(error, AskError):
+            return self.to_error(what, AuthenticationError(text))
+        if self._follow_redirection(error) or text.startswith(("ASK ", "TRYAGAIN")) or isinstance(error, AskError):
             return BackendUnavailableError(
                 f"{what} refused: {self.label} is a cluster that is moving this namespace to another node.",
                 hint="Ask again: the next call goes to the node that serves it then.",
@@ -357,7 +359,7 @@ class Link:
 
     def _acquire(self, what: str, deadline: float) -> Any:
         while True:
-            if time.monotonic() >= deadline:  # so that no caller's loop outlives it
+            if time.monotonic() >= deadline:  # callers may loop: this ends them
                 raise OperationTimeoutError(f"{what} timed out before it was sent to {self.label}.")
             with self._lock:
                 if self._closed:
@@ -369,7 +371,7 @@ class Link:
                 if not connection.can_read(timeout=0):
                     return connection
             except (RedisError, OSError):
-                pass  # the server closed it while it was idle; another one is tried
+                pass  # the server closed it while it was idle: try another one
             connection.disconnect()
 
     def _connect(self, what: str, deadline: float) -> Any:
@@ -384,15 +386,15 @@ class Link:
                 return connection
             except (RedisError, OSError) as error:
                 connection.disconnect()
-                if _refuses_for_now(error):
+                if _is_temporary_refusal(error):
                     if time.monotonic() + _REFUSED_POLL_S >= deadline:
-                        self.refuse(what, error)
+                        self.raise_error(what, error)
                     time.sleep(_REFUSED_POLL_S)
                     continue
                 node = next(elsewhere, None) if isinstance(error, (LostConnectionError, OSError)) else None
                 if node is None:
-                    self.refuse(what, error)
-                self._turn_to(node)
+                    self.raise_error(what, error)
+                self._switch_to(node)
 
     def _where(self) -> dict[str, Any]:
         kwargs: dict[str, Any] = dict(self._pool.connection_kwargs)
@@ -400,19 +402,19 @@ class Link:
             kwargs.pop("path", None)
         return kwargs | self._address
 
-    def _release(self, connection: Any, whole: bool) -> None:
+    def _release(self, connection: Any, complete: bool) -> None:
         with self._lock:
-            keep = whole and not self._closed
+            keep = complete and not self._closed
             if keep:
                 self._idle.append(connection)
         if not keep:
             connection.disconnect()
 
 
-def _refuses_for_now(error: BaseException | None) -> bool:
-    """Whether the server refused before it did anything, and will not for long."""
+def _is_temporary_refusal(error: BaseException | None) -> bool:
+    """Whether the server refused before it did anything, and will accept the command soon."""
     return isinstance(error, BusyLoadingError) or (isinstance(error, ResponseError) and str(error).startswith("BUSY "))
 
 
 def _left_s(deadline: float) -> float:
-    return max(_LEAST_S, deadline - time.monotonic())
+    return max(_MIN_TIMEOUT_S, deadline - time.monotonic())

@@ -1,7 +1,8 @@
-"""Puts: reserved, written and committed; and what undoes one that failed.
+"""Puts: reserve, write, commit; and how a failed put is undone.
 
-A put reserves (one script), writes its rows as one hash of their own, and commits (another script, sent along with the
-rows); a small one is a single script. Rows are never changed after they are written and their names never used again.
+A small put is one script. A larger one reserves room (one script), writes its rows into a new hash, and commits
+(another script, sent together with the rows). Rows are never changed after they are written, and their keys are never
+used again.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ __all__ = ["Puts"]
 
 #: Rows are sent in commands of about this size.
 _CHUNK_BYTES: Final = 4 << 20
-#: Seconds beyond its deadline after which a put that was not committed counts as abandoned.
+#: A put that is not committed so many seconds after its deadline counts as abandoned.
 _ABANDON_GRACE_S: Final = 30.0
-#: Seconds that undoing a failed put may take, where the put's deadline leaves so much.
+#: Seconds that undoing a failed put may take at most, within the put's deadline.
 _UNDO_S: Final = 5.0
-#: Failed puts that a client remembers to undo.
-_MOST_BEGUN: Final = 1000
-#: The least pause of a put that waits for room: this share of the time waited, in seconds at most so long.
+#: How many failed puts a client remembers, to undo them later.
+_MAX_NOT_UNDONE: Final = 1000
+#: A put that waits for room pauses at least this share of the time it has waited, but not longer than `_PAUSE_S`.
 _PAUSE_SHARE: Final = 0.05
 _PAUSE_S: Final = 0.1
-#: What is left of its time in seconds when a put that waits for room gives up.
+#: Seconds before its deadline at which a put that waits for room gives up.
 _LAST_ASK_S: Final = 0.02
 
 
@@ -46,12 +47,12 @@ class Puts:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._begun: deque[bytes] = deque(maxlen=_MOST_BEGUN)  # puts that failed and are not undone yet
+        self._not_undone: deque[bytes] = deque(maxlen=_MAX_NOT_UNDONE)  # failed puts, by write id
 
     def put_samples(self, request: PutRequest) -> PutReply:
-        """Small puts: one script. Others: reserve, write the rows, commit."""
+        """Runs one script for a small put; else reserves, writes the rows and commits."""
         instance = self._session.connected()[1]
-        self._undo_earlier(request.deadline)
+        self._undo_remembered(request.deadline)
         num_samples = len(request.sample_ids)
         what = f"put_samples('{request.partition_id}', {num_samples} samples)"
         names = list(request.columns)
@@ -80,11 +81,11 @@ class Puts:
                 rows = [view[cuts[row] : cuts[row + 1]] for row in range(num_samples)]
             write = _new_write()
             packed = pack_request("inline", *common, write, b"", wait_s)
-            with self._undoing(write, request.deadline):
+            with self._undone_on_error(write, request.deadline):
                 self._reserve(what, request, total, write, packed, rows)
             return PutReply(num_samples=num_samples)
         link, _ = self._session.connected()
-        link.again_where_refused(request.deadline, lambda: self._put_rows(what, request, total, frames, common, wait_s))
+        link.retry_while_refused(request.deadline, lambda: self._put_rows(what, request, total, frames, common, wait_s))
         return PutReply(num_samples=num_samples)
 
     def _put_rows(
@@ -96,10 +97,10 @@ class Puts:
         common: Sequence[Any],
         wait_s: float,
     ) -> None:
-        """Reserves, writes the rows, commits; where that fails, undoes it."""
+        """Reserves, writes the rows, commits. Undoes the put if one of these fails."""
         write = _new_write()
         begin = pack_request("begin", *common, write, b"", wait_s)
-        with self._undoing(write, request.deadline):
+        with self._undone_on_error(write, request.deadline):
             reply = self._reserve(what, request, total, write, begin, ())
             commit = pack_request("commit", common[0], reply[1], *common[2:], write, reply[2])
             self._write(what, write, frames, total, commit, request)
@@ -107,7 +108,7 @@ class Puts:
     def _reserve(
         self, what: str, request: PutRequest, total: int, write: bytes, packed: bytes, rows: Sequence[memoryview]
     ) -> Any:
-        """Runs the put script, again where the store was full and there is room now."""
+        """Runs the put script. While the store is full, waits for room and runs it again."""
         while True:
             reply = self._session.script(what, request.deadline, "put", packed, *rows)
             if reply[0] == b"ok":
@@ -117,11 +118,11 @@ class Puts:
             self._wait_for_room(what, request, total, write, reply)
 
     def _wait_for_room(self, what: str, request: PutRequest, total: int, write: bytes, reply: Any) -> None:
-        """Waits in the line of those that wait for room, as the store says how often to ask.
+        """Waits in the store's queue of puts until there is room. The store says how long to pause between questions.
 
         Raises:
-            CapacityExceededError: It never fits, or ``on_full`` is ``raise``.
-            OperationTimeoutError: There was no room until the deadline.
+            CapacityExceededError: The put is larger than the capacity, or ``on_full`` is ``raise``.
+            OperationTimeoutError: There was no room before the deadline.
         """
         _, instance = self._session.connected()
         if total > (instance.capacity_bytes or 0) or instance.on_full == "raise":
@@ -148,7 +149,7 @@ class Puts:
         commit: bytes,
         request: PutRequest,
     ) -> None:
-        """Sends the rows, and with them the commit; raises unless it is confirmed."""
+        """Sends the rows and the commit. Raises unless the server confirms the commit."""
         link, instance = self._session.connected()
         num_samples = len(request.sample_ids)
         key = self._session.key_of(write)
@@ -160,30 +161,30 @@ class Puts:
         put = SCRIPTS["put"]
 
         def commands() -> Iterator[list[Any]]:
-            for start in starts:  # rows never lie there without an expiry: whoever dies, they go
+            for start in starts:  # each transaction sets the expiry: should this client die, the server drops the rows
                 yield multi
                 yield pack_rows(key, start, [column[start : start + step] for column in frames])
                 yield expiry
                 yield execute
-            yield pack((b"EVALSHA", put.sha, b"1", self._session.base, commit, instance.asker()))
+            yield pack((b"EVALSHA", put.sha, b"1", self._session.base, commit, instance.call_context()))
 
         replies = link.commands(what, request.deadline, commands(), 4 * len(starts) + 1)
         reply = replies.pop()
         for each in replies:
             if isinstance(each, Exception):
-                link.refuse(what, each)
+                link.raise_error(what, each)
         if isinstance(reply, Exception):
             if not str(reply).startswith(("NOSCRIPT", "No matching script")):
-                link.refuse(what, reply)
+                link.raise_error(what, reply)
             reply = self._session.script(what, request.deadline, "put", commit)
         if reply[0] == b"other_history":
-            _refusals.raise_history(what, link.label)
+            _refusals.raise_other_store(what, link.label)
         if reply[0] != b"ok":
             _refusals.raise_put(what, request, reply)
 
     @contextlib.contextmanager
-    def _undoing(self, write: bytes, deadline: float) -> Iterator[None]:
-        """Undoes a put that fails: it holds no room then, and nobody waits behind it."""
+    def _undone_on_error(self, write: bytes, deadline: float) -> Iterator[None]:
+        """Undoes the put if the block raises, so that the put holds no room and no other put waits behind it."""
         try:
             yield
         except BaseException:
@@ -191,30 +192,30 @@ class Puts:
             raise
 
     def _undo(self, write: bytes, deadline: float) -> None:
-        """Undoes a failed put in the time that it has left, else before this client's next put. Where that does not
-        come, a later script of any client gives the put up, and its rows expire.
+        """Undoes a failed put before its deadline, or else before this client's next put.
 
-        A put whose commit went through although its reply was lost stays.
+        If this client makes no other put, a later script of any client gives the failed one up, and its rows expire. A
+        put that was committed stays, even if the reply to its commit was lost.
         """
         try:
             self._session.run("put_samples", min(deadline, time.monotonic() + _UNDO_S), "abort", write)
         except DataPlaneError:
-            self._begun.append(write)
+            self._not_undone.append(write)
 
-    def _undo_earlier(self, deadline: float) -> None:
-        """Undoes what earlier puts had no time to."""
-        while self._begun:
+    def _undo_remembered(self, deadline: float) -> None:
+        """Undoes the failed puts that could not be undone before."""
+        while self._not_undone:
             try:
-                write = self._begun.popleft()
+                write = self._not_undone.popleft()
             except IndexError:
                 return  # another thread took it
             try:
                 self._session.run("put_samples", deadline, "abort", write)
             except DataPlaneError:
-                self._begun.append(write)
+                self._not_undone.append(write)
                 raise
 
 
 def _new_write() -> bytes:
-    """What one attempt of a put is known by: random bits, so that no other has it, whatever the server forgets."""
+    """A write id: random bits, so that it is unique even if the server loses its data."""
     return os.urandom(16)

@@ -1,7 +1,7 @@
-"""Reads: a script locates the rows, and commands fetch them. And listings.
+"""Reads and listings. To read, a script locates the rows, and commands then fetch them.
 
-Rows are never changed after they are written and their names never used again, so a read that finds its rows and then
-fetches them sees whole rows, or finds them gone and looks again.
+Rows are never changed after they are written, and their keys are never used again. So a read gets whole rows, or finds
+that they are gone and locates them again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from dataplane_redis._wire import (
 
 __all__ = ["Reads"]
 
-#: Rows are asked for in commands with replies of this size: the server copies one while the client receives another.
+#: Size of the replies that rows are read in: the server copies one while the client receives another.
 _READ_BYTES: Final = 512 * 1024
-#: Rows that one script locates, or lists.
+#: Rows that one script locates, and rows that it lists.
 _LOCATE_ROWS: Final = 4000
 _LIST_ROWS: Final = 4000
 
-#: Where a row lies: the write, and the position in it.
+#: Where a row is: the write, and the position in it.
 _Place: TypeAlias = tuple[bytes, int]
 
 
@@ -47,9 +47,9 @@ class Reads:
         self._session = session
 
     def get_samples(self, request: GetRequest) -> WireBatch:
-        """Locates, fetches; again where the rows moved meanwhile.
+        """Locates the rows and fetches them. Starts again if rows were overwritten in between.
 
-        A row moves to a place of its own, so a place that is located again and empty again was lost.
+        An overwritten row gets a new place. So if the same place is empty twice, its payload is lost.
         """
         what = f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)"
         moved: set[_Place] = set()
@@ -82,7 +82,7 @@ class Reads:
                 )
 
     def _locate(self, what: str, request: GetRequest) -> Any:
-        """The reply of the script, put together from those of as many as the rows take."""
+        """Runs the script on parts of the rows, and joins the replies."""
         ids = request.sample_ids
         most = INLINE_BYTES if len(ids) <= INLINE_ROWS else -1
         whole: Any = None
@@ -94,12 +94,12 @@ class Reads:
             )
             if reply[0] == b"unknown_partition":
                 return reply
-            if whole is not None and whole[4] != reply[4]:  # registered anew meanwhile
+            if whole is not None and whole[4] != reply[4]:  # the partition was registered anew
                 whole, first = None, 0
                 continue
             if whole is not None:
                 kind = b"ok" if whole[0] == reply[0] == b"ok" else b"missing"
-                reply = [kind, whole[1] + reply[1], *reply[2:]]  # layouts are only ever added
+                reply = [kind, whole[1] + reply[1], *reply[2:]]  # the last reply has all layouts: they are only added
             whole = reply
             first += _LOCATE_ROWS
         return whole
@@ -113,19 +113,22 @@ class Reads:
         num_cells: Sequence[int],
         sent: Sequence[Any] | None,
     ) -> tuple[dict[str, WireColumn], list[tuple[bytes, int, int, Any]]]:
-        """Frames in the order of the request; and what is no longer there: write, position, row of the request, its
-        (column, slot) pairs.
+        """Fetches the frames in the order of the request.
 
         Args:
             what: The operation.
             request: The read.
             refs: The refs of each row.
-            picks: For each row, (ref, [(column, slot)...]) of every ref that is needed.
+            picks: For each row, what `ReadPlans.of` found.
             num_cells: For each layout, its number of fields.
-            sent: The payload of all refs, where the script sent it along.
+            sent: The payload of all refs, if the script sent it; else None.
+
+        Returns:
+            The columns; and for each place that was empty: write, position, row of the request, (column, slot) pairs.
+            If any was, there are no columns.
         """
         columns: list[list[Any]] = [[None] * len(refs) for _ in request.fields]
-        wanted: list[tuple[bytes, int, int, Any]] = []  # as what is no longer there
+        wanted: list[tuple[bytes, int, int, Any]] = []
         payload: list[Any] = []
         if sent is not None:
             start = 0
@@ -156,9 +159,9 @@ class Reads:
         return dict(zip(request.fields, columns, strict=True)), []
 
     def _reads(self, by_write: Mapping[bytes, Sequence[tuple[int, int]]]) -> list[Read]:
-        """Commands that read rows, which are given by write as (position, size in bytes).
+        """Commands that read rows, given per write as (position, size in bytes).
 
-        Each reply has `_READ_BYTES` at most, or one row.
+        A reply has at most `_READ_BYTES`, or is a single row.
         """
         reads = []
         for write, rows in by_write.items():
@@ -182,7 +185,7 @@ class Reads:
             reply = self._session.run(
                 what, request.deadline, "list", request.partition_id, epoch, conditions, seq, _LIST_ROWS
             )
-            if reply[0] == b"changed":  # registered anew meanwhile
+            if reply[0] == b"changed":  # the partition was registered anew
                 ids, tags, epoch, seq = [], [], b"", b"0"
                 continue
             if reply[0] != b"ok":

@@ -1,4 +1,4 @@
-"""What the scripts refuse, as the errors that a user sees."""
+"""Turns the scripts' refusals into the errors that a user sees."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dataplane_core.errors import (
     UnknownTaskError,
     preview,
 )
+from dataplane_core.ledger import group_of
 from dataplane_core.spec import (
     AckRequest,
     ClaimRequest,
@@ -32,9 +33,9 @@ from dataplane_redis._wire import text_of, unpack_rows
 __all__ = [
     "label_of",
     "raise_claim",
-    "raise_history",
     "raise_lost",
     "raise_missing",
+    "raise_other_store",
     "raise_partition",
     "raise_put",
     "raise_settle",
@@ -49,11 +50,11 @@ def label_of(url: str) -> str:
     return f"the Redis server at {parts.hostname or 'localhost'}:{parts.port or 6379}"
 
 
-def raise_history(what: str, label: str) -> NoReturn:
-    """The namespace is not the store that the client connected to."""
-    told = f"{label} no longer holds the store that this client connected to: it was emptied, or replaced"
+def raise_other_store(what: str, label: str) -> NoReturn:
+    """The namespace now holds another store than the one that the client connected to."""
     raise StalePartitionError(
-        f"{what} refused: {told}. Nothing was changed in what is there now.",
+        f"{what} refused: {label} no longer holds the store that this client connected to: it was emptied, or "
+        "replaced. Nothing was changed in what is there now.",
         retryable=False,
         hint="Connect again, register the partitions and produce their samples again.",
     )
@@ -70,7 +71,7 @@ def raise_partition(partition_id: str, reply: Sequence[Any]) -> NoReturn:
 
 
 def raise_put(what: str, request: PutRequest, reply: Sequence[Any]) -> NoReturn:
-    """A put that was refused, at its begin or its commit. Nothing was written."""
+    """The begin or the commit of a put was refused. Nothing was written."""
     kind = reply[0]
     if kind == b"stale":
         which = (
@@ -94,10 +95,7 @@ def raise_put(what: str, request: PutRequest, reply: Sequence[Any]) -> NoReturn:
             "fixed by its first write. Nothing was written."
         )
     if kind == b"no_group":
-        raise InvalidRequestError(
-            f"{what} refused: sample id '{text_of(reply[1])}' holds no '_g', but the partition has a GRPO group size. "
-            "Expected ids such as 'prompt7_g0'. Nothing was written."
-        )
+        group_of(text_of(reply[1]))  # raises the error of an id without "_g"
     if kind == b"surplus":
         raise InvalidRequestError(
             f"{what} refused: group '{text_of(reply[1])}' would have {reply[2]} members. Expected at most {reply[3]}, "
@@ -109,7 +107,7 @@ def raise_put(what: str, request: PutRequest, reply: Sequence[Any]) -> NoReturn:
 def raise_missing(
     what: str, request: GetRequest, rows: Sequence[bytes | None], layouts: Sequence[Sequence[str]]
 ) -> NoReturn:
-    """Samples that are not there, or cells that are not produced."""
+    """Some samples do not exist, or some cells are not produced."""
     absent = [sample_id for sample_id, row in zip(request.sample_ids, rows, strict=True) if row is None]
     if absent:
         raise MissingDataError.for_samples(what, request.partition_id, absent)
@@ -123,7 +121,13 @@ def raise_missing(
 
 
 def raise_lost(what: str, request: GetRequest, lost: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> NoReturn:
-    """Rows that the ledger names, and that are not there: row of the request, its (column, slot) pairs."""
+    """The partition lists rows whose payload is gone.
+
+    Args:
+        what: The operation.
+        request: The read.
+        lost: For each such row, its index in the request and the (column, slot) pairs that were asked for.
+    """
     columns: dict[int, set[int]] = {}
     for row, pairs in sorted(lost):
         columns.setdefault(row, set()).update(column for column, _ in pairs)
@@ -134,7 +138,7 @@ def raise_lost(what: str, request: GetRequest, lost: Sequence[tuple[int, Sequenc
 
 
 def raise_claim(what: str, request: ClaimRequest, reply: Sequence[Any]) -> NoReturn:
-    """A claim that was refused."""
+    """A claim was refused."""
     if reply[0] == b"batch":
         raise InvalidRequestError(
             f"{what} refused: batch_size {request.batch_size} is not a multiple of the group size {reply[1]}."
@@ -143,7 +147,7 @@ def raise_claim(what: str, request: ClaimRequest, reply: Sequence[Any]) -> NoRet
 
 
 def raise_settle(what: str, request: AckRequest | NackRequest | RenewRequest, reply: Sequence[Any]) -> NoReturn:
-    """An ack, nack or renew that was refused; no row was changed."""
+    """An ack, nack or renew was refused. No row was changed."""
     if reply[0] == b"lost":
         lost = [text_of(each) for each in reply[1]]
         raise LeaseExpiredError(

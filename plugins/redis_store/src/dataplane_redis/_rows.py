@@ -1,6 +1,6 @@
-"""Bulk payload on the wire, with as few copies as it takes: rows out of frames, arrays of byte strings into one buffer.
+"""Bulk payload on the wire, with few copies: packs frames into rows, and receives arrays of byte strings in one buffer.
 
-A row is what one put wrote of one sample: its frames joined as `dataplane_core.codec.frames.join_row` says.
+A row is what one put wrote of one sample: its frames, joined in the format of `dataplane_core.codec.join_row`.
 
 Shape legend: ``N`` rows, ``C`` columns.
 """
@@ -20,20 +20,21 @@ from dataplane_redis._wire import Refs
 
 __all__ = ["ArrayReader", "ReadPlans", "pack_rows", "row_overhead"]
 
-#: What a byte string of a reply takes besides its bytes, at most: ``$<digits>\\r\\n`` and ``\\r\\n``.
+#: The most that a byte string of a reply takes besides its own bytes: ``$<digits>\\r\\n`` and ``\\r\\n``.
 _STRING_BYTES: Final = 24
-#: The least buffer: the replies' own heads, or an error.
+#: Added to every buffer, for the heads of the replies or an error message.
 _SLACK_BYTES: Final = 64 * 1024
-_LEAST_S: Final = 0.001
+#: The least socket timeout in seconds: zero would mean not to wait at all.
+_MIN_TIMEOUT_S: Final = 0.001
 
 
 def row_overhead(num_columns: int) -> int:
-    """Bytes that a row of C cells takes in a reply besides its frames, at most."""
+    """The most bytes that a row of C cells takes in a reply besides its frames."""
     return 8 + 8 * num_columns + _STRING_BYTES
 
 
 def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]]) -> list[Any]:
-    """HSET of N rows, packed: each under its position, counted from ``first``.
+    """Packs an HSET of N rows. Each row is stored under its position, counted from ``first``.
 
     Args:
         key: The hash.
@@ -41,13 +42,13 @@ def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]]) -> list[A
         frames: C columns of N frames.
 
     Returns:
-        Parts of the command; frames are not copied.
+        The parts of the command. Frames are not copied.
     """
     num_columns, num_rows = len(frames), len(frames[0])
     sizes = np.empty((num_rows, num_columns), dtype="<i8")
     for number, column in enumerate(frames):
         sizes[:, number] = [len(frame) for frame in column]
-    fixed = join_row([b""] * num_columns)[: -8 * num_columns]  # the head of every row of so many frames, less the sizes
+    fixed = join_row([b""] * num_columns)[: -8 * num_columns]  # how every row of C frames starts, before the sizes
     heads = sizes.tobytes()
     step = 8 * num_columns
     totals = (sizes.sum(axis=1) + (len(fixed) + step)).tolist()
@@ -62,7 +63,7 @@ def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]]) -> list[A
 
 
 class ReadPlans:
-    """Which refs of a row a read needs, and which of their cells; found once per sequence of layouts."""
+    """Finds which refs of a row a read needs, and which of their cells. Computed once per sequence of layouts."""
 
     def __init__(self, fields: Sequence[str], layouts: Sequence[Sequence[str]]) -> None:
         self._fields = fields
@@ -70,7 +71,7 @@ class ReadPlans:
         self._known: dict[tuple[int, ...], list[tuple[int, list[tuple[int, int]]]] | None] = {}
 
     def of(self, refs: Refs) -> list[tuple[int, list[tuple[int, int]]]] | None:
-        """(ref, [(column, slot)...]) of every ref that is needed; None where a cell is not produced."""
+        """(index in ``refs``, [(column, slot)...]) for every ref that is needed; None if a cell is not produced."""
         key = tuple([layout for _, _, layout, _ in refs])
         if key not in self._known:
             self._known[key] = self._find(key)
@@ -93,8 +94,8 @@ class ArrayReader:
     """Reads replies that are arrays of byte strings straight into one buffer.
 
     Args:
-        sock: A connected socket on which nothing but these replies arrives.
-        size_bytes: Bytes of all replies, as far as is known.
+        sock: A connected socket. Nothing but these replies must arrive on it.
+        size_bytes: Expected size of all replies.
         deadline: On `time.monotonic`'s clock, in seconds.
     """
 
@@ -102,12 +103,12 @@ class ArrayReader:
         self._sock = sock
         self._deadline = deadline
         self._buffer = np.empty(size_bytes + _SLACK_BYTES, dtype=np.uint8).data
-        self._start = 0  # of what is not yet parsed
-        self._stop = 0  # of what was received
+        self._start = 0  # of the bytes that are not parsed yet
+        self._stop = 0  # of the bytes that were received
 
     @property
     def done(self) -> bool:
-        """Whether all that was received was parsed."""
+        """Whether all received bytes are parsed."""
         return self._start == self._stop
 
     def read(self) -> list[memoryview | None]:
@@ -152,19 +153,19 @@ class ArrayReader:
             self._need(seen + 1)
 
     def _need(self, size: int) -> None:
-        """Receives until ``size`` bytes are there to be parsed."""
+        """Receives until at least ``size`` bytes are not parsed yet."""
         while self._stop - self._start < size:
             if self._start + size > len(self._buffer):
                 self._grow(size)
             left_s = self._deadline - time.monotonic()
-            self._sock.settimeout(max(_LEAST_S, left_s))
+            self._sock.settimeout(max(_MIN_TIMEOUT_S, left_s))
             count = self._sock.recv_into(self._buffer[self._stop :])
             if not count:
                 raise LostConnectionError("Connection closed by server.")
             self._stop += count
 
     def _grow(self, size: int) -> None:
-        """Goes on in a new buffer; views of the old one stay valid."""
+        """Continues in a new buffer. Views of the old one stay valid."""
         rest = self._buffer[self._start : self._stop]
         self._buffer = np.empty(2 * size + _SLACK_BYTES, dtype=np.uint8).data
         self._buffer[: len(rest)] = rest

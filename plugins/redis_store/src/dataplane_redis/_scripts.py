@@ -1,7 +1,7 @@
-"""The scripts that run on the server: one Lua text per operation, named by its digest.
+"""The Lua scripts that run on the server: one per operation. A server knows a script by its SHA-1 digest.
 
-A text starts with the files that it needs, so that each script is whole. Servers keep scripts in memory only;
-one that lost them answers NOSCRIPT, and the client sends the text again.
+The text of a script includes the files that it needs. Servers keep scripts in memory only: one that has lost them
+answers NOSCRIPT, and the client sends the text again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final
 
 __all__ = ["SCRIPTS", "STORE_VERSION", "Script"]
 
-#: The version of keys and scripts; an instance of another version is refused.
+#: The version of keys and scripts. A client refuses an instance of another version.
 STORE_VERSION: Final = 2
 
-#: Operation -> the flags of its script, and the files before its own. Scripts that free memory, or
-#: need next to none, also run where the server is out of memory.
+#: Operation -> the flags of its script, and the files that its text starts with. Scripts that free memory, or need
+#: almost none, may also run while the server is out of memory.
 _OPERATIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "instance": ("allow-oom", ()),
     "register": ("allow-oom", ("common", "drop")),

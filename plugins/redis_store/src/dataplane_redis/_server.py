@@ -1,7 +1,8 @@
-"""A private `redis-server`: started on a unix socket in a temporary folder, ended by process id.
+"""A private `redis-server`: started on a unix socket in a temporary folder, ended by its process id.
 
-The folder's place follows from the user and the namespace, so that other processes of the user on this host find the
-socket with the same options. The owner holds a lock on it; after one that was killed its watcher removes both.
+The path of the folder is made from the user and the namespace, so other processes of the user on this host find the
+socket with the same options. The owner holds a lock on the folder. If the owner is killed, its watcher process removes
+the folder and the lock.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from dataplane_redis.config import RedisConfig
 
 __all__ = ["INSTALL_HINT", "PrivateServer", "private_url"]
 
-#: What to do where there is no server to start.
+#: The hint if redis-server is not installed.
 INSTALL_HINT: Final = (
     "Install it: apt-get install redis-server (Debian, Ubuntu), dnf install redis, brew install redis. Or set the "
     "option url to a server that runs."
 )
 
 _POLL_S: Final = 0.01
-#: Seconds that the server may take to end when asked; then it is killed.
+#: Seconds that the server may take to end after SIGTERM; then it is killed.
 _END_S: Final = 5.0
-#: Seconds that the watcher of a killed owner may take to remove what that left.
-_LET_GO_S: Final = 0.5
+#: Seconds that the watcher of a killed owner may take to remove the folder and the lock.
+_CLEANUP_S: Final = 0.5
 #: The longest path of a unix socket.
-_MOST_PATH: Final = 100
+_MAX_PATH: Final = 100
 
 
 def _folder(namespace: str) -> Path:
     name = f"dataplane-redis-{os.getuid()}"
     folder = Path(tempfile.gettempdir()) / name / namespace
-    return folder if len(str(folder)) < _MOST_PATH - len("/redis.sock") else Path("/tmp") / name / namespace
+    return folder if len(str(folder)) < _MAX_PATH - len("/redis.sock") else Path("/tmp") / name / namespace
 
 
 def private_url(namespace: str) -> str:
@@ -69,14 +70,14 @@ class PrivateServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server, or None where it was not started."""
+        """Process id of the server, or None if it does not run."""
         return None if self._process is None else self._process.pid
 
     def start(self, deadline: float) -> None:
         """Starts the server and waits until it answers.
 
         Raises:
-            BackendUnavailableError: There is no ``redis-server``, or it does not start.
+            BackendUnavailableError: ``redis-server`` is not installed, or does not start.
             AlreadyRunningError: Another process runs the private server of this namespace.
             OperationTimeoutError: It did not answer in time.
         """
@@ -87,12 +88,12 @@ class PrivateServer:
                 hint=INSTALL_HINT,
             )
         self._claim_folder(deadline)
-        shutil.rmtree(self._folder, ignore_errors=True)  # of an owner that died with its watcher
+        shutil.rmtree(self._folder, ignore_errors=True)  # left by an owner that was killed with its watcher
         self._folder.mkdir(mode=0o700)
         self.launch(deadline)
 
     def launch(self, deadline: float) -> None:
-        """Starts the server process on the folder as it is, as after a crash; errors as `start`."""
+        """Starts the server process on the folder as it is, like after a crash. Raises what `start` raises."""
         binary = shutil.which("redis-server")
         assert binary is not None
         self._end_process()
@@ -123,7 +124,7 @@ class PrivateServer:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._lock_path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for forks, which share it
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # forks share the lock: closing the file here would not release it
         os.close(self._lock)
         self._lock = None
 
@@ -137,10 +138,11 @@ class PrivateServer:
         status = home.lstat()
         if not home.is_dir() or home.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise BackendUnavailableError(
-                f"connect refused: the folder {home} is not this user's alone. Expected mode 700.", retryable=False
+                f"connect refused: other users can access the folder {home}. Expected this user's folder, mode 700.",
+                retryable=False,
             )
         path = self._lock_path
-        give_up = min(deadline, time.monotonic() + _LET_GO_S)
+        give_up = min(deadline, time.monotonic() + _CLEANUP_S)
         while self._lock is None:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -148,7 +150,7 @@ class PrivateServer:
                 if os.path.exists(path) and os.path.samestat(os.fstat(lock), os.stat(path)):
                     self._lock = lock
             except FileNotFoundError:
-                pass  # removed between the two questions, as below
+                pass  # the owner removed it after it was opened here
             except BlockingIOError:
                 if time.monotonic() >= give_up:
                     os.close(lock)
@@ -160,7 +162,7 @@ class PrivateServer:
                     ) from None
                 time.sleep(_POLL_S)
             if self._lock is None:
-                os.close(lock)  # held still, or removed by its owner while it was opened here
+                os.close(lock)  # another process holds it, or removed it after it was opened here
 
     def _wait(self, deadline: float) -> None:
         link = Link(private_url(self._folder.name), "the private server")

@@ -1,4 +1,4 @@
-"""`Session`: what a client is connected to, and the scripts and commands that it runs there."""
+"""`Session`: a client's connection to its instance, and the scripts and commands that it runs there."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Session"]
 
 
 class Session:
-    """The link and the instance, once the backend is started.
+    """The link and the instance; both are None until the backend is started.
 
     Attributes:
         base: The prefix of all keys.
         link: The link to the server.
-        instance: What the namespace says of itself.
+        instance: The instance in the namespace.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -29,7 +29,7 @@ class Session:
         self.instance: Instance | None = None
 
     def connected(self) -> tuple[Link, Instance]:
-        """Both.
+        """The link and the instance.
 
         Raises:
             BackendUnavailableError: The backend is not started.
@@ -39,25 +39,25 @@ class Session:
         return self.link, self.instance
 
     def run(self, what: str, deadline: float, script: str, *values: Any) -> Any:
-        """Runs a script on a request of these values; its reply."""
+        """Packs the values into a request, runs a script on it, and returns the reply."""
         return self.script(what, deadline, script, pack_request(*values))
 
     def script(self, what: str, deadline: float, script: str, packed: bytes, *rows: memoryview) -> Any:
-        """Runs a script; its reply.
+        """Runs a script on a packed request and returns the reply.
 
         Raises:
-            StalePartitionError: The namespace is not the store that this client connected to.
+            StalePartitionError: The namespace now holds another store than the one that this client connected to.
         """
         link, instance = self.connected()
-        reply = link.script(what, deadline, SCRIPTS[script], self.base, packed, *rows, instance.asker())
+        reply = link.script(what, deadline, SCRIPTS[script], self.base, packed, *rows, instance.call_context())
         if reply[0] == b"other_history":
-            _refusals.raise_history(what, link.label)
+            _refusals.raise_other_store(what, link.label)
         return reply
 
     def command(self, what: str, deadline: float, *words: bytes) -> Any:
-        """Sends a command; its reply."""
+        """Sends a command and returns the reply."""
         return self.connected()[0].command(what, deadline, *words)
 
     def key_of(self, write: bytes) -> bytes:
-        """The key of a write's rows."""
+        """The key of the hash that holds the rows of a write."""
         return b"%s:w:%s" % (self.base, write.hex().encode())

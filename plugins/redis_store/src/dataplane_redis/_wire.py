@@ -1,4 +1,4 @@
-"""What travels between this client and the scripts: names, tags, layouts, rows."""
+"""How clients and scripts encode names, tags, layouts and rows."""
 
 from __future__ import annotations
 
@@ -27,33 +27,34 @@ __all__ = [
     "unpack_tags",
 ]
 
-#: Puts and reads of at most so many bytes travel inside their script, in one round trip.
+#: Puts and reads of at most so many bytes and rows are sent inside their script, in one round trip.
 INLINE_BYTES: Final = 32 * 1024
 INLINE_ROWS: Final = 512
-#: Lone surrogates are legal in a str, so they travel too.
+#: Names may hold lone surrogates, which are legal in a str.
 _ERRORS: Final = "surrogatepass"
 _SIZE: Final = struct.Struct("<I")
 _FLOAT: Final = struct.Struct("<d")
-_EXACT: Final = 1 << 53
+#: Up to this magnitude, a double holds every integer exactly.
+_MAX_EXACT_INT: Final = 1 << 53
 
 _ROW_HEAD: Final = 8
 _REF: Final = np.dtype([("write", "V16"), ("position", "<u4"), ("layout", "<u4"), ("size", "<u8")])
-#: (write, position, layout, bytes of the cells) of every ref of a row, the latest write last.
+#: Every ref of a row, the latest write last: (write, position, number of the layout, bytes of the cells).
 Refs: TypeAlias = list[tuple[bytes, int, int, int]]
 
 
 def to_bytes(text: str) -> bytes:
-    """A name as the server keeps it."""
+    """Encodes a name for the server."""
     return text.encode("utf-8", _ERRORS)
 
 
 def text_of(data: bytes) -> str:
-    """A name as the user knows it."""
+    """Decodes a name from the server."""
     return data.decode("utf-8", _ERRORS)
 
 
 def pack_request(*values: Any) -> bytes:
-    """The one argument of a script: strings, bytes and numbers, and lists of them."""
+    """Packs the request argument of a script: strings, bytes, numbers, and lists of them."""
     return _pack(values)
 
 
@@ -76,9 +77,9 @@ def _pack_value(value: TagValue) -> bytes:
         return b"f" + _FLOAT.pack(value)
     if isinstance(value, str):
         return b"s" + to_bytes(value)
-    if -_EXACT <= value <= _EXACT:
+    if -_MAX_EXACT_INT <= value <= _MAX_EXACT_INT:
         return b"i%d" % value
-    return b"I%d:%d" % (value - int(float(value)), value)  # the scripts' numbers are doubles: send what they lose
+    return b"I%d:%d" % (value - int(float(value)), value)  # Lua's numbers are doubles: send the rounding error too
 
 
 def _unpack_value(data: bytes) -> TagValue:
@@ -102,12 +103,12 @@ def _unpack_value(data: bytes) -> TagValue:
 
 
 def pack_tags(tags: Mapping[str, TagValue]) -> bytes:
-    """One row's tags."""
+    """Packs one row's tags."""
     return _pack({name: _pack_value(value) for name, value in tags.items()})
 
 
 def unpack_tags(data: bytes | None) -> dict[str, TagValue]:
-    """What `pack_tags` packed, or a script merged."""
+    """Reads tags that `pack_tags` packed or a script merged."""
     if not data:
         return {}
     found = msgpack.unpackb(data, raw=True, strict_map_key=False)
@@ -115,7 +116,7 @@ def unpack_tags(data: bytes | None) -> dict[str, TagValue]:
 
 
 def pack_filter(tag_filter: Mapping[str, tuple[str, Any]] | None) -> list[Any]:
-    """The conditions of a full-form filter."""
+    """The conditions of a tag filter in its full form: (name, symbol, operand) each."""
     return [
         [name, symbol, [_pack_value(each) for each in operand] if symbol == "in" else _pack_value(operand)]
         for name, (symbol, operand) in (tag_filter or {}).items()
@@ -126,7 +127,7 @@ def pack_filter(tag_filter: Mapping[str, tuple[str, Any]] | None) -> list[Any]:
 
 
 def pack_layout(names: Sequence[str]) -> bytes:
-    """The field names of a write, in order."""
+    """Packs the field names of a write, in order."""
     parts: list[bytes] = []
     for name in map(to_bytes, names):
         parts += (_SIZE.pack(len(name)), name)
@@ -134,7 +135,7 @@ def pack_layout(names: Sequence[str]) -> bytes:
 
 
 def unpack_layout(data: bytes) -> list[str]:
-    """What `pack_layout` packed."""
+    """Reads what `pack_layout` packed."""
     names = []
     at = 0
     while at < len(data):
@@ -146,12 +147,14 @@ def unpack_layout(data: bytes) -> list[str]:
 
 
 def unpack_rows(rows: Sequence[bytes]) -> list[Refs]:
-    """The refs of each row."""
+    """Reads the refs of each row."""
     if not rows:
         return []
     sizes = [len(row) - _ROW_HEAD for row in rows]
     if any(size < 0 or size % _REF.itemsize for size in sizes):
-        raise CorruptDataError("a row on the server has a length that no row has. Another program may have written it.")
+        raise CorruptDataError(
+            "a row on the server has a length that this package never writes. Another program may have changed it."
+        )
     table = np.frombuffer(b"".join([row[_ROW_HEAD:] for row in rows]), dtype=_REF)
     refs: Refs = table.tolist()
     found: list[Refs] = []

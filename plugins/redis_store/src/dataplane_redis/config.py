@@ -17,31 +17,33 @@ __all__ = ["RedisConfig"]
 _SCHEMES = ("redis://", "rediss://", "unix://")
 
 
-def _is_read_as_meant(url: str) -> bool:
-    """False where redis-py does not read it, or takes a part of the password for host, port or path: a reserved
-    character in it ends it early."""
+def _is_parsed_as_intended(url: str) -> bool:
+    """Whether redis-py accepts the URL and finds its parts where the user put them.
+
+    A reserved character ends the password early; redis-py then takes the rest of it for host, port or path.
+    """
     try:
         parts = urlsplit(url)
         pool = ConnectionPool.from_url(url)
         pool.connection_class(**pool.connection_kwargs)  # connects only when told to
-    except (RedisError, TypeError, ValueError):  # not chained: they quote the url
+    except (RedisError, TypeError, ValueError):  # not chained: their messages quote the url
         return False
-    late = "@" in parts.path + parts.query and (parts.scheme != "unix" or parts.netloc != "")
-    return not late and "#" not in url
+    at_sign_is_late = "@" in parts.path + parts.query and (parts.scheme != "unix" or parts.netloc != "")
+    return not at_sign_is_late and "#" not in url
 
 
 class RedisConfig(CapacityOptions):
-    """Which server, and which part of it: a ``url``, or else a private server.
+    """Which Redis server to use, the one at ``url`` or a private one, and which namespace on it.
 
-    ``capacity_bytes`` and ``on_full`` shape the instance: an attaching client reads them from the server.
+    The bootstrapping client sets ``capacity_bytes`` and ``on_full``. An attaching client reads them from the server.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
     url: SecretStr | None = None
     """``redis://[user:password@]host:port/db``, ``rediss://...`` (TLS; ``?ssl_ca_certs=...``) or
-    ``unix:///path?db=0&username=...&password=...``; ``#``, ``/``, ``?`` and ``@`` in user and password percent-encoded.
-    The server is its operator's: this backend neither starts nor ends it. Kept as a secret: never printed or logged."""
+    ``unix:///path?db=0&username=...&password=...``. Percent-encode ``#``, ``/``, ``?`` and ``@`` in user and password.
+    This backend neither starts nor ends that server. The URL is a secret: it is never printed or logged."""
 
     server: Literal["private"] | None = None
     """``private``, the default without a ``url``: the bootstrapping client starts a ``redis-server`` of its own on a
@@ -52,21 +54,21 @@ class RedisConfig(CapacityOptions):
     """Prefix of all keys. Instances of different namespaces on one server share nothing."""
 
     allow_eviction: bool = False
-    """Accept a server whose ``maxmemory-policy`` may evict keys, and so lose samples that nobody has consumed."""
+    """Accept a server whose ``maxmemory-policy`` may evict keys. Samples that nobody has consumed may then be lost."""
 
     appendonly: bool = False
-    """Of a private server: keep an append-only file, to see what it costs. It lies in the server's folder and goes with
-    it: what shall outlive the server belongs on one with a ``url``."""
+    """Only for a private server: write an append-only file, for example to measure its cost. The file is deleted with
+    the server's folder. Data that must outlive the server needs a server with a ``url``."""
 
     appendfsync: Literal["always", "everysec", "no"] = "always"
-    """Of a private server with ``appendonly``: when the file is synced. ``always``: before a put returns."""
+    """Only for a private server with ``appendonly``: when the file is synced. ``always``: before a put returns."""
 
     @field_validator("url")
     @classmethod
     def _is_a_redis_url(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and not value.get_secret_value().startswith(_SCHEMES):
             raise ValueError(f"expected a URL that starts with {', '.join(_SCHEMES)}")
-        if value is not None and not _is_read_as_meant(value.get_secret_value()):
+        if value is not None and not _is_parsed_as_intended(value.get_secret_value()):
             raise ValueError(
                 "expected redis://user:password@host:port/db or unix:///path, with parameters that redis-py knows; in "
                 "user and password, write '#' as %23, '/' as %2F, '?' as %3F and '@' as %40"
@@ -85,5 +87,5 @@ class RedisConfig(CapacityOptions):
         if self.url is not None and self.server is not None:
             raise ValueError("expected one of 'url' (attach to a server) and 'server: private' (start one), got both")
         if self.server is None and self.appendonly:
-            raise ValueError("'appendonly' is of a private server; the persistence of a 'url' is set on that server")
+            raise ValueError("'appendonly' is for a private server. With 'url', set the persistence on that server")
         return self

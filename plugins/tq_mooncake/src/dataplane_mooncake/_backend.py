@@ -1,4 +1,4 @@
-"""`TQMooncakeBackend`: the ledger inside TransferQueue's controller, the rows in Mooncake's segments."""
+"""`TQMooncakeBackend`: the ledger in TransferQueue's controller, the rows in Mooncake's segments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["TQMooncakeBackend"]
 
 
 class TQMooncakeBackend(QueueBackend["Engine"]):
-    """Every client of an instance speaks to one controller, and to Mooncake's segments on any node of the cluster."""
+    """All clients of an instance connect to one controller, and to Mooncake's segments on any node of the cluster."""
 
     Config = TQMooncakeConfig
 
@@ -30,14 +30,14 @@ class TQMooncakeBackend(QueueBackend["Engine"]):
 
     @classmethod
     def diagnose(cls, config: TQMooncakeConfig, *, deadline: float) -> Iterable[Finding]:
-        """Mooncake on this node; then the engine's packages and the Ray cluster, as for ``tq_simple``."""
+        """Checks Mooncake on this node; then the engine's packages and the Ray cluster, as for ``tq_simple``."""
         yield from diagnose(config)
         yield from super().diagnose(config, deadline=deadline)
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Checks this machine, then starts the instance on Ray, or attaches to it."""
         check_distributions()
-        check_library()  # before TransferQueue is imported, which hides why it does not load
+        check_library()  # before TransferQueue is imported: it hides the reason if the library does not load
         if bootstrap and self.config.master_address is None:
             check_master()
         if self.config.protocol == "rdma":

@@ -1,7 +1,7 @@
-"""Calls into Mooncake's engine, every one bounded in time.
+"""Calls into Mooncake's engine, each with a deadline.
 
-Engine calls block without a limit of their own (they release the interpreter's lock), so each runs in a thread that is
-given up when time is up. None of these threads is left in the engine when the process exits: see `_end_all`.
+An engine call has no timeout of its own (it releases the interpreter's lock). So each call runs in a thread, and the
+caller gives the call up at the deadline. When the process exits, no thread is left in the engine: see `_end_all`.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from dataplane_core.errors import ClientClosedError, OperationTimeoutError
 from dataplane_mooncake._ending import Endpoint, end_connections, skip_cpp_teardown
 from dataplane_tq_simple._exchange import Watch
 
-__all__ = ["POLL_S", "Call", "bounded", "know_peers"]
+__all__ = ["POLL_S", "Call", "add_peers", "bounded"]
 
 _Result = TypeVar("_Result")
 
-#: How often a waiting caller looks whether its client was closed, in seconds.
+#: Seconds between two checks of a waiting caller whether its client was closed.
 POLL_S: Final = 0.1
-#: How long a caller waits before it starts to ask after the other processes, in seconds.
+#: Seconds after which a waiting caller starts to check whether the other processes are alive.
 _PATIENCE_S: Final = 1.0
-#: When the process exits, calls are waited for as long as `_EXIT_S`, in seconds. Within the first `_GRACE_S` of these
-#: they may still speak to the master, to delete what was stored in part, or to close an engine.
+#: When the process exits, it waits at most `_EXIT_S` seconds for its calls. In the first `_GRACE_S` of them, a call may
+#: still talk to the master: to delete rows that were stored in part, or to close an engine.
 _GRACE_S: Final = 2.0
 _EXIT_S: Final = 5.0
-#: Threads that are kept while there is no call for them.
+#: Idle threads that are kept for later calls.
 _MAX_IDLE: Final = 8
 
 
 class GivenUp(Exception):
-    """Raised in the thread of a call that was given up."""
+    """Raised inside a call that was given up."""
 
 
 class Call:
-    """A call that runs in another thread, until it ends or is given up."""
+    """A call that runs in another thread. Its caller may give it up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,12 +50,12 @@ class Call:
         self.given_up = False
 
     def check(self) -> None:
-        """Called between the steps of a call: ends it where it was given up."""
+        """Called between the steps of a call: raises if the call was given up."""
         if self.given_up:
             raise GivenUp
 
     def start(self, work: Callable[[Call], Any], undo: Callable[[Any], None] | None = None) -> None:
-        """Has a thread make it; for ``work`` and ``undo`` see `bounded`."""
+        """Runs the call in a thread; for ``work`` and ``undo`` see `bounded`."""
         _register(self)
         try:
             try:
@@ -79,23 +79,23 @@ class Call:
                 self._ended.set()
                 late = self.given_up
             if late and undo is not None:
-                with contextlib.suppress(Exception):  # nobody is left to tell
+                with contextlib.suppress(Exception):  # no caller waits for the error
                     undo(result)
         finally:
             _running.discard(self)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended."""
+        """Waits at most ``timeout_s``. Returns whether the call has ended."""
         return self._ended.wait(timeout_s)
 
     def give_up(self) -> bool:
-        """Gives it up, unless it has ended meanwhile; says whether."""
+        """Gives the call up, unless it has ended. Returns whether it was given up."""
         with self._lock:
             self.given_up = not self._ended.is_set()
             return self.given_up
 
     def result(self) -> Any:
-        """Its result, once it has ended; raises what it raised."""
+        """The result of an ended call; raises what the call raised."""
         result, error = self._outcome
         if error is not None:
             raise error
@@ -103,10 +103,10 @@ class Call:
 
 
 class _Worker:
-    """A thread that makes calls, one after the other.
+    """A thread that runs calls, one after the other.
 
-    Threads are kept for later calls: the C library gives each new one another of its heaps, and what a call leaves
-    there is not used by the next, so a thread per call made the process grow.
+    Threads are reused: the C library gives each new thread its own heap, and memory that a call leaves there is not
+    reused by other threads. With one thread per call, the process grew.
     """
 
     def __init__(self) -> None:
@@ -134,25 +134,25 @@ def bounded(
     closed: Callable[[], bool] = lambda: False,
     on_give_up: Callable[[], None] = lambda: None,
 ) -> _Result:
-    """Runs engine calls in a thread and waits for them no longer than until the deadline.
+    """Runs engine calls in a thread, and waits for them until the deadline.
 
     Args:
         what: The operation, for messages.
-        work: The calls; it must not touch what the caller may change meanwhile.
+        work: Makes the calls. It must not use memory that the caller may change after this returns.
         deadline: On `time.monotonic`'s clock, in seconds.
-        undo: Called with the result, or None if there is none, when it comes after the call was given up.
-        watch: Makes a watch over the processes that the engine speaks to, for calls that take long.
+        undo: Called if the work ends after the call was given up: with its result, or None if it raised.
+        watch: Makes a watch over the processes that the engine talks to, for calls that take long.
         closed: Whether the client was closed.
-        on_give_up: Called by the caller's thread once the call was given up.
+        on_give_up: Called in the caller's thread when the call was given up.
 
     Raises:
-        OperationTimeoutError: Time was up.
-        ClientClosedError: The client was closed meanwhile.
+        OperationTimeoutError: The deadline passed.
+        ClientClosedError: The client was closed.
         BackendUnavailableError: The watch found one of the processes dead.
         Exception: What ``work`` raised.
     """
     if deadline <= time.monotonic():
-        raise OperationTimeoutError(f"{what}: time was up before it began. Nothing was sent.")
+        raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
     call = Call()
     started = time.monotonic()
     call.start(work, undo)
@@ -164,7 +164,7 @@ def bounded(
                 raise ClientClosedError(f"{what}: this client is closed.")
             if now >= deadline:
                 raise OperationTimeoutError(
-                    f"{what}: no answer within {now - started:.3g} s. It may have been carried out or not.",
+                    f"{what}: no answer within {now - started:.3g} s. It may have been executed or not.",
                     hint=watching.describe() if watching else None,
                 )
             if watch is not None and now - started >= _PATIENCE_S:
@@ -174,7 +174,7 @@ def bounded(
         given_up = call.give_up()
         if given_up:
             on_give_up()
-        if given_up or not isinstance(error, Exception):  # an interrupt is not lost, though the call has just ended
+        if given_up or not isinstance(error, Exception):  # an interrupt is raised even if the call has just ended
             raise
     result: _Result = call.result()
     return result
@@ -188,8 +188,8 @@ _masters: set[Endpoint] = set()
 _pid: int | None = None  # of the process that makes calls
 
 
-def know_peers(*, units: Collection[Endpoint] = (), master: Endpoint | None = None) -> None:
-    """Names processes that the engine has connections to, besides those named before."""
+def add_peers(*, units: Collection[Endpoint] = (), master: Endpoint | None = None) -> None:
+    """Adds processes that the engine has connections to: `_end_all` shuts these down."""
     _units.update(units)
     if master is not None:
         _masters.add(master)
@@ -204,9 +204,9 @@ def _register(call: Call) -> None:
 
 
 def _end_all() -> None:
-    """At the exit of the process: ends the calls that still run, before C++ destroys the engine under them."""
+    """When the process exits: ends the calls that still run, before C++ destroys the engine that they use."""
     if os.getpid() != _pid:
-        skip_cpp_teardown()  # a fork has the engine without its threads, for which the destructors would wait
+        skip_cpp_teardown()  # a fork lacks the engine's threads, and the destructors would wait for them
         return
     started = time.monotonic()
     while _running:

@@ -1,7 +1,7 @@
 """The processes of an instance: TransferQueue's controller, the hosts of Mooncake's segments, and the master.
 
-Rows lie in segments of processes of their own, not in those of clients, as Mooncake's default has it: a client that
-ends, or is killed, takes nothing with it.
+By default Mooncake keeps rows in segments of the clients. Here separate processes provide the segments, so a client
+that ends or is killed takes no rows with it.
 
 Importing this module imports Ray and TransferQueue.
 """
@@ -39,10 +39,10 @@ _PROBE_BYTES: Final = 64
 
 
 def check_machine(config: TQMooncakeConfig) -> None:
-    """What every process that loads Mooncake needs of its machine.
+    """Checks what every process that loads Mooncake needs.
 
     Raises:
-        ConfigError: It is not there; the message names the command that mends it.
+        ConfigError: Something is missing; the message names the command that repairs it.
     """
     check_distributions()
     check_library()
@@ -51,7 +51,7 @@ def check_machine(config: TQMooncakeConfig) -> None:
 
 
 def this_nodes_address(config: TQMooncakeConfig) -> str:
-    """The address that this process announces; it must be connected to Ray."""
+    """The address that this process announces. The process must be connected to Ray."""
     num_nodes = sum(node["Alive"] for node in ray.nodes())
     return announced_address(
         config.announce_address, ray_ip=ray.util.get_node_ip_address().strip("[]"), num_nodes=num_nodes
@@ -59,7 +59,7 @@ def this_nodes_address(config: TQMooncakeConfig) -> str:
 
 
 class SegmentHost:
-    """A storage unit: a process that lends Mooncake a segment of memory. A Ray actor.
+    """A storage unit: a Ray actor that provides a segment of memory to Mooncake.
 
     Args:
         config: The options, as a dict.
@@ -70,10 +70,10 @@ class SegmentHost:
         self._engine: Any = None
 
     def describe(self) -> dict[str, Any]:
-        """Checks its machine, and says where it is and what memory is available there, in bytes.
+        """Checks its machine. Returns its node, its address, and the memory available there in bytes.
 
         Raises:
-            ConfigError: As `check_machine`, and for an address that others could not reach.
+            ConfigError: As `check_machine`; or other nodes cannot reach its address.
         """
         check_machine(self._config)
         return {
@@ -86,8 +86,8 @@ class SegmentHost:
         """Mounts the segment.
 
         Returns:
-            Its name, which a put may prefer; its endpoint, which tells where a row lies; and the ports on which the
-            engine listens for transfers.
+            Its name, which a put may ask for; its endpoint, which identifies it as the place of a row; and the ports on
+            which the engine listens for transfers.
         """
         config = self._config
         settings = StoreSettings(master, this_nodes_address(config), config.protocol, config.rdma_devices, 0)
@@ -112,8 +112,8 @@ class MooncakeInstance(Instance):
     """An instance of ``tq_mooncake``.
 
     ``details`` holds ``master`` (host:port), ``prefix`` (of this instance's keys), ``segments`` (the units' segments by
-    name, with their endpoints; None where the master is the instance's own), and ``listening`` (the addresses and ports
-    on which the units' engines listen).
+    name, with their endpoints; None if the instance started the master), and ``listening`` (the addresses and ports on
+    which the units' engines listen).
     """
 
     prefix = "tqm-"
@@ -126,7 +126,7 @@ class MooncakeInstance(Instance):
 
     @property
     def master_pid(self) -> int | None:
-        """Process id of the master, where this process started it."""
+        """Process id of the master, or None if this process did not start it."""
         return None if self._master is None else self._master.pid
 
     @classmethod
@@ -146,7 +146,7 @@ class MooncakeInstance(Instance):
         return answer["ip"], 0
 
     def _prepare(self, answers: Sequence[Any], deadline: float) -> None:
-        """Does the arithmetic of memory, starts the master, and has the units mount their segments."""
+        """Checks that the memory suffices, starts the master, and has the units mount their segments."""
         config = self.config
         num_units = collections.Counter(answer["node"] for answer in answers)
         nodes = {

@@ -1,4 +1,4 @@
-"""What `dataplane doctor tq_mooncake` looks at on this node, before Ray: Mooncake's files, devices, memory, address."""
+"""What `dataplane doctor tq_mooncake` checks on this node, before Ray: Mooncake's files, devices, memory, address."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def diagnose(config: TQMooncakeConfig) -> Iterator[Finding]:
     yield _finding(check_distributions, f"Mooncake is installed once: {', '.join(installed())}.")
     yield _finding(check_library, "Mooncake's library loads.")
     if config.master_address is None:
-        yield _finding(check_master, "mooncake_master is there and may be executed.")
+        yield _finding(check_master, "mooncake_master exists and is executable.")
     if config.protocol == "rdma":
-        yield _finding(partial(check_rdma, config.rdma_devices), "The RDMA devices are there.")
+        yield _finding(partial(check_rdma, config.rdma_devices), "The RDMA devices exist.")
     if config.announce_address is not None:
         address = partial(announced_address, config.announce_address, ray_ip="", num_nodes=1)
         yield _finding(address, f"This node has one address that announce_address '{config.announce_address}' fits.")
@@ -44,12 +44,12 @@ def diagnose(config: TQMooncakeConfig) -> Iterator[Finding]:
             local_buffer_size_bytes=config.local_buffer_size_bytes,
             clients_per_node=config.clients_per_node,
         )
-        yield _finding(memory, f"Of this node's memory {available // 2**20} MiB are available, which is enough.")
+        yield _finding(memory, f"This node has {available // 2**20} MiB of memory available, which is enough.")
 
 
-def _finding(check: Callable[[], object], well: str) -> Finding:
+def _finding(check: Callable[[], object], ok_message: str) -> Finding:
     try:
         check()
     except ConfigError as error:
         return Finding.error(error.message, error.hint)
-    return Finding.ok(well)
+    return Finding.ok(ok_message)

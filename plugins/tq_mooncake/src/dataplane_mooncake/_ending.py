@@ -1,8 +1,8 @@
-"""How calls into Mooncake's engine are ended before their time, and how a process ends with some of them running.
+"""Ends calls into Mooncake's engine early, and lets a process exit while some of them run.
 
-A transfer to a process that stands still waits for a minute, and polls while it waits. And when a process exits, C++
-destroys the engine also under the threads that are in it, which ends the process by a segmentation fault in place of
-its own exit status. Every wait of the engine is for a connection, though, so shutting that down ends the call at once.
+A transfer to a suspended process waits for a minute, and polls while it waits. When a process exits, C++ destroys the
+engine even if threads are still in it: the process then dies by a segmentation fault and loses its exit status. But the
+engine only ever waits for connections, so shutting a connection down ends the call at once.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def listening_ports() -> set[int]:
 
 
 def end_connections(peers: Collection[Endpoint]) -> None:
-    """Shuts down this process's connections to these peers; what waits for one of them fails at once.
+    """Shuts down this process's connections to these peers. A call that waits for one of them fails at once.
 
-    Hosts that are named otherwise than by an IP address are resolved.
+    Host names are resolved.
     """
     wanted = {(address, port) for host, port in peers for address in _addresses(host)}
     for each in psutil.Process().net_connections("tcp"):
         if each.fd < 0 or not each.raddr or (_plain(each.raddr.ip), each.raddr.port) not in wanted:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.fd)) as connection:
-            # the descriptor may be another's by now
+            # the descriptor may belong to another connection by now
             if connection.getpeername()[1] == each.raddr.port and connection.getsockname()[1] == each.laddr.port:
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -60,13 +60,13 @@ def _plain(ip: str) -> str:
 
 
 def skip_cpp_teardown() -> None:
-    """Has this process end, when it exits, without the destructors of C++ libraries, with the exit status that it has.
+    """Lets this process exit without running the destructors of C++ libraries. Its exit status is kept.
 
-    Called while Python's own handlers run at exit, after which Python ends as ever: the C library then flushes its
-    files and leaves. Without effect where the C library has no ``on_exit``.
+    Call it from a Python ``atexit`` handler. Python then shuts down as usual; after that the C library flushes its
+    files and exits. Has no effect if the C library has no ``on_exit``.
     """
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):
-        # the last that is registered runs first
+        # the one registered last runs first
         for function in (libc._exit, libc.fcloseall):
             libc.on_exit(ctypes.cast(function, ctypes.c_void_p), None)

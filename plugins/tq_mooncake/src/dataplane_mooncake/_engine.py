@@ -1,4 +1,4 @@
-"""The engine of ``tq_mooncake``: rows of bytes in the segments of an instance, by Mooncake.
+"""The engine of ``tq_mooncake``: keeps rows of bytes in the Mooncake segments of an instance.
 
 Importing this module imports Ray and TransferQueue.
 """
@@ -31,12 +31,12 @@ from dataplane_tq_simple._queue import QueueEngine
 __all__ = ["Engine"]
 
 _MIB: Final = 1024 * 1024
-#: How long a failed call looks for a dead storage unit to blame, in seconds.
-_BLAME_S: Final = 3.0
+#: Seconds that a failed call checks whether a dead storage unit is the cause.
+_FIND_CAUSE_S: Final = 3.0
 
 
 class Engine(QueueEngine):
-    """A `QueueEngine` that moves rows by Mooncake."""
+    """A `QueueEngine` that moves rows with Mooncake."""
 
     instance_class = MooncakeInstance
 
@@ -46,10 +46,10 @@ class Engine(QueueEngine):
         self._master: MasterWatch | None = None
 
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
-        """As `QueueEngine.call`; the ledger lives on without the master, but what it says of rows is void.
+        """As `QueueEngine.call`, but first checks the master: the ledger survives it, but the rows are then lost.
 
         Raises:
-            BackendUnavailableError: Also where the master is dead.
+            BackendUnavailableError: Also if the master is dead.
         """
         if self._master is not None:
             self._master.check()
@@ -82,24 +82,24 @@ class Engine(QueueEngine):
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def put_rows(self, handles: Sequence[int], buffer: Any, offsets: npt.NDArray[np.int64], *, deadline: float) -> None:
-        """Stores rows; returns when Mooncake has confirmed every one.
+        """Stores rows. Returns when Mooncake has confirmed all of them.
 
-        If it raises, some of the rows may be stored: delete them. Of a put that ran out of time, its own thread
-        deletes what it stores later.
+        If it raises, some of the rows may be stored: delete them. If it times out, its thread may store more rows
+        later, and deletes these itself.
 
         Args:
-            handles: N integers, each used once in the life of the instance.
-            buffer: The bytes; the caller must not change them, even after an error.
+            handles: N integers, each used only once in the instance.
+            buffer: The bytes. The caller must not change them, even after an error.
             offsets: (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``; no row is empty.
             deadline: On `time.monotonic`'s clock, in seconds.
 
         Raises:
-            CapacityExceededError: No segment has room for the rows; some may be stored, and are to be deleted.
+            CapacityExceededError: No segment has room for the rows.
             BackendError: Mooncake failed.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
         keys = self._keys(handles)
-        store = self._joined()
+        store = self._require_store()
         segments = self._instance.details["segments"]
         self._run(
             store,
@@ -110,41 +110,41 @@ class Engine(QueueEngine):
         )
 
     def get_rows(self, handles: Sequence[int], *, deadline: float) -> list[memoryview]:
-        """Reads rows, in the order of the handles, none of which repeats.
+        """Reads rows, in the order of the handles. No handle may repeat.
 
         Returns:
-            Views of one new buffer, aligned for no type but bytes.
+            Views of one new buffer, aligned for bytes only.
 
         Raises:
-            RefsGoneError: A row is not there (any more).
+            RefsGoneError: A row does not exist, or no longer.
             BackendError: Mooncake failed.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
         keys = self._keys(handles)
-        store = self._joined()
+        store = self._require_store()
         what = f"get_rows({len(keys)} rows)"
         try:
             rows: list[memoryview] = self._run(store, what, lambda call: store.get(call, keys), deadline)
             return rows
         except RowsMissing:
-            raise RefsGoneError(f"{what}: some are not there.") from None
+            raise RefsGoneError(f"{what}: some rows do not exist.") from None
 
     def delete_rows(self, handles: Sequence[int], *, deadline: float) -> None:
-        """Deletes rows; handles that are not there are ignored.
+        """Deletes rows. Ignores handles of rows that do not exist.
 
         Raises:
             BackendError: Mooncake failed.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
         keys = self._keys(handles)
-        store = self._joined()
+        store = self._require_store()
         self._run(store, f"delete_rows({len(keys)} rows)", lambda call: store.delete(call, keys), deadline)
 
     def _keys(self, handles: Sequence[int]) -> list[str]:
         prefix = self._instance.details["prefix"]
         return [f"{prefix}{handle}" for handle in handles]
 
-    def _joined(self) -> Store:
+    def _require_store(self) -> Store:
         store = self._store
         if store is None:
             raise ClientClosedError("this client is closed.")
@@ -170,13 +170,13 @@ class Engine(QueueEngine):
                 on_give_up=store.end_given_up,
             )
         except EngineError as error:
-            self._explain(what, error, deadline)
+            self._raise_cause(what, error, deadline)
 
     def _watch(self) -> _Watch:
         return _Watch(self._instance.watch(self._instance.units), self._master)
 
-    def _explain(self, what: str, error: EngineError, deadline: float) -> NoReturn:
-        """Raises the error that says why Mooncake failed."""
+    def _raise_cause(self, what: str, error: EngineError, deadline: float) -> NoReturn:
+        """Finds out why Mooncake failed, and raises that error."""
         if error.code == FULL:
             raise CapacityExceededError(
                 f"{what} refused: the {len(self._instance.units)} segments of "
@@ -189,10 +189,10 @@ class Engine(QueueEngine):
         if error.code == UNREACHABLE:
             raise BackendUnavailableError(
                 f"{what} failed: the mooncake_master at {self._instance.details['master']} does not answer ({error}).",
-                hint="It stands still, or cannot be reached from here.",
+                hint="It does not respond, or cannot be reached from here.",
             ) from error
         watch = self._instance.watch(self._instance.units)
-        give_up = min(deadline, time.monotonic() + _BLAME_S)
+        give_up = min(deadline, time.monotonic() + _FIND_CAUSE_S)
         while True:
             watch.check()
             if watch.all_alive or time.monotonic() >= give_up:
@@ -202,7 +202,7 @@ class Engine(QueueEngine):
 
 
 class _Watch:
-    """Looks after the storage units and the master while a call takes long."""
+    """Checks that the storage units and the master are alive, while a call takes long."""
 
     def __init__(self, units: ActorWatch, master: MasterWatch | None) -> None:
         self._units = units
@@ -215,5 +215,5 @@ class _Watch:
         self._units.check()
 
     def describe(self) -> str:
-        """What is known of the units, as a sentence."""
+        """What is known about the units, as a sentence."""
         return self._units.describe()

@@ -1,6 +1,4 @@
-"""A `mooncake_master`: one of our own, on free ports, awaited until it answers, ended by process id; and whether one
-that is in use is dead.
-"""
+"""`Master` starts and ends a `mooncake_master` of this process. `MasterWatch` notices that a master in use is dead."""
 
 from __future__ import annotations
 
@@ -25,13 +23,13 @@ from dataplane_mooncake.machine import check_master, master_path
 __all__ = ["Master", "MasterWatch"]
 
 _POLL_S: Final = 0.02
-#: Starts with other ports, where another process took one between our looking and the master's binding.
-_TRIES: Final = 3
-#: How long the answer to a look may take, in seconds: a round trip in the cluster's network.
-_LOOK_S: Final = 0.05
+#: Number of starts, each on other ports: another process may take a port between our check and the master's bind.
+_NUM_STARTS: Final = 3
+#: Seconds to wait for the answer of the master's host: more than a round trip in the cluster's network.
+_PROBE_S: Final = 0.05
 
-# Rows are deleted by those who put them and by nobody else: the master shall evict nothing. It takes a storage unit for
-# dead only after as long as one that stands still may stand.
+# Only clients delete rows: the master must evict nothing. ``client_ttl``: a storage unit may be suspended for so many
+# seconds before the master takes it for dead.
 _SETTINGS: Final = {
     "eviction_high_watermark_ratio": "1.0",
     "eviction_ratio": "0.0",
@@ -61,24 +59,24 @@ class Master:
 
     @property
     def pid(self) -> int | None:
-        """Process id, or None where it does not run."""
+        """Process id, or None if it does not run."""
         return None if self._process is None else self._process.pid
 
     def start(self, deadline: float) -> None:
         """Starts it and waits until it answers.
 
         Raises:
-            ConfigError: There is no ``mooncake_master``, or it may not be executed.
-            BackendUnavailableError: It ended at its start.
+            ConfigError: There is no ``mooncake_master``, or it is not executable.
+            BackendUnavailableError: It ended at every start.
             OperationTimeoutError: It did not answer in time.
         """
         check_master()
         try:
-            for _ in range(_TRIES):
+            for _ in range(_NUM_STARTS):
                 if self._launch(deadline):
                     return
             raise BackendUnavailableError(
-                f"connect failed: mooncake_master ended at each of {_TRIES} starts, lastly on {self.address}: "
+                f"connect failed: mooncake_master ended at each of {_NUM_STARTS} starts, lastly on {self.address}: "
                 f"{last_words(self._log)}",
                 retryable=False,
             )
@@ -96,7 +94,7 @@ class Master:
             **_SETTINGS,
         }
         words = [f"--{name}={value}" for name, value in settings.items()]
-        # it keeps nothing, and asked politely it takes a second to end: so it is killed
+        # it keeps no data, and needs a second to end after SIGTERM: so it is killed
         self._process = OwnedProcess([str(master_path()), *words], log=self._log, folder=self._folder)
         self.address = f"[{self._ip}]:{rpc_port}" if ":" in self._ip else f"{self._ip}:{rpc_port}"
         while not self._process.ended:
@@ -112,7 +110,7 @@ class Master:
         return False
 
     def _serves(self, port: int) -> bool:
-        """Whether it listens there: it itself, since another process that took the port would accept as well."""
+        """Whether the master itself listens on the port: another process that took the port would also accept."""
         assert self._process is not None
         with contextlib.suppress(psutil.NoSuchProcess):
             return any(
@@ -122,7 +120,7 @@ class Master:
         return False
 
     def stop(self) -> None:
-        """Ends it by its process id. May be called again; a fork of the owner leaves it alone."""
+        """Ends it by its process id. Idempotent; has no effect in a fork of the owner."""
         self._end_process()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -144,23 +142,23 @@ class MasterWatch:
         self._instance = instance
         self._address = address
         self._lock = threading.Lock()
-        self._looked = float("-inf")  # when, on the monotonic clock
+        self._checked_at = float("-inf")  # on the monotonic clock
 
     def check(self, *, every_s: float = 1.0) -> None:
-        """Looks whether something listens at its address, unless it did within the last ``every_s`` seconds.
+        """Checks that something listens at the master's address, at most once in ``every_s`` seconds.
 
-        Blocks for no longer than a round trip. A master that stands still, or cannot be reached, is not dead.
+        Blocks at most `_PROBE_S`. A master that is suspended or cannot be reached does not count as dead.
 
         Raises:
-            BackendUnavailableError: It is dead.
+            BackendUnavailableError: The master is dead.
         """
         with self._lock:
             now = time.monotonic()
-            if now - self._looked < every_s:
+            if now - self._checked_at < every_s:
                 return
-            self._looked = now
+            self._checked_at = now
         if self._refuses():
-            self._looked = float("-inf")
+            self._checked_at = float("-inf")
             raise BackendUnavailableError(
                 f"the mooncake_master at {self._address} of instance {self._instance!r} is dead: nothing listens "
                 "there.",
@@ -177,7 +175,7 @@ class MasterWatch:
             probe.setblocking(False)
             code = probe.connect_ex(address)
             if code == errno.EINPROGRESS:
-                select.select([], [probe], [], _LOOK_S)
+                select.select([], [probe], [], _PROBE_S)
                 code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         return code == errno.ECONNREFUSED
 

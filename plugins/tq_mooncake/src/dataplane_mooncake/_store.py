@@ -1,8 +1,8 @@
-"""Mooncake's engine in this process: rows of bytes under keys, every call bounded in time.
+"""Mooncake's engine in this process: rows of bytes under keys.
 
-A process has one engine per master and settings, shared by its clients and held until the last of them lets go. Rows
-travel through one buffer, which is registered with the engine once. What a put that was given up still stores, its
-thread deletes.
+A process has one engine per master and settings. Its clients share the engine; the last one to release it closes it.
+Rows are copied through one buffer, which is registered with the engine once. If a put is given up but its thread still
+stores rows, that thread deletes them.
 
 Importing this module imports TransferQueue, which loads Mooncake's library where it can.
 """
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_mooncake._calls import POLL_S, Call, bounded, know_peers
+from dataplane_mooncake._calls import POLL_S, Call, add_peers, bounded
 from dataplane_mooncake._ending import Endpoint, end_connections, parse_endpoint
 from dataplane_mooncake.machine import check_library
 
@@ -39,34 +39,35 @@ __all__ = [
 
 _Bytes = npt.NDArray[np.uint8]
 
-#: Codes of the engine: no room in any segment; the master does not answer.
+#: Codes that the engine returns: no segment has room; the master does not answer.
 FULL: Final = -200
 UNREACHABLE: Final = -900
-#: The transfer of a row failed. On a loaded machine 204 of 1,500 small rows once did, with nothing broken; tried twice.
+#: The transfer of a row failed. On a loaded machine this happened to 204 of 1,500 small rows although nothing was
+#: broken, so a transfer is tried twice.
 _TRANSFER_FAILED: Final = -800
 _NOT_READY: Final = -703
 _NOT_FOUND: Final = -704
 
-#: The least severe message that glog writes; 3 is fatal.
+#: The variable that holds the lowest severity that glog writes; 3 is fatal.
 _LOG_THRESHOLD: Final = "_ZN3fLI17FLAGS_minloglevelE"
 
-#: Operations that may use the buffer at a time; each has an equal part of it.
+#: Operations that can use the buffer at the same time. Each gets an equal slot of it.
 _NUM_SLOTS: Final = 4
 #: Keys in one request to the master.
 _KEYS_PER_REQUEST: Final = 4096
-#: Rows in one transfer. Over TCP the engine opens a connection for each, all at once: with 3,000 it stood still for a
-#: minute, and failed from then on, while 2,000 went well; several processes may read from one storage unit at a time.
+#: Rows in one transfer. Over TCP the engine opens a connection for each row, all at once. 2,000 worked; with 3,000 it
+#: hung for a minute and failed from then on. Several processes may read from one storage unit at the same time.
 _ROWS_PER_TRANSFER: Final = 256
 
 
 class StoreSettings(NamedTuple):
-    """How this process takes part in a store.
+    """The settings of an engine of this process.
 
     Attributes:
         master: ``host:port`` of the master.
         address: The address that this process announces.
         protocol: ``tcp`` or ``rdma``.
-        devices: RDMA devices, or none for all.
+        devices: RDMA devices; empty: all.
         local_buffer_size_bytes: Size of the registered buffer.
     """
 
@@ -78,7 +79,7 @@ class StoreSettings(NamedTuple):
 
 
 class EngineError(Exception):
-    """Mooncake refused or failed some keys of a call.
+    """Mooncake refused some keys of a call, or failed for them.
 
     Attributes:
         code: The most frequent code.
@@ -91,29 +92,29 @@ class EngineError(Exception):
 
 
 class RowsMissing(Exception):
-    """Keys that the store does not hold, or no longer."""
+    """The store does not hold some of the keys, or no longer."""
 
 
 def open_engine(settings: StoreSettings, *, segment_size_bytes: int) -> Any:
     """Sets up an engine.
 
-    The engine takes its settings from the environment when it is set up. They are this node's, whatever this process
-    has inherited: a Ray actor has its driver's environment, which may be another node's.
+    The engine reads settings from the environment when it is set up. They must be this node's: a Ray actor inherits the
+    environment of its driver, which may run on another node.
 
     Args:
-        settings: How to take part.
+        settings: The settings.
         segment_size_bytes: Memory to hold rows in; 0: none.
 
     Raises:
         ConfigError: Mooncake's library does not load.
-        BackendUnavailableError: It refused, or there is no master.
+        BackendUnavailableError: The engine refused, or there is no master.
     """
     os.environ["MC_TCP_BIND_ADDRESS"] = settings.address
-    os.environ["MC_STORE_MEMCPY"] = "0"  # the fast path within a process is unsafe over TCP in some wheels
+    os.environ["MC_STORE_MEMCPY"] = "0"  # the in-process fast path is unsafe over TCP in some wheels
     if settings.protocol == "rdma":
         os.environ.pop("MC_FORCE_TCP", None)
     library = check_library()
-    _quieten(library)
+    _silence_log(library)
     engine = library.MooncakeDistributedStore()
     host = f"[{settings.address}]" if ":" in settings.address else settings.address
     code = engine.setup(
@@ -129,15 +130,15 @@ def open_engine(settings: StoreSettings, *, segment_size_bytes: int) -> Any:
         raise BackendUnavailableError(
             f"Mooncake's engine could not be set up (code {code}) at {settings.address} over {settings.protocol} with "
             f"the master at {settings.master}, segment of {segment_size_bytes} bytes.",
-            hint="Is the master reachable from here? With MC_LOG_LEVEL=INFO in the environment Mooncake says more.",
+            hint="Check that the master is reachable from here. Set MC_LOG_LEVEL=INFO to see Mooncake's own log.",
         )
     return engine
 
 
-def _quieten(library: Any) -> None:
-    """Keeps the library's log off standard error, unless ``MC_LOG_LEVEL`` asks for it.
+def _silence_log(library: Any) -> None:
+    """Silences the library's log on standard error, unless ``MC_LOG_LEVEL`` is set.
 
-    It logs every start, and one error at each although all is well. What matters of it is in our errors.
+    The library logs every start, each time with an error although nothing is wrong. Our errors say what matters.
     """
     if "MC_LOG_LEVEL" not in os.environ:
         with contextlib.suppress(ValueError, OSError):  # another build of the library may not export it
@@ -147,7 +148,7 @@ def _quieten(library: Any) -> None:
 class Store:
     """This process's engine for one master, without a segment of its own. Thread-safe.
 
-    Made by `acquire`; each call of that is paired with one of `release`.
+    Call `acquire` to get one, and `release` once for each `acquire`.
     """
 
     _shared: ClassVar[dict[tuple[int, StoreSettings], Store]] = {}
@@ -165,7 +166,7 @@ class Store:
         self._num_users = 0
         self._calls: set[Call] = set()
         self._units: set[Endpoint] = set()
-        self._ending = False  # whether a thread ends calls that were given up
+        self._ending = False  # whether a thread is ending calls that were given up
         self._idle = threading.Condition()
 
     # --- sharing -----------------------------------------------------------------------------------------------------
@@ -175,30 +176,30 @@ class Store:
         """This process's engine for these settings, set up by the first caller.
 
         Args:
-            settings: How to take part.
-            units: Where the caller's storage units listen.
+            settings: The settings.
+            units: Addresses on which the caller's storage units listen.
             deadline: On `time.monotonic`'s clock, in seconds.
 
         Raises:
             ConfigError: Mooncake's library does not load.
-            BackendUnavailableError: It cannot be set up.
-            OperationTimeoutError: That did not end in time.
+            BackendUnavailableError: The engine cannot be set up.
+            OperationTimeoutError: It was not set up in time.
         """
         key = (os.getpid(), settings)
         with cls._shared_lock:
             store = cls._shared.get(key)
             if store is None:
                 what = f"connecting to the mooncake_master at {settings.master}"
-                know_peers(master=parse_endpoint(settings.master))
+                add_peers(master=parse_endpoint(settings.master))
                 store = bounded(what, lambda call: cls(settings), deadline, undo=_close_late)
                 cls._shared[key] = store
-            know_peers(units=units)
+            add_peers(units=units)
             store._units.update(units)
             store._num_users += 1
             return store
 
     def release(self) -> None:
-        """Lets go; the last user's release closes the engine, in the background, since that takes about a second."""
+        """Releases the engine. The last release closes it in the background, which takes about a second."""
         with self._shared_lock:
             self._num_users -= 1
             if self._num_users:
@@ -224,10 +225,9 @@ class Store:
                 self._idle.notify_all()
 
     def end_given_up(self) -> None:
-        """Has calls that were given up end soon, as far as none runs beside them: they share the connections.
+        """Ends calls that were given up, by shutting down their connections, once no other call uses these.
 
-        Left alone, a transfer to a process that stands still would keep a core busy for a minute, and its part of the
-        buffer.
+        Otherwise a transfer to a suspended process would keep a core busy, and its slot of the buffer, for a minute.
         """
         with self._idle:
             if self._ending:
@@ -236,7 +236,7 @@ class Store:
         Call().start(self._end_given_up)
 
     def _end_given_up(self, call: Call) -> None:
-        """In a thread. More than once: a transfer opens connections as it goes."""
+        """Runs in a thread, and repeats: a transfer keeps opening connections."""
         while True:
             with self._idle:
                 if not any(each.given_up for each in self._calls):
@@ -244,12 +244,12 @@ class Store:
                     return
                 alone = all(each.given_up for each in self._calls)
             if alone:
-                with contextlib.suppress(Exception):  # then they end later
+                with contextlib.suppress(Exception):  # then the calls end later by themselves
                     end_connections(self._units)
             with self._idle:
                 self._idle.wait(POLL_S)
 
-    # --- rows: called in threads that `bounded` gives up -------------------------------------------------------------
+    # --- rows: called in the threads of `bounded` --------------------------------------------------------------------
 
     def put(
         self,
@@ -263,12 +263,12 @@ class Store:
         """Stores rows.
 
         Args:
-            call: The call that this is a part of.
+            call: The call that this runs in.
             keys: N keys, never used before.
             buffer: The bytes.
-            offsets: (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``; no row is empty, which the engine
-                refuses.
-            segments: Names of the segments that rows may lie in and their endpoints; None: any, all being ours.
+            offsets: (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``. No row is empty: the engine refuses empty
+                rows.
+            segments: Names and endpoints of the segments that may hold the rows; None: any segment of the master.
 
         Raises:
             EngineError: Some rows were not stored; others may be.
@@ -302,7 +302,7 @@ class Store:
             Views of one new buffer.
 
         Raises:
-            RowsMissing: A row is not there, or was deleted while it was read.
+            RowsMissing: A row does not exist, or was deleted while it was read.
             EngineError: Some rows could not be read.
         """
         with self._in_call(call) as engine:
@@ -324,18 +324,18 @@ class Store:
                             raise RowsMissing
                         raise EngineError("batch_get_into", failed)
                     target[offsets[first] : offsets[stop]] = region
-            # A deleted row's memory is used again at once, so what was read of it may be another's. Keys are used once:
-            # a row that is still there was there all the time.
+            # The memory of a deleted row is reused at once, so the bytes may belong to another row. But keys are used
+            # only once: a row that still exists has existed all the time.
             self._check_there(keys)
         view = memoryview(target)  # type: ignore[arg-type]  # numpy's arrays have the buffer protocol
         cuts = offsets.tolist()
         return [view[start:stop] for start, stop in itertools.pairwise(cuts)]
 
     def delete(self, call: Call, keys: Sequence[str]) -> None:
-        """Deletes rows; keys that are not there are ignored.
+        """Deletes rows. Ignores keys that do not exist.
 
-        So are rows that a put which was given up is still writing: its thread deletes them, or the master drops them
-        some minutes after that process ended.
+        Also ignores rows that a given-up put is still writing: the thread of that put deletes them, or the master drops
+        them some minutes after its process has ended.
 
         Raises:
             EngineError: Some rows could not be deleted.
@@ -343,15 +343,15 @@ class Store:
         with self._in_call(call) as engine:
             for part in _requests(keys):
                 call.check()
-                codes = engine.batch_remove(part, True)  # a reader's lease does not hold it up: see `get`
+                codes = engine.batch_remove(part, True)  # forced: does not wait for readers, see `get`
                 failed = [code for code in codes if code not in (0, _NOT_FOUND, _NOT_READY)]
                 if failed:
                     raise EngineError("batch_remove", failed)
 
-    # --- parts of these ----------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _parts(self, sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-        """Cuts rows of these sizes into transfers: runs that fit a slot, or a single row that does not."""
+        """Cuts rows of these sizes into transfers: as many rows as fit a slot, or one larger row."""
         ends = np.cumsum(sizes)
         first = 0
         while first < len(sizes):
@@ -363,7 +363,7 @@ class Store:
 
     @contextlib.contextmanager
     def _registered(self, size: int, call: Call) -> Iterator[_Bytes]:
-        """Registered memory for one part: a slot of the buffer, or memory of its own for a row larger than one."""
+        """Registered memory for one transfer: a slot of the buffer, or separate memory for a row larger than a slot."""
         call.check()
         if size > self._slot_size:
             own: _Bytes = np.empty(size, dtype=np.uint8)
@@ -401,7 +401,7 @@ class Store:
             found.update(self._engine.batch_get_replica_desc(part))
         if len(found) != len(keys):
             self._check_there([key for key in keys if key not in found])
-            raise RowsMissing  # there by now, but not when it was asked for
+            raise RowsMissing  # they exist now, but did not at the first question
         descriptors = (found[key][0].get_memory_descriptor().buffer_descriptor for key in keys)
         return np.fromiter((each.size for each in descriptors), dtype=np.int64, count=len(keys))
 
@@ -415,7 +415,7 @@ class Store:
                 raise RowsMissing
 
     def _check_placed(self, keys: Sequence[str], endpoints: set[str]) -> None:
-        """Refuses rows that the master put into segments of other instances, since ours had no room."""
+        """Refuses rows that the master put into segments of other instances, because ours had no room."""
         placed = self._engine.batch_get_replica_desc(list(keys))
         for replicas in placed.values():
             if replicas[0].get_memory_descriptor().buffer_descriptor.transport_endpoint not in endpoints:

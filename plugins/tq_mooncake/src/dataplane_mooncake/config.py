@@ -16,44 +16,44 @@ _OWN: Final = frozenset({"announce_address", "rdma_devices", "local_buffer_size_
 
 
 class TQMooncakeConfig(QueueConfig):
-    """Where an instance lives, how its bytes travel, and how much memory it takes.
+    """Where an instance runs, how its bytes are sent, and how much memory it takes.
 
-    An attaching client may set ``announce_address``, ``rdma_devices`` and ``local_buffer_size_bytes`` for itself; the
-    rest, and what of these it does not set, it reads from the running instance.
+    An attaching client may set ``announce_address``, ``rdma_devices`` and ``local_buffer_size_bytes`` for itself. All
+    other options, and those of the three that it does not set, it reads from the running instance.
     """
 
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """How rows travel. ``rdma`` needs its devices in every process; without them connecting fails, and nothing falls
+    """How rows are sent. ``rdma`` needs RDMA devices in every process. Without them connecting fails; it does not fall
     back to ``tcp``."""
 
     rdma_devices: tuple[str, ...] = ()
     """Names of the RDMA devices to use, as in ``/sys/class/infiniband``. Default: all of the node."""
 
     announce_address: str | None = None
-    """The address under which this node is reached: an IP address of it, or a network (``10.1.0.0/16``) in which each
-    node has one. Default: Ray's address of the node."""
+    """The address at which other nodes reach this node: one of its IP addresses, or a network (``10.1.0.0/16``) in
+    which each node has one address. Default: Ray's address of the node."""
 
     master_address: str | None = None
-    """``host:port`` of a ``mooncake_master`` that runs already. Default: the bootstrapping client starts one of its
-    own, on its node and free ports, and ends it."""
+    """``host:port`` of a running ``mooncake_master``. Default: the bootstrapping client starts one on free ports of its
+    node, and ends it on close."""
 
     segment_size_bytes: int = Field(default=2048 * _MIB, ge=16 * _MIB)
-    """Mooncake's ``global_segment_size``: memory in which one storage unit holds rows. Over TCP it is touched as it
-    fills; over RDMA all of it is pinned at the start."""
+    """Mooncake's ``global_segment_size``: memory in which one storage unit holds rows. Over TCP it takes
+    physical memory as it fills; over RDMA all of it is pinned at the start."""
 
     local_buffer_size_bytes: int = Field(default=64 * _MIB, ge=4 * _MIB)
-    """Memory of each client process through which rows travel, registered (and over RDMA pinned) once, when the first
-    client of the process connects. A quarter of it carries one operation at a time; larger batches go in parts."""
+    """Transfer buffer of each client process. It is registered (over RDMA also pinned) once, when the first client of
+    the process connects. An operation uses a quarter of it; larger batches are sent in parts."""
 
     clients_per_node: int = Field(default=8, ge=0)
-    """Client processes that a node is expected to run. It only enters the comparison of a node's memory with what
-    units and clients will take, made before anything is allocated."""
+    """Expected number of client processes on a node. Only used to check, before anything is allocated, that a node has
+    the memory that its units and clients will take."""
 
     master_start_s: float = Field(default=30.0, gt=0)
-    """How long a started ``mooncake_master`` may take until it answers, within the deadline of connecting."""
+    """Seconds that a started ``mooncake_master`` may take until it answers, within the deadline of connecting."""
 
     def own_options(self) -> dict[str, Any]:
-        """Those of the options that a client has to itself, as far as they are set."""
+        """The options that a client sets for itself, and has set."""
         return {name: getattr(self, name) for name in _OWN & self.model_fields_set}
 
     @field_validator("announce_address")

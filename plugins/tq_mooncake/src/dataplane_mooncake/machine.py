@@ -1,7 +1,7 @@
-"""What this machine must have for Mooncake to run: checks that raise with the command that mends it.
+"""Checks that this machine can run Mooncake. A failed check names the command that repairs it.
 
-Each ``check_*`` function returns None where all is well and raises `ConfigError` where it is not. Connecting makes them
-all; they need neither Ray nor a running instance, and importing this module does not load Mooncake.
+Each ``check_*`` function raises `ConfigError` if its check fails. Connecting runs all of them. They need neither Ray
+nor a running instance, and importing this module does not load Mooncake.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "master_path",
 ]
 
-#: The wheels that install the module ``mooncake``, and what each is built for. The first is what we depend on.
+#: The wheels that install the module ``mooncake``, and what each is built for. This package depends on the first.
 DISTRIBUTIONS: Final[Mapping[str, str]] = {
     "mooncake-transfer-engine-non-cuda": "no CUDA",
     "mooncake-transfer-engine": "CUDA 12",
@@ -44,7 +44,7 @@ _MIB: Final = 1024 * 1024
 
 
 def installed() -> list[str]:
-    """Names and versions of the wheels that are installed; one, where all is well."""
+    """Names and versions of the installed wheels. There should be exactly one."""
     found = []
     for name in DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -53,7 +53,7 @@ def installed() -> list[str]:
 
 
 def check_distributions() -> None:
-    """One of the three wheels is installed, not none and not several, which overwrite each other's files."""
+    """Checks that exactly one of the three wheels is installed. Several overwrite each other's files."""
     found = installed()
     if len(found) == 1:
         return
@@ -67,7 +67,7 @@ def check_distributions() -> None:
 
 
 def check_library() -> Any:
-    """Mooncake's library loads.
+    """Checks that Mooncake's library loads.
 
     Returns:
         The module ``mooncake.store``.
@@ -80,7 +80,7 @@ def check_library() -> Any:
             hint = "Install it, for TCP too: apt-get install libibverbs1 (Debian, Ubuntu), dnf install libibverbs."
         elif "libcuda" in reason or "libcudart" in reason:
             hint = (
-                "The installed Mooncake is built for a CUDA that is not here. Install the one without: "
+                "The installed Mooncake is built for a CUDA that this machine lacks. Install the one without CUDA: "
                 f"pip uninstall -y {' '.join(DISTRIBUTIONS)} && {_INSTALL}"
             )
         else:
@@ -89,35 +89,35 @@ def check_library() -> Any:
 
 
 def master_path() -> Path:
-    """Where the installed ``mooncake_master`` is; it comes with the wheel, and need not be on the PATH.
+    """The path of the installed ``mooncake_master``. It comes with the wheel, and need not be on the PATH.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The wheel has none.
     """
     spec = util.find_spec("mooncake")
     for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder) / "mooncake_master"
         if path.is_file():
             return path
-    raise ConfigError("the installed Mooncake has no mooncake_master.", hint=f"Install one that has: {_INSTALL}")
+    raise ConfigError("the installed Mooncake has no mooncake_master.", hint=f"Install one that has it: {_INSTALL}")
 
 
 def check_master() -> None:
-    """``mooncake_master`` is there and may be executed."""
+    """Checks that ``mooncake_master`` exists and is executable."""
     path = master_path()
     if not os.access(path, os.X_OK):
         raise ConfigError(
-            f"{path} is not executable (mode {path.stat().st_mode & 0o777:o}).", hint=f"Mend it: chmod +x {path}"
+            f"{path} is not executable (mode {path.stat().st_mode & 0o777:o}).", hint=f"Run: chmod +x {path}"
         )
 
 
 def check_rdma(devices: Sequence[str] = ()) -> None:
-    """This machine has RDMA devices, the named ones among them.
+    """Checks that this machine has RDMA devices, including the named ones.
 
-    Mooncake itself, asked for ``rdma`` where there is none, reports success and uses TCP.
+    Without devices, Mooncake itself would report success and use TCP.
 
     Args:
-        devices: Names; none: any device will do.
+        devices: Names; empty: any device is enough.
     """
     there = sorted(each.name for each in _DEVICES.iterdir()) if _DEVICES.is_dir() else []
     missing = [name for name in devices if name not in there]
@@ -130,12 +130,12 @@ def check_rdma(devices: Sequence[str] = ()) -> None:
 
 
 class NodeMemory(NamedTuple):
-    """A node's memory, and what is about to be taken of it.
+    """A node's available memory, and the storage units that will use it.
 
     Attributes:
-        node: What a message calls it.
-        available_bytes: What is available.
-        num_units: Storage units that run there.
+        node: Its name in messages.
+        available_bytes: Available memory.
+        num_units: Storage units on the node.
     """
 
     node: str
@@ -146,13 +146,13 @@ class NodeMemory(NamedTuple):
 def check_memory(
     nodes: Sequence[NodeMemory], *, segment_size_bytes: int, local_buffer_size_bytes: int, clients_per_node: int
 ) -> None:
-    """Every node has the memory for its units' segments and its clients' buffers.
+    """Checks that every node has the memory for its units' segments and its clients' buffers.
 
     Args:
         nodes: The nodes with units.
         segment_size_bytes: Per unit.
         local_buffer_size_bytes: Per client.
-        clients_per_node: Clients to expect on a node.
+        clients_per_node: Expected clients on a node.
     """
     for node in nodes:
         segments = node.num_units * segment_size_bytes
@@ -168,7 +168,7 @@ def check_memory(
 
 
 def available_memory_bytes() -> int:
-    """Memory that this process may still take: what the kernel has available, within the limits of its cgroups."""
+    """Memory that this process can still take: what the kernel has available, within the limits of its cgroups."""
     meminfo = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
     available = int(meminfo.split()[0]) * 1024
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
@@ -191,7 +191,7 @@ def _cgroups() -> list[Path]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """File pages that count as used although the kernel drops them on demand."""
+    """Bytes of file pages that count as used, although the kernel can drop them at any time."""
     for line in (folder / "memory.stat").read_text().splitlines():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file"):

@@ -1,4 +1,4 @@
-"""`QueueBackend`: the ledger inside TransferQueue's controller; `TQSimpleBackend`: the rows in its storage units."""
+"""`QueueBackend`: the ledger in TransferQueue's controller. `TQSimpleBackend`: also the rows in its storage units."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COLUMN = "dataplane"
 
 
 class QueueBackend(RowStoreBackend, Generic[_Engine]):
-    """A backend whose ledger lives in a TransferQueue controller. ``Config`` derives from `QueueConfig`."""
+    """A backend whose ledger runs in a TransferQueue controller. ``Config`` derives from `QueueConfig`."""
 
     scope = Scope.CLUSTER
     opens_in_forks = False
@@ -45,7 +45,7 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
     @classmethod
     @abstractmethod
     def _engine_class(cls) -> type[_Engine]:
-        """The engine; imported here, so that the backend's class can be read without Ray."""
+        """The engine's class. Imported only here, so that importing the backend does not import Ray."""
 
     @classmethod
     def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
@@ -69,12 +69,12 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
             service = functools.partial(LedgerService, self.config.capacity_bytes)
             self._engine = engine_class.bootstrap(self.config, service, timeout_s=left_s(deadline))
         else:
-            # waits by itself, since each new try would connect this process to Ray again
+            # the engine waits itself: each new try would connect this process to Ray again
             wait_s = self.attach_wait_s
             self._engine = engine_class.attach(self.config, timeout_s=left_s(deadline), wait_s=wait_s)
 
     def stop(self) -> None:
-        """Ends the connection and, where this client started the instance, the instance."""
+        """Ends the connection; also ends the instance if this client started it."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -84,7 +84,7 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
         return reply
 
     def _new_write_id(self) -> None:
-        """The ledger's numbers: TransferQueue knows rows by 64 bits, and its controller lives and dies with them."""
+        """None: the ledger numbers the writes. Handles have only 64 bits, and no write outlives the ledger."""
 
     def _connected(self) -> _Engine:
         if self._engine is None:
@@ -93,7 +93,7 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
 
 
 class TQSimpleBackend(QueueBackend["Engine"]):
-    """Every client of an instance speaks to one controller and its storage units, from any node of the Ray cluster."""
+    """All clients of an instance connect to one controller and its storage units, from any node of the Ray cluster."""
 
     Config = TQSimpleConfig
 
@@ -117,5 +117,5 @@ class TQSimpleBackend(QueueBackend["Engine"]):
 
 
 def left_s(deadline: float) -> float:
-    """Seconds until a deadline on `time.monotonic`'s clock; 0 where it has passed."""
+    """Seconds until a deadline on `time.monotonic`'s clock; 0 if it has passed."""
     return max(0.0, deadline - time.monotonic())

@@ -1,9 +1,9 @@
-"""The Ray side of an instance: its actors, their names, their life and death.
+"""The Ray side of an instance: starts, names, finds, watches and ends its actors.
 
-An instance is one TransferQueue controller and its storage units: named Ray actors of the process that bootstrapped
-them, in the namespace ``dataplane``. They are not detached. Ray ends them when that process closes its client, exits or
-crashes, so nothing outlives its owner; other jobs reach them by name all the same. What a unit is, a subclass of
-`Instance` says, so that packages with a storage of their own build on this one.
+An instance is one TransferQueue controller and its storage units. They are named Ray actors in the namespace
+``dataplane``, owned by the process that bootstrapped them. They are not detached: Ray ends them when that process
+closes its client, exits or crashes. Other jobs reach them by name. A subclass of `Instance` says what a storage unit
+is, so a package with another storage can build on this one.
 
 Importing this module imports Ray and TransferQueue.
 """
@@ -40,21 +40,23 @@ from dataplane_tq_simple._sampler import LedgerSampler
 from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig
 
-__all__ = ["ActorWatch", "Instance", "RaySession", "check_cpus", "get_within", "refuse_cpus"]
+__all__ = ["ActorWatch", "Instance", "RaySession", "check_cpus", "cpu_error", "get_within"]
 
 NAMESPACE = "dataplane"
 
-# Settings of TransferQueue in the processes that an instance starts; a value in the bootstrapping client's environment
-# wins. A unit moves bytes and computes nothing, so one torch thread is enough, and more than the node has cores cost a
-# warning per request. The performance log would come to every driver's output each five minutes. Ray gives its workers
-# the priority of background work, so that calls would wait for whatever else is busy on the node.
+# Environment variables of the processes that an instance starts. A value in the bootstrapping client's environment
+# wins.
+# - A unit moves bytes and computes nothing: one torch thread is enough. With more threads than cores, TransferQueue
+#   warns at every request.
+# - TransferQueue would print its performance log in every driver every five minutes.
+# - Ray runs its workers at low priority: calls would wait for any other work on the node.
 _ACTOR_ENV = {"TQ_NUM_THREADS": "1", "TQ_PERF_LOG_FLUSH_INTERVAL": "1000000000", "RAY_worker_niceness": "0"}
 
-# How long after a process ended Ray may still count its CPUs as taken, or its name as used.
+# Seconds after the end of a process in which Ray may still count its CPUs or its name as used.
 _SETTLE_S = 5.0
 
-# How long Ray may take to end actors, and to end a connection, before it is left to itself: its calls wait for a head
-# that is dead.
+# Seconds that Ray may take to end actors, and to end a connection. After that, this process goes on without an answer:
+# the calls would wait for a dead head node.
 _END_ACTORS_S = 2 * _SETTLE_S
 _DISCONNECT_S = 15.0
 
@@ -62,15 +64,15 @@ _DISCONNECT_S = 15.0
 class Controller(TransferQueueController.__ray_metadata__.modified_class):  # type: ignore[misc]
     """TransferQueue's controller as an importable class.
 
-    A worker process that imports it imports dataplane_core first, so it starts without torch's compiler.
+    A worker process that imports it imports dataplane_core first, which keeps torch's compiler from loading.
     """
 
 
 class RaySession:
     """This process's connection to Ray, shared by the engines in it.
 
-    The engine that finds Ray uninitialised initialises it; the last engine to release such a connection shuts it down.
-    A connection that somebody else made is left alone.
+    The first engine initialises Ray if it is not initialised. The last engine to release that connection shuts it down.
+    A connection that other code made is never shut down.
     """
 
     _lock = threading.Lock()
@@ -118,7 +120,7 @@ class RaySession:
             options.update(num_cpus=config.ray_num_cpus, include_dashboard=False)
         try:
             if address not in ("local", "auto"):
-                # Ray itself tries an address where nobody listens for longer than a caller may want to wait.
+                # Ray itself keeps trying an address where nobody listens, for longer than callers want to wait.
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
             ray.init(**options)
@@ -137,13 +139,13 @@ class RaySession:
             RaySession._num_users -= 1
             if RaySession._num_users == 0 and ray.is_initialized() and RaySession._ours == _connection():
                 RaySession._ours = None
-                # waits for its processes, else one that takes its time is never waited for
+                # wait for its processes, so that none is left behind
                 shutdown = functools.partial(ray.shutdown, wait_for_processes=True)
                 end_within(_DISCONNECT_S, "end its connection", shutdown)
 
 
 def _connection() -> tuple[str, str]:
-    """What tells this process's connection to Ray from any other it had or will have."""
+    """Identifies this process's connection to Ray: another connection has another job id."""
     context = ray.get_runtime_context()
     return str(context.gcs_address), str(context.get_job_id())
 
@@ -151,7 +153,7 @@ def _connection() -> tuple[str, str]:
 def _check_same_cluster(config: QueueConfig) -> None:
     _, _, wanted = (config.ray_address or "").rpartition(":")
     here = ray.get_runtime_context().gcs_address
-    # Hosts have many names; a cluster on another port is another cluster for certain.
+    # A host has many names, so only the ports are compared: another port is certainly another cluster.
     if wanted.isdigit() and not here.endswith(f":{wanted}"):
         raise ConfigError(
             f"ray_address is {config.ray_address!r}, but this process is connected to the Ray cluster at {here!r}. "
@@ -166,15 +168,15 @@ class Instance(ABC):
     Attributes:
         config: The options that it was bootstrapped with.
         controller: The controller.
-        units: The storage units; handle h lives on number ``h % len(units)``, where handles are spread so.
-        details: What else attaching clients must know; picklable.
+        units: The storage units. In ``tq_simple``, handle h is on unit ``h % len(units)``.
+        details: Further values for attaching clients; picklable.
     """
 
-    #: What the names of the actors start with; instances with different kinds of units may have equal names.
+    #: What the names of the actors start with, so that instances of different backends may have equal names.
     prefix: ClassVar[str]
     #: The distribution that must be installed on every node.
     distribution: ClassVar[str]
-    #: Changes when clients of different versions of the distribution could no longer share an instance.
+    #: A number that changes when clients of different versions of the distribution cannot share an instance.
     protocol: ClassVar[int]
 
     def __init__(self, config: Any, controller: Peer, units: Sequence[Peer], handles: dict[str, Any]):
@@ -184,12 +186,12 @@ class Instance(ABC):
         self.details: dict[str, Any] = {}
         self._handles = handles
 
-    # --- what a kind of unit supplies --------------------------------------------------------------------------------
+    # --- what a subclass supplies -----------------------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
     def _unit_class(cls) -> type:
-        """The class of the units' actors: importable, so that a worker reads its own environment."""
+        """The class of the units' actors. It must be importable, so that a worker reads its own environment."""
 
     @classmethod
     @abstractmethod
@@ -199,36 +201,36 @@ class Instance(ABC):
     @staticmethod
     @abstractmethod
     def _ask_unit(handle: Any) -> Any:
-        """Asks a unit for its address: a reference to what `_unit_address` takes."""
+        """Asks a unit for its address. Returns a Ray reference to the answer, for `_unit_address`."""
 
     @staticmethod
     @abstractmethod
     def _unit_address(answer: Any) -> tuple[str, int]:
-        """Its address and port in that answer."""
+        """The unit's address and port in that answer."""
 
     def _prepare(self, answers: Sequence[Any], deadline: float) -> None:  # noqa: B027  (most units need nothing)
-        """Called once the actors run, by the process that started them, with the units' answers."""
+        """Called by the bootstrapping process when the actors run, with the units' answers."""
 
     # --- bootstrapping -----------------------------------------------------------------------------------------------
 
     @classmethod
     def start(cls, config: Any, service_factory: Callable[[], object], *, deadline: float) -> Self:
-        """Starts the actors and waits until they run. Not yet visible to attaching clients: see `publish`.
+        """Starts the actors and waits until they run. Clients can attach only after `publish`.
 
         Args:
             config: The options.
             service_factory: See `LedgerSampler`.
-            deadline: Reading of ``time.monotonic()`` by which they must run.
+            deadline: On `time.monotonic`'s clock, in seconds.
 
         Raises:
-            AlreadyRunningError: The name is taken.
+            AlreadyRunningError: An instance of that name runs.
             BackendUnavailableError: The cluster lacks the configured CPUs, or an actor failed to start.
-            OperationTimeoutError: They did not start in time.
+            OperationTimeoutError: The actors did not start in time.
             ConfigError: A process announces an address that other nodes cannot reach.
             DataPlaneError: What `_prepare` raises.
         """
         check_cpus(config, deadline)
-        cls._refuse_remains(config, deadline)
+        cls._refuse_if_running_or_broken(config, deadline)
         env = {"env_vars": {name: os.environ.get(name, value) for name, value in _ACTOR_ENV.items()}}
         common = {"namespace": NAMESPACE, "max_restarts": 0, "runtime_env": env}
         handles: dict[str, Any] = {}
@@ -245,7 +247,7 @@ class Instance(ABC):
                 unit = unit_class.options(
                     name=name,
                     num_cpus=config.unit_num_cpus,
-                    # a unit that reserves nothing fits any node; one that does may have to go where there is room
+                    # soft: a unit that reserves CPUs may have to go to another node
                     scheduling_strategy=NodeAffinitySchedulingStrategy(
                         nodes[index % len(nodes)], soft=config.unit_num_cpus > 0
                     ),
@@ -274,10 +276,10 @@ class Instance(ABC):
         return instance
 
     @classmethod
-    def _refuse_remains(cls, config: QueueConfig, deadline: float) -> None:
-        """Raises where the controller of an instance of this name is dead, but its units live on with their owner.
+    def _refuse_if_running_or_broken(cls, config: QueueConfig, deadline: float) -> None:
+        """Raises if an instance of this name runs, or if its controller is dead but its units still run.
 
-        After the death of the owner they follow within seconds, and are waited for.
+        When the owner has died, Ray ends the units within seconds. So this waits a little for them.
         """
         name = cls._controller_name(config)
         controller = _lookup(name)
@@ -295,7 +297,7 @@ class Instance(ABC):
 
     @classmethod
     def _wait_for_start(cls, config: QueueConfig, handles: dict[str, Any], deadline: float) -> list[Any]:
-        """What the controller and the units say of themselves, once they run."""
+        """Waits for the controller and the units, and returns their answers."""
         controller, *units = handles.items()
         refs = {controller[0]: controller[1].get_zmq_server_info.remote()}
         refs |= {name: cls._ask_unit(handle) for name, handle in units}
@@ -305,7 +307,7 @@ class Instance(ABC):
         try:
             infos = {ref: ray.get(ref, timeout=0) for ref in started}
         except ray.exceptions.RayError as error:
-            raise _own_error(error) or BackendUnavailableError(
+            raise _data_plane_error(error) or BackendUnavailableError(
                 f"a process of instance {config.instance!r} failed to start: {str(error).strip()}",
                 hint=f"{cls.distribution} must be installed, in this version, on every node of the Ray cluster.",
             ) from error
@@ -319,7 +321,7 @@ class Instance(ABC):
         return [infos[ref] for ref in refs.values()]
 
     def publish(self, *, deadline: float) -> None:
-        """Makes the instance known to attaching clients."""
+        """Makes the instance visible to attaching clients."""
         description = {
             "protocol": self.protocol,
             "config": self.config.model_dump(),
@@ -331,7 +333,7 @@ class Instance(ABC):
         get_within(controller.store_config.remote(description), "publish the instance", deadline)
 
     def stop(self) -> None:
-        """Ends the actors, and waits a little until Ray has noticed. For the process that started them."""
+        """Ends the actors, and waits a little until Ray has freed their names. For the process that started them."""
         if ray.is_initialized():
             _kill(self._handles)
 
@@ -343,11 +345,11 @@ class Instance(ABC):
 
         Args:
             config: Names it.
-            deadline: Reading of ``time.monotonic()`` by which it must be found.
-            wait_s: How long to wait for one that is not there yet, in seconds.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            wait_s: How long to wait for an instance that does not exist yet, in seconds.
 
         Raises:
-            BackendUnavailableError: There is none, or its storage units are gone.
+            BackendUnavailableError: There is no such instance, or its storage units are gone.
             OperationTimeoutError: Its controller does not answer, or never became ready.
         """
         name = cls._controller_name(config)
@@ -359,10 +361,10 @@ class Instance(ABC):
                 what = f"attach to instance {config.instance!r}: ask its controller for the configuration"
                 try:
                     description = get_within(controller.get_config.remote(), what, deadline)
-                    wait_until = deadline  # it is there; now only the bootstrapping client can be slow
+                    wait_until = deadline  # it exists: wait for the bootstrapping client to publish it
                 except BackendUnavailableError:
-                    controller = None  # its last moments: Ray forgets a dead actor's name a little later
-                    wait_until = give_up  # whoever bootstrapped may be dead as well
+                    controller = None  # it has just died: Ray keeps its name a little longer
+                    wait_until = give_up  # the bootstrapping client may be dead too
             if description is not None:
                 break
             if time.monotonic() >= wait_until:
@@ -392,9 +394,7 @@ class Instance(ABC):
     def _not_found(cls, config: QueueConfig, *, starting: bool) -> DataPlaneError:
         where = f"the Ray cluster at {ray.get_runtime_context().gcs_address!r}"
         if starting:
-            return OperationTimeoutError(
-                f"instance {config.instance!r} on {where} was still starting when time was up."
-            )
+            return OperationTimeoutError(f"instance {config.instance!r} on {where} was still starting at the deadline.")
         running = sorted(
             actor["name"].removeprefix(cls.prefix)
             for actor in ray.util.list_named_actors(all_namespaces=True)
@@ -410,12 +410,12 @@ class Instance(ABC):
         return f"{cls.prefix}{config.instance}"
 
     def watch(self, peers: Sequence[Peer]) -> ActorWatch:
-        """Looks after some of the actors while an exchange waits for them."""
+        """A watch over some of the actors, for an exchange that waits for them."""
         return ActorWatch(self.config.instance, [(peer, self._handles[peer.actor]) for peer in peers])
 
 
 class ActorWatch:
-    """Asks Ray, on the side, whether actors that owe an answer are alive."""
+    """Asks Ray whether actors are alive, while an exchange waits for their replies."""
 
     def __init__(self, instance: str, actors: Sequence[tuple[Peer, Any]]) -> None:
         self._instance = instance
@@ -423,7 +423,7 @@ class ActorWatch:
         self._alive: list[Peer] = []
         self._connected = ray.is_initialized()
         if self._connected:
-            with contextlib.suppress(ray.exceptions.RayError):  # then the deadline decides alone
+            with contextlib.suppress(ray.exceptions.RayError):  # then only the deadline ends the wait
                 self._asked = {peer: handle.__ray_ready__.remote() for peer, handle in actors}
 
     def check(self) -> None:
@@ -436,7 +436,7 @@ class ActorWatch:
                 ray.get(self._asked.pop(peer), timeout=0)
                 self._alive.append(peer)
             except ray.exceptions.ActorUnavailableError:
-                continue  # may come back: left to the deadline
+                continue  # it may come back before the deadline
             except ray.exceptions.RayActorError as error:
                 raise BackendUnavailableError(
                     f"the {peer.name} of instance {self._instance!r} is dead: {_cause(error)}",
@@ -454,21 +454,21 @@ class ActorWatch:
     def describe(self) -> str:
         """What is known, as a sentence."""
         if not self._connected:
-            return "This process is no longer connected to Ray, so whether they are alive is not known."
+            return "This process is no longer connected to Ray, so it cannot tell whether they are alive."
         if self._asked:
             names = ", ".join(peer.name for peer in self._asked)
-            return f"The {names} did not answer Ray either: stopped, overloaded, or on a node that is unreachable."
+            return f"The {names} did not answer Ray either: stopped, overloaded, or on an unreachable node."
         if not self._alive:
             return "Ray knows nothing about them at the moment."
         names = ", ".join(peer.name for peer in self._alive)
-        return f"The process of the {names} is alive: busy with other requests, or cut off from this one's network."
+        return f"The process of the {names} is alive, but busy with other requests or not reachable from this process."
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def _cause(error: BaseException) -> str:
-    """The one line of a Ray error that says why; the rest repeats names and advice."""
+    """The line of a Ray error that gives the reason. The other lines repeat names and advice."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -476,8 +476,8 @@ def _cause(error: BaseException) -> str:
     return (why or lines or [type(error).__name__])[0]
 
 
-def _own_error(error: BaseException) -> DataPlaneError | None:
-    """The error of ours that an actor's method raised, if it is one."""
+def _data_plane_error(error: BaseException) -> DataPlaneError | None:
+    """The `DataPlaneError` that an actor's method raised, or None if it raised another exception."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, DataPlaneError) else None
 
@@ -490,19 +490,19 @@ def _lookup(name: str) -> Any | None:
 
 
 def get_within(ref: Any, what: str, deadline: float) -> Any:
-    """``ray.get`` of one or several references within the deadline, its failures as errors of ours."""
+    """``ray.get`` of one or several references before the deadline. Raises `DataPlaneError`s."""
     try:
         return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
     except ray.exceptions.GetTimeoutError as error:
         raise OperationTimeoutError(f"{what}: no answer in time.") from error
     except ray.exceptions.RayError as error:
-        raise _own_error(error) or BackendUnavailableError(f"{what}: {_cause(error)}") from error
+        raise _data_plane_error(error) or BackendUnavailableError(f"{what}: {_cause(error)}") from error
 
 
 def _nodes_for_units() -> list[str]:
-    """The nodes that units are dealt to in turn, this one first. Not those that were given no CPUs to keep work away.
+    """The nodes that get the units in turn, this node first. Without nodes that have no CPUs, if others have.
 
-    Ray's own spreading looks at the resources in use, and units reserve none.
+    Ray's own spread strategy looks at the reserved resources, but units reserve none.
     """
     here = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -511,7 +511,7 @@ def _nodes_for_units() -> list[str]:
 
 
 def _create(config: QueueConfig, name: str, create: Callable[[], Any], deadline: float) -> Any:
-    """Creates a named actor. Waits while the name is still held by one that has just died."""
+    """Creates a named actor. Waits while an actor that has just died still holds the name."""
     while True:
         try:
             return create()
@@ -546,7 +546,7 @@ def _is_dead(actor: Any, deadline: float) -> bool:
 
 
 def check_cpus(config: QueueConfig, deadline: float) -> None:
-    """Says at once, with numbers, that the CPUs are not there: Ray itself would wait for them without a word.
+    """Raises at once, with numbers, if the CPUs are missing. Ray itself would wait for them silently.
 
     Raises:
         BackendUnavailableError: The cluster that this process is connected to lacks them.
@@ -554,7 +554,7 @@ def check_cpus(config: QueueConfig, deadline: float) -> None:
     wait_until = min(deadline, time.monotonic() + _SETTLE_S)
     while True:
         total = ray.cluster_resources().get("CPU", 0.0)
-        refused = refuse_cpus(config, ray.available_resources().get("CPU", 0.0), total, "the Ray cluster has")
+        refused = cpu_error(config, ray.available_resources().get("CPU", 0.0), total, "the Ray cluster has")
         if refused is None:
             return
         if not refused.retryable or time.monotonic() >= wait_until:
@@ -562,8 +562,8 @@ def check_cpus(config: QueueConfig, deadline: float) -> None:
         time.sleep(0.2)
 
 
-def refuse_cpus(config: QueueConfig, free: float, total: float, whose: str) -> BackendUnavailableError | None:
-    """What is wrong where an instance needs more logical CPUs than there are, if anything."""
+def cpu_error(config: QueueConfig, free: float, total: float, whose: str) -> BackendUnavailableError | None:
+    """The error if an instance needs more logical CPUs than are free, else None."""
     needed = config.controller_num_cpus + config.num_storage_units * config.unit_num_cpus
     if free >= needed:
         return None

@@ -1,4 +1,4 @@
-"""What `dataplane doctor tq_simple` looks at: the engine's packages, and the Ray that an instance would live on."""
+"""What `dataplane doctor tq_simple` checks: the engine's packages, and the Ray that an instance would run on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _packages() -> Iterator[Finding]:
                 hint = f"Install the system package that brings {library}."
             yield Finding.error(f"{module} cannot be imported: {type(error).__name__}: {error}", hint)
             return
-    # the engine's internals are used, so it is pinned
+    # this package uses TransferQueue's internals, so its version is pinned
     pins = [line for line in metadata.requires(_DISTRIBUTION) or () if line.lower().startswith(f"{_ENGINE}==".lower())]
     expected, found = pins[0].partition("==")[2], metadata.version(_ENGINE)
     if found != expected:
@@ -55,13 +55,15 @@ def _packages() -> Iterator[Finding]:
 
 
 def _local(config: QueueConfig) -> Finding:
-    from dataplane_tq_simple._cluster import refuse_cpus
+    from dataplane_tq_simple._cluster import cpu_error
 
     cpus = len(os.sched_getaffinity(0)) if config.ray_num_cpus is None else config.ray_num_cpus
-    refused = refuse_cpus(config, cpus, cpus, "a local Ray has")
+    refused = cpu_error(config, cpus, cpus, "a local Ray has")
     if refused is not None:
         return Finding.error(refused.message, refused.hint)
-    return Finding.ok(f"No cluster is configured: connect starts a local Ray of {cpus} logical CPUs, or uses its own.")
+    return Finding.ok(
+        f"No cluster is configured: connect uses the process's own Ray, or starts a local Ray of {cpus} logical CPUs."
+    )
 
 
 def _running(config: QueueConfig, deadline: float) -> Iterator[Finding]:
@@ -90,7 +92,7 @@ def _running(config: QueueConfig, deadline: float) -> Iterator[Finding]:
         announced = check_announced_address(
             address, "Ray", "Start Ray on this node with an address of its own: ray start --node-ip-address=ADDRESS"
         )
-        if announced.level is not Level.WARNING or len(nodes) > 1:  # on one node, loopback does
+        if announced.level is not Level.WARNING or len(nodes) > 1:  # on one node, loopback is enough
             yield announced
     finally:
         session.release()

@@ -1,7 +1,7 @@
 """The engine of ``tq_simple``: rows of bytes in the storage units of an instance.
 
-What the rows mean, which of them exist and who may have them is the affair of the service in the controller. The engine
-moves bytes, bounds every operation in time, and turns what goes wrong into errors that say what happened.
+The service in the controller knows what the rows mean, which of them exist and who may have them. The engine only moves
+bytes. It gives every operation a deadline, and turns failures into clear errors.
 
 Importing this module imports Ray and TransferQueue (`dataplane_tq_simple` itself does not).
 """
@@ -23,8 +23,8 @@ from dataplane_tq_simple._units import SimpleStorageInstance
 
 __all__ = ["Engine"]
 
-# What a row is taken to hold until an engine has seen some, in bytes.
-_USUAL_ROW_BYTES = 32 * 1024
+# Assumed size of a row in bytes, until an engine has read some.
+_ASSUMED_ROW_BYTES = 32 * 1024
 
 
 class Engine(QueueEngine):
@@ -34,7 +34,7 @@ class Engine(QueueEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._row_bytes: float = _USUAL_ROW_BYTES
+        self._row_bytes: float = _ASSUMED_ROW_BYTES
 
     def put_rows(
         self,
@@ -47,19 +47,19 @@ class Engine(QueueEngine):
     ) -> None:
         """Stores rows of bytes. Returns when every unit has confirmed its rows.
 
-        If it raises, some of the rows may be stored, or may yet be (a unit that was stopped carries out what it had
-        received when it goes on). Never commit their handles then; delete them.
+        If it raises, some of the rows may be stored, now or later: a unit that was suspended stores what it had
+        received when it continues. Then do not commit their handles; delete them.
 
         Args:
-            handles: N integers of 0 and more, each used for one put only. Row h goes to unit ``h % num_storage_units``.
-            buffer: The bytes: anything contiguous with the buffer protocol, such as a uint8 array. The caller may reuse
-                it when this returns.
-            offsets: Shape (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``. Rows of length 0 are fine.
+            handles: N integers, 0 or more, each used for one put only. Row h goes to unit ``h % num_storage_units``.
+            buffer: The bytes: any contiguous object with the buffer protocol, such as a uint8 array. The caller may
+                reuse it when this returns.
+            offsets: Shape (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``. Rows may have length 0.
             column: The TransferQueue field to store under; handles of different columns must differ too.
             timeout_s: In seconds.
 
         Raises:
-            InvalidRequestError: Sizes that do not add up.
+            InvalidRequestError: Offsets that do not fit the buffer, or a negative handle.
             CapacityExceededError: A unit holds as many rows as it may.
             BackendError: A unit refused for another reason.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
@@ -77,7 +77,7 @@ class Engine(QueueEngine):
         ):
             raise InvalidRequestError(
                 f"put_rows({len(handles)} rows) refused: offsets of shape {offsets.shape} over {view.nbytes} bytes. "
-                f"Expected {len(handles) + 1} ascending offsets within the buffer, and handles of 0 and more.",
+                f"Expected {len(handles) + 1} ascending offsets within the buffer, and handles of 0 or more.",
             )
         if not len(handles):
             return
@@ -108,11 +108,11 @@ class Engine(QueueEngine):
             timeout_s: In seconds.
 
         Returns:
-            N views, in the order of the handles, to be read only. Each is a part of a larger received message, which
-            lives as long as any view of it: copy what is kept. They are not aligned for any type but bytes.
+            N views, in the order of the handles. Do not write to them. Each is a part of a received message, which
+            stays in memory as long as any view of it: copy what you keep. They are aligned for bytes only.
 
         Raises:
-            RowsGoneError: A row is not there (any more).
+            RowsGoneError: A row does not exist, or no longer.
             BackendError: A unit refused for another reason.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
@@ -121,7 +121,7 @@ class Engine(QueueEngine):
         rows: list[Any] = [None] * num_rows
         if not num_rows:
             return rows
-        # How large these rows are only their unit knows; those of the last read are the best guess.
+        # Only the unit knows the size of its rows: assume the mean size of the last read.
         chunk_rows = max(1, int(self.config.chunk_size_bytes / self._row_bytes))
 
         def request(unit: Peer, chunk: _wire.Chunk) -> Request:
@@ -139,7 +139,7 @@ class Engine(QueueEngine):
         return rows
 
     def delete_rows(self, handles: Sequence[int] | npt.NDArray[np.int64], *, timeout_s: float) -> None:
-        """Deletes rows, in all columns, and frees their memory in the units. Handles that are not there are ignored.
+        """Deletes rows, in all columns, and frees their memory in the units. Ignores handles of rows that do not exist.
 
         Args:
             handles: Row handles.

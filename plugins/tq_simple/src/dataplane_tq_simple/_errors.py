@@ -1,4 +1,4 @@
-"""Errors that the engine raises besides those of core."""
+"""The engine's own error."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["RowsGoneError"]
 
 
 class RowsGoneError(DataPlaneError, KeyError):
-    """A storage unit does not hold some of the row handles that were read.
+    """A storage unit does not hold some of the rows that were read.
 
-    Handles are never used twice, so this means deleted (or never written), not wrong data: ask the controller anew
-    where the samples are and read again.
+    Handles are never used twice: the rows were deleted, or never written. Ask the controller again where the samples
+    are, and read again.
 
     Attributes:
-        handles: The handles that the failed request asked one unit for; at least one of them is not there.
+        handles: All handles of the failed request to one unit; at least one of them is missing.
     """
 
     default_retryable = True

@@ -1,11 +1,11 @@
-"""Requests and replies over ZeroMQ, every one bounded in time.
+"""Requests and replies over ZeroMQ, each with a deadline.
 
 TransferQueue's own clients wait for replies without a limit, retry on a schedule of their own, and reset torch's thread
-count around each request. So the engine talks to TransferQueue's sockets itself: plain blocking sockets, polled against
-a deadline by the calling thread. There is no event loop and no thread to hang or to hand over to.
+count around each request. So the engine talks to TransferQueue's sockets itself: the calling thread polls plain
+blocking sockets until a deadline. There is no event loop and no extra thread.
 
-A reply carries no mark of its request, so a socket belongs to one exchange at a time, and one whose exchange did not
-end well is closed: a late reply cannot be taken for another's.
+A reply does not name its request. So a socket belongs to one exchange at a time, and is closed if that exchange fails:
+otherwise the next exchange could read a late reply as its own.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["Exchange", "Peer", "Request", "Watch"]
 
 zmq: Any = _zmq  # its type stubs are partial
 
-# How often a waiting exchange looks whether the engine was closed, in seconds.
+# Seconds between two checks of a waiting exchange whether the engine was closed.
 _POLL_S = 0.1
-# Requests that one exchange has in flight to one peer. Replies come in the order of the requests.
+# Requests in flight from one exchange to one peer. Replies arrive in the order of the requests.
 _WINDOW = 4
 # Idle sockets kept per peer.
 _MAX_IDLE = 8
@@ -39,7 +39,7 @@ class Peer(NamedTuple):
     """A process that answers requests.
 
     Attributes:
-        name: What messages call it: ``controller``, ``storage unit 0``.
+        name: Its name in messages: ``controller``, ``storage unit 0``.
         actor: Its Ray actor name.
         ip: Its address.
         port: Its port.
@@ -65,21 +65,21 @@ class Request(NamedTuple):
 
 
 class Watch(Protocol):
-    """Looks after the peers of an exchange that has to wait."""
+    """Checks whether the peers of a waiting exchange are alive."""
 
     def check(self) -> None:
         """Called several times a second. Must not block. Raises `BackendUnavailableError` if a peer is dead."""
 
     def describe(self) -> str:
-        """What is known about the peers, as a sentence for the error when time is up."""
+        """What is known about the peers, as a sentence for the timeout's error."""
 
 
 class Exchange:
     """Sends requests to peers and waits for their replies. Thread-safe.
 
     Args:
-        watch: Makes a `Watch` of the peers that an exchange waits for. Called only by exchanges that wait long.
-        patience_s: How long an exchange waits before it starts to watch its peers, in seconds.
+        watch: Makes a `Watch` of the peers that an exchange waits for. Called after ``patience_s``.
+        patience_s: Seconds without a reply after which an exchange starts to watch its peers.
     """
 
     def __init__(self, watch: Callable[[Sequence[Peer]], Watch], *, patience_s: float = 1.0) -> None:
@@ -97,21 +97,21 @@ class Exchange:
         self._num_sockets = 0
 
     def run(self, what: str, requests: Sequence[tuple[Peer, Sequence[Request]]], *, timeout_s: float) -> None:
-        """Sends every peer its requests in order, and waits until all are answered.
+        """Sends each peer its requests in order, and waits for all replies.
 
         Args:
             what: The operation, for messages: ``put_rows(512 rows)``.
-            requests: The peers, each at most once, and the requests to each.
-            timeout_s: For all of it, in seconds.
+            requests: The peers, each at most once, with the requests to each.
+            timeout_s: For the whole exchange, in seconds.
 
         Raises:
-            OperationTimeoutError: Not all replies came in time. The requests may have been carried out or not.
+            OperationTimeoutError: Not all replies arrived in time. The requests may have been executed or not.
             BackendUnavailableError: A peer is dead, or cannot be reached.
-            ClientClosedError: `close` was called, before or meanwhile.
+            ClientClosedError: `close` was called before or during the exchange.
             DataPlaneError: Raised by an ``on_reply``.
         """
         if timeout_s <= 0:
-            raise OperationTimeoutError(f"{what}: time was up before it began. Nothing was sent.")
+            raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
         deadline = time.monotonic() + timeout_s
         with ExitStack() as leases:
             lanes = [_Lane(peer, leases.enter_context(self._lease(peer)), work) for peer, work in requests if work]
@@ -150,13 +150,13 @@ class Exchange:
     def _out_of_time(self, what: str, waiting: list[_Lane], watch: Watch | None, timeout_s: float) -> Exception:
         names = ", ".join(lane.peer.name for lane in waiting)
         return OperationTimeoutError(
-            f"{what}: no answer within {timeout_s:.3g} s from the {names}. It may have been carried out or not.",
+            f"{what}: no answer within {timeout_s:.3g} s from the {names}. It may have been executed or not.",
             hint=watch.describe() if watch else None,
         )
 
     @contextmanager
     def _lease(self, peer: Peer) -> Iterator[Any]:
-        """A socket to ``peer`` for one exchange; it is kept for the next only if this one ends without an error."""
+        """A socket to ``peer`` for one exchange. It is kept for reuse only if this exchange ends without an error."""
         with self._lock:
             if self._closed:
                 raise _closed_error(f"a request to the {peer.name}")
@@ -209,7 +209,7 @@ class Exchange:
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """Ends the exchanges that are running with `ClientClosedError`, and frees the sockets. Idempotent.
+        """Ends running exchanges with `ClientClosedError`, and frees the sockets. Idempotent.
 
         In a fork it does nothing: the sockets are the parent's.
         """
@@ -229,7 +229,7 @@ class Exchange:
 
 
 class _Lane:
-    """The requests of one exchange to one peer, and how far they are."""
+    """The requests of one exchange to one peer: how many are sent, and how many are answered."""
 
     def __init__(self, peer: Peer, socket: Any, requests: Sequence[Request]) -> None:
         self.peer = peer
@@ -250,11 +250,11 @@ class _Lane:
             self._num_sent += 1
 
     def receive(self) -> None:
-        """Takes one reply that is there, and sends what may now be sent."""
+        """Receives one reply that has arrived, and sends the next request."""
         frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         request = self._requests[self._num_answered]
         self._num_answered += 1
-        self.send()  # before the reply is looked at: the peer works meanwhile
+        self.send()  # before the reply is read: the peer works on it meanwhile
         request.on_reply(frames)
 
 

@@ -1,7 +1,6 @@
 """A client's connection to an instance: its life cycle, and calls into the service in TransferQueue's controller.
 
-What the service knows and decides is its own affair. The engine bounds every call in time, and turns what goes wrong
-into errors that say what happened.
+The engine does not know what the service does. It gives every call a deadline, and turns failures into clear errors.
 
 Importing this module imports Ray and TransferQueue (`dataplane_tq_simple` itself does not).
 """
@@ -30,15 +29,15 @@ _logger = logging.getLogger(__name__)
 
 
 class QueueEngine:
-    """One client's connection to an instance: its life, and calls. Thread-safe; not for use after a fork.
+    """One client's connection to an instance. Thread-safe; not usable after a fork.
 
-    Made by `bootstrap` or `attach`; a context manager that closes itself. A subclass says what an instance is, and
-    moves the rows.
+    Made by `bootstrap` or `attach`; a context manager that closes itself. A subclass names the class of the instance,
+    and moves the rows.
 
     Attributes:
-        config: The options of the running instance, which for an attached engine may differ from those given.
-        own: The options given.
-        bootstrapped: Whether this engine started the instance, and so ends it.
+        config: The options of the running instance. For an attached engine they may differ from ``own``.
+        own: The options that this client was given.
+        bootstrapped: Whether this engine started the instance. If so, `close` ends it.
         ray_address: ``host:port`` of the Ray cluster, for clients in processes without Ray.
     """
 
@@ -61,19 +60,19 @@ class QueueEngine:
 
     @classmethod
     def bootstrap(cls, config: Any, service_factory: Callable[[], object], *, timeout_s: float = 120.0) -> Self:
-        """Starts an instance, and a local Ray if this process uses none and no address is configured.
+        """Starts an instance. Also starts a local Ray, if this process has no Ray and no address is configured.
 
         Args:
             config: The options.
-            service_factory: Picklable, called without arguments in the controller's process; its public methods are
-                what `call` reaches. One thread executes all calls, one after the other.
-            timeout_s: For all of it, in seconds. Starting a local Ray is not cut short by it.
+            service_factory: Picklable. Called without arguments in the controller's process, it makes the service whose
+                public methods `call` calls. One thread executes all calls, one after the other.
+            timeout_s: For everything, in seconds. It does not interrupt the start of a local Ray.
 
         Raises:
             AlreadyRunningError: An instance of that name runs on the cluster.
             BackendUnavailableError: No Ray at the address, too few CPUs, or a process that failed to start.
-            OperationTimeoutError: The processes did not start in time. Those that had started were ended.
-            DataPlaneError: What ``service_factory`` raised (wrapped in `BackendError` if it is another exception).
+            OperationTimeoutError: Not all processes started in time. Those that had started were ended.
+            DataPlaneError: What ``service_factory`` raised; any other exception as a `BackendError`.
         """
         deadline = time.monotonic() + timeout_s
         session = RaySession.acquire(config, bootstrap=True, timeout_s=timeout_s)
@@ -98,9 +97,9 @@ class QueueEngine:
         """Connects to a running instance.
 
         Args:
-            config: Names the instance, and the cluster where this process is not connected to one.
+            config: Names the instance, and the cluster if this process is not connected to one.
             timeout_s: In seconds.
-            wait_s: How long to wait for an instance that is not there yet, in seconds, within ``timeout_s``.
+            wait_s: How long to wait for an instance that does not exist yet, in seconds, within ``timeout_s``.
 
         Raises:
             BackendUnavailableError: No Ray, no such instance, or a broken one.
@@ -123,13 +122,13 @@ class QueueEngine:
         return engine
 
     def _join(self, deadline: float) -> None:
-        """Connects to the storage, where that takes more than this class does."""
+        """Connects to the storage, if that takes more than this class does."""
 
     def _leave(self) -> None:
         """Undoes `_join`, before a bootstrapping engine ends the instance. Also called where `_join` failed."""
 
     def _open(self, deadline: float) -> None:
-        """Prepares a fresh controller for calls, and has it build the service."""
+        """Prepares a new controller for calls, and has it make the service."""
         name = self._instance.controller.name
         request = Request(
             functools.partial(_wire.open_partition_request, name),
@@ -141,11 +140,11 @@ class QueueEngine:
         self.call(PING, timeout_s=deadline - time.monotonic())
 
     def close(self) -> None:
-        """Ends this connection; idempotent.
+        """Ends this connection. Idempotent.
 
-        Operations that other threads have running end with `ClientClosedError`. The bootstrapping engine also ends the
-        instance's processes, which invalidates all attached clients, and shuts down the Ray that it started (once the
-        last engine of this process that uses it is closed). An attached engine leaves everything running.
+        Running operations of other threads end with `ClientClosedError`. The bootstrapping engine also ends the
+        instance's processes, after which all attached clients fail. The last engine to close in this process shuts down
+        a Ray that one of them started. An attached engine leaves the instance running.
         """
         with self._close_lock:
             if self._closed:
@@ -176,8 +175,8 @@ class QueueEngine:
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         """Calls a method of the service in the controller. Atomic: calls of all clients run one after the other.
 
-        Not repeated on failure, so a call is executed at most once. A call that the controller gets to only after
-        ``timeout_s`` is not executed any more (as far as the two clocks can be compared: to a network round trip).
+        A call is executed at most once: it is not repeated after a failure. If ``timeout_s`` has passed when the
+        controller receives the call, it does not execute it. The two clocks are compared to within a round trip.
 
         Args:
             method: Name of a public method.
@@ -189,8 +188,8 @@ class QueueEngine:
             What the method returned.
 
         Raises:
-            DataPlaneError: The method's own; any other exception of it as a `BackendError` with its traceback.
-            OperationTimeoutError: No answer in time; the call may have been executed or not.
+            DataPlaneError: What the method raised; any other exception as a `BackendError` with its traceback.
+            OperationTimeoutError: No answer in time. The call may have been executed or not.
             BackendUnavailableError: The controller is dead.
             ClientClosedError: This engine is closed.
         """
@@ -206,18 +205,18 @@ class QueueEngine:
             self._clock.observe(controller_time_s)
             if executed:
                 return result
-            # Thought to be late, by clocks that the reply has set right. It was not executed, so it may be sent again.
+            # The controller took the call for late. The reply has corrected our clock bound, so send the call again.
             if time.monotonic() >= deadline:
                 raise OperationTimeoutError(
-                    f"call {method!r}: the controller got to it only after {timeout_s:g} s, and did not execute it.",
+                    f"call {method!r}: the controller received it only after {timeout_s:g} s, and did not execute it.",
                 )
 
 
 class _ControllerClock:
-    """Translates this process's monotonic clock to the controller's, which may be another machine's.
+    """Translates this process's monotonic clock to the controller's, which may run on another machine.
 
-    Each reply bounds the difference of the two clocks from below. The greatest such bound is used, so a deadline is
-    never translated to a later one. It is encoded over time by more than clocks drift apart.
+    Each reply gives a lower bound of the difference between the two clocks. The greatest bound is used, so a deadline
+    is never translated to a later one. The bound shrinks over time by `_DRIFT`, which is more than clocks drift apart.
     """
 
     _DRIFT = 1e-4
@@ -228,7 +227,7 @@ class _ControllerClock:
         self._observed_at = 0.0
 
     def observe(self, controller_time_s: float) -> None:
-        """Takes the reading in a reply that has just come."""
+        """Learns from the controller's time in a reply that has just arrived."""
         now = time.monotonic()
         with self._lock:
             bound_s = controller_time_s - now
@@ -237,7 +236,7 @@ class _ControllerClock:
             self._bound_s, self._observed_at = bound_s, now
 
     def at_controller(self, time_s: float) -> float | None:
-        """The controller's reading at our ``time_s``, or a little before; None as long as nothing is known."""
+        """The controller's time at our ``time_s``, or a little earlier; None before the first reply."""
         with self._lock:
             if self._bound_s is None:
                 return None

@@ -1,4 +1,4 @@
-"""What Ray does not bound or refuse by itself: calls that wait for a dead head, and its use after a fork."""
+"""Guards around Ray: calls that would wait for a dead head are cut short, and use after a fork is refused."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["end_within", "refuse_fork"]
 
 _logger = logging.getLogger(__name__)
 
-#: Threads that Ray's core runs in every process that is connected; one that is there will do.
-_RAYS_THREADS: Final = frozenset({"worker.io", "gcs_client_io_s", "task_event_buff", "worker.user_obj"})
+#: Threads that Ray's core runs in every connected process. One of them is enough as proof.
+_RAY_THREADS: Final = frozenset({"worker.io", "gcs_client_io_s", "task_event_buff", "worker.user_obj"})
 
-#: Whether this process has used Ray by this package, and whether it was forked from one that had used Ray.
+#: Whether this process has used Ray through this package, and whether it is a fork of a process that used Ray.
 _used = False
 _forked_from_ray = False
 
@@ -34,13 +34,13 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def refuse_fork() -> None:
-    """Refuses the use of Ray in a fork of a process that used it: it has none of the threads that Ray works in.
+    """Refuses the use of Ray in a fork of a process that used it. A fork lacks the threads that Ray needs.
 
     Raises:
-        BackendUnavailableError: This process is one.
+        BackendUnavailableError: This process is such a fork.
     """
     global _used
-    if _forked_from_ray or _lacks_rays_threads():
+    if _forked_from_ray or _ray_threads_are_missing():
         raise BackendUnavailableError(
             f"process {os.getpid()} was forked from one that used Ray, and Ray does not work in a fork: every call "
             "would hang.",
@@ -52,27 +52,27 @@ def refuse_fork() -> None:
     _used = True
 
 
-def _lacks_rays_threads() -> bool:
-    """Whether Ray is connected, but has no thread: so it was before the fork, in a parent without this module."""
+def _ray_threads_are_missing() -> bool:
+    """Whether Ray is connected but has no threads: then a parent that did not import this module has forked."""
     if not ray.is_initialized():
         return False
-    listener = getattr(ray._private.worker.global_worker, "listener_thread", None)  # a driver has one
+    listener = getattr(ray._private.worker.global_worker, "listener_thread", None)  # only a driver has one
     if listener is not None and listener.is_alive():
         return False
     try:
         names = {comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")}
-    except OSError:  # another system, or a thread that has just ended
+    except OSError:  # not Linux, or a thread that has just ended
         return False
-    return bool(names) and names.isdisjoint(_RAYS_THREADS)
+    return bool(names) and names.isdisjoint(_RAY_THREADS)
 
 
 def end_within(limit_s: float, what: str, work: Callable[[], object]) -> None:
-    """Runs what ends something on Ray, and goes on without it where Ray does not answer in time.
+    """Runs a call that ends something on Ray. Returns after ``limit_s`` even if Ray does not answer.
 
     Args:
         limit_s: In seconds.
-        what: For the log: what Ray was to do.
-        work: Runs in a thread of its own, which is left behind where it takes longer.
+        what: What Ray is asked to do, for the log.
+        work: Runs in a thread of its own, which is left behind if it takes longer.
 
     Raises:
         Exception: What ``work`` raised.
@@ -89,6 +89,6 @@ def end_within(limit_s: float, what: str, work: Callable[[], object]) -> None:
     thread.start()
     thread.join(limit_s)
     if thread.is_alive():
-        _logger.warning("Ray was to %s, and did not within %g s: its head is dead or stands still.", what, limit_s)
+        _logger.warning("Ray did not %s within %g s: its head node is dead or does not respond.", what, limit_s)
     elif errors:
         raise errors[0]

@@ -1,11 +1,11 @@
-"""Remote procedure calls into a service object that lives inside the TransferQueue controller.
+"""Remote procedure calls into a service object inside the TransferQueue controller.
 
-TransferQueue's controller answers all requests from one thread, and in `fetch` mode it calls its sampler with the
-``sampling_config`` of the request. `LedgerSampler` takes that as a call: the config carries a pickled method name with
-arguments, the sampler executes it on a service object of ours, and the pickled result goes back as ``custom_meta`` of
-the one row it returns. Calls are therefore atomic: each runs to its end between two other requests of the controller.
+TransferQueue's controller answers all requests in one thread. In ``fetch`` mode it calls its sampler with the
+``sampling_config`` of the request. `LedgerSampler` uses that for calls: the config holds a pickled method name with its
+arguments, the sampler executes the method on a service object, and the pickled result is returned as ``custom_meta`` of
+one row. So calls are atomic: each ends before the controller handles its next request.
 
-Importing this module imports TransferQueue; only `_engine` and the controller's process do that.
+Importing this module imports TransferQueue.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = [
     "encode_call",
 ]
 
-#: The controller's partition that calls are addressed to. It holds no data.
+#: The partition of the controller to which calls are addressed. It holds no data.
 CALL_PARTITION = "~dataplane"
 #: A field that no partition has, so that the controller's scan for ready rows ends at once.
 CALL_FIELD = "~call"
 #: Key of the pickled call in ``sampling_config``, and of the pickled reply in ``custom_meta``.
 CALL_KEY = "~dataplane"
-#: A call that every service answers: who and where it is, and that its factory works.
+#: A call that every service answers with its process id and class. It also shows that the factory works.
 PING = "~ping"
 
 _REPLY_ROW = 0
@@ -47,16 +47,16 @@ _OK, _ERROR, _EXPIRED = "ok", "error", "expired"
 class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is untyped
     """Executes calls on a service object inside the controller's process.
 
-    The sampler itself is created by the bootstrapping client and pickled to the controller; the service is built there,
-    by the first call. It needs no locks as long as nothing but its calls touches it: all of them run in the
-    controller's request thread. For the same reason a call must not block: it would hold up every client.
+    The bootstrapping client creates the sampler and pickles it to the controller. The first call there makes the
+    service. The service needs no locks: all calls run in the controller's request thread. For the same reason a call
+    must not block: it would delay every client.
 
-    No request, however malformed, raises: an exception would cost the controller a log entry per request, and one
-    outside of `Exception` its thread.
+    No request raises, even a malformed one. An exception would write a log entry for each request, and one that is not
+    an `Exception` would end the controller's thread.
 
     Args:
-        service_factory: Picklable, called without arguments in the controller's process. The public methods of what it
-            returns can be called; their results and `DataPlaneError`s must pickle.
+        service_factory: Picklable. Called without arguments in the controller's process, it returns the service, whose
+            public methods can be called. Their results and `DataPlaneError`s must pickle.
     """
 
     def __init__(self, service_factory: Callable[[], object]) -> None:
@@ -65,7 +65,7 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
         self._service: object | None = None
 
     def has_cached_result(self, partition_id: str, task_name: str, sampling_config: Any = None) -> bool:
-        """True: the controller shall ask this sampler even when no row is ready."""
+        """True, so that the controller calls this sampler even if no row is ready."""
         return True
 
     def sample(
@@ -74,8 +74,8 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
         """Executes the call in ``config`` and leaves its reply in the partition's ``custom_meta``.
 
         Returns:
-            The reply's row, and no consumed rows. No rows where the request holds no call: other clients of the same
-            controller get nothing to consume from this sampler.
+            The row of the reply, and no consumed rows. No row at all if the request holds no call: other clients of the
+            same controller can consume nothing through this sampler.
         """
         call = config.get(CALL_KEY)
         if partition is None or not isinstance(call, bytes):
@@ -91,7 +91,7 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
                 return pickle.dumps((_EXPIRED, None, time.monotonic()))
             result = self._execute(name, args, kwargs)
             return pickle.dumps((_OK, result, time.monotonic()), protocol=pickle.HIGHEST_PROTOCOL)
-        except BaseException as error:  # the controller's only thread must survive whatever a call does
+        except BaseException as error:  # the controller's only thread must survive every call
             return pickle.dumps((_ERROR, _pickle_error(name, error), time.monotonic()))
 
     def _execute(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -105,14 +105,14 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
 
 
 def _pickle_error(name: object, error: BaseException) -> bytes:
-    """The error as bytes that any client can read: a `DataPlaneError` itself, anything else described in one."""
+    """Pickles the error so that any client can read it. Anything but a `DataPlaneError` becomes a `BackendError`."""
     if isinstance(error, DataPlaneError):
         try:
             data = pickle.dumps(error)
             pickle.loads(data)
             return data
         except Exception:
-            pass  # described below
+            pass  # it does not pickle: described below
     lines = "".join(traceback.format_exception(error)).rstrip()
     return pickle.dumps(
         BackendError(f"call of {name!r} in the controller failed: {type(error).__name__}: {error}\n{lines}")
@@ -120,14 +120,14 @@ def _pickle_error(name: object, error: BaseException) -> bytes:
 
 
 def encode_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], expires_at: float | None) -> bytes:
-    """The bytes of one call.
+    """Packs one call.
 
     Args:
         name: A public method of the service, or `PING`.
         args: Positional arguments; they must pickle.
         kwargs: Keyword arguments; they must pickle.
-        expires_at: Reading of the controller's monotonic clock, in seconds, after which the call is not executed any
-            more because its caller has given up. None: never.
+        expires_at: Time on the controller's monotonic clock, in seconds. After it the call is not executed, since its
+            caller no longer waits. None: never.
     """
     return pickle.dumps((name, args, dict(kwargs), expires_at), protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -140,12 +140,12 @@ def decode_reply(reply: bytes) -> tuple[bool, Any, float]:
         seconds at the time of the reply.
 
     Raises:
-        DataPlaneError: The one that the call raised; `BackendError` for any other exception, with its traceback.
+        DataPlaneError: What the call raised; any other exception as a `BackendError` with its traceback.
     """
     status, value, controller_time_s = pickle.loads(reply)
     if status == _ERROR:
         error = pickle.loads(value)
-        if not isinstance(error, DataPlaneError):  # a class that this process knows under another base
+        if not isinstance(error, DataPlaneError):  # this process has another version of its class
             error = BackendError(f"{type(error).__name__}: {error}")
         raise error
     return status == _OK, value, controller_time_s

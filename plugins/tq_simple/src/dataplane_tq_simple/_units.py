@@ -19,8 +19,8 @@ __all__ = ["SimpleStorageInstance", "StorageUnit"]
 class StorageUnit(SimpleStorageUnit.__ray_metadata__.modified_class):  # type: ignore[misc]
     """TransferQueue's storage unit as an importable class.
 
-    TransferQueue exports it only wrapped as a Ray actor class, which Ray ships to the worker by value, along with the
-    module's settings as the driver read them. By reference, the settings are those of the unit's own environment.
+    TransferQueue exports only a Ray actor class, which Ray sends to the worker by value, together with the settings
+    that the driver's module has read. An importable class is sent by reference, so a unit reads its own environment.
     """
 
 

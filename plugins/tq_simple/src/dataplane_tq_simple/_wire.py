@@ -1,10 +1,10 @@
-"""TransferQueue's messages, as far as the engine speaks them: calls to the controller, rows to and from its units.
+"""The TransferQueue messages that the engine uses: calls to the controller, rows to and from its units.
 
-A row travels and is stored as a msgpack binary, the cheapest form of TransferQueue's serialisation: all rows of a
-message lie in one frame, none costs Python time of its own, and the unit keeps an independent ``bytes`` object each.
-Tensors and arrays instead cost a frame, a pickled header and some 15 microseconds a row and side. For a large row that
-is less than copying it into the common frame, so a large row travels as an array: not copied by the sender, and kept
-by the unit in the frame that it came in. Either way deleting a row frees its memory, whatever came along with it.
+A small row is sent and stored as a msgpack binary, the cheapest form of TransferQueue's serialisation: all rows of a
+message share one frame, no row costs Python time of its own, and the unit keeps a separate ``bytes`` object for each. A
+tensor or array costs a frame, a pickled header and some 15 microseconds per row on each side. For a large row that is
+less than the copy into the shared frame, so a large row is sent as an array: the sender does not copy it, and the unit
+keeps the frame in which it arrived. In both forms, deleting a row frees its memory.
 
 Importing this module imports TransferQueue.
 """
@@ -41,20 +41,20 @@ __all__ = [
     "read_open_partition_reply",
 ]
 
-#: What ``zmq`` sends and receives: one buffer per frame.
+#: A message of ``zmq``: one buffer per frame.
 Frames = list[Any]
 
-#: The largest msgpack binary.
+#: The most bytes that a msgpack binary can hold.
 MAX_ROW_BYTES = 2**32 - 1
 
-#: Rows of at least this size travel in frames of their own.
+#: Rows of at least this size are sent in frames of their own.
 LARGE_ROW_BYTES = 256 * 1024
 
 _SENDER = "dataplane"
 
 
 class Chunk(NamedTuple):
-    """Rows of one request to one unit.
+    """The rows of one request to one unit.
 
     Attributes:
         unit: Index of the unit.
@@ -97,7 +97,7 @@ def _refused(receiver: str, what: str, reply: Any) -> BackendError:
 
 
 def open_partition_request(receiver: str) -> Frames:
-    """Creates the partition that calls are addressed to."""
+    """The request that creates the partition to which calls are addressed."""
     body = {"data_fields": [], "batch_size": 1, "partition_id": CALL_PARTITION, "mode": "insert"}
     return _request(ZMQRequestType.GET_META, receiver, body)
 
@@ -110,9 +110,9 @@ def read_open_partition_reply(receiver: str, frames: Frames) -> None:
 
 
 def call_request(receiver: str, call: bytes) -> Frames:
-    """A request for rows that in truth is the encoded ``call`` to our sampler."""
+    """A request for rows that carries the encoded ``call`` to our sampler."""
     body = {
-        # With a field that does not exist the controller scans nothing, and with no rows wanted it waits for none.
+        # The field does not exist, so the controller scans nothing. The batch size is 0, so it waits for no row.
         "data_fields": [CALL_FIELD],
         "batch_size": 0,
         "partition_id": CALL_PARTITION,
@@ -124,10 +124,10 @@ def call_request(receiver: str, call: bytes) -> Frames:
 
 
 def read_call_reply(receiver: str, frames: Frames) -> bytes:
-    """The bytes that our sampler replied with.
+    """The bytes that our sampler replied.
 
     Raises:
-        BackendError: The controller did not get as far as our sampler.
+        BackendError: The controller refused the call, or has no sampler of ours.
     """
     reply = ZMQMessage.deserialize(frames)
     if reply.request_type != ZMQRequestType.GET_META_RESPONSE:
@@ -151,10 +151,10 @@ def plan_by_bytes(
     """Splits a batch into requests of about ``chunk_bytes``, for each unit.
 
     Args:
-        handles: The row handles. Handle h lives on unit ``h % num_units``.
+        handles: The row handles. Handle h is on unit ``h % num_units``.
         sizes: Size of each row, in bytes.
         num_units: How many units there are.
-        chunk_bytes: A chunk exceeds this by less than one row.
+        chunk_bytes: Target size of a chunk, which exceeds it by less than one row.
 
     Returns:
         For each unit that has rows, its chunks in order.
@@ -183,10 +183,10 @@ def _cut(
 
 
 def put_request(receiver: str, column: str, chunk: Chunk, rows: Sequence[memoryview]) -> Frames:
-    """A put of ``rows``, one per handle of ``chunk``. Large rows are not copied: they must stay until the reply.
+    """A put of ``rows``, one per handle of ``chunk``. Large rows are not copied: do not change them before the reply.
 
     Raises:
-        InvalidRequestError: A row is larger than the wire can carry.
+        InvalidRequestError: A row is larger than `MAX_ROW_BYTES`.
     """
     for position, row in zip(chunk.positions, rows, strict=True):
         if row.nbytes > MAX_ROW_BYTES:
@@ -197,7 +197,7 @@ def put_request(receiver: str, column: str, chunk: Chunk, rows: Sequence[memoryv
 
 
 def check_put_reply(receiver: str, frames: Frames, chunk: Chunk) -> None:
-    """Raises unless the unit stored the chunk.
+    """Checks that the unit stored the chunk.
 
     Raises:
         CapacityExceededError: The unit holds as many rows as its ``storage_unit_size`` allows.
@@ -234,21 +234,21 @@ def read_get_reply(receiver: str, frames: Frames, column: str, chunk: Chunk) -> 
             raise BackendError(f"{receiver} returned {len(rows)} rows of {len(chunk.handles)} asked for.")
         return [row if isinstance(row, memoryview) else _large_row(row, frames) for row in rows]
     message = reply.body.message or reply.request_type
-    # A unit that never stored a row of this column does not know the column; for the reader it is the same thing.
+    # A unit that never stored a row of this column reports an unknown column. It means the same: the rows do not exist.
     if KEY_NOT_FOUND_MARKER in message or f"field '{column}' not found" in message:
         raise RowsGoneError(
-            f"{receiver} lacks rows of {len(chunk.handles)} asked for: {message}", handles=chunk.handles
+            f"{receiver} lacks some of the {len(chunk.handles)} rows asked for: {message}", handles=chunk.handles
         )
     raise BackendError(f"{receiver} refused to return {len(chunk.handles)} rows: {message}")
 
 
 def _large_row(header: msgspec.msgpack.Ext, frames: Frames) -> memoryview:
-    _, _, index = pickle.loads(header.data)  # dtype and shape: that of the one-dimensional uint8 array which was put
+    _, _, index = pickle.loads(header.data)  # (dtype, shape, frame): always a 1-D uint8 array
     return memoryview(frames[index])
 
 
 def delete_request(receiver: str, handles: list[int]) -> Frames:
-    """A deletion of the rows ``handles``, in all columns; handles that are not there are ignored."""
+    """A request to delete the rows ``handles`` in all columns. The unit ignores rows that do not exist."""
     return _request(ZMQRequestType.CLEAR_DATA, receiver, {"global_indexes": handles})
 
 

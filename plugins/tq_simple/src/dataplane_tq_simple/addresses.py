@@ -1,7 +1,7 @@
-"""The address under which a node's processes are reached: Ray's for the node, or one that an option names.
+"""The address that a node's processes announce: Ray's address of the node, or one that an option names.
 
-Hosts have many addresses. One that other nodes cannot reach is refused here by name, since the engines that would
-announce it fail later, elsewhere, and without a word about addresses.
+A host has many addresses. One that other nodes cannot reach is refused here by name. Otherwise the engine that
+announces it would fail later, in another process, with an error that does not mention addresses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def parse_announced(option: str) -> _Network:
     """Reads the option ``announce_address``: an IP address, or a network in CIDR notation.
 
     Returns:
-        The network; of one address where the option is an address.
+        The network. For a single address, the network of that address alone.
 
     Raises:
         ValueError: It is neither.
@@ -56,10 +56,10 @@ def announced_address(option: str | None, *, ray_ip: str, num_nodes: int, mine: 
         option: The option ``announce_address``; None: Ray's address of the node.
         ray_ip: Ray's address of this node.
         num_nodes: Nodes of the Ray cluster.
-        mine: This node's addresses. Default: `this_nodes_addresses`.
+        mine: This node's addresses; None: `this_nodes_addresses`.
 
     Raises:
-        ConfigError: The option fits none of this node's addresses, or several; or what `check_address` refuses.
+        ConfigError: The option fits none of this node's addresses, or several; or `check_address` refuses the address.
     """
     if option is None:
         check_address(ray_ip, num_nodes=num_nodes, of="Ray's address of this node")
@@ -82,8 +82,8 @@ def check_address(address: str, *, num_nodes: int, of: str) -> None:
 
     Args:
         address: The address.
-        num_nodes: Nodes of the Ray cluster; a loopback address will do for one.
-        of: Whose address it is, for the message.
+        num_nodes: Nodes of the Ray cluster. With one node, a loopback address is accepted.
+        of: What the address is, for the message.
 
     Raises:
         ConfigError: A link-local, multicast or unspecified address; a loopback address where there are several nodes.

@@ -10,10 +10,10 @@ __all__ = ["QueueConfig", "TQSimpleConfig"]
 
 
 class QueueConfig(CapacityOptions):
-    """Where an instance lives on Ray, and how many processes hold its rows.
+    """Where an instance runs on Ray, and how many processes hold its rows.
 
-    Only the bootstrapping client's options shape the instance; an attaching client needs ``instance`` and, where Ray is
-    not yet initialised in its process, ``ray_address``. It reads the rest from the running instance.
+    The bootstrapping client sets all options. An attaching client needs only ``instance`` and, if Ray is not
+    initialised in its process, ``ray_address``. It reads the rest from the running instance.
     """
 
     instance: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
@@ -23,14 +23,14 @@ class QueueConfig(CapacityOptions):
     """Storage processes that hold the rows. Rows are spread evenly; one unit serves one request at a time."""
 
     ray_address: str | None = None
-    """``host:port`` of the Ray cluster, or ``auto``. Default: the Ray that this process already uses; else the
+    """``host:port`` of the Ray cluster, or ``auto``. Default: the cluster that this process is connected to; else the
     environment variable ``RAY_ADDRESS``; else a bootstrapping client starts a local Ray and ends it on close."""
 
     ray_num_cpus: int | None = Field(default=None, ge=0)
     """Logical CPUs of a local Ray started by this client. Default: what Ray counts on the machine."""
 
     controller_num_cpus: float = Field(default=0, ge=0)
-    """Logical CPUs that Ray reserves for the controller. With 0 it is scheduled even on a cluster with none free."""
+    """Logical CPUs that Ray reserves for the controller. With 0, Ray schedules it even if no CPU is free."""
 
     unit_num_cpus: float = Field(default=0, ge=0)
     """Logical CPUs that Ray reserves for each storage unit."""
@@ -51,9 +51,9 @@ class TQSimpleConfig(QueueConfig):
     """The options of ``tq_simple``."""
 
     storage_unit_size: int = Field(default=100_000_000, ge=1)
-    """Rows that one unit takes before it refuses puts. A row is what one put wrote for one sample. Nothing is
-    allocated ahead, so this is a backstop; bytes are bounded by ``capacity_bytes``."""
+    """Rows that one unit holds before it refuses puts. A row is what one put wrote for one sample. Nothing is
+    allocated in advance: this is only a safety limit. ``capacity_bytes`` limits the bytes."""
 
     chunk_size_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024)
-    """Rows travel in messages of about this size, several in flight: larger batches then need no memory of their own
-    size in between, and the stages of their transport overlap."""
+    """Rows are sent in messages of about this size, several in flight. So a large batch needs no buffer of its own
+    size, and packing, sending and storing overlap."""

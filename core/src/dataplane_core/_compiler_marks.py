@@ -1,8 +1,8 @@
 """Imports tensordict without torch's compiler.
 
 tensordict marks a few of its functions for ``torch.compile`` while it is imported. That imports ``torch._dynamo``,
-which takes 1.5 s and 70 MB, also in processes that never compile: controllers, storage units, commands. Here the marks
-wait until ``torch._dynamo`` is imported. See docs/decisions/2026-11-22-import-without-the-compiler.md.
+which takes 1.5 s and 70 MB, also in processes that never compile: controllers, storage units, commands. This module
+delays the marks until ``torch._dynamo`` is imported. See docs/decisions/2026-11-22-import-without-the-compiler.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 
 def _deferred(mark: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same mark, made once ``torch._dynamo`` is imported. Like the original, it returns the function it got."""
+    """A mark that is applied once ``torch._dynamo`` is imported. Like the original, it returns the function it got."""
 
     @functools.wraps(mark)
     def defer(function: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`DataPlaneConfig`: the backend by name, its options, middleware and limits; read from dict, YAML or OmegaConf."""
+"""`DataPlaneConfig`: backend name, options, middleware and limits, read from a dict, YAML or OmegaConf."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class DataPlaneConfig(BaseModel):
 
     Attributes:
         backend: Entry-point name of the backend.
-        options: The backend's own options, checked by its ``Config``. Not printed: there may be secrets among them.
-        middleware: Outermost first: a name, ``{name: options}``, or in code an object.
-        op_timeout_s: Deadline of one operation in seconds; a blocking claim has its own.
-        attach_wait_s: How long ``connect(config, bootstrap=False)`` waits for an owner that is not there yet, in
-            seconds, within ``op_timeout_s``; 0: not at all.
-        allow_pickle: Lets object columns hold items outside the closed set, which then travel pickled.
+        options: The backend's own options, checked by its ``Config``. Not printed, since they may hold secrets.
+        middleware: Outermost first. Each is a name, ``{name: options}``, or (in code) an object.
+        op_timeout_s: Timeout of one operation in seconds. A blocking claim has its own.
+        attach_wait_s: Seconds, within ``op_timeout_s``, that ``connect(config, bootstrap=False)`` waits for an owner
+            that has not started yet. 0: it does not wait.
+        allow_pickle: Lets object columns hold items outside the closed set. These are pickled.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
@@ -49,7 +49,8 @@ def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[
         source: A `DataPlaneConfig`, a dict, an OmegaConf ``DictConfig``, or the path of a YAML file.
 
     Raises:
-        ConfigError: The file is not there or not YAML, a key is unknown (the nearest is named), a value is wrong.
+        ConfigError: The file is missing or not YAML, a key is unknown (the nearest known key is named), or a value is
+            wrong.
     """
     if isinstance(source, DataPlaneConfig):
         return source
@@ -81,7 +82,7 @@ def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[
 
 
 def _config_hint(given: str = "") -> str:
-    """The hint for one who gave no config: what it is, and which backends are installed."""
+    """The hint where no usable config was given: what a config is, and which backends are installed."""
     installed = list(dict.fromkeys(record.name for record in find_plugins()))
     meant = nearest(given, installed) or ("noop" if "noop" in installed else next(iter(installed), "noop"))
     return (
@@ -91,10 +92,10 @@ def _config_hint(given: str = "") -> str:
 
 
 def yaml_problem(error: yaml.YAMLError | ValueError) -> str:
-    """What is wrong with a YAML text, and where. Quotes nothing of the text, which may hold secrets."""
+    """What is wrong with a YAML text, and where. Does not quote the text, which may hold secrets."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "a value is not what its tag says"
-    words = re.split(r""" ['"]""", problem)[0]  # what follows may be the text's own
+    words = re.split(r""" ['"]""", problem)[0]  # what follows may quote the text
     return words if mark is None else f"{words} (line {mark.line + 1}, column {mark.column + 1})"
 
 
@@ -104,10 +105,10 @@ def validate_model(model: type[M], values: Mapping[str, Any], label: str) -> M:
     Args:
         model: The pydantic model.
         values: Keys and values.
-        label: What is being read, to open the message with.
+        label: What is being read. The message begins with it.
 
     Raises:
-        ConfigError: Names every key at fault.
+        ConfigError: A key is unknown or missing, or a value is wrong. The message names every such key.
     """
     try:
         return model.model_validate(dict(values))

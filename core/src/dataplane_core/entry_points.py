@@ -1,5 +1,4 @@
-"""What is installed: backends and middleware by entry-point name, read from metadata; the one that is asked for is
-imported."""
+"""Finds installed backends and middleware by entry-point name. Imports only the one that is asked for."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ __all__ = [
 BACKEND_GROUP: Final = "dataplane.backends"
 MIDDLEWARE_GROUP: Final = "dataplane.middleware"
 
-#: Backends of this project, with the distribution that brings each.
+#: Backends of this project -> the distribution that contains it.
 KNOWN_BACKENDS: Final[dict[str, str]] = {
     "noop": "dataplane-noop",
     "redis_store": "dataplane-redis",
@@ -35,7 +34,7 @@ KNOWN_BACKENDS: Final[dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """One entry point, read from metadata alone.
+    """One entry point, read from metadata without an import.
 
     Attributes:
         name: What a config calls it.
@@ -51,9 +50,9 @@ class PluginRecord:
 
 
 def find_plugins(group: str = BACKEND_GROUP) -> list[PluginRecord]:
-    """Lists what is installed, by name; imports nothing.
+    """Lists the installed plugins, sorted by name. Imports nothing.
 
-    A name that two distributions claim is listed twice.
+    A name that two distributions register is listed twice.
     """
     records: dict[tuple[str, str, str], PluginRecord] = {}
     for point in entry_points(group=group):
@@ -64,14 +63,14 @@ def find_plugins(group: str = BACKEND_GROUP) -> list[PluginRecord]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was most likely meant, if any is near."""
+    """The known name that is most similar, or None if none is similar."""
     by_lower = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     return by_lower[near[0]] if near else None
 
 
 def load_plugin(group: str, name: str, kind: str) -> Any:
-    """Imports what the entry point of that name leads to.
+    """Imports the object that the entry point of that name refers to.
 
     Args:
         group: `BACKEND_GROUP` or `MIDDLEWARE_GROUP`.
@@ -79,9 +78,9 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
         kind: ``backend`` or ``middleware``, for messages.
 
     Raises:
-        UnknownBackendError: Not installed; lists the names found and the pip command for known ones.
-        DuplicatePluginError: Two distributions claim the name.
-        PluginImportError: Its import fails; the cause is the real error.
+        UnknownBackendError: Not installed. The message lists the names found, and the pip command if the name is known.
+        DuplicatePluginError: Two distributions register the name.
+        PluginImportError: Its import fails. The cause is the original error.
     """
     points = {(_record(point).distribution, point.value): point for point in entry_points(group=group, name=name)}
     if not points:

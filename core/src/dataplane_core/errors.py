@@ -1,7 +1,7 @@
 """The error hierarchy: every failure of the data plane derives from `DataPlaneError`.
 
 Each concrete class also derives from the builtin that a user would catch (`ValueError`, `KeyError`, `TypeError`,
-`TimeoutError`, `ConnectionError`), so code that knows nothing of this package still handles the failure sensibly.
+`TimeoutError`, `ConnectionError`), so code that does not know this package can still handle the failure.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-#: How many of many things an error names.
+#: How many samples, cells or groups an error names; it counts the rest.
 _NUM_NAMED: Final = 3
 
 
@@ -72,11 +72,11 @@ def preview(names: Iterable[object], total: int | None = None, limit: int = _NUM
 class DataPlaneError(Exception):
     """Base of all data-plane errors.
 
-    Survives pickling with its attributes and its cause (a cause that cannot be pickled travels as its ``repr``).
+    Keeps its attributes and its cause when pickled. A cause that cannot be pickled is replaced by its description.
 
     Attributes:
         backend: Entry-point name of the backend at fault, or None where none was involved.
-        retryable: Whether the same call may succeed later without a change by the caller.
+        retryable: Whether the same call, unchanged, may succeed later.
         hint: What to do about it, or None.
     """
 
@@ -98,7 +98,7 @@ class DataPlaneError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        # KeyError's own __str__ prints a repr of the message: useless for sentences.
+        # KeyError's own __str__ would print a repr of the message
         text = self.message if self.hint is None else f"{self.message} {self.hint}"
         return text if self.backend is None else f"[{self.backend}] {text}"
 
@@ -145,7 +145,7 @@ class UnknownBackendError(PluginError, ConfigError):
 
 
 class DuplicatePluginError(PluginError):
-    """Two installed distributions register one name."""
+    """Two installed distributions register the same name."""
 
 
 class PluginImportError(PluginError, ImportError):
@@ -157,14 +157,14 @@ class PluginSignatureError(PluginError, TypeError):
 
 
 class AlreadyRunningError(DataPlaneError, RuntimeError):
-    """``bootstrap=True`` met a running instance of that name; retryable where it can be attached to, now or soon."""
+    """``bootstrap=True`` found a running instance of that name. Retryable if a client can attach to it, now or soon."""
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
 class InvalidRequestError(DataPlaneError, ValueError):
-    """An argument has a wrong value: sizes that differ, repeated ids, an empty batch size."""
+    """An argument has a wrong value: sizes that differ, repeated ids, a batch size of 0."""
 
 
 class InvalidTypeError(DataPlaneError, TypeError):
@@ -188,7 +188,7 @@ class UnknownTaskError(DataPlaneError, KeyError):
 
 
 class MissingDataError(DataPlaneError, KeyError):
-    """Samples that are not there, or cells that are not yet produced.
+    """Samples are not in the partition, or cells are not yet produced.
 
     Attributes:
         partition_id: The partition that was read.
@@ -212,12 +212,12 @@ class MissingDataError(DataPlaneError, KeyError):
 
     @classmethod
     def for_samples(cls, what: str, partition_id: str, absent: Sequence[str]) -> MissingDataError:
-        """Samples that the partition does not hold.
+        """The error for samples that the partition does not hold.
 
         Args:
             what: The read, as ``get_samples('train', 512 samples)``.
             partition_id: The partition.
-            absent: All ids that are not there, in the order asked for; at least one.
+            absent: All ids that are missing, in the order of the request. At least one.
         """
         return cls(
             f"{what}: {preview(absent)} {'is' if len(absent) == 1 else 'are'} not in the partition.",
@@ -228,13 +228,13 @@ class MissingDataError(DataPlaneError, KeyError):
 
     @classmethod
     def for_cells(cls, what: str, partition_id: str, lacking: Iterable[tuple[str, Sequence[str]]]) -> MissingDataError:
-        """Cells that are not yet produced.
+        """The error for cells that are not yet produced.
 
         Args:
             what: The read, as ``get_samples('train', 512 samples)``.
             partition_id: The partition.
-            lacking: Each sample that lacks fields, with these fields, in the order asked for; at least one. Columns of
-                middleware, whose names begin with ``~``, are named only where no field of the user is missing.
+            lacking: Each sample that lacks fields, with these fields, in the order of the request. At least one.
+                Columns of middleware (names that begin with ``~``) are named only if no field of the user is missing.
         """
         cells, _, shown = _first_cells(lacking)
         return cls(
@@ -246,7 +246,7 @@ class MissingDataError(DataPlaneError, KeyError):
 
 
 def _first_cells(lacking: Iterable[tuple[str, Sequence[str]]]) -> tuple[dict[str, Sequence[str]], int, str]:
-    """The first few samples with the fields they lack, how many samples there are, and a sentence's part of it."""
+    """The first few samples with the fields they lack, the number of samples, and both as text for a message."""
     cells: dict[str, Sequence[str]] = {}
     count = 0
     for sample_id, names in lacking:
@@ -259,23 +259,24 @@ def _first_cells(lacking: Iterable[tuple[str, Sequence[str]]]) -> tuple[dict[str
 
 
 class LostSamplesError(MissingDataError):
-    """The store knows these cells as produced, but their payload is gone: the engine dropped it, or came back from an
-    older state. Clear the samples and produce them again.
+    """Cells are produced, but the store no longer has their payload.
+
+    The engine dropped it, or restarted from an older state. Clear the samples and produce them again.
 
     Attributes:
         partition_id: The partition that was read.
-        missing_samples: The first few samples concerned.
+        missing_samples: The first few samples whose payload is gone.
         missing_cells: For these samples, the fields whose payload is gone.
     """
 
     @classmethod
     def for_payload(cls, what: str, partition_id: str, lost: Iterable[tuple[str, Sequence[str]]]) -> LostSamplesError:
-        """Cells whose payload is gone.
+        """The error for cells whose payload is gone.
 
         Args:
             what: The read, as ``get_samples('train', 512 samples)``.
             partition_id: The partition.
-            lost: Each sample concerned with the fields that are gone, in the order asked for; at least one.
+            lost: Each sample with its fields whose payload is gone, in the order of the request. At least one.
         """
         cells, count, shown = _first_cells(lost)
         return cls(
@@ -288,13 +289,13 @@ class LostSamplesError(MissingDataError):
 
 
 class StalePartitionError(DataPlaneError, RuntimeError):
-    """The partition was cleared or registered anew while the operation ran; nothing was committed."""
+    """The partition was cleared or registered again while the operation ran. Nothing was committed."""
 
     default_retryable = True
 
 
 class LeaseExpiredError(DataPlaneError, RuntimeError):
-    """Some lease tokens are no longer valid; the operation changed no row.
+    """Some lease tokens are no longer valid. The operation changed no row.
 
     Attributes:
         sample_ids: The ids whose token is no longer valid.
@@ -309,7 +310,7 @@ class LeaseExpiredError(DataPlaneError, RuntimeError):
 
 
 class OperationTimeoutError(DataPlaneError, TimeoutError):
-    """The deadline passed. A put may have happened or not; a read or claim returned nothing."""
+    """The deadline passed. A put may or may not have happened. A read or claim returned nothing."""
 
     default_retryable = True
 
@@ -331,19 +332,20 @@ class LeaseHolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
-    """What keeps a claim from more samples.
+    """Why a claim gets no more samples.
 
-    Counts every sample of the partition that is not ready for the task and was not given to it for good, each once,
-    under the first kind that applies. A few of each kind are named.
+    Counts every sample of the partition that the task cannot be given now, except those that it was given for good
+    (without a lease, or acked). Each sample is counted once, under the first reason that applies. A few samples of each
+    reason are named.
 
     Attributes:
         num_leased: Samples under a lease of this task.
-        leased: A few of them, those whose leases end first.
-        num_not_matching: Samples that the tag filter passes over.
-        num_incomplete: Samples of groups that lack a member, or have lost one.
-        incomplete_groups: For the first few of these groups, how many members are there.
-        num_lacking: Samples that miss required fields, or whose group has a member that does.
-        missing_cells: For the first few samples that miss fields, these fields.
+        leased: The few of them whose leases end first.
+        num_not_matching: Samples that do not match the tag filter.
+        num_incomplete: Samples of groups that lack a member, or lost one.
+        incomplete_groups: For the first few of these groups, the number of members that are there.
+        num_lacking: Samples that lack required fields, or whose group has a member that does.
+        missing_cells: For the first few samples that lack fields, these fields.
     """
 
     num_leased: int = 0
@@ -360,8 +362,8 @@ class ClaimTimeoutError(OperationTimeoutError):
 
     Attributes:
         num_ready: How many samples were ready.
-        shortfall: What keeps the others back, counted and named; None where the backend does not say.
-        missing_cells: For the first few samples that miss required fields, these fields.
+        shortfall: Why the others were not ready. None if the backend does not say.
+        missing_cells: For the first few samples that lack required fields, these fields.
     """
 
     def __init__(self, message: str, *, num_ready: int = 0, shortfall: Shortfall | None = None, **kwargs: Any) -> None:
@@ -373,10 +375,10 @@ class ClaimTimeoutError(OperationTimeoutError):
 
 
 class CapacityExceededError(DataPlaneError, RuntimeError):
-    """The store is full and the configuration says to raise, or the batch can never fit.
+    """The store is full and configured to raise, or the batch can never fit.
 
     Attributes:
-        ask_again_s: Seconds that a waiting put lets pass before it asks again; 0: the store does not say.
+        ask_again_s: Seconds until a waiting put should ask again. 0: the store does not say.
     """
 
     default_retryable = True
@@ -397,14 +399,14 @@ class BackendUnavailableError(DataPlaneError, ConnectionError):
 
 
 class BackendError(DataPlaneError, RuntimeError):
-    """The backend broke its side of the contract: no result, wrong rows, an exception of its engine."""
+    """The backend broke the contract: it gave no result or wrong rows, or raised an exception of its engine."""
 
 
 class CorruptDataError(DataPlaneError, ValueError):
     """Bytes read back are not the bytes written.
 
     Attributes:
-        cells: Sample -> the fields that are damaged, where they are known.
+        cells: Sample -> the fields that are damaged, if known.
     """
 
     def __init__(self, message: str, *, cells: Mapping[str, Sequence[str]] | None = None, **kwargs: Any) -> None:

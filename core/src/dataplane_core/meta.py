@@ -1,4 +1,4 @@
-"""`KVBatchMeta`: the receipt for a set of rows. Ids, fields, lengths and tags; never a tensor."""
+"""`KVBatchMeta`: ids, fields, lengths, tags and lease tokens of some samples, without their tensors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _T = TypeVar("_T")
 
 @dataclass
 class KVBatchMeta:
-    """Names rows of one partition, in an order, with what is known about them without fetching.
+    """An ordered list of rows of one partition, with what is known about them without reading their tensors.
 
-    Small and picklable: this is what travels between the driver and the workers in place of the data.
+    Small and picklable: driver and workers send it to each other in place of the data.
 
     Attributes:
         partition_id: The partition that holds the rows.
-        task_name: The consumer task on whose behalf the rows are handled, or None.
+        task_name: The consumer task that the rows are for, or None.
         sample_ids: One id per row; ids may repeat.
-        fields: Field names that the rows are known to have, or None where unknown.
+        fields: Field names that the rows are known to have, or None if unknown.
         sequence_lengths: Tokens per row, aligned with ``sample_ids``, or None.
         extra_info: Batch-wide values for the readers, keyed as in `dataplane_core.schema`.
-        tags: Small primitives per row, aligned with ``sample_ids``, or None. Change them by `stamp_tags`: the shards of
-            a meta share its rows' dicts.
+        tags: One dict per row, aligned with ``sample_ids``, or None. Change them with `stamp_tags`, since a meta
+            and its shards share these dicts.
         lease_tokens: Proof of the lease on each row, aligned with ``sample_ids``, or None.
 
     Raises:
@@ -114,7 +114,7 @@ class KVBatchMeta:
         )
 
     def drop(self, indices: Iterable[int]) -> KVBatchMeta | None:
-        """Without the rows at ``indices`` (repeats and any order allowed), or None when nothing stays.
+        """A copy without the rows at ``indices`` (any order, repeats allowed), or None if no row is left.
 
         Raises:
             InvalidRequestError: An index lies outside ``[-size, size)``.
@@ -137,10 +137,10 @@ class KVBatchMeta:
     def stamp_tags(self, columns: Mapping[str, Sequence[Any]]) -> None:
         """Sets tags **in place**, one column of values per tag name; creates ``tags`` if None.
 
-        Metas that share this one's dicts of tags, as shards do, do not see it.
+        Metas that shared the old dicts of tags, as shards do, do not see the change.
 
         Raises:
-            InvalidRequestError: A column's length is not ``size``; nothing is set then.
+            InvalidRequestError: A column's length is not ``size``. Nothing is set.
         """
         for name, values in columns.items():
             if len(values) != self.size:
@@ -157,7 +157,7 @@ class KVBatchMeta:
 
 def values_at(column: Sequence[_T], rows: Sequence[int]) -> list[_T]:
     """The values of these rows, in their order."""
-    # half the time of a comprehension; but for one row it would give that row's value alone
+    # takes half the time of a comprehension; for a single row, itemgetter returns the value and no tuple
     return list(itemgetter(*rows)(column)) if len(rows) > 1 else [column[row] for row in rows]
 
 

@@ -1,7 +1,7 @@
 """Field names and ``extra_info`` keys that trainers share, each with its meaning.
 
-Shape legend: ``N`` samples, ``S`` padded sequence length. Nothing in the data plane treats these names specially: they
-are a vocabulary, not an allowlist.
+Shape legend: ``N`` samples, ``S`` padded sequence length. The data plane
+treats these names like any others: other fields are allowed too.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ PLAN_KEYS: Final = (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB
 INPUT_LENGTHS_TAG: Final = "input_lengths"
 
 #: Mixture-of-experts router replay: ``routed_experts`` (N, S, layers, k) signed integers, the experts that generation
-#: chose per token; -1 where it recorded none, such as for a last token, which generation never runs through the model.
+#: chose per token; -1 where it recorded none, such as for the last token, which generation does not run the model on.
 ROUTED_EXPERTS_FIELD: Final = "routed_experts"
 
 #: The fields above that have one element per token on dim 1, padding included.
@@ -119,7 +119,7 @@ def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool)
 
     Args:
         fields: Field names.
-        enabled: Whether router replay is on; a read of the result then fails clearly where the column was not written.
+        enabled: Whether router replay is on. A read of the result then raises if the column was not written.
 
     Returns:
         A new list; ``routed_experts`` is appended once if ``enabled``.
@@ -131,12 +131,12 @@ def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool)
 
 
 def padded_length(length: _Length, *multiples: int) -> _Length:
-    """The least length that is not below ``length`` and a multiple of each of ``multiples``.
+    """The smallest length that is at least ``length`` and a multiple of each of ``multiples``.
 
-    The one rule for the length that all ranks pad to: several parties may each divide it by a number of their own.
+    All code that pads ranks to one length uses it.
 
     Args:
-        length: In tokens, 0 or more; an array of lengths gives one for each.
+        length: In tokens, 0 or more. For an array of lengths, the result is an array.
         multiples: 1 or more each.
     """
     multiple = math.lcm(*multiples)

@@ -1,6 +1,6 @@
-"""Columns to a backend's wire format and back, bit for bit: dtypes, ragged rows, objects, framed bytes.
+"""Converts columns to a backend's wire format and back, bit for bit: dtypes, ragged rows, objects, framed bytes.
 
-The client encodes every put and decodes every read here; backends that store bytes use its frames.
+The client encodes every put and decodes every read here. Backends that store bytes use its frames.
 """
 
 from dataplane_core.codec.frames import frame_column, join_row, join_rows, split_rows, unframe_column

@@ -1,8 +1,8 @@
-"""Cells as bytes with a versioned header, column by column; several cells of a sample joined in one byte string.
+"""Frames: cells as bytes with a versioned header. Rows: the frames of one sample joined in one byte string.
 
 A frame is ``DPF``, a version, the kind (tensor or object), a dtype code, the rank, a zero byte, the shape as
 little-endian int64, and the payload: the cell's elements in row-major order, or an object's encoded bytes. The frames
-of a column differ in their first dim only, so whole columns are framed and read back without touching torch per cell.
+of a column differ in their first dim only, so a whole column is framed and read back without a torch call per cell.
 
 Shape legend: ``N`` rows, ``C`` columns, ``L`` a row's own length.
 """
@@ -60,8 +60,8 @@ __all__ = [
 Column: TypeAlias = torch.Tensor | Sequence[Any]
 _Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
-#: Cells of more bytes are handled as views of one buffer, smaller ones as byte strings: these take less time each, and
-#: unlike views they do not count as objects for the garbage collector, which thousands of new ones would set off.
+#: Cells of more bytes are views of one buffer; smaller ones are byte strings. These take less time each. Also, the
+#: garbage collector does not track them, while thousands of new views would start a collection.
 _LARGE_CELL: Final = 1024
 
 _ROW_FIXED: Final = struct.Struct("<3sBI")
@@ -79,16 +79,16 @@ def frame_column(
 
     Args:
         column: N rows as ``spec`` says: a dense (N, *cell) or nested tensor, a list of row tensors, a list of items.
-        spec: What the column is.
+        spec: The spec of the column.
         name: The field, for error messages.
-        allow_pickle: Let object items outside the closed set travel pickled.
+        allow_pickle: Pickle object items outside the closed set.
 
     Returns:
-        N frames in new memory. Some are memoryviews of one buffer that lives as long as any of them.
+        N frames in new memory. Some may be memoryviews of one buffer, which lives as long as any of them.
 
     Raises:
-        InvalidTypeError: What `encode_columns` refuses.
-        SchemaMismatchError: Rows that do not fit one column.
+        InvalidTypeError: As `encode_columns`.
+        SchemaMismatchError: The rows do not fit one column.
     """
     what = f"field '{name}'"
     if spec.kind == "object":
@@ -99,7 +99,7 @@ def frame_column(
 
 
 def frame_ragged(column: Ragged | torch.Tensor, kind: int = KIND_TENSOR) -> list[bytes | bytearray | memoryview]:
-    """`frame_column` of plain rows: dense (N, *cell) or end to end."""
+    """Frames plain rows: a dense (N, *cell) tensor, or rows joined end to end."""
     if isinstance(column, Ragged):
         dense = column.dense()
         if dense is None:
@@ -112,7 +112,7 @@ def frame_ragged(column: Ragged | torch.Tensor, kind: int = KIND_TENSOR) -> list
         return []
     payload = byte_view(column)
     size = len(payload) // num_rows
-    if size > _LARGE_CELL:  # one join; smaller ones: one array, which is then cut
+    if size > _LARGE_CELL:  # large cells are joined; small ones are laid out in one array, which is then cut
         starts = np.arange(num_rows + 1, dtype=np.int64) * size
         return _interleave(header * num_rows, len(header), payload, starts)
     table = np.empty((num_rows, len(header) + size), dtype=np.uint8)
@@ -153,10 +153,10 @@ def _interleave(headers: bytes, header_size: int, payload: memoryview, starts: _
 
 
 def ragged_of_items(items: Sequence[Any], name: str, *, allow_pickle: bool = False) -> Ragged:
-    """Encoded items end to end, as uint8 rows.
+    """Encodes items as uint8 rows, joined end to end.
 
     Raises:
-        InvalidTypeError: An item outside the closed set.
+        InvalidTypeError: An item is outside the closed set.
     """
     encoded = encode_items(items, name, allow_pickle=allow_pickle)
     data = bytearray().join(encoded)
@@ -171,16 +171,16 @@ def unframe_column(
 
     Args:
         frames: One per row.
-        spec: What the column must be, or None to believe the frames.
+        spec: The spec that the column must have, or None to accept what the frames say.
         allow_pickle: Unpickle object items that were pickled.
 
     Returns:
-        In new memory: a dense tensor where rows are of equal shape, else one jagged nested tensor; a list of items for
-        objects.
+        In new memory: a dense tensor if all rows have the same shape, else one jagged nested tensor. For objects, a
+        list of items.
 
     Raises:
-        FrameError: A malformed frame, frames that do not fit one column, or another column than ``spec`` says.
-        InvalidRequestError: No frames, and no spec that says what a column without rows is.
+        FrameError: A frame is malformed, the frames do not fit one column, or the column differs from ``spec``.
+        InvalidRequestError: There are neither frames nor a spec.
     """
     if not frames:
         if spec is None:
@@ -207,10 +207,12 @@ def unframe_column(
 
 
 def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Tensor]:
-    """The kind, and the rows end to end (scalars: dense (N,); objects: their encoded bytes), in new memory.
+    """Reads frames into new memory: their kind, and the rows joined end to end.
+
+    Scalars are returned as a dense (N,) tensor, objects as their encoded bytes.
 
     Raises:
-        FrameError: A malformed frame, or frames that do not fit one column.
+        FrameError: A frame is malformed, or the frames do not fit one column.
     """
     views = [_flat(frame) for frame in frames]
     try:
@@ -226,7 +228,7 @@ def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Ten
         if (table != table[0]).any() or (sizes != sizes[0]).any():
             raise _first_misfit(views, header)
         return header.kind, join_bytes([view[header.size :] for view in views], header.dtype, (len(views),))
-    # all but the first dim must be row 0's; that one is checked against the size of the frame
+    # all headers must equal row 0's except in the first dim, which must agree with the size of the frame
     same = np.ones(header.size, dtype=bool)
     same[HEADER_SIZE : HEADER_SIZE + 8] = False
     lengths = table[:, HEADER_SIZE : HEADER_SIZE + 8].copy().view("<i8").astype(np.int64).reshape(-1)
@@ -273,7 +275,7 @@ def _in_row(error: FrameError, row: int) -> FrameError:
 
 
 def _first_misfit(views: Sequence[BytesLike], first: Header) -> FrameError:
-    """The error of the first frame that is malformed or does not fit row 0; the slow path."""
+    """The error for the first frame that is malformed or does not fit row 0."""
     for row, view in enumerate(views):
         try:
             header = parse_header(view)
@@ -292,10 +294,10 @@ def _first_misfit(views: Sequence[BytesLike], first: Header) -> FrameError:
 
 
 def frame_cell(cell: Any, *, name: str = "", allow_pickle: bool = False) -> bytes:
-    """One cell as a frame: a tensor as such, anything else as an object item.
+    """One cell as a frame. Anything but a tensor is framed as an object.
 
     Raises:
-        InvalidTypeError: What `encode_columns` refuses.
+        InvalidTypeError: As `encode_columns`.
     """
     if isinstance(cell, torch.Tensor):
         plain = host_tensor(cell, f"field '{name}'")
@@ -305,10 +307,10 @@ def frame_cell(cell: Any, *, name: str = "", allow_pickle: bool = False) -> byte
 
 
 def unframe_cell(frame: BytesLike, *, allow_pickle: bool = False) -> Any:
-    """Reads one frame of either kind into new memory.
+    """Reads one frame, of a tensor or an object, into new memory.
 
     Raises:
-        FrameError: Malformed.
+        FrameError: The frame is malformed.
     """
     view = _flat(frame)
     header = parse_header(view)
@@ -322,13 +324,13 @@ def unframe_cell(frame: BytesLike, *, allow_pickle: bool = False) -> Any:
 
 
 def join_row(frames: Sequence[BytesLike]) -> bytes:
-    """The frames of one sample in one byte string: ``DPR``, a version, their count, their sizes, then themselves."""
+    """The frames of one sample in one byte string: ``DPR``, a version, their count, their sizes, then the frames."""
     index = _ROW_FIXED.pack(_ROW_MAGIC, _ROW_VERSION, len(frames))
     return b"".join([index, struct.pack(f"<{len(frames)}q", *map(len, frames)), *frames])
 
 
 def join_rows(columns: Sequence[Sequence[BytesLike]]) -> tuple[bytearray, _Int64]:
-    """`join_row` of N samples at once, for engines whose cost is per cell.
+    """`join_row` for N samples at once, for engines where each stored value has a cost.
 
     Args:
         columns: C columns of N frames.
@@ -337,7 +339,7 @@ def join_rows(columns: Sequence[Sequence[BytesLike]]) -> tuple[bytearray, _Int64
         One new buffer with the rows end to end, and their (N + 1,) int64 offsets in bytes.
 
     Raises:
-        InvalidRequestError: Columns of unequal length, or none.
+        InvalidRequestError: The columns differ in length, or there are none.
     """
     counts = {len(column) for column in columns}
     if len(counts) != 1:
@@ -361,10 +363,10 @@ def split_rows(rows: Sequence[BytesLike]) -> list[list[memoryview]]:
     """The frames of each row, as views of the row's memory; ``zip(*split_rows(rows))`` gives columns.
 
     Args:
-        rows: What `join_row` made, or slices of `join_rows`' buffer; bytes-like or uint8 arrays.
+        rows: What `join_row` returned, or slices of `join_rows`' buffer: bytes-like or uint8 arrays.
 
     Raises:
-        FrameError: A malformed row: wrong magic or version, truncated, sizes that do not add up.
+        FrameError: A row has a wrong magic or version, is truncated, or its sizes do not add up.
     """
     split = []
     for number, row in enumerate(rows):

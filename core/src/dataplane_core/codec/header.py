@@ -40,19 +40,19 @@ KIND_OBJECT: Final = 2
 _FIXED: Final = struct.Struct("<3sBBBBB")
 HEADER_SIZE: Final = _FIXED.size
 MAX_RANK: Final = 64
-#: No cell may describe more than this, empty dims counted as 1: what torch can hold without overflowing a stride.
+#: The most bytes of a cell, dims of 0 counted as 1. More would overflow a stride in torch.
 MAX_CELL_BYTES: Final = 2**48
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a frame says of its cell.
+    """The header of a frame.
 
     Attributes:
         kind: `KIND_TENSOR` or `KIND_OBJECT`.
-        dtype: Of a tensor; uint8 for an object, whose shape is the number of its encoded bytes.
-        shape: The cell's shape.
-        size: Bytes of the header; the payload follows.
+        dtype: The tensor's dtype; uint8 for an object.
+        shape: The cell's shape; for an object, the number of its encoded bytes.
+        size: Bytes of the header, which the payload follows.
         payload_size: Bytes of the payload.
     """
 
@@ -69,11 +69,11 @@ def pack_header(kind: int, dtype: torch.dtype, shape: Sequence[int]) -> bytes:
 
 
 def parse_header(frame: BytesLike) -> Header:
-    """Reads and checks one frame's header, and that the frame is of the size that it says.
+    """Reads and checks one frame's header, and checks that the frame has the size that the header says.
 
     Raises:
-        FrameError: Truncated, extra bytes, wrong magic, another version, an unknown kind or dtype, dims that are
-            negative or too large.
+        FrameError: The frame is truncated or too long; the magic, version, kind or dtype is wrong; a dim is negative or
+            too large.
     """
     length = len(frame)
     if length < HEADER_SIZE:
@@ -129,7 +129,7 @@ def unpack_tensor(frame: BytesLike) -> torch.Tensor:
     """Reads `pack_tensor`'s bytes into new memory.
 
     Raises:
-        FrameError: Malformed, or not a tensor's frame.
+        FrameError: The frame is malformed, or holds an object.
     """
     header = parse_header(frame)
     if header.kind != KIND_TENSOR:
@@ -138,10 +138,10 @@ def unpack_tensor(frame: BytesLike) -> torch.Tensor:
 
 
 def check_extent(dtype: torch.dtype, shape: Sequence[int], what: str) -> None:
-    """Refuses cells that no reader would accept.
+    """Refuses cells that are too large for a frame.
 
     Raises:
-        InvalidTypeError: More than `MAX_RANK` dims or `MAX_CELL_BYTES` bytes.
+        InvalidTypeError: The cell has more than `MAX_RANK` dims or `MAX_CELL_BYTES` bytes.
     """
     if len(shape) > MAX_RANK or dtype.itemsize * math.prod(max(dim, 1) for dim in shape) > MAX_CELL_BYTES:
         raise InvalidTypeError(

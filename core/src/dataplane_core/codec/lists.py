@@ -1,7 +1,7 @@
-"""Lists as columns: the one place that decides what a list becomes, whichever call writes it.
+"""Lists as columns: decides for every call that writes what a list becomes.
 
-A list of numbers is a tensor column, whatever its rows' lengths; any other list is one object per row. A list that is
-nearly one of numbers is refused, since what is meant would be a guess.
+A list of numbers, or of lists of numbers of any lengths, becomes a tensor column. Any other list becomes one object per
+row. A list that mixes numbers with None, or numbers with lists, is refused, since it is not clear what is meant.
 
 Shape legend: ``N`` rows, ``L`` a row's own length.
 """
@@ -26,7 +26,7 @@ __all__ = ["column_of_list"]
 
 _NUMBERS: Final = frozenset({bool, int, float})
 _LISTS: Final = frozenset({list, tuple})
-#: Integers up to this are float32 numbers.
+#: float32 holds integers up to this exactly.
 _EXACT_IN_FLOAT32: Final = 2**24
 _HINT: Final = (
     "Write a tensor (of rows of their own length: torch.nested.as_nested_tensor(rows, layout=torch.jagged)), or "
@@ -37,18 +37,18 @@ _HINT: Final = (
 def column_of_list(what: str, items: Sequence[Any]) -> torch.Tensor | NonTensorStack:
     """The column that a list (or tuple) of N items stands for.
 
-    - Numbers: a tensor (N,). Lists of numbers: a tensor (N, L) where all rows are equally long, else one jagged nested
-      tensor of rows (L,); empty rows are rows of length 0.
-    - All int: int64. Float, or int and float: float32, as torch has it. All bool: bool.
-    - Anything else (strings, dicts, bytes, tensors, None, nothing but empty lists): an object per row.
+    - Numbers: a tensor (N,). Lists of numbers: a tensor (N, L) if all rows are equally long, else one jagged nested
+      tensor of rows (L,). An empty list is a row of length 0.
+    - All int: int64. Float, or int and float: float32, as in torch. All bool: bool.
+    - Anything else (strings, dicts, bytes, tensors, None, only empty lists): an object per row.
 
     Args:
-        what: The call and the field, to open messages with.
+        what: The call and the field. Messages begin with it.
         items: One per row.
 
     Raises:
-        InvalidTypeError: Numbers with None, bools or lists among them, or lists of numbers nested deeper.
-        InvalidRequestError: A number that the dtype cannot hold.
+        InvalidTypeError: None, bools or lists are mixed with numbers, or lists of numbers are nested deeper.
+        InvalidRequestError: The dtype cannot hold a number.
     """
     kinds = set(map(type, items))
     if kinds and kinds <= _NUMBERS:
@@ -96,7 +96,7 @@ def _numbers(what: str, numbers: Sequence[Any], kinds: set[type]) -> np.ndarray[
 
 
 def _refuse_near_numbers(what: str, items: Sequence[Any]) -> None:
-    """Refuses what holds numbers and nothing else but None and lists, yet is neither (N,) nor rows of numbers."""
+    """Refuses a list that holds only numbers, None and lists, and is neither (N,) nor rows of numbers."""
     kinds = _leaf_kinds(items)
     if not kinds & _NUMBERS or not kinds <= _NUMBERS | {NoneType}:
         return
@@ -111,7 +111,7 @@ def _refuse_near_numbers(what: str, items: Sequence[Any]) -> None:
 
 
 def _leaf_kinds(items: Iterable[Any], depth: int = 0) -> set[type]:
-    """The types of what is in lists, however deep; empty lists have none."""
+    """The types of all values in nested lists. Empty lists add none."""
     kinds = set(map(type, items))
     if not kinds & _LISTS or depth > MAX_DEPTH:
         return kinds

@@ -1,7 +1,7 @@
-"""Items of object columns: a closed set, checked, copied, and turned into bytes and back with msgpack.
+"""Items of object columns: checks them, copies them, and converts them to bytes and back with msgpack.
 
-The set is None, bool, int (64 bit), float, str, bytes, list, dict with str keys, and tensors of any rank; exactly these
-types, not their subclasses. With ``allow_pickle`` any other item travels pickled as a whole.
+The closed set of types is None, bool, int (64 bit), float, str, bytes, list, dict with str keys, and tensors of any
+rank, without their subclasses. With ``allow_pickle`` any other item is pickled as a whole.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _ATOMS: Final = frozenset({NoneType, bool, float, str, bytes})
 _FLAT: Final = _ATOMS | {int}
 _EXT_TENSOR: Final = 1
 _EXT_PICKLE: Final = 2
-#: Above this many bytes a message is first walked without building anything, so that a forged length cannot make the
-#: decoder allocate what the message does not hold.
+#: A message of more bytes is first parsed without building objects, so that a forged length in it cannot make the
+#: decoder allocate more than the message holds.
 _TRUSTED_SIZE: Final = 4096
 _SET: Final = "None, bool, int (64 bit), float, str, bytes, list, dict with str keys, tensor"
 
 
 class _OutsideError(Exception):
-    """An item, or something in it, lies outside the closed set."""
+    """An item, or a value inside it, is outside the closed set."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -109,7 +109,7 @@ def check_items(items: Sequence[Any], field: str, *, allow_pickle: bool = False)
     Args:
         items: One item per row.
         field: The field, for error messages.
-        allow_pickle: Let everything pass.
+        allow_pickle: Accept every item.
 
     Raises:
         InvalidTypeError: Names the field, the row, the place in the item, and the type.
@@ -137,9 +137,9 @@ def _refusal(field: str, row: int | None, error: _OutsideError) -> InvalidTypeEr
 
 
 def copy_item(item: Any) -> Any:
-    """A deep copy that shares nothing with ``item``; tensors become plain, contiguous, detached host tensors.
+    """A deep copy that shares no memory with ``item``. Tensors become plain, contiguous, detached host tensors.
 
-    Items outside the closed set are copied with `copy.deepcopy`: whether they are allowed is `check_items`' question.
+    Items outside the closed set are copied with `copy.deepcopy`; `check_items` decides whether they are allowed.
     """
     kind = type(item)
     if kind in _FLAT:
@@ -172,7 +172,7 @@ def encode_items(items: Sequence[Any], field: str, *, allow_pickle: bool = False
         allow_pickle: Pickle items outside the closed set instead of refusing them.
 
     Raises:
-        InvalidTypeError: An item outside the closed set, or one that cannot be pickled.
+        InvalidTypeError: An item is outside the closed set, or cannot be pickled.
     """
     pack = _packer()
     encoded = []
@@ -190,7 +190,7 @@ def encode_items(items: Sequence[Any], field: str, *, allow_pickle: bool = False
 
 
 def _packer() -> Callable[[Any], bytes]:
-    # strict types: subclasses and tuples go to the default, which refuses them; a lone surrogate is a valid str
+    # strict_types: subclasses and tuples go to `default`, which refuses them; surrogatepass: lone surrogates are valid
     pack: Callable[[Any], bytes] = msgpack.Packer(
         default=_pack_tensor, strict_types=True, unicode_errors="surrogatepass"
     ).pack
@@ -213,10 +213,10 @@ def encode_item(item: Any, field: str = "", *, allow_pickle: bool = False) -> by
 
 
 def decode_items(encoded: Sequence[BytesLike], *, allow_pickle: bool = False) -> list[Any]:
-    """Reads `encode_items`' bytes; the items share no memory with them.
+    """Reads `encode_items`' bytes. The items share no memory with them.
 
     Raises:
-        FrameError: Malformed bytes, or a pickled item without ``allow_pickle``.
+        FrameError: The bytes are malformed, or an item is pickled and ``allow_pickle`` is not set.
     """
     hook = _ext_with_pickle if allow_pickle else _ext
     items = []
@@ -246,7 +246,7 @@ def decode_item(data: BytesLike, *, allow_pickle: bool = False) -> Any:
 
 
 class _Pickled:
-    """An item that was unpickled, which the closed set does not bind."""
+    """An item that was unpickled. It may be outside the closed set."""
 
     __slots__ = ("item",)
 

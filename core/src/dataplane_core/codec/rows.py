@@ -1,4 +1,4 @@
-"""Columns in general: how many rows, how many bytes, and rows picked from them."""
+"""Rows of columns in any container: their number, and a selection of them."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def num_rows(column: Any) -> int:
 
 
 def object_column(items: Sequence[Any]) -> NonTensorStack:
-    """Items, one per row, as the column that a TensorDict takes; keeps references."""
+    """Items, one per row, as an object column for a TensorDict. Keeps references to them."""
     return NonTensorStack(*[NonTensorData(data=item) if is_tensor_collection(item) else item for item in items])
 
 
 def take_rows(column: Any, positions: Sequence[int]) -> Any:
-    """The rows at ``positions``, in that order, repeats included; the container of the result follows its rows.
+    """The rows at ``positions``, in that order. Repeats are allowed.
 
     Args:
         column: What `decode_columns` returns, or a list (of frames, rows, or items).
         positions: Row numbers, not negative.
 
     Returns:
-        New memory for tensors: dense if all rows are of equal shape, else jagged. A repeated item of a
-        ``NonTensorStack`` is copied, so that rows stay independent; a list keeps references.
+        Tensors in new memory: dense if all rows taken have the same shape, else jagged. A repeated item of a
+        ``NonTensorStack`` is copied, so that rows stay independent. A list keeps references.
     """
     if isinstance(column, torch.Tensor):
         picks = torch.as_tensor(positions, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Payload bytes of encoded columns: what capacity and metrics count."""
+"""Payload bytes of encoded columns, as capacity and metrics count them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["cell_nbytes", "row_nbytes"]
 
 
 def row_nbytes(columns: Mapping[str, WireColumn], num_samples: int) -> list[int]:
-    """Payload bytes per row, all columns together.
+    """Payload bytes per row, summed over all columns.
 
     Args:
-        columns: Lowered columns of ``num_samples`` rows each.
+        columns: Encoded columns of ``num_samples`` rows each.
         num_samples: N.
 
     Returns:
-        N integers. Tensors and frames count exactly; native objects by what their values need, without Python's own
+        N integers. Exact for tensors and frames. For native objects, the size of their values without Python's
         overhead.
     """
     total = np.zeros(num_samples, dtype=np.int64)
@@ -32,7 +32,7 @@ def row_nbytes(columns: Mapping[str, WireColumn], num_samples: int) -> list[int]
 
 
 def cell_nbytes(column: WireColumn, num_samples: int) -> Any:
-    """Payload bytes of each cell of one column: an int64 array (N,), or one number where all are equal."""
+    """Payload bytes of each cell of one column: an int64 array (N,), or one number if all are equal."""
     if isinstance(column, list):
         return np.fromiter((_item_nbytes(item) for item in column), dtype=np.int64, count=len(column))
     if column.is_nested:

@@ -1,4 +1,4 @@
-"""Plain tensors for the codec: host memory, rows end to end, bytes.
+"""Plain tensors for the codec: copies to host memory, rows joined end to end, tensors as bytes.
 
 Shape legend: ``N`` rows, ``T`` elements of all rows together on the ragged dim, ``L`` a row's own length.
 """
@@ -78,7 +78,7 @@ _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Rows that may differ in their first dim, end to end.
+    """Rows that may differ in their first dim, joined end to end.
 
     Attributes:
         values: (T, *trailing), contiguous, on the host.
@@ -104,7 +104,7 @@ class Ragged:
         return np.diff(self.offsets.numpy())
 
     def dense(self) -> torch.Tensor | None:
-        """(N, L, *trailing), a view, where all rows are of length L; else None."""
+        """A view (N, L, *trailing) if all rows have length L; else None."""
         lengths = self.lengths
         if len(lengths) == 0:
             return self.values.new_empty((0, 0, *self.values.shape[1:]))
@@ -123,14 +123,15 @@ def is_jagged(tensor: torch.Tensor) -> bool:
 
 
 def host_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """The tensor as plain, contiguous, detached host memory; the very same memory where it is that already.
+    """The tensor as plain, contiguous, detached host memory. Aliases ``tensor`` if it is that already.
 
     Args:
-        tensor: Not nested. Any device but meta; conj and neg bits are resolved.
+        tensor: Not nested, on any device but meta. Conj and neg bits are resolved.
         what: The subject of error messages, such as ``field 'x'``.
 
     Raises:
-        InvalidTypeError: A meta-device, sparse or quantised tensor, a dtype that is not carried, a wrapper subclass.
+        InvalidTypeError: The tensor is a meta-device, sparse or quantised one, a wrapper subclass, or of a dtype that
+            is not carried.
     """
     if tensor.dtype not in DTYPE_CODES:
         kind = "a quantised tensor" if tensor.is_quantized else "a tensor"
@@ -155,7 +156,7 @@ def host_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    # dims of size 1 may keep odd strides, which a view of another dtype refuses
+    # dims of size 1 may have unusual strides, for which a view of another dtype fails
     strides = _strides(tensor.shape)
     return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
 
@@ -173,16 +174,16 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def jagged_parts(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
-    """A jagged tensor's values, offsets, lengths (None: no holes), and the dim of the values that is ragged.
+    """A jagged tensor's values, offsets, lengths (None: no gaps between rows), and the ragged dim of the values.
 
-    Reads the attributes: the public methods of the Python nested tensor cost 100 us a call.
+    Reads private attributes, since the public methods of a nested tensor cost 100 us a call.
     """
     parts: Any = nested
     return parts._values, parts._offsets, parts._lengths, parts._ragged_idx - 1
 
 
 def ragged_of_nested(nested: torch.Tensor, what: str) -> Ragged | torch.Tensor:
-    """The rows of a nested tensor of either layout, end to end; dense (N, *cell) if its rows are scalars.
+    """The rows of a nested tensor of either layout, joined end to end. Dense (N,) if its rows are scalars.
 
     Raises:
         SchemaMismatchError: Rows differ in a dim other than their first, or in rank.
@@ -210,7 +211,7 @@ def ragged_of_nested(nested: torch.Tensor, what: str) -> Ragged | torch.Tensor:
 
 
 def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Tensor:
-    """Rows joined end to end; dense (N,) if they are scalars.
+    """Rows joined end to end. Dense (N,) if they are scalars.
 
     Args:
         rows: One tensor per row; at least one.
@@ -254,27 +255,27 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    """(N + 1,) int64 offsets from 0 of rows of these lengths."""
+    """The (N + 1,) int64 offsets of rows of these lengths."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
 
 
 def byte_slices(starts: torch.Tensor, lengths: torch.Tensor, step: int) -> list[slice]:
-    """Where rows of elements of ``step`` bytes lie in a buffer."""
+    """The slices of a buffer that hold rows, whose elements have ``step`` bytes."""
     return list(map(slice, (starts * step).tolist(), ((starts + lengths) * step).tolist()))
 
 
 def gather_rows(
     values: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, slices: Sequence[slice] | None = None
 ) -> Ragged:
-    """Rows taken from places in ``values``, joined end to end; new memory.
+    """Copies rows from ``values`` and joins them end to end in new memory.
 
     Args:
         values: (T, *trailing), contiguous, on the host.
         starts: (N,) int64, where each row starts in ``values``.
         offsets: (N + 1,) int64, where each row starts and ends in the result.
-        slices: `byte_slices` of the rows, where they are known already.
+        slices: `byte_slices` of the rows, if known already.
     """
     shape = (int(offsets[-1]), *values.shape[1:])
     step = values.dtype.itemsize * math.prod(values.shape[1:])
@@ -285,7 +286,7 @@ def gather_rows(
 
 
 def pad_front(rows: Ragged) -> Ragged:
-    """One zero element in front of every row; new memory."""
+    """Adds one zero element in front of every row. New memory."""
     offsets = rows.offsets + torch.arange(len(rows.offsets))
     shape = (int(offsets[-1]), *rows.values.shape[1:])
     source, zeros = byte_view(rows.values), bytes(rows.itemsize)
@@ -295,7 +296,7 @@ def pad_front(rows: Ragged) -> Ragged:
 
 
 def pad_rows(rows: Ragged, width: int, value: float | bool | complex = 0) -> torch.Tensor:
-    """(N, width, *trailing), rows on the left, ``value`` after them; new memory. No row is longer than ``width``."""
+    """Right-pads rows with ``value`` to (N, width, *trailing). New memory. No row may be longer than ``width``."""
     dtype, size = rows.values.dtype, width * rows.itemsize
     cuts = (rows.offsets * rows.itemsize).tolist()
     gap = size - min((end - begin for begin, end in pairwise(cuts)), default=size)
@@ -312,16 +313,16 @@ def pad_rows(rows: Ragged, width: int, value: float | bool | complex = 0) -> tor
 
 
 def bounds_of(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[int, int]:
-    """The least and the largest length; zeros for no rows."""
+    """The smallest and the largest length; zeros if there are no rows."""
     return (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
 
 
 def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Tensor:
-    """One jagged nested tensor, its min and max length known; aliases ``ragged``.
+    """One jagged nested tensor with cached min and max length. Aliases ``ragged``.
 
     Args:
         ragged: The rows.
-        bounds: `bounds_of` their lengths, where these are known already.
+        bounds: `bounds_of` their lengths, if known already.
     """
     shortest, longest = bounds_of(ragged.lengths) if bounds is None else bounds
     nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(
@@ -331,7 +332,7 @@ def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Te
 
 
 def carrier(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype of the same size that every indexing operator knows; float8 and uint16 lack some."""
+    """The same memory as an integer dtype of the same size. float8 and uint16 lack some indexing operators."""
     dtype = _CARRIERS.get(tensor.dtype.itemsize)
     return tensor if dtype is None else tensor.view(dtype)
 
@@ -353,16 +354,16 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 def join_bytes(parts: Sequence[BytesLike], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Bytes joined into a new tensor; their number must fit.
+    """Joins bytes into a new tensor. Their number must fit ``shape``.
 
-    A bytearray's join moves rows in the least time per row: `np.concatenate` and slice assignments take one and a half
-    to three times that, an index and `index_select` three.
+    ``bytearray.join`` takes the least time per row: `np.concatenate` and slice assignments take 1.5 to 3 times as long,
+    an index with `index_select` 3 times.
     """
     return from_bytes(bytearray().join(parts), dtype, shape)
 
 
 def from_byte_tensor(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A contiguous uint8 tensor read as ``dtype`` and ``shape``; a view where the alignment allows."""
+    """A contiguous uint8 tensor read as ``dtype`` and ``shape``. A view if the alignment allows it, else a copy."""
     if math.prod(shape) == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     flat = data.reshape(-1)
@@ -372,7 +373,7 @@ def from_byte_tensor(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int
 
 
 def from_bytes(data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor over a bytearray, which it keeps alive and aliases; the sizes must fit."""
+    """A tensor that aliases a bytearray and keeps it alive. The sizes must fit."""
     if not data:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(tuple(shape))

@@ -1,14 +1,15 @@
-"""Columns to a backend's wire format and back.
+"""Converts columns to a backend's wire format and back.
 
-`encode_columns` turns what a caller puts into what the backend's hooks take. `decode_columns` checks what a read
-brought back and turns it into what the caller gets. Both are pure: no I/O, no state. What a field's cells look like on
-the wire follows from its `FieldSpec` and the `WireFormat` alone, never from the data, so any process reads what another
+`encode_columns` converts what a caller puts into what the backend's hooks take. `decode_columns` checks a backend's
+reply and converts it into what the caller gets. Both are pure: no I/O, no state. The form of a field's cells on the
+wire depends on its `FieldSpec` and the `WireFormat` alone, never on the data, so any process can read what another
 wrote:
 
 1. A dtype that the wire does not carry is bit-cast: cells ``(L, *t)`` to uint8 ``(L, prod(t) * itemsize)``, scalars to
-   ``(itemsize,)``. Cells without content (a trailing dim of 0) become uint8 ``(L,)`` where empty cells do not survive.
-2. Where empty rows do not survive, cells of rank 1 and more get one more zero element in front, on their first dim.
-3. Where ``(N,)`` cannot be carried, scalars travel as ``(N, 1)``.
+   ``(itemsize,)``. Cells without elements (a trailing dim of 0) become uint8 ``(L,)`` if the wire cannot carry empty
+   rows.
+2. If the wire cannot carry empty rows, cells of rank 1 and more get an extra zero element in front, on their first dim.
+3. If the wire cannot carry ``(N,)``, scalars are sent as ``(N, 1)``.
 
 Shape legend: ``N`` rows, ``T`` elements of all rows together on the ragged dim, ``L`` a row's own length.
 """
@@ -68,7 +69,7 @@ __all__ = ["decode_columns", "encode_columns"]
 _OBJECTS: Final = FieldSpec.of_objects()
 
 
-# --- down -------------------------------------------------------------------------------------------------------------
+# --- encoding ---------------------------------------------------------------------------------------------------------
 
 
 def encode_columns(
@@ -79,28 +80,28 @@ def encode_columns(
     allow_pickle: bool = False,
     copy: bool = False,
 ) -> tuple[dict[str, WireColumn], dict[str, FieldSpec]]:
-    """Brings a batch into the form that a backend's hooks take.
+    """Converts a batch to the form that a backend's hooks take.
 
     Args:
         fields: Columns of ``num_samples`` rows: tensors of any device but meta, dense or nested, contiguous or not;
             object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also lists, which
-            become what `codec.lists.column_of_list` says.
+            `codec.lists.column_of_list` converts.
         num_samples: N, at least 1.
-        wire: What the backend takes.
-        allow_pickle: Let object items outside the closed set pass.
-        copy: Make sure that nothing returned shares memory with ``fields``. Without it, tensors that needed no
-            conversion are the caller's own memory and native object items the caller's own objects: a backend that
-            keeps them copies them (`objects.copy_item`). Frames and encoded objects are new memory either way.
+        wire: The backend's wire format.
+        allow_pickle: Accept object items outside the closed set.
+        copy: Return no memory that is shared with ``fields``. If False, tensors that need no conversion alias the
+            caller's memory, and native object items are the caller's objects. A backend that keeps them must copy them
+            (`objects.copy_item`). Frames and encoded objects are new memory in both cases.
 
     Returns:
-        Field -> column, contiguous and detached; and field -> spec of the cells before any conversion. The rows of a
+        Field -> column, contiguous and detached; and field -> spec of the cells before the conversion. The rows of a
         column may be views of one buffer.
 
     Raises:
-        InvalidRequestError: A column has not one row per sample.
+        InvalidRequestError: A column does not have one row per sample.
         SchemaMismatchError: The rows of a column differ in dtype, rank, or a dim other than their first.
-        InvalidTypeError: A non-tensor leaf, a meta-device, sparse or quantised tensor, a dtype that is not carried, an
-            object item outside the closed set.
+        InvalidTypeError: A leaf is no tensor; a tensor is a meta-device, sparse or quantised one, or of a dtype that is
+            not carried; an object item is outside the closed set.
     """
     columns: dict[str, WireColumn] = {}
     specs: dict[str, FieldSpec] = {}
@@ -167,7 +168,7 @@ def _spec_of(column: Ragged | torch.Tensor) -> FieldSpec:
 
 def _object_items(name: str, leaf: Any, num_samples: int) -> list[Any]:
     what = f"put_samples refused: field '{name}'"
-    # TensorDict wraps an object array, as it does anything that it does not know
+    # TensorDict wraps an object array in NonTensorData
     data = leaf.data if isinstance(leaf, NonTensorData) else leaf
     if isinstance(data, NonTensorStack) or (
         isinstance(data, np.ndarray) and data.dtype == np.dtype(object) and data.ndim == 1
@@ -201,7 +202,7 @@ def _encode_objects(items: list[Any], name: str, wire: WireFormat, allow_pickle:
 def _encode_tensor(
     column: Ragged | torch.Tensor, spec: FieldSpec, wire: WireFormat, source: torch.Tensor | _Rows | None
 ) -> WireColumn:
-    """Lowers plain rows; the result must not borrow from ``source``, the caller's leaf, where one is given."""
+    """Encodes plain rows. If ``source``, the caller's leaf, is given, the result shares no memory with it."""
     if wire.bytes:
         return list(frame_ragged(column))
     dtype, trailing = _on_wire(spec, wire)
@@ -232,7 +233,7 @@ def _encode_tensor(
 
 
 def _on_wire(spec: FieldSpec, wire: WireFormat) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Dtype and trailing shape of a field's cells on the wire (scalars: the shape of the cell itself)."""
+    """Dtype and trailing shape of a field's cells on the wire. For scalars, the shape of the whole cell."""
     dtype = spec.torch_dtype
     if spec.rank == 0:
         if dtype not in wire.dtypes:
@@ -255,14 +256,14 @@ def _shares(tensor: torch.Tensor, source: torch.Tensor | _Rows) -> bool:
 
 
 def _pad(rows: Ragged | torch.Tensor) -> Ragged | torch.Tensor:
-    """One more zero element in front of every row; new memory."""
+    """Adds one zero element in front of every row. New memory."""
     if isinstance(rows, torch.Tensor):
         return torch.cat([rows.new_zeros((rows.shape[0], 1, *rows.shape[2:])), rows], dim=1)
     return pad_front(rows)
 
 
 def _container(column: Ragged | torch.Tensor, wire: WireFormat) -> WireColumn:
-    """Rows of rank 1 and more as the wire wants them: dense or jagged, or a list of rows."""
+    """Rows of rank 1 and more in the wire's container: a dense or jagged tensor, or a list of rows."""
     if wire.ragged == "rows":
         if isinstance(column, Ragged):
             return list(column.values.split_with_sizes(column.lengths.tolist()))
@@ -273,7 +274,7 @@ def _container(column: Ragged | torch.Tensor, wire: WireFormat) -> WireColumn:
     return to_nested(column) if dense is None else dense
 
 
-# --- up ---------------------------------------------------------------------------------------------------------------
+# --- decoding ---------------------------------------------------------------------------------------------------------
 
 
 def decode_columns(
@@ -285,26 +286,28 @@ def decode_columns(
     allow_pickle: bool = False,
     copy: bool = False,
 ) -> dict[str, Any]:
-    """Checks what a backend returned and gives it back its caller's form.
+    """Checks what a backend returned and converts it to what the caller gets.
 
     Args:
-        columns: Field -> encoded column of ``num_samples`` rows. Ownership passes to this function; containers may
-            differ from `encode_columns`'s (a dense column may arrive as jagged or as rows), contents may not.
-        specs: Field -> the spec fixed by the field's first write; holds every key of ``columns``.
+        columns: Field -> encoded column of ``num_samples`` rows. This function takes ownership. The container may
+            differ from the one that `encode_columns` made (a dense column may come back as jagged or as rows); the
+            cells may not.
+        specs: Field -> the spec fixed by the field's first write. Must have every key of ``columns``.
         num_samples: N, at least 1.
-        wire: What the backend takes.
+        wire: The backend's wire format.
         allow_pickle: Unpickle object items that were pickled.
-        copy: The columns still belong to the backend: share no memory with them. Without it, what needed no conversion
-            is returned as it came.
+        copy: The backend keeps the columns, so share no memory with them. If False, what needs no conversion is
+            returned as it is.
 
     Returns:
-        Field -> a dense tensor where rows are of equal shape, else one ``torch.jagged`` nested tensor whose min and max
-        length are known; objects as ``NonTensorStack``. Contiguous and detached. Jagged columns of equal lengths share
-        their offsets, so that torch lets them be combined.
+        Field -> a dense tensor if all rows have the same shape, else one ``torch.jagged`` nested tensor with cached min
+        and max length; objects as ``NonTensorStack``. Contiguous and detached. Jagged columns of equal lengths share
+        their offsets, so that torch can combine them.
 
     Raises:
-        BackendError: Not one row per sample, or another dtype, rank or trailing shape than the spec says.
-        FrameError: Malformed bytes.
+        BackendError: A column does not have one row per sample, or its dtype, rank or trailing shape differs from the
+            spec.
+        FrameError: The bytes are malformed.
     """
     decoded: dict[str, Any] = {}
     shared: dict[bytes, torch.Tensor] = {}
@@ -421,7 +424,7 @@ def _tensors(column: Any) -> list[torch.Tensor]:
 
 
 def _gather(name: str, column: Any, num_samples: int) -> Ragged | torch.Tensor:
-    """A reply's rows, one per sample: dense (N, *cell), or end to end."""
+    """A reply's rows, one per sample: dense (N, *cell), or joined end to end."""
     what = f"the column '{name}' of the backend's reply"
     if not isinstance(column, torch.Tensor):
         if not isinstance(column, Sequence) or not all(isinstance(row, torch.Tensor) for row in column):
@@ -438,7 +441,7 @@ def _gather(name: str, column: Any, num_samples: int) -> Ragged | torch.Tensor:
 
 
 def _check_scalars(name: str, rows: Ragged | torch.Tensor, dtype: torch.dtype, cell: tuple[int, ...]) -> torch.Tensor:
-    """Cells that are scalars before they are encoded, (N, *cell)."""
+    """Checks cells that are scalars before they are encoded; returns them as (N, *cell)."""
     dense = rows.dense() if isinstance(rows, Ragged) else rows
     if dense is None or dense.dtype != dtype or tuple(dense.shape[1:]) != cell:
         raise _mismatch(name, _cells(rows), f"{_name(dtype)} cells of shape {cell} on the wire")
@@ -448,7 +451,7 @@ def _check_scalars(name: str, rows: Ragged | torch.Tensor, dtype: torch.dtype, c
 def _check_cells(
     name: str, rows: Ragged | torch.Tensor, dtype: torch.dtype, trailing: tuple[int, ...]
 ) -> Ragged | torch.Tensor:
-    """Cells of shape (L, *trailing)."""
+    """Checks cells of shape (L, *trailing); returns them."""
     plain, skip = _plain(rows), 1 if isinstance(rows, Ragged) else 2
     if plain.dtype != dtype or plain.dim() != skip + len(trailing) or tuple(plain.shape[skip:]) != trailing:
         expected = FieldSpec.of_cells(dtype, (0, *trailing)).describe()
@@ -466,7 +469,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _restore(name: str, rows: Ragged | torch.Tensor, spec: FieldSpec, wire: WireFormat) -> Ragged | torch.Tensor:
-    """Undoes padding and bit-cast of cells of rank 1 and more."""
+    """Reverts padding and bit-cast of cells of rank 1 and more."""
     if not wire.zero_length_rows:
         if isinstance(rows, Ragged):
             lengths = rows.offsets.diff()

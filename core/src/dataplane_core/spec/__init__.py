@@ -1,7 +1,6 @@
-"""What a backend is asked and may answer: the hook specs with their request and reply types, capabilities and the wire
-format, field specs, tags.
+"""The interface of a backend: hook specs with requests and replies, capabilities, wire format, field specs, tags.
 
-Every wing above reads it; authors of backends and middleware write against it.
+All other wings import it. Authors of backends and middleware write against it.
 """
 
 from dataplane_core.spec.capabilities import ALL_DTYPES, GUARANTEES, OPERATIONS, Capability, Scope, WireFormat

@@ -43,10 +43,11 @@ ALL_DTYPES: Final[frozenset[torch.dtype]] = frozenset(
 
 
 class Capability(StrEnum):
-    """What a backend may declare; the conformance kit tests declared ones and that the others are refused.
+    """An operation or guarantee that a backend may declare.
 
-    The first seven are operations: the client refuses them with `UnsupportedOperationError` where undeclared. The rest
-    are guarantees.
+    The first seven are operations. If a backend does not declare one, the client refuses it with
+    `UnsupportedOperationError`. The rest are guarantees. The conformance kit tests what is declared, and that the
+    client refuses the operations that are not.
     """
 
     CLAIMS = "claims"
@@ -58,11 +59,11 @@ class Capability(StrEnum):
     TAG_FILTERS = "tag_filters"
     """Claims and listings take a ``tag_filter``."""
     CAPACITY = "capacity"
-    """The options ``capacity_bytes`` and ``on_full`` bound what is held."""
+    """The options ``capacity_bytes`` and ``on_full`` limit the payload that the store holds."""
     LISTING = "listing"
     """`list_samples`."""
     OVERWRITE = "overwrite"
-    """A put may replace cells already produced."""
+    """A put may replace cells that are already produced."""
 
     DURABLE = "durable"
     """A committed put survives the death of the store's processes."""
@@ -71,7 +72,7 @@ class Capability(StrEnum):
     ATOMIC_OVERWRITE = "atomic_overwrite"
     """A read that overlaps an overwrite sees, per sample, all old or all new cells."""
     NO_PICKLE = "no_pickle"
-    """Nothing on the way unpickles bytes from outside the process."""
+    """Neither core nor the engine unpickles bytes from outside the process."""
 
 
 OPERATIONS: Final[frozenset[Capability]] = frozenset(
@@ -92,27 +93,27 @@ class Scope(StrEnum):
     """How far apart two clients of one store may be."""
 
     PROCESS = "process"
-    """In one process; attaching is refused."""
+    """In one process. Attaching is refused."""
     HOST = "host"
     """On one host."""
     CLUSTER = "cluster"
-    """On any hosts that reach each other."""
+    """On any hosts that can reach each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:
-    """What the cells handed to a backend's hooks may be; core's codec encodes every batch in it.
+    """The form in which a backend's hooks take cells. Core's codec encodes every batch in it.
 
     Attributes:
-        bytes: The backend wants each cell as one framed byte string (`codec.frames`), whatever its kind; the other
-            attributes then do not apply.
-        ragged: How a tensor column whose rows may differ in their first dim arrives: one ``jagged`` nested tensor
-            (dense where all rows are equal), or a list of ``rows``.
-        promote_1d: The engine cannot carry ``(N,)``; scalar cells travel as ``(N, 1)``.
+        bytes: The backend takes each cell, tensor or object, as one frame (`codec.frames`). The other attributes then
+            do not apply.
+        ragged: The form of a tensor column whose rows may differ in their first dim: one ``jagged`` nested tensor (a
+            dense one if all rows are equally long), or a list of ``rows``.
+        promote_1d: The engine cannot carry ``(N,)``, so scalar cells are sent as ``(N, 1)``.
         objects: Whether object columns arrive as a list of items (``native``) or of encoded bytes, as one uint8 row
             per item (``encoded``).
-        dtypes: The dtypes the engine carries; others travel bit-cast to uint8, so that must be among them.
-        zero_length_rows: Whether rows of length 0 survive; if not, every row travels with one extra element.
+        dtypes: The dtypes that the engine carries. The others are sent bit-cast to uint8, which must be one of them.
+        zero_length_rows: Whether the engine carries rows of length 0. If not, every row is sent with one extra element.
     """
 
     bytes: bool = False

@@ -14,8 +14,7 @@ __all__ = ["FieldSpec"]
 class FieldSpec:
     """Kind, dtype, rank and trailing shape of a field's cells.
 
-    A cell is what one sample holds: of rank 0 (a scalar per sample), or of shape ``(L, *trailing)`` where ``L`` may
-    differ from row to row.
+    A cell has rank 0 (one scalar per sample) or the shape ``(L, *trailing)``, where ``L`` may differ from row to row.
 
     Attributes:
         kind: ``tensor`` or ``object``.
@@ -31,7 +30,7 @@ class FieldSpec:
 
     @classmethod
     def of_cells(cls, dtype: torch.dtype, cell_shape: tuple[int, ...]) -> FieldSpec:
-        """The spec of tensor cells of ``dtype`` and ``cell_shape`` (whose first dim does not count)."""
+        """The spec of tensor cells of ``dtype`` and ``cell_shape``, whose first dim is ignored."""
         return cls("tensor", str(dtype).removeprefix("torch."), len(cell_shape), tuple(cell_shape[1:]))
 
     @classmethod
@@ -52,7 +51,7 @@ class FieldSpec:
 
     @classmethod
     def from_text(cls, text: str) -> FieldSpec:
-        """Reads `to_text`'s form.
+        """Reads what `to_text` wrote.
 
         Raises:
             ValueError: The text is not of that form.

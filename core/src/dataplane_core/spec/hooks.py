@@ -1,13 +1,12 @@
 """The operations of `DataPlaneClient` as pluggy hook specs, with their request and reply types.
 
 Every hook takes one mutable request object, and its first result is the answer (``firstresult=True``). A backend
-implements the hooks as plain methods; middleware wraps them with ``@hookimpl(wrapper=True)`` and acts by changing the
-request's attributes before ``yield`` and returning another reply after it.
+implements the hooks as plain methods. Middleware wraps them with ``@hookimpl(wrapper=True)``: it may change the
+request's attributes before ``yield`` and return another reply after it.
 
-What a hook may rely on (core has seen to it): sample ids are unique, non-empty strings; lists are not empty; columns
-are encoded in the backend's `WireFormat` and have one row per id; tags are checked. All hooks run in the process of the
-client that was called, in the caller's thread, possibly in several threads at once, and must return or raise before
-``deadline``.
+Core checks these before it calls a hook: sample ids are unique, non-empty strings; lists are not empty; columns are
+encoded in the backend's `WireFormat` and have one row per id; tags are valid. Hooks run in the process of the client
+and in the caller's thread, possibly in several threads at once. They must return or raise before ``deadline``.
 """
 
 from __future__ import annotations
@@ -62,17 +61,17 @@ hookspec = pluggy.HookspecMarker("dataplane")
 #: Marks middleware wrappers: ``@hookimpl(wrapper=True)``. Backends need no marker.
 hookimpl = pluggy.HookimplMarker("dataplane")
 
-#: One column as a backend sees it: a dense or jagged tensor, a list of row tensors, of frames, or of items.
+#: One column as a backend sees it: a dense or jagged tensor, or a list of row tensors, of frames or of items.
 WireColumn: TypeAlias = torch.Tensor | list[Any]
 
 
 def new_id() -> str:
-    """128 random bits in hex: an identity that nobody gives twice, whatever a store forgets."""
+    """128 random bits in hex: an id that is not given twice, even by a store that lost its state."""
     return secrets.token_hex(16)
 
 
 def this_process() -> str:
-    """Names this process to people: ``process 4711 on host-a``."""
+    """This process, for messages: ``process 4711 on host-a``."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -81,16 +80,16 @@ def this_process() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class RegisterRequest:
-    """Open a partition afresh.
+    """Open a partition. An earlier registration of the same name is dropped.
 
     Attributes:
         partition_id: The partition.
         fields: Fields that producers are expected to write.
-        num_samples: Distinct ids that will be written, or None where unknown.
-        consumer_tasks: The tasks with a cursor.
+        num_samples: Number of distinct ids that will be written, or None if unknown.
+        consumer_tasks: The tasks that get a cursor.
         grpo_group_size: Samples per group, or None.
-        enums: Field -> its vocabulary of strings.
-        epoch: What the registration is known by: random bits drawn by the client (`new_id`).
+        enums: Field -> the strings that it may hold.
+        epoch: The id of the registration: random bits drawn by the client (`new_id`).
         deadline: On `time.monotonic`'s clock, in seconds.
     """
 
@@ -119,12 +118,12 @@ class PutRequest:
     Attributes:
         partition_id: The partition.
         sample_ids: Unique ids, one per row.
-        columns: Field -> encoded column. May alias the caller's memory until the hook returns; a backend that keeps it
-            copies it.
-        specs: Field -> what the field keeps for the registration; the same keys as ``columns``.
-        tags: One dict per row, merged key by key into what is there, or None.
-        epoch: The registration that the client checked the put against, or None; another is refused with
-            `StalePartitionError` and nothing is written.
+        columns: Field -> encoded column. It may alias the caller's memory. A backend that keeps it after the hook
+            returns must copy it.
+        specs: Field -> its spec; the same keys as ``columns``.
+        tags: One dict per row, merged key by key into the tags that the sample has, or None.
+        epoch: The registration that the client checked the put against, or None. If another one is current, the
+            backend raises `StalePartitionError` and writes nothing.
         deadline: On `time.monotonic`'s clock, in seconds.
     """
 
@@ -155,16 +154,18 @@ class ClaimRequest:
         partition_id: The partition.
         task_name: The consumer task.
         required_fields: Fields that must be produced.
-        batch_size: At most this many.
-        all_or_nothing: Hand out ``batch_size`` or, when the partition can give no more, what remains; else nothing.
-        lease_s: Seconds until an unsettled claim returns to the pool, or None for delivery at most once.
+        batch_size: The most samples to hand out.
+        all_or_nothing: Hand out ``batch_size`` samples or none; but hand out the rest if the partition can give no more
+            than that.
+        lease_s: Seconds after which samples that were not acked return to the pool. None: each sample is handed out at
+            most once.
         tag_filter: Full-form predicate on tags, or None.
         explain: Fill `Claim.num_ready` and `Claim.shortfall`.
-        token: The lease token of what this claim hands out: random bits drawn by the client (`new_id`), the same for
-            all questions of one claim that waits.
-        holder: Who claims, for the messages that others get (`this_process`).
-        since: `Claim.version` of the last answer to the same waiting claim, or None. Where nothing changed since then,
-            a backend may answer as before without looking again.
+        token: The lease token of the samples that this claim hands out: random bits drawn by the client (`new_id`). A
+            claim that waits asks repeatedly with the same token.
+        holder: Who claims, for the error messages of other clients (`this_process`).
+        since: `Claim.version` of the last answer to the same waiting claim, or None. If nothing changed since then, a
+            backend may give the same answer without looking again.
         deadline: On `time.monotonic`'s clock, in seconds.
     """
 
@@ -218,7 +219,7 @@ class RenewRequest:
 
 @dataclass(slots=True, kw_only=True)
 class ConsumptionRequest:
-    """Ask whether tasks have been given everything that the partition holds."""
+    """Ask whether tasks have been given all samples that the partition holds."""
 
     partition_id: str
     task_names: list[str]
@@ -227,7 +228,7 @@ class ConsumptionRequest:
 
 @dataclass(slots=True, kw_only=True)
 class ClearRequest:
-    """Drop samples, or the whole partition where ``sample_ids`` is None."""
+    """Drop samples, or the whole partition if ``sample_ids`` is None."""
 
     partition_id: str
     sample_ids: list[str] | None
@@ -251,7 +252,7 @@ class PartitionInfo:
     """A partition's registration.
 
     Attributes:
-        epoch: What the registration is known by, as `RegisterRequest.epoch` gave it; no other registration has it.
+        epoch: The id of the registration, from `RegisterRequest.epoch`. No other registration has it.
         fields: As registered.
         num_samples: As registered.
         consumer_tasks: As registered.
@@ -283,7 +284,7 @@ class WireBatch:
     """Columns read back, one row per requested id, in the order asked for.
 
     Attributes:
-        columns: Field -> encoded column; core takes ownership.
+        columns: Field -> encoded column. Core takes ownership.
         specs: Field -> the spec fixed by the field's first write.
     """
 
@@ -296,14 +297,15 @@ class Claim:
     """Samples handed out.
 
     Attributes:
-        sample_ids: In order of first write; perhaps none.
+        sample_ids: In order of first write. May be empty.
         tags: One dict per id.
-        lease_tokens: One per id where a lease was asked for, else None.
+        lease_tokens: One per id if a lease was asked for, else None.
         exhausted: The partition can give this task no more than this.
-        num_ready: How many were ready (where ``explain`` was set).
-        shortfall: What keeps the others back (where ``explain`` was set and nothing is handed out).
-        version: What to ask with next as `ClaimRequest.since`, where the claim waits; opaque to the client.
-        ask_again_s: Seconds that a waiting client lets pass at least before it asks again: how a store paces many.
+        num_ready: How many samples were ready (if ``explain`` was set).
+        shortfall: Why the other samples are not handed out (if ``explain`` was set and this claim hands out none).
+        version: A claim that waits sends it back as `ClaimRequest.since`. Opaque to the client.
+        ask_again_s: The least number of seconds until a waiting client asks again. A store with many waiting clients
+            limits its load in this way.
     """
 
     sample_ids: Sequence[str] = ()
@@ -325,7 +327,7 @@ class SettleReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumptionReply:
-    """Whether every task has been given (leased: has acked) every sample that the partition holds."""
+    """Whether every task has been given every sample that the partition holds, and has acked the leased ones."""
 
     consumed: bool
 
@@ -353,11 +355,14 @@ class SampleList:
 
 
 class DataPlaneSpec:
-    """The hook specs. Other errors derive from `DataPlaneError` too; core wraps what does not in `BackendError`."""
+    """The hook specs.
+
+    A hook may raise any other `DataPlaneError` too. Core wraps every other exception in `BackendError`.
+    """
 
     @hookspec(firstresult=True)
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:  # type: ignore[empty-body]
-        """Opens the partition afresh; rows, tags, cursors and schema of an earlier registration are gone on return."""
+        """Opens the partition. On return, rows, tags, cursors and schema of an earlier registration are gone."""
 
     @hookspec(firstresult=True)
     def describe_partition(self, request: DescribeRequest) -> PartitionInfo:  # type: ignore[empty-body]
@@ -369,15 +374,15 @@ class DataPlaneSpec:
 
     @hookspec(firstresult=True)
     def put_samples(self, request: PutRequest) -> PutReply:  # type: ignore[empty-body]
-        """Commits cells and tags, then flips production; returns when the commit is visible to every client.
+        """Commits cells and tags, then marks the cells as produced. Returns once every client sees the commit.
 
         Raises:
             UnknownPartitionError: Not registered.
-            SchemaMismatchError: A spec differs from the field's first write; nothing is written.
-            InvalidRequestError: An id without ``_g`` or a surplus group member; nothing is written.
-            StalePartitionError: ``epoch`` is not the current registration; nothing is written.
-            CapacityExceededError: Full, and told to raise.
-            OperationTimeoutError: Perhaps written, perhaps not.
+            SchemaMismatchError: A spec differs from the field's first write. Nothing is written.
+            InvalidRequestError: An id has no ``_g``, or a group would have too many members. Nothing is written.
+            StalePartitionError: ``epoch`` is not the current registration. Nothing is written.
+            CapacityExceededError: The store is full and configured to raise.
+            OperationTimeoutError: The put may or may not be written.
         """
 
     @hookspec(firstresult=True)
@@ -387,12 +392,12 @@ class DataPlaneSpec:
         Raises:
             UnknownPartitionError: Not registered.
             MissingDataError: Names the first missing samples or cells, and counts the rest.
-            LostSamplesError: The store names cells whose payload it no longer has.
+            LostSamplesError: The payload of produced cells is gone from the store.
         """
 
     @hookspec(firstresult=True)
     def claim(self, request: ClaimRequest) -> Claim:  # type: ignore[empty-body]
-        """Hands out ready samples, each at most once per task (leased: one holder at a time). Never waits.
+        """Hands out ready samples, each at most once per task; with leases, to one holder at a time. Never waits.
 
         Raises:
             UnknownPartitionError, UnknownTaskError: Not registered.
@@ -425,11 +430,11 @@ class DataPlaneSpec:
 
     @hookspec(firstresult=True)
     def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:  # type: ignore[empty-body]
-        """Answers from the store's own state; False for an unknown partition or task, and while nothing is held."""
+        """Answers from the store's own state. False for an unknown partition or task, and while no sample is held."""
 
     @hookspec(firstresult=True)
     def clear_samples(self, request: ClearRequest) -> ClearReply:  # type: ignore[empty-body]
-        """Drops rows with their tags and cursors, or the whole partition; what is not there is ignored."""
+        """Drops rows with their tags and cursors, or the whole partition. Ignores samples that are not there."""
 
     @hookspec(firstresult=True)
     def list_samples(self, request: ListRequest) -> SampleList:  # type: ignore[empty-body]

@@ -1,4 +1,4 @@
-"""Tags: small per-sample primitives kept beside the data, and the declarative predicates on them."""
+"""Tags: small primitive values of a sample, stored beside its tensors, and filters on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataplane_core.schema import INPUT_LENGTHS_TAG
 __all__ = ["FILTER_OPERATORS", "TagFilter", "TagValue", "check_tag_filter", "check_tags", "lengths_of", "matches"]
 
 TagValue: TypeAlias = bool | int | float | str | None
-#: Tag name -> a value to equal, or ``(operator, operand)``.
+#: Tag name -> the value that the tag must equal, or ``(operator, operand)``.
 TagFilter: TypeAlias = Mapping[str, Any]
 
 _COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
@@ -33,8 +33,8 @@ def check_tags(tags: Sequence[Mapping[str, TagValue]], num_samples: int) -> list
     """Copies one dict of tags per sample.
 
     Raises:
-        InvalidRequestError: Not one dict per sample.
-        InvalidTypeError: A name is not a string, or a value not None, bool, int (64 bit), float or str.
+        InvalidRequestError: There is not one dict per sample.
+        InvalidTypeError: A name is not a string, or a value is not None, bool, int (64 bit), float or str.
     """
     if len(tags) != num_samples:
         raise InvalidRequestError(
@@ -91,7 +91,7 @@ def check_tag_filter(tag_filter: TagFilter | None) -> dict[str, tuple[str, Any]]
 
 
 def matches(tags: Mapping[str, Any], tag_filter: Mapping[str, tuple[str, Any]] | None) -> bool:
-    """Whether all conditions of a full-form filter hold; a missing tag or types that do not compare: False."""
+    """Whether all conditions of a full-form filter hold. False if a tag is missing or its type cannot be compared."""
     for name, (symbol, operand) in (tag_filter or {}).items():
         if name not in tags:
             return False
@@ -104,7 +104,7 @@ def matches(tags: Mapping[str, Any], tag_filter: Mapping[str, tuple[str, Any]] |
 
 
 def lengths_of(tags: Sequence[Mapping[str, TagValue]] | None) -> list[int] | None:
-    """Tokens per row, from the tag that says so; None where a row lacks it."""
+    """Tokens per row, from the tag `INPUT_LENGTHS_TAG`. None if any row lacks it."""
     if not tags:
         return None
     lengths = [row.get(INPUT_LENGTHS_TAG) for row in tags]

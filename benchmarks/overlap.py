@@ -1,4 +1,4 @@
-"""What rollouts ahead of training save: the GRPO example, synchronous and asynchronous, side by side.
+"""How much time rollouts ahead of training save: the GRPO example, synchronous and asynchronous.
 
 Every round runs both once, each in a process tree of its own, and leaves out the first steps. Printed per run:
 
@@ -132,7 +132,7 @@ def main() -> None:
     runs: dict[str, list[Figures]] = {"sync": [], "async": []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds):
-            for mode, figures in runs.items():  # in turns: what the machine does meanwhile hits both
+            for mode, figures in runs.items():  # alternate, so that other load on the machine affects both
                 figures.append(run(options, mode, Path(folder) / f"{mode}{number}"))
     print(f"{options.backend}, staleness {options.staleness}, {options.steps} steps after {WARM_UP}")
     for mode, figures in runs.items():

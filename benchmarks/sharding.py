@@ -63,7 +63,7 @@ def bimodal(count: int) -> list[int]:
 
 
 def sort_and_pass(lengths: list[int]) -> int:
-    """The yardstick."""
+    """The reference: sorts the lengths and adds them up in a loop."""
     total = 0
     for length in sorted(lengths):
         total += length

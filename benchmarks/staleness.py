@@ -1,4 +1,4 @@
-"""What each staleness policy does to the mix of prompts that is trained on, and how long the trainer waits.
+"""How each staleness policy changes the mix of prompts in training, and how long the trainer waits.
 
 Rollouts of different length through a real `ReplayBuffer` over the in-process store; only time is simulated, so a run
 takes seconds and repeats exactly. A group takes as long as its longest answer, one unit of time per 1,000 tokens; every
@@ -59,7 +59,7 @@ def draw_lengths(num_prompts: int) -> np.ndarray:
 
 
 def simulate(policy: StalenessPolicy, lengths: np.ndarray, num_steps: int, step_time: float, requeue: bool) -> Result:
-    """Rollouts and a trainer on one clock, until ``num_steps`` steps are done."""
+    """Simulates rollouts and a trainer on one clock, for ``num_steps`` steps."""
     num_groups = policy.groups_per_version
     with connect({"backend": "noop"}) as client:
         client.register_partition("replay", ["length"], None, ["train"], grpo_group_size=GROUP_SIZE)
@@ -67,7 +67,7 @@ def simulate(policy: StalenessPolicy, lengths: np.ndarray, num_steps: int, step_
         events: list[tuple[float, int, Reservation]] = []
         trained: list[tuple[int, int]] = []  # prompt, staleness
         now = waited = 0.0
-        free_at = 0.0  # when the trainer is through with its step
+        free_at = 0.0  # when the trainer ends its step
         in_training = None
         for step in range(num_steps):
             while True:
@@ -117,7 +117,7 @@ def figures(
     waited: float,
     evicted: float,
 ) -> Result:
-    """What came of a run, over the prompts that had their chance."""
+    """The figures of a run, over the prompts that could have been trained on."""
     per_prompt = lengths.mean(axis=1)
     last = max(prompt for prompt, _ in trained)
     drawn = np.array([prompt for prompt in range(last + 1) if prompt not in unfinished])

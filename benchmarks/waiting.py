@@ -1,4 +1,4 @@
-"""What clients that wait cost the store, and what they cost others.
+"""How much waiting clients cost the store, and how much they slow down other clients.
 
 Run:  python benchmarks/waiting.py [--waiting 500] [--seconds 10] [--backends noop redis_store tq_simple]
 
@@ -56,7 +56,7 @@ def fill(client: DataPlaneClient, kind: str) -> None:
 
 
 def wait(client: DataPlaneClient, kind: str, number: int) -> None:
-    """One that waits until its client is closed."""
+    """Waits, as one client, until that client is closed."""
     with contextlib.suppress(DataPlaneError):
         if kind == "puts":
             client.put_samples([f"w{number}"], "full", scalars(1, 80_000))
@@ -192,7 +192,7 @@ def measure(name: str, kind: str, count: int, seconds: float) -> None:
         idle = cpu_share(process, seconds / 2)
         alone = others_ms(client, kind, seconds)
         with waiting(client, config, kind, count):
-            time.sleep(seconds / 2)  # the first questions of many clients come at once
+            time.sleep(seconds / 2)  # many clients ask for the first time at once
             asked = num_requests(client)
             busy = cpu_share(process, seconds)
             asked = None if asked is None else num_requests(client) - asked

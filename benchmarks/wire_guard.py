@@ -1,4 +1,4 @@
-"""What the wire guard costs: puts and gets of whole batches with it and without it, on every backend.
+"""The cost of the wire guard: puts and gets of whole batches with it and without it, on every backend.
 
 Run:  python benchmarks/wire_guard.py [--rounds 15] [--batches A B] [--backends noop redis_store tq_simple tq_mooncake]
 

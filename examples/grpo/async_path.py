@@ -45,10 +45,10 @@ __all__ = ["AsyncPath"]
 
 _PARTITION = "replay"
 _REPLAY_FOLDER = "replay"
-#: At the end of a run that failed, a rollout may be in the middle of its answers.
+#: Seconds to wait at the end of a failed run for a rollout that still generates.
 _STOP_TIMEOUT_S = 10.0
-#: How long the trainer waits before it looks whether the collector has given up.
-_LOOK_S = 1.0
+#: Seconds between two checks of the waiting trainer whether the collector has failed.
+_CHECK_S = 1.0
 
 
 class AheadRolloutWorker(PlaneRolloutWorker):
@@ -130,7 +130,7 @@ class AsyncPath(DataPlanePath):
             )
 
     def hand_over(self, step: int, push: Callable[[], ObjectRef]) -> None:
-        """Sends the newest weights, behind the rollouts that are to be made with the present ones; does not wait."""
+        """Queues the newest weights after the rollouts that use the present ones. Does not wait."""
         buffer, collector = self._started()
         if self._collecting:
             self._await_begun(step - 1 + self._staleness)
@@ -143,7 +143,7 @@ class AsyncPath(DataPlanePath):
             collector.start()
 
     def collect(self, step: int) -> Scores:
-        """The rows of a step; waits until they have been generated."""
+        """Waits until the rows of a step have been generated, and returns what the driver needs of them."""
         buffer, _ = self._started()
         with reporting():
             try:
@@ -175,7 +175,7 @@ class AsyncPath(DataPlanePath):
         }
 
     def save(self, folder: Path) -> None:
-        """See `DataPath.save`: the rows that are ready, with the books on them. What is being generated is awaited."""
+        """See `DataPath.save`. Waits for running rollouts, and saves the ready rows with the state of the buffer."""
         buffer, collector = self._started()
         self._await_begun(self._step + self._staleness)
         with reporting(), collector.quiet(self._timeout_s):
@@ -198,7 +198,7 @@ class AsyncPath(DataPlanePath):
     # --- in the collector's thread ------------------------------------------------------------------------------------
 
     def _roll_out(self, reservations: Sequence[Reservation]) -> KVBatchMeta:
-        """Has the rollout worker make the rows of one step, and scores its answers."""
+        """Lets the rollout worker generate the rows of one step, and scores its answers."""
         step = reservations[0].prompt // self._prompts_per_step + 1
         problems = self._draw(step, 0)
         ids = [sample_id for each in reservations for sample_id in each.sample_ids]
@@ -229,7 +229,7 @@ class AsyncPath(DataPlanePath):
         give_up = time.monotonic() + patience_s
         _, collector = self._started()
         with self._changed:
-            while not self._changed.wait_for(lambda: self._last_begun >= step, _LOOK_S):
+            while not self._changed.wait_for(lambda: self._last_begun >= step, _CHECK_S):
                 if collector.counts.failures:
                     return  # `collect` says why
                 if time.monotonic() > give_up:

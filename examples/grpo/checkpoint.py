@@ -1,4 +1,4 @@
-"""Saves of a run, each a folder that is there as a whole or not at all.
+"""Saves of a run. Each is a folder that exists completely or not at all.
 
 A save is written beside its place, brought to the disk, and renamed into it: whenever the run is killed, the newest
 folder under ``checkpoints`` is a whole one. It holds a manifest (``save.json``), the metrics so far, the weights of the
@@ -32,7 +32,7 @@ _FORMAT = 1
 _MANIFEST = "save.json"
 _METRICS = "metrics.jsonl"
 _REFERENCE = "reference.npy"
-#: What may change between a save and going on: it decides what the run costs and when it ends, not what it computes.
+#: Keys that may change when a run resumes: they affect the cost and the end of the run, not its results.
 _FREE = {"ray": True, "data_plane": True, "saving": True, "data": {"file"}, "grpo": {"steps"}}
 
 

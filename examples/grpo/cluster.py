@@ -1,4 +1,4 @@
-"""Ray: start it or attach to it, start the actors, wait for them with a deadline, leave nothing behind."""
+"""Ray: start it or attach to it, start the actors, wait for them with a deadline, end everything."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def start_actors(
     layout = Layout(config.tensor_parallel, config.sequence_packing.enabled)
 
     def actor(cls: type) -> Any:
-        # max_restarts=0: an actor that comes back without its weights would train on, wrongly.
+        # max_restarts=0: a restarted actor would have lost its weights, and would train wrongly.
         return ray.remote(cls).options(num_cpus=config.ray.cpus_per_actor, max_restarts=0).remote
 
     return Actors(

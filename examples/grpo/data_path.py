@@ -1,9 +1,9 @@
-"""How the tensors of a step travel between the processes: the one part of the run that a data plane replaces.
+"""How the tensors of a step are passed between the processes: the part of the run that a data plane replaces.
 
 The trainer calls a `DataPath` and never sees a tensor of token width, so the same loop runs over a data plane and
 without one. Both ways share three decisions, and with them every bit of the result:
 
-- the order of the rows: the rollout's, a prompt's answers side by side;
+- the order of the rows: that of the rollout, with the answers to a prompt adjacent;
 - the width: all ranks forward at one length, the longest row of the step rounded up (`common_width`);
 - the split over ranks and into microbatches: that of `BatchedDataDict.shard_by_batch_size`, computed from lengths.
 """
@@ -94,7 +94,7 @@ class DataPath(ABC):
 
     @abstractmethod
     def start(self, actors: Actors, draw: Draw) -> None:
-        """Gets ready, once the actors are up.
+        """Prepares the path when the actors are up.
 
         Args:
             actors: The run's processes.
@@ -142,7 +142,7 @@ class DataPath(ABC):
 
     @abstractmethod
     def finish_step(self) -> Traffic:
-        """Drops the step's rows and says what they weighed."""
+        """Drops the step's rows and returns how many bytes they had."""
 
     def save(self, folder: Path) -> None:  # noqa: B027 - not abstract: most have nothing to save
         """Writes what the path holds between two steps into ``folder``: here, nothing."""

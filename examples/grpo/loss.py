@@ -23,7 +23,7 @@ class ClippedPolicyLoss:
     in whichever microbatch it lands; the parts add up over microbatches and ranks.
 
     Attributes:
-        clip_ratio: The policy ratio earns nothing beyond ``1 +- clip_ratio``.
+        clip_ratio: The policy ratio is clipped to ``1 +- clip_ratio``.
         kl_weight: Weight of the divergence from the reference policy.
     """
 

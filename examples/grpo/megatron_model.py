@@ -1,7 +1,7 @@
 """The policy as a `megatron.core` GPT model, with the weights of `model.Transformer`, cut over tensor parallelism.
 
-On the CPU Megatron lacks one thing, attention: its own for packed sequences is Transformer Engine's. `SdpaAttention`
-stands in for it. Megatron is imported where it is used: in the workers, not in the driver.
+On the CPU, Megatron has no attention for packed sequences: that needs Transformer Engine. `SdpaAttention` replaces it.
+Megatron is imported where it is used: in the workers, not in the driver.
 
 Shape legend: ``N`` rows, ``S`` padded length, ``T`` tokens of all rows, ``V`` vocabulary, ``D`` size of a head.
 """
@@ -35,7 +35,7 @@ _IN_BLOCK = {
     "feed_forward_in": "mlp.linear_fc1",
     "feed_forward_out": "mlp.linear_fc2",
 }
-#: The bias of characters that only fill the vocabulary up, so that tensor parallelism divides it: never chosen.
+#: The bias of tokens that pad the vocabulary to a multiple of the tensor-parallel ranks, so that they are never chosen.
 _NEVER = -1e30
 
 

@@ -41,7 +41,7 @@ class SplitLinear(nn.Module):
     """A linear layer whose output is three parts side by side, kept as three layers.
 
     Attention's one layer for query, key and value cannot be cut along its output: a cut would give one rank the queries
-    and another the values. Cut one by one, each rank gets all three for its own heads.
+    and another the values. With three layers, each rank gets all three for its own heads.
     """
 
     def __init__(self, whole: nn.Linear) -> None:

@@ -163,7 +163,7 @@ class DataPlanePath(DataPath):
         return self._new_traffic()
 
     def _new_traffic(self) -> Traffic:
-        """What was moved since the last time that this was asked."""
+        """The bytes moved since the last call."""
         with reporting():
             now = self._traffic()
         step = Traffic(now.bytes_put - self._seen.bytes_put, now.bytes_get - self._seen.bytes_get)

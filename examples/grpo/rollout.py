@@ -1,4 +1,4 @@
-"""The rollout worker: an actor that holds the newest weights and answers prompts."""
+"""The rollout worker: an actor that holds the newest weights and generates answers."""
 
 from __future__ import annotations
 

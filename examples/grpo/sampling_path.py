@@ -1,8 +1,8 @@
-"""Dynamic sampling (DAPO) over a data plane: answer prompts until enough groups have something to teach.
+"""Dynamic sampling (DAPO) over a data plane: generate until there are enough groups with a learning signal.
 
-A group whose answers are all right, or all wrong, has advantages of 0. The driver stamps the rewards as tags on the
-meta; `DynamicSampling` decides on them alone, and clears the rows of such groups in the store before anybody reads
-them. What is lacking is made up with further prompts.
+A group whose answers are all right, or all wrong, has advantages of 0. The driver writes the rewards as tags on the
+meta. `DynamicSampling` reads only these, and clears the rows of such groups in the store before anybody reads them.
+Further prompts replace the dropped groups.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a policy worker must keep to train on as if it had never stopped: its part of weights, optimizer and schedule.
+"""The state with which a policy worker resumes exactly: its part of weights, optimizer and schedule.
 
 Every rank has a state of its own, a dict of plain tensors and numbers, and writes it to a file of its own: nothing is
 gathered, nothing passes through the driver. No state of a random generator is in it, since the run draws every random
@@ -23,7 +23,7 @@ TrainingState: TypeAlias = dict[str, Any]
 
 
 class KeepsTrainingState(ABC):
-    """A worker whose training can be saved and gone on with; the same calls for every kind of worker."""
+    """A worker whose training can be saved and resumed; the same calls for every kind of worker."""
 
     rank: int
 

@@ -1,4 +1,4 @@
-"""Weights of the model as one flat array: what travels between processes instead of hundreds of small tensors."""
+"""Weights of the model as one flat array: this is sent between processes instead of hundreds of small tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PackedWeights = npt.NDArray[np.float32]
 def pack_weights(model: nn.Module) -> PackedWeights:
     """Copies all parameters into one flat array.
 
-    With sharded parameters (FSDP) this is collective: every rank must call it, or the others wait for ever.
+    With sharded parameters (FSDP) this is collective: every rank must call it, or the others wait forever.
     """
     full = [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
     return pack_tensors(full)

@@ -104,7 +104,7 @@ class PolicyWorker(KeepsTrainingState):
         Args:
             rendezvous: What `open_rendezvous` of rank 0 returned.
             packed: Weights of the policy and of its reference.
-            timeout_s: After this time in a collective a rank gives its peers up. More than the driver's deadline, so
+            timeout_s: Timeout of a collective, in seconds. Longer than the driver's deadline, so
                 that the driver is the one to say who did not answer.
         """
         store = self._store or dist.TCPStore(*rendezvous, is_master=False)
@@ -147,7 +147,7 @@ class PolicyWorker(KeepsTrainingState):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """The same under the reference policy, as ``reference_logprobs``."""
+        """As `get_logprobs`, for the reference policy: ``reference_logprobs``."""
         return self._logprobs(self.reference, data, micro_batch_size, "reference_logprobs")
 
     def train(
@@ -163,7 +163,7 @@ class PolicyWorker(KeepsTrainingState):
         Args:
             data: This rank's rows, with all columns that ``loss_fn`` reads, and perhaps a microbatch plan.
             loss_fn: The loss.
-            eval_mode: Compute the loss, change nothing.
+            eval_mode: Only compute the loss.
             gbs: Global batch size, in rows of all ranks together; None: one batch of everything.
             mbs: Rows per microbatch where ``data`` has no plan; None: all at once.
 

@@ -1,4 +1,4 @@
-"""A backend in one SQLite file: every process of a host that opens the file shares the store, and it outlives them."""
+"""A backend in one SQLite file: all processes of a host that open the file share the store, which outlives them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SQLiteStore(BlobStore):
     """
 
     Config = SQLiteOptions
-    opens_in_forks = False  # a fork's SQLite believes that it holds the locks of its parent's connections
+    opens_in_forks = False  # SQLite in a fork acts as if it held the locks of its parent's connections
 
     def __init__(self, config: SQLiteOptions) -> None:
         super().__init__(config)
@@ -119,7 +119,7 @@ class SQLiteStore(BlobStore):
     # --- the journal --------------------------------------------------------------------------------------------------
 
     def append(self, seq: int, record: bytes) -> bool:
-        """Takes the next place in the journal, unless another process was faster."""
+        """Writes a record at the next place of the journal, unless another process was faster."""
         # neither one that was trimmed, nor one behind a place that is free
         insert = "INSERT INTO journal SELECT ?, ? WHERE ? = (SELECT coalesce(max(seq) + 1, 0) FROM journal)"
         _, changed = self._run(insert, (seq, record, seq))
@@ -160,8 +160,8 @@ class SQLiteStore(BlobStore):
             self._idle.append(database)
 
     def _replaced(self) -> bool:
-        """Whether what is open is no longer what stands at the path: two clients would each write to a file of their
-        own, and never notice."""
+        """Whether the path now names another file than the open one: two clients would then write to different files,
+        and never notice."""
         try:
             inode: int = self.config.path.stat().st_ino
         except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""What a storage author starts from: `Backend`; on a ledger, `LedgerBackend`, `RowStoreBackend` and `BlobStore`, which
-keeps a journal; checks for ``dataplane doctor``; processes that a backend owns.
+"""The base classes of backends: `Backend`, and on a ledger `LedgerBackend`, `RowStoreBackend` and `BlobStore`, which
+can keep a journal. Also checks for ``dataplane doctor`` and processes that a backend owns.
 
 Backend packages derive from these classes; the client calls only `Backend`.
 """

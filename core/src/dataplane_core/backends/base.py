@@ -24,30 +24,29 @@ class Backend:
     """Stores and moves the bytes of one store, for one client.
 
     A subclass implements the operations of `dataplane_core.spec.hooks.DataPlaneSpec` as plain methods, each with one
-    argument named ``request``: always `REQUIRED_OPERATIONS`, and those that its capabilities call for
-    (`required_operations`). Core checks names and signatures when the backend is registered. Backends whose control
-    plane can host a `Ledger` start from `dataplane_core.backends.ledger_backend.LedgerBackend`, plain blob stores from
-    `BlobStore`: both bring every operation along.
+    argument named ``request``: always `REQUIRED_OPERATIONS`, and those that its capabilities require
+    (`required_operations`). Core checks names and signatures when the backend is registered. `LedgerBackend` (for an
+    engine that can host a `Ledger`) and `BlobStore` (for plain blob stores) already implement every operation.
 
     Attributes:
-        wire: What the cells handed to the hooks may be.
-        capabilities: Operations and guarantees declared.
+        wire: The form in which the hooks take cells.
+        capabilities: The declared operations and guarantees.
         scope: How far apart two clients of one store may be.
-        why_not_declared: Capability that is not declared, or ``scope`` -> what in the engine rules it out. Shown in
-            reports.
-        deviations: Test of the conformance kit that this backend fails -> what in the engine is the reason. The kit
-            expects these tests to fail, and shows the reasons.
-        opens_in_forks: Whether a process that was forked from one with an open client may open one of its own. False
-            where the engine's library does not survive a fork; core then refuses at once, and says to spawn.
-        contract_version: The contract's version that this class was written for.
+        why_not_declared: A capability that is not declared, or ``scope`` -> the reason, which lies in the engine. Shown
+            in reports.
+        deviations: A test of the conformance kit that this backend fails -> the reason, which lies in the engine. The
+            kit expects these tests to fail, and shows the reasons.
+        opens_in_forks: Whether a process may open a client if it was forked from one with an open client. False if the
+            engine's library does not survive a fork: core then refuses, with the advice to spawn.
+        contract_version: The contract version that this class was written for.
         Config: A pydantic model of the backend's own options.
-        name: The entry-point name that the config chose; set by core before `start`.
-        allow_pickle: Whether the config allows object items that travel pickled; set by core before `start`.
-        exclusive: Whether bootstrapping must fail where anything runs already, also of equal options: of several
-            processes that connect with ``bootstrap="auto"``, one bootstraps; set by core before `start`.
-        attach_wait_s: How long an attach may wait for an owner that is not there yet, in seconds; set by core before
-            `start`. Core itself waits, by starting another object of this class again and again, so only a backend to
-            which a try is costly needs to look at it.
+        name: The entry-point name in the config. Core sets it before `start`.
+        allow_pickle: Whether the config allows pickled object items. Core sets it before `start`.
+        exclusive: Whether bootstrapping must fail if the store runs already, even with equal options. Of several
+            processes that connect with ``bootstrap="auto"``, exactly one then bootstraps. Core sets it before `start`.
+        attach_wait_s: Seconds that an attach may wait for an owner that has not started yet. Core sets it before
+            `start`. Core itself waits: it starts new objects of this class until one attaches. Only a backend with a
+            costly `start` needs this value.
     """
 
     wire: ClassVar[WireFormat] = WireFormat()
@@ -65,7 +64,7 @@ class Backend:
     attach_wait_s: float = 0.0
 
     def __init__(self, config: Any) -> None:
-        """Keeps the validated options; opens nothing.
+        """Keeps the validated options. Opens nothing.
 
         Args:
             config: An instance of this class's ``Config``.
@@ -76,33 +75,33 @@ class Backend:
         """Connects. Called once, before any hook, in the process of the client.
 
         Args:
-            bootstrap: Start what is needed (and own it), or attach to what runs.
+            bootstrap: True: start what is needed, and own it. False: attach to what runs.
             deadline: On `time.monotonic`'s clock, in seconds.
 
         Raises:
-            BackendUnavailableError: Nothing to attach to; retryable, which it is unless said otherwise, where that may
-                change, since its owner may be about to start.
-            AlreadyRunningError: Bootstrapping over a running instance of other options, or over any where `exclusive`;
-                retryable where another process was only faster, so that `connect("auto")` tries to attach again.
+            BackendUnavailableError: There is nothing to attach to. Retryable (the default of this error) if an owner
+                may still start.
+            AlreadyRunningError: ``bootstrap`` is True, and an instance with other options runs, or any instance if
+                `exclusive`. Retryable if a client can attach to it soon; `connect("auto")` then tries to attach again.
         """
 
     def stop(self) -> None:
-        """Disconnects; ends what this client started, and nothing else. Called once, and also after a failed start."""
+        """Disconnects, and ends what this client started. Called once, also after a failed start."""
 
     @classmethod
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
-        """What `dataplane doctor` reports of this machine, for these options; default: nothing to report.
+        """What `dataplane doctor` reports about this machine for these options. Default: nothing.
 
-        Looks at what `start` needs, and at what its operator should know: libraries, binaries, versions, addresses,
-        settings of a server that runs. Starts nothing, and leaves everything as it is. It runs in a process of its own,
-        also where `start` would fail, so libraries that may be missing are imported inside it.
+        Checks what `start` needs and what an operator should know: libraries, binaries, versions, addresses, settings
+        of a running server. Starts and changes nothing. It runs in its own process, even if `start` would fail, so it
+        must import inside the method any library that may be missing.
 
         Args:
             config: An instance of this class's ``Config``.
-            deadline: On `time.monotonic`'s clock, in seconds; every wait ends before it.
+            deadline: On `time.monotonic`'s clock, in seconds. Every wait must end before it.
 
         Returns:
-            Findings in the order to be read; also those that are as they should be.
+            Findings in the order in which they are shown, including those without a problem.
         """
         return ()
 
@@ -124,6 +123,6 @@ _BY_CAPABILITY: Final[dict[Capability, tuple[str, ...]]] = {
 
 
 def required_operations(capabilities: frozenset[Capability]) -> tuple[str, ...]:
-    """The operations that a backend of these capabilities implements."""
+    """The operations that a backend with these capabilities must implement."""
     extra = [name for capability, names in _BY_CAPABILITY.items() if capability in capabilities for name in names]
     return (*REQUIRED_OPERATIONS, *extra)

@@ -1,9 +1,9 @@
-"""`BlobStore`: a whole backend from a store of bytes by key.
+"""`BlobStore`: a whole backend on a store of bytes by key.
 
-With `put`, `get` and `delete` alone the store serves one process. With `append` and `read` it serves many: they keep a
-journal, a sequence of records in which each number is taken once. Every process replays it through the same
-deterministic ledger, so all agree on what was written, claimed and acked; a process that starts later, or again,
-replays it from the beginning. With `trim` the journal stays short: it then begins with a snapshot of the state.
+With only `put`, `get` and `delete`, the store serves one process. With `append` and `read` it serves many processes:
+these two keep a journal, a sequence of numbered records. Every process replays it through the same deterministic
+ledger, so all agree on what was written, claimed and acked. A process that starts later replays it from the beginning.
+With `trim` the journal stays short: it then begins with a snapshot of the state.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from dataplane_core.spec import Capability, Scope
 __all__ = ["BlobStore"]
 
 _CAPABILITIES: Final = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
-#: The last commands of operations: what is done after one takes no time from the rest of its operation. Not a claim or
-#: a renewal, where it would take from the lease.
+#: Commands that end an operation, so the journal may be shortened after them. A claim or a renewal is not one of them:
+#: the time would be lost from the lease.
 _LAST: Final = (commands.CommitPut, commands.PutTags, commands.Ack, commands.Nack, commands.Collected)
-#: What `BlobStore.seconds_left` says outside an operation.
+#: What `BlobStore.seconds_left` returns outside an operation.
 _NO_OPERATION_S: Final = 60.0
 
 
 class BlobStore(RowStoreBackend):
     """The base class of a backend over plain blobs.
 
-    A subclass overrides `put`, `get` and `delete`, and, to serve several processes, `append` and `read`; it connects in
-    `start` and disconnects in `stop`. Its methods may be called from several threads at once, and end within
-    `seconds_left`. What they raise, other than a `DataPlaneError`, reaches the user as a `BackendError`.
+    A subclass overrides `put`, `get` and `delete`, and, to serve several processes, `append` and `read`. It connects in
+    `start` and disconnects in `stop`. Its methods may be called from several threads at once, and must end within
+    `seconds_left`. An exception other than a `DataPlaneError` reaches the user as a `BackendError`.
 
-    Each process bounds its own puts by its own ``capacity_bytes``.
+    Each process checks its own puts against its own ``capacity_bytes``.
     """
 
     capabilities: ClassVar[frozenset[Capability]] = _CAPABILITIES
@@ -67,7 +67,7 @@ class BlobStore(RowStoreBackend):
 
     @abstractmethod
     def put(self, key: str, data: bytes) -> None:
-        """Stores a blob under a key that was never used before; returns when every process can read it.
+        """Stores a blob under a key that was never used before. Returns when every process can read it.
 
         Args:
             key: ASCII letters and digits.
@@ -76,57 +76,58 @@ class BlobStore(RowStoreBackend):
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
-        """Reads a blob; None where it is not there."""
+        """Reads a blob. None if it does not exist."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Deletes a blob; a key that is not there is ignored."""
+        """Deletes a blob. Ignores a key that does not exist."""
 
     def append(self, seq: int, record: bytes) -> bool:
         """Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is or was taken.
 
-        False is another's record under that number, perhaps one that was trimmed since: the call is then judged anew
-        and appended again. So a store that tries again by itself, after a reply was lost, looks whether the record that
-        stands there is this one. An engine that can tell also says False where record ``seq - 1`` is not there.
+        False means that another process appended a record with that number, which may have been trimmed since. The
+        caller then checks its command again, and appends it under the next number. So a store that repeats an append
+        after a lost reply must check whether the record under ``seq`` is its own. If the engine can tell that record
+        ``seq - 1`` does not exist, it should also return False.
         """
         raise UnsupportedOperationError(f"{type(self).__name__} keeps no journal.")
 
     def read(self, from_seq: int) -> Iterable[bytes]:
-        """The journal's records from ``from_seq`` on, in order; none where there are no more.
+        """The journal's records from ``from_seq`` on, in order. Empty if there are no more.
 
-        Of a journal that was trimmed beyond ``from_seq``: those that are kept. Called before every operation, most
-        often for the newest record alone.
+        If the journal was trimmed beyond ``from_seq``, the records that are kept. Called before every operation, most
+        often for the newest record only.
         """
         raise UnsupportedOperationError(f"{type(self).__name__} keeps no journal.")
 
     def trim(self, before_seq: int) -> None:
-        """Drops the records below ``before_seq``; optional, with `append` and `read`.
+        """Drops the records below ``before_seq``. Optional.
 
-        A snapshot of what they led to was stored, as blobs; `read` of an earlier number then begins at ``before_seq``.
-        Asked again, or for a number below which the journal was trimmed already, it changes nothing.
-        Without this method the journal grows for as long as the store is used, and opening it takes longer and longer.
+        Core calls it once a snapshot of their state is stored as blobs. `read` of an earlier number then begins at
+        ``before_seq``. A call for records that were already dropped changes nothing. Without this method the journal
+        grows as long as the store is used, and opening the store takes longer and longer.
         """
         raise UnsupportedOperationError(f"{type(self).__name__} does not trim its journal.")
 
     def put_many(self, blobs: Mapping[str, bytes]) -> None:
-        """Stores several blobs; override it where the engine does better than one at a time."""
+        """Stores several blobs. Override it if the engine can do this faster than one by one."""
         for key, data in blobs.items():
             self.put(key, data)
 
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
-        """Reads several blobs, in order; override it where the engine does better than one at a time."""
+        """Reads several blobs, in order. Override it if the engine can do this faster than one by one."""
         return [self.get(key) for key in keys]
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Deletes several blobs; override it where the engine does better than one at a time."""
+        """Deletes several blobs. Override it if the engine can do this faster than one by one."""
         for key in keys:
             self.delete(key)
 
     def seconds_left(self) -> float:
-        """Seconds until the deadline of the operation that the calling thread carries out; never negative.
+        """Seconds until the deadline of the operation that the calling thread runs. Never negative.
 
-        For the methods above: a lock, a socket or a statement that they wait for gets this as its timeout, and where it
-        runs out they raise `OperationTimeoutError`. Called outside an operation, as a test may call them: 60.
+        The methods above use it as the timeout of locks, sockets or statements, and raise `OperationTimeoutError` when
+        it runs out. Outside an operation, as in a test: 60.
         """
         deadline: float | None = getattr(self._deadlines, "current", None)
         return _NO_OPERATION_S if deadline is None else max(0.0, deadline - time.monotonic())
@@ -162,7 +163,7 @@ class BlobStore(RowStoreBackend):
 
     @contextmanager
     def _until(self, deadline: float) -> Iterator[None]:
-        """Says to the store's methods, in this thread, when the operation ends."""
+        """Sets the deadline that `seconds_left` uses in this thread."""
         self._deadlines.current = deadline
         try:
             yield

@@ -1,6 +1,6 @@
-"""What `dataplane doctor` reports: findings about a machine, and the checks that backends share.
+"""Findings of `dataplane doctor` about a machine, and checks that backends share.
 
-A backend says what it finds in `Backend.diagnose`. Nothing here starts, writes or changes anything.
+A backend returns its findings from `Backend.diagnose`. Nothing here starts, writes or changes anything.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ class Level(StrEnum):
     """How bad a finding is."""
 
     OK = "ok"
-    """As it should be."""
+    """No problem."""
     WARNING = "warning"
-    """It works, and an operator should know this."""
+    """It works, but an operator should know this."""
     ERROR = "error"
     """`connect` or an operation will fail; `dataplane doctor` exits with 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         level: How bad it is.
-        what: What was found and, where it is not as it should be, what was expected: one sentence or more. Never a
-            secret.
-        hint: What mends it: a command, or the option to set. None where nothing needs to be done.
+        what: What was found, in one sentence or more. If it is a problem, also what was expected. Never a secret.
+        hint: How to fix it: a command, or an option to set. None if nothing needs to be done.
     """
 
     level: Level
@@ -42,12 +41,12 @@ class Finding:
 
     @classmethod
     def ok(cls, what: str) -> Finding:
-        """As it should be."""
+        """No problem."""
         return cls(Level.OK, what)
 
     @classmethod
     def warning(cls, what: str, hint: str | None = None) -> Finding:
-        """It works, and an operator should know this."""
+        """It works, but an operator should know this."""
         return cls(Level.WARNING, what, hint)
 
     @classmethod
@@ -60,10 +59,10 @@ _NO_LIBRARY = re.compile(r"([\w.+-]+\.so[\w.]*): cannot open shared object file"
 
 
 def missing_library(error: BaseException) -> str | None:
-    """The shared library whose absence an import failed of, such as ``libibverbs.so.1``; None for another failure.
+    """The shared library that an import did not find, such as ``libibverbs.so.1``. None: it failed for another reason.
 
     Args:
-        error: What the import raised; its causes and contexts are looked at too.
+        error: What the import raised. Its causes and contexts are searched too.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -75,7 +74,7 @@ def missing_library(error: BaseException) -> str | None:
 
 
 def never_reachable(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
-    """Why no other host reaches a host under this address, in whatever network; None where one may."""
+    """Why no other host can ever reach a host at this address. None if one may."""
     if ip.is_link_local:
         return "a link-local address, which no other host can route to"
     if ip.is_unspecified or ip.is_multicast:
@@ -84,16 +83,16 @@ def never_reachable(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | 
 
 
 def check_announced_address(address: str, who: str, hint: str) -> Finding:
-    """Whether other hosts can reach this one under an address that it announces to them.
+    """Checks whether other hosts can reach this one at the address that it announces.
 
     Args:
         address: An IP address of this host, or a name that resolves to one.
-        who: What announces it, to open the message with, such as ``Ray``.
+        who: The software that announces it, such as ``Ray``. The message begins with it.
         hint: How to announce another one.
 
     Returns:
-        An error for an address that is link-local, no host's own, or on no interface of this machine; a warning for a
-        loopback address, which serves one host; else ok.
+        An error if the address is link-local, not the address of a host, or on no interface of this machine. A warning
+        if it is a loopback address, which only this host can reach. Else ok.
     """
     said = f"{who} announces this host as {address}"
     try:

@@ -1,18 +1,19 @@
-"""The journal of a `BlobStore`: every process replays it through a ledger of its own, and so comes to one state.
+"""The journal of a `BlobStore`: every process replays it through its own ledger, so all reach the same state.
 
-A call first reads what is new. If it changes something it is appended as a record, under the next number; where another
-process took that number, the call is judged anew. What a process is set to, such as its bound on bytes, decides before
-a record is made; a replay knows nothing of it.
+A call first reads the new records. If it changes something, its command is appended as a record under the next number.
+If another process took that number, the call reads again, checks its command again and tries the next number. Options
+of one process, such as its limit of bytes, are checked before a record is made; a replay does not use them.
 
 **History.** The records are a chain (`dataplane_core.backends.journal_records`), which every replay checks. Each call
-also looks whether the last record that this process knows is still there. Where it is not, the journal was cut, or is
-an older copy: the call raises `StalePartitionError` before it writes anything, and the next one begins with what the
-store holds now.
+also checks that the last record that this process knows is still there. If it is not, the journal was cut or replaced
+by an older copy. The call then raises `StalePartitionError` before it writes anything, and the next call starts from
+what the store holds now.
 
-**Time.** No clock is written down and none is compared with another. Each process measures, on its own monotonic clock,
-how long ago it *read* the record that granted a lease; when the lease's time is over, the first call that it could
-concern appends an ``expire`` record, which ends it in every process. So a lease never ends early, however the clocks of
-hosts are set. It ends late by the time until some process has read its grant, and asks after its end.
+**Time.** Records hold no times, and no clock is compared with another. Each process measures, on its own monotonic
+clock, how long ago it *read* the record that granted a lease. When the lease's time is over, the next call that could
+depend on it appends an ``expire`` record, which ends the lease in every process. So a lease never ends early, however
+the clocks of hosts are set. It may end late: by the time until a process has read its grant, and until a call
+checks it.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ _ANOTHER_HISTORY: Final = (
     "claim and read again, and write again what is missing."
 )
 _BROKEN: Final = "Restore a whole copy of the store, or begin a new one."
-#: Tries to take a place in the journal for a plan that holds others back; it may go without.
+#: How often to try to append a plan that keeps others from writing a snapshot. It may fail.
 _HOLD_TRIES: Final = 8
-#: Records that are replayed between two looks at the deadline.
+#: The deadline is checked after this many replayed records.
 _CHECK_EVERY: Final = 256
 
 
 class JournalStore(Protocol):
-    """What a journal needs of a store; see `BlobStore`."""
+    """The methods of a store that a journal needs; see `BlobStore`."""
 
     def append(self, seq: int, record: bytes) -> bool: ...
     def read(self, from_seq: int) -> Iterable[bytes]: ...
@@ -58,16 +59,16 @@ class JournalStore(Protocol):
 
 @dataclass(slots=True)
 class Snapshots:
-    """What the records say of snapshots.
+    """The snapshots of a journal, as its records name them.
 
     Attributes:
-        current: The newest snapshot, and how many chunks it has.
+        current: The newest snapshot and its number of chunks.
         seq: The number of its record.
         nbytes: Its size.
-        garbage: Snapshots whose blobs may still be there: (snapshot, its chunks where that is known).
-        plan: The snapshot that somebody is writing.
-        planned_nbytes: ``tail_nbytes`` when it began.
-        given_up: Earlier plans, of which nothing was heard.
+        garbage: Earlier snapshots whose blobs may still exist: (snapshot, its number of chunks or None if unknown).
+        plan: The snapshot that some process is writing.
+        planned_nbytes: ``tail_nbytes`` when this process began.
+        given_up: Earlier plans that were never finished.
         tail_nbytes: Size of the records since the newest snapshot.
     """
 
@@ -86,11 +87,11 @@ class _Loading:
     """A snapshot that is being loaded.
 
     Attributes:
-        record: The record that names it, as it stands in the journal.
-        chunks: What is read of it.
-        state: What was taken over.
-        head: Its head, once it was read.
-        tail: The records that stand in its chunks.
+        record: The bytes of the record that names it.
+        chunks: Reads its chunks.
+        state: The state restored so far.
+        head: Its first section, once it was read.
+        tail: The records in its chunks.
     """
 
     record: bytes
@@ -100,7 +101,7 @@ class _Loading:
     tail: list[bytes] = field(default_factory=list)
 
     def take(self, section: dict[str, Any], now: float) -> None:
-        """Takes the next section over."""
+        """Takes the next section."""
         if self.head is None:
             self.head = section
         elif section["part"] == "records":
@@ -114,12 +115,12 @@ class Journal:
 
     Args:
         store: The store.
-        capacity_bytes: The bound that this process keeps its own puts to, or None.
+        capacity_bytes: The limit for the puts of this process, or None.
 
     Attributes:
-        clock: This process's clock for leases, in seconds; only differences count.
-        snapshots: What the records say of snapshots.
-        tail: Records read or made since this was last set to a list; None where nobody collects them.
+        clock: This process's clock for leases, in seconds. Only differences count.
+        snapshots: The snapshots, as the records name them.
+        tail: The records read or made since the shortener set this to a list. None if it is not collecting them.
     """
 
     def __init__(self, store: JournalStore, capacity_bytes: int | None) -> None:
@@ -127,16 +128,16 @@ class Journal:
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self.clock = time.monotonic
-        self._loading: _Loading | None = None  # what a call that ran out of time leaves to the next one
-        self._was_overtaken = False  # a newer snapshot took the place of one that was being loaded
+        self._loading: _Loading | None = None  # kept for the next call if a call runs out of time
+        self._was_overtaken = False  # a newer snapshot replaced the one that was being loaded
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing is replayed yet."""
+        """Drops the replayed state: the next call replays the journal from its beginning."""
         self._service = LedgerService(clock=self._read_clock, ledger=Ledger(self_expiring=False))
         self._store_id = ""
         self._next_seq = 0
-        self._last = b""  # the record before that
+        self._last = b""  # the bytes of record `_next_seq - 1`
         self.snapshots = Snapshots()
         self.tail: list[bytes] | None = None
 
@@ -147,7 +148,7 @@ class Journal:
 
     @contextmanager
     def held(self, deadline: float, what: str) -> Iterator[None]:
-        """The journal, for this thread alone.
+        """Keeps other threads off the journal.
 
         Raises:
             OperationTimeoutError: Other threads held it until the deadline.
@@ -162,12 +163,12 @@ class Journal:
             self._lock.release()
 
     def call(self, deadline: float, command: Command[Reply]) -> Reply:
-        """Carries a command out after all that the journal holds, and records it if it changes anything.
+        """Runs a command after all records of the journal, and records it if it changes anything.
 
         Raises:
-            StalePartitionError: The journal is not the one that this process knew.
-            CorruptDataError: A record is damaged, or one is missing.
-            OperationTimeoutError: The deadline passed; nothing was written.
+            StalePartitionError: The journal was cut or replaced.
+            CorruptDataError: A record is damaged or missing.
+            OperationTimeoutError: The deadline passed. Nothing was written.
         """
         with self.held(deadline, command.op):
             while True:
@@ -182,7 +183,7 @@ class Journal:
                 elif not self._next_seq:
                     self.append(Begin(new_id()))
                 else:
-                    record = self._offer(command)
+                    record = self._try_append(command)
                     if record is not None:
                         return self._apply(command, record)
                 if time.monotonic() >= deadline:
@@ -192,19 +193,20 @@ class Journal:
                     )
 
     def append(self, command: Command[Any]) -> bool:
-        """Appends a record and carries it out; False where another process took the place. Call it when `held`."""
-        record = self._offer(command)
+        """Appends a record and runs its command. False if another process took the number. Call it when `held`."""
+        record = self._try_append(command)
         if record is None:
             return False
         self._apply(command, record)
         return True
 
-    def _offer(self, command: Command[Any]) -> bytes | None:
+    def _try_append(self, command: Command[Any]) -> bytes | None:
+        """Appends a record. Returns its bytes, or None if another process took the number."""
         record = Record(self._next_seq, self._last[:DIGEST_BYTES], command).to_bytes()
         return record if self._store.append(self._next_seq, record) else None
 
     def _may_change(self, command: Command[Any]) -> bool:
-        """Whether a command may change anything; a put that is refused is not recorded either."""
+        """Whether a command may change anything. Raises if it is a put that is refused."""
         if isinstance(command, commands.BeginPut):
             self._ask(commands.CheckPut(command, self._capacity_bytes))
         return not isinstance(command, commands.ClaimSamples) or self._ask(commands.MayClaim(command))
@@ -215,10 +217,10 @@ class Journal:
 
     @contextmanager
     def _or_forget(self) -> Iterator[None]:
-        """Where a call of the ledger breaks off in the middle, what it left is dropped: the next call replays anew."""
+        """If a call of the ledger is interrupted, drops the state, so that the next call replays the journal again."""
         try:
             yield
-        except DataPlaneError:  # an answer: it changed nothing, or the same in every process
+        except DataPlaneError:  # a regular answer, the same in every process
             raise
         except BaseException:
             self._forget()
@@ -227,22 +229,22 @@ class Journal:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def sections(self) -> Iterator[dict[str, Any]]:
-        """The state after all records read, as a snapshot holds it. Take them all while `held`."""
+        """The sections of a snapshot of the state after all records read. Take them all while `held`."""
         yield head(self._store_id, self._next_seq, self._last[:DIGEST_BYTES])
         yield from to_state(self._service.ledger, self.clock())
 
     @property
     def store_id(self) -> str:
-        """Who this store is."""
+        """The id of this store."""
         return self._store_id
 
     # --- replay -------------------------------------------------------------------------------------------------------
 
     def catch_up(self, deadline: float) -> None:
-        """Replays what is new. Where nothing is, that is one read of one record: the last one that is known.
+        """Replays the new records. If there are none, this reads only the last known record.
 
         Raises:
-            OperationTimeoutError: There is more than can be replayed by ``deadline``; the next call goes on from there.
+            OperationTimeoutError: Not all could be replayed by ``deadline``. The next call continues from there.
         """
         while (snapshot := self._follow(deadline)) is not None:
             loaded = False
@@ -260,7 +262,7 @@ class Journal:
         self._was_overtaken = False
 
     def _snapshot_after(self, seq: int) -> tuple[Record, bytes] | None:
-        """The next record of a snapshot behind record ``seq``, if there is one."""
+        """The first record of a snapshot after record ``seq``, or None."""
         for offset, data in enumerate(self._store.read(seq + 1), 1):
             record = Record.from_bytes(data, seq + offset)
             if isinstance(record.command, Snapshot):
@@ -268,7 +270,7 @@ class Journal:
         return None
 
     def _follow(self, deadline: float) -> tuple[Record, bytes] | None:
-        """Replays what is new, up to the record of a snapshot that must be loaded first: this one, or None."""
+        """Replays new records up to the record of a snapshot that must be loaded first. Returns this one, or None."""
         records = iter(self._store.read(max(0, self._next_seq - 1)))
         if self._next_seq:
             data = next(records, None)
@@ -283,7 +285,7 @@ class Journal:
         for data in records:
             record = Record.from_bytes(data, self._next_seq)
             if isinstance(record.command, Snapshot) and record.seq > self._next_seq:
-                return record, data  # what lies between was trimmed: it is in the snapshot
+                return record, data  # the records in between were trimmed: the snapshot holds their state
             self._check_next(record)
             self._take(record, data)
             if not self._next_seq % _CHECK_EVERY and time.monotonic() >= deadline:
@@ -297,7 +299,7 @@ class Journal:
         return None
 
     def _check_first(self, record: Record) -> None:
-        """Judges the first record read, where it is not the last one that this process knows."""
+        """Checks the first record read, if it is not the last one that this process knows."""
         last = self._next_seq - 1
         if record.seq <= last:
             self._refuse_history(f"another record stands in the place of journal record {last}.")
@@ -321,16 +323,16 @@ class Journal:
 
     def _take(self, record: Record, data: bytes) -> None:
         """Replays a record of another process."""
-        with suppress(DataPlaneError):  # refused, the same way in every process: it changed nothing
-            self._carry_out(record.command, data)
+        with suppress(DataPlaneError):  # the command was refused, in every process alike
+            self._run(record.command, data)
 
     def _apply(self, command: Command[Reply], data: bytes) -> Reply:
-        """Carries out a command of this process, from its recorded form, so that it sees what the others will."""
+        """Runs a command of this process in its recorded form, as the other processes will."""
         recorded: Command[Reply] = Record.from_bytes(data, self._next_seq).command
         answer_only = {name: getattr(command, name) for name in command.answer_only}
-        return self._carry_out(replace(recorded, **answer_only), data)
+        return self._run(replace(recorded, **answer_only), data)
 
-    def _carry_out(self, command: Command[Reply], data: bytes) -> Reply:
+    def _run(self, command: Command[Reply], data: bytes) -> Reply:
         with self._or_forget():
             self._next_seq += 1
             self._last = data
@@ -365,7 +367,7 @@ class Journal:
         )
 
     def _load(self, record: Record, data: bytes, deadline: float) -> None:
-        """Takes over the state of a snapshot, and the records that it holds beside it."""
+        """Loads the state of a snapshot, and replays the records that it holds."""
         named = record.command
         assert isinstance(named, Snapshot)
         loading = self._loading
@@ -377,9 +379,9 @@ class Journal:
             self._hold_back(record.seq)
         try:
             while loading.chunks.num_read < named.chunks:
-                self._loading = loading  # where this chunk cannot be read in time, the next call goes on with it
+                self._loading = loading  # if this chunk cannot be read in time, the next call continues with it
                 sections = loading.chunks.next_chunk(self._store.get)
-                self._loading = None  # what breaks off in the middle is of no use
+                self._loading = None  # a chunk that was taken in part cannot be continued
                 for section in sections:
                     loading.take(section, self.clock())
                 if time.monotonic() >= deadline and loading.chunks.num_read < named.chunks:
@@ -417,11 +419,12 @@ class Journal:
             raise
 
     def _hold_back(self, seq: int) -> None:
-        """Keeps others from writing another snapshot while this process catches up; it knows of record ``seq``.
+        """Appends a plan after record ``seq``, so that no other snapshot is written while this process catches up.
 
-        A plan of which nothing more is heard does so until records worth two snapshots have followed, and each call
-        that does not get to the end makes another. So a slow client starves only where that much is written from one of
-        its calls to the next; without it, where records worth one snapshot are written before it has caught up.
+        Others respect a plan that is never finished until records worth two snapshots have followed it. Each call of
+        this process that does not finish appends another plan. So a slow client starves only if that much is written
+        between two of its calls. Without the plan, it would starve if records worth one snapshot were written before it
+        caught up.
         """
         prev = b""
         for _ in range(_HOLD_TRIES):

@@ -1,14 +1,14 @@
-"""The records of a `BlobStore`'s journal: which there are, what each holds, and their bytes.
+"""The records of a `BlobStore`'s journal, and their format.
 
-A record is 16 bytes, the digest of what follows, and a msgpack map. Every map holds
+A record is a digest of 16 bytes, followed by a msgpack map. Every map holds
 
-    v       the version of this form
+    v       the version of this format
     seq     the record's number: 0, 1, 2, ...
     prev    the digest of the record before it; empty in record 0
     op      what was done: a command of the ledger, or of the journal itself (`OPS`), with its fields
 
-So the records are a chain: one that is damaged, missing, swapped or of another journal does not fit, and is found. No
-record holds a time: a lease ends by a record that says so (see `dataplane_core.backends.journal`).
+So the records are a chain: a record that is damaged, missing, swapped or from another journal is detected. No record
+holds a time: an ``expire`` record ends a lease (see `dataplane_core.backends.journal`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "unseal",
 ]
 
-#: The form that this module reads and writes.
+#: The version of the format that this module reads and writes.
 VERSION: Final = 3
 #: Length of a digest.
 DIGEST_BYTES: Final = 16
@@ -46,7 +46,7 @@ _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or 
 
 @dataclass(frozen=True, slots=True)
 class Begin(Command[None]):
-    """Record 0: who this store is, at random."""
+    """Record 0: the id of this store, drawn at random."""
 
     op = "begin"
     store: str
@@ -54,7 +54,7 @@ class Begin(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class Plan(Command[None]):
-    """Somebody begins to write this snapshot, or keeps others from it."""
+    """A process begins to write this snapshot, or keeps others from writing one."""
 
     op = "plan"
     snapshot: str
@@ -62,16 +62,16 @@ class Plan(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot(Command[None]):
-    """And has written it: the state after all records before this one.
+    """A process has written a snapshot: the state after all records before this one.
 
     Attributes:
-        store: Who this store is.
-        snapshot: The snapshot.
-        chunks: How many blobs it has.
+        store: The id of this store.
+        snapshot: The id of the snapshot.
+        chunks: Its number of chunks.
         nbytes: Its size.
-        digest: Of its chunks.
+        digest: The digest over its chunks.
         records: The last of the records that were made while it was written.
-        garbage: Earlier snapshots, and how many blobs each has, where that is known.
+        garbage: Earlier snapshots, each with its number of chunks, or None if unknown.
     """
 
     op = "snapshot"
@@ -86,16 +86,16 @@ class Snapshot(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a field may hold on disk, and how it is turned into msgpack's types and back."""
+    """The types that a field may have on disk, and its conversion to msgpack's types and back."""
 
     types: tuple[type, ...]
     pack: Callable[[Any], Any] = lambda value: value
     unpack: Callable[[Any], Any] = lambda value: value
 
 
-#: Type of a field -> how it stands on disk; a plain type, as it is.
+#: Type of a field -> its form on disk. A type that is not listed is stored as it is.
 _KINDS: Final[Mapping[Any, _Kind]] = {
-    # no journal leaves a write id to the ledger
+    # a journal always draws write ids, so they are never None
     **dict.fromkeys((commands.WriteId, commands.WriteId | None), _Kind((bytes,), pack_write_id, unpack_write_id)),
     Sequence[commands.WriteId]: _Kind(
         (list,), lambda ids: list(map(pack_write_id, ids)), lambda data: list(map(unpack_write_id, data))
@@ -148,7 +148,7 @@ class Record:
     command: Command[Any]
 
     def to_bytes(self) -> bytes:
-        """The record as it is stored; its first `DIGEST_BYTES` are its digest."""
+        """The record as it is stored. Its first `DIGEST_BYTES` are its digest."""
         op = self.command.op
         packed = {name: kind.pack(getattr(self.command, name)) for name, kind in OPS[op].items()}
         return seal(msgpack.packb({"v": VERSION, "seq": self.seq, "prev": self.prev, "op": op, **packed}))
@@ -159,10 +159,10 @@ class Record:
 
         Args:
             data: Its bytes.
-            seq: Which it was expected to be, for the message.
+            seq: Its expected number, for the message.
 
         Raises:
-            CorruptDataError: Damaged, of another version, or no record.
+            CorruptDataError: The bytes are damaged, of another version, or no record.
         """
         body = unseal(data)
         if body is None:
@@ -189,12 +189,12 @@ class Record:
 
 
 def seal(body: bytes) -> bytes:
-    """Bytes behind their digest."""
+    """The digest of some bytes, followed by the bytes."""
     return hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest() + body
 
 
 def unseal(data: bytes) -> bytes | None:
-    """What `seal` was given, or None where the digest says that these are other bytes."""
+    """The bytes that `seal` was given, or None if they do not agree with the digest."""
     body = data[DIGEST_BYTES:]
     return body if body and seal(body) == data else None
 
@@ -206,7 +206,7 @@ def _typed(value: Any, kind: _Kind) -> Any:
 
 
 def _refuse_other_version(data: bytes, seq: int) -> None:
-    """Versions before 3 began with a list whose first item is the version."""
+    """Raises if the record has the format of versions before 3: a list whose first item is the version."""
     try:
         held = msgpack.unpackb(data, ext_hook=lambda code, content: content)
     except ValueError:

@@ -1,14 +1,14 @@
-"""Keeps a journal short: whoever notices that it has grown writes a snapshot, and trims what lies before.
+"""Keeps a journal short: a process that finds that it has grown writes a snapshot, and trims the earlier records.
 
-1. A ``plan`` record says who begins, so that the others need not.
-2. The state is packed while this process's calls wait, and written, chunk by chunk, while they go on.
-3. What was recorded meanwhile is written behind it; the ``snapshot`` record takes the next number, and holds the rest.
-4. The records before it are trimmed, and then the blobs of the earlier snapshot deleted.
+1. It appends a ``plan`` record, so that no other process begins too.
+2. It packs the state while its own calls wait, and writes it chunk by chunk while they run again.
+3. It writes the records that were made since as another chunk. It appends the ``snapshot`` record, with the last ones.
+4. It trims the records before that, and then deletes the blobs of the earlier snapshot.
 
-A crash leaves the journal as it was, or a shorter one. A plan of which nothing is heard is given up after a while, and
-what it left is deleted with a later snapshot. A new snapshot is due when the records since the last one are worth a
-share of it: so opening a store reads its state and that share of records, and the work of snapshots grows with the
-records that are made.
+A crash leaves the journal as it was, or a shorter one. A plan that is not finished is ignored after a while, and its
+blobs are deleted with a later snapshot. A new snapshot is due when the records since the last one reach a share of its
+size. So opening a store reads its state and at most about that share of records, and the work for snapshots is
+proportional to the records made.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ __all__ = ["Shortener", "ShorteningStore"]
 
 _log = logging.getLogger(__name__)
 
-#: A journal is left alone up to this many bytes since its snapshot, and up to this share of the snapshot's size.
+#: A snapshot is due when the records since the last one exceed both this many bytes and this share of its size.
 _TAIL_BYTES: Final = 1 << 16
 _TAIL_SHARE: Final = 0.25
-#: What others recorded while a snapshot was written stands in its record, up to this many bytes; more goes into a chunk
-#: first. Writing a chunk takes time, in which others take the next place in the journal; writing the record alone does
-#: not.
+#: The ``snapshot`` record holds up to this many bytes of records that others made while the snapshot was written. More
+#: are written as a chunk first. That takes time, in which others take the next number in the journal.
 _RECORDS_BYTES: Final = 1 << 16
-#: A planned snapshot counts as given up when the records since its plan would be worth this many snapshots.
+#: A plan is ignored when the records since then are enough for this many snapshots.
 _PATIENCE: Final = 2
 
 
 class ShorteningStore(JournalStore, Protocol):
-    """What shortening needs of a store; see `BlobStore`."""
+    """The methods of a store that shortening needs; see `BlobStore`."""
 
     def put(self, key: str, data: bytes) -> None: ...
     def delete(self, key: str) -> None: ...
@@ -50,16 +49,16 @@ class ShorteningStore(JournalStore, Protocol):
 
 
 class _GivenUpError(Exception):
-    """Another process took over, or what this process had replayed was dropped."""
+    """Another process writes a snapshot, or the state of this process was dropped."""
 
 
 class Shortener:
-    """Shortens one process's view of a journal; safe for threads.
+    """Shortens a journal, on behalf of one process. Safe for threads.
 
     Args:
         journal: The journal.
         store: Its store.
-        until: Tells the store, for this thread, the deadline of what it is asked inside.
+        until: Sets the deadline of the store's methods in this thread.
     """
 
     def __init__(
@@ -70,12 +69,12 @@ class Shortener:
         self._until = until
         self._busy = threading.Lock()
         self._again_at = 0  # after a failure: the size of the tail at which to try again
-        self._failed_behind: tuple[str, int] | None = None  # the newest snapshot then; behind another, that is void
-        self._step = _TAIL_BYTES  # what the tail grows by until then: twice as much after each failure
-        self._mine: str | None = None  # the plan of this process, which it no longer writes
+        self._failed_behind: tuple[str, int] | None = None  # the newest snapshot then; `_again_at` is for it
+        self._step = _TAIL_BYTES  # tail growth until the next try; doubled after a failure
+        self._mine: str | None = None  # a plan of this process that it did not finish
 
     def run(self, deadline: float) -> None:
-        """Shortens the journal if it is time, in at most half of what is left; a failure is logged and tried again."""
+        """Shortens the journal if it is due, in at most half of the time left. Logs a failure and tries again later."""
         if not self._is_due() or not self._busy.acquire(blocking=False):
             return
         try:
@@ -86,7 +85,7 @@ class Shortener:
             self._step = _TAIL_BYTES
         except _GivenUpError:
             pass
-        except Exception as error:  # the call that came before is done: its caller gets its answer
+        except Exception as error:  # the operation itself is done, and must not fail
             known = self._journal.snapshots
             self._again_at, self._failed_behind = known.tail_nbytes + self._step, known.current
             self._step *= 2
@@ -114,7 +113,7 @@ class Shortener:
             self._again_at = 0
             self._mine = snapshot
             known = journal.snapshots
-            packed = list(_checked(pack_chunks(journal.sections()), deadline))
+            packed = list(_until_deadline(pack_chunks(journal.sections()), deadline))
             journal.tail = []
         self._clear_away(known)
         chunks = Chunks()
@@ -125,7 +124,7 @@ class Shortener:
         self._clear_away(journal.snapshots)
 
     def _clear_away(self, known: Snapshots) -> None:
-        """Trims what lies before the newest snapshot, and then deletes earlier ones: no record left names them."""
+        """Trims the records before the newest snapshot, then deletes earlier snapshots: no record names them now."""
         if not known.garbage:
             return
         self._store.trim(known.seq)
@@ -134,7 +133,7 @@ class Shortener:
         known.garbage = []
 
     def _record(self, snapshot: str, chunks: Chunks, deadline: float) -> None:
-        """Appends the record that names the snapshot, with what others appended meanwhile."""
+        """Appends the ``snapshot`` record, with the records that others appended while it was written."""
         journal = self._journal
         while True:
             with journal.held(deadline, "snapshot"):
@@ -160,7 +159,7 @@ class Shortener:
         self._store.put(chunk_key(snapshot, chunks.add(chunk)), chunk)
 
     def _delete(self, snapshot: str, count: int | None) -> None:
-        """Deletes a snapshot's blobs, the last first: a crash leaves the first ones, by which the rest is found."""
+        """Deletes a snapshot's blobs, the last first: after a crash, a later call finds the rest from the first one."""
         if count is None:
             count = 0
             while self._store.get(chunk_key(snapshot, count)) is not None:
@@ -169,7 +168,7 @@ class Shortener:
             self._store.delete(chunk_key(snapshot, index))
 
 
-def _checked(chunks: Iterator[bytes], deadline: float) -> Iterator[bytes]:
+def _until_deadline(chunks: Iterator[bytes], deadline: float) -> Iterator[bytes]:
     for chunk in chunks:
         if time.monotonic() >= deadline:
             raise OperationTimeoutError("the state could not be packed in time")

@@ -1,8 +1,8 @@
-"""`LedgerBackend`: every operation of a backend on top of a `Ledger` (wherever it lives) and a payload store.
+"""`LedgerBackend`: every operation of a backend, on top of a `Ledger` and a payload store.
 
-A storage author supplies four things: `_ledger` (passes a command on to the ledger), `_store`, `_fetch` and `_delete`.
-Payload is stored before the ledger makes it visible and deleted after the ledger has let go of it, and write ids are
-never used again; so a reader never meets half a row or a foreign one, whoever crashes when.
+A storage author implements four methods: `_ledger` (sends a command to the ledger), `_store`, `_fetch` and `_delete`.
+Payload is stored before the ledger makes it visible, and deleted after the ledger freed it. Write ids are never used
+again. So a reader never gets half a row or another put's row, even after crashes.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ from dataplane_core.spec import (
 
 __all__ = ["LEDGER_CAPABILITIES", "CapacityOptions", "LedgerBackend", "RefsGoneError"]
 
-#: What the ledger and the order of storing, committing and deleting give to every backend on top of them.
+#: The capabilities of every backend on a ledger.
 LEDGER_CAPABILITIES: Final[frozenset[Capability]] = OPERATIONS | {Capability.FENCED, Capability.ATOMIC_OVERWRITE}
 
 #: Seconds beyond its deadline after which a put that was not committed counts as abandoned.
 _ABANDON_GRACE_S: Final = 30.0
-#: Seconds that undoing a failed put may take of those left to the put; then the next call goes on with it.
+#: Seconds, of those left until its deadline, that a failed put may spend to undo itself. The next call then continues.
 _UNDO_S: Final = 5.0
-#: Seconds of its own that a later call gives to that, and that a put which gives up gives to leaving the queue.
+#: Seconds that a later call may spend to undo failed puts, and that a put which gives up may spend to leave the queue.
 _LATE_UNDO_S: Final = 1.0
-#: Seconds between two calls in which a put says that it still waits.
+#: Seconds after which a waiting put says again that it waits.
 _STILL_WAITS_S: Final = 15.0
-#: What `BeginPut` raises: nothing is reserved then. After another error it may be.
+#: Errors of `BeginPut` after which nothing is reserved. After any other error, bytes may be reserved.
 _REFUSALS: Final = (
     CapacityExceededError,
     InvalidRequestError,
@@ -83,11 +83,11 @@ _REFUSALS: Final = (
 
 
 class CapacityOptions(BaseModel):
-    """Options of every backend that bounds what it holds.
+    """Options of every backend that limits the payload that it holds.
 
     Attributes:
-        capacity_bytes: Bound on the payload bytes held, or None.
-        on_full: A put that does not fit waits until its deadline, or raises at once.
+        capacity_bytes: Limit for the payload bytes held, or None.
+        on_full: What a put does that does not fit: wait until its deadline (``block``), or raise at once (``raise``).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -97,11 +97,11 @@ class CapacityOptions(BaseModel):
 
 
 class RefsGoneError(DataPlaneError):
-    """Payload that was located is no longer there: cleared or overwritten meanwhile, or lost. Locate again.
+    """Located payload is gone: it was cleared or overwritten since then, or lost. `LedgerBackend` locates it again.
 
     Attributes:
-        refs: What is gone, where that is known.
-        handles: The same of a `RowStoreBackend`, as handles of rows.
+        refs: The refs of what is gone, if known.
+        handles: For a `RowStoreBackend`, the handles of the rows that are gone.
     """
 
     def __init__(self, message: str, *, refs: Iterable[Ref] = (), handles: Iterable[int] = (), **kwargs: Any) -> None:
@@ -112,11 +112,11 @@ class RefsGoneError(DataPlaneError):
 
 @dataclass(slots=True)
 class _Ticket:
-    """What a put is known by in the queue for room.
+    """A put's place in the queue for room.
 
     Attributes:
         id: Random bits.
-        queued_at: When it last said that it waits, on `time.monotonic`'s clock; None: it is not in the queue.
+        queued_at: When the put last said that it waits, on `time.monotonic`'s clock. None: it is not in the queue.
     """
 
     id: str = field(default_factory=new_id)
@@ -127,30 +127,30 @@ class LedgerBackend(Backend, ABC):
     """All operations, from a ledger and a payload store. ``Config`` derives from `CapacityOptions`."""
 
     capabilities = LEDGER_CAPABILITIES
-    # annotated, so that an author's options may have fields without a default
+    # annotated, so that a subclass may have options without a default
     Config: ClassVar[type[CapacityOptions]] = CapacityOptions
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._not_undone: deque[int] = deque()  # puts that failed, by write id
+        self._not_undone: deque[int] = deque()  # write ids of failed puts
 
     # --- what a storage author supplies -------------------------------------------------------------------------------
 
     @abstractmethod
     def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        """Passes a command to `LedgerService.call`, where that lives, by ``deadline`` (`time.monotonic`'s clock)."""
+        """Sends a command to `LedgerService.call` on the ledger's host, by ``deadline`` (`time.monotonic`'s clock)."""
 
     @abstractmethod
     def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
-        """Stores the payload of a write; returns when every client can fetch it. Copies what it keeps.
+        """Stores the payload of a write. Returns when every client can fetch it. Must copy what it keeps.
 
         Raises:
-            CapacityExceededError: The engine itself is full, whatever the ledger counts. What was stored is deleted.
+            CapacityExceededError: The engine itself is full. What was stored of the write is deleted again.
         """
 
     @abstractmethod
     def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
-        """Fetches columns in the order of the request, in memory of their own.
+        """Fetches columns in the order of the request, in new memory.
 
         Raises:
             RefsGoneError: A ref is no longer there.
@@ -158,12 +158,12 @@ class LedgerBackend(Backend, ABC):
 
     @abstractmethod
     def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
-        """Deletes payload; refs that are not there are ignored."""
+        """Deletes payload. Ignores refs that do not exist."""
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:
-        """Opens a partition afresh."""
+        """Opens a partition."""
         register = commands.Register(
             request.partition_id,
             request.fields,
@@ -182,7 +182,7 @@ class LedgerBackend(Backend, ABC):
         return self._ledger(request.deadline, commands.Describe(request.partition_id))
 
     def put_samples(self, request: PutRequest) -> PutReply:
-        """Reserves, stores, commits; where there is no room, tries again, unless ``on_full`` is ``raise``."""
+        """Reserves, stores and commits. If there is no room, tries again, unless ``on_full`` is ``raise``."""
         num_samples = len(request.sample_ids)
         reply = PutReply(num_samples=num_samples)
         if request.columns.keys() != request.specs.keys():
@@ -204,7 +204,7 @@ class LedgerBackend(Backend, ABC):
         return reply
 
     def get_samples(self, request: GetRequest) -> WireBatch:
-        """Locates, fetches; again where the rows moved meanwhile."""
+        """Locates the cells and fetches them. Repeats both if the cells were overwritten in between."""
         gone: set[Ref] = set()
         before: Located | None = None
         locate = commands.Locate(request.partition_id, request.sample_ids, request.fields)
@@ -213,7 +213,7 @@ class LedgerBackend(Backend, ABC):
             try:
                 columns = self._fetch(located, len(request.sample_ids), request.deadline)
             except RefsGoneError as error:
-                # the ledger lets go of a ref before its payload goes: what it still names after that is lost
+                # the ledger frees a ref before its payload is deleted: a ref that it still returns after that is lost
                 lost: Iterable[Ref] = gone.intersection(error.refs)
                 if not error.refs and located == before:
                     lost = self._find_gone(located.refs, request.deadline)
@@ -263,7 +263,7 @@ class LedgerBackend(Backend, ABC):
         return ConsumptionReply(consumed=consumed)
 
     def clear_samples(self, request: ClearRequest) -> ClearReply:
-        """Drops rows, then their payload and what crashed writers left."""
+        """Drops rows, then deletes their payload and what crashed writers left."""
         self._finish_undoing(request.deadline)
         count, garbage = self._ledger(request.deadline, commands.Clear(request.partition_id, request.sample_ids))
         self._collect(garbage, request.deadline)
@@ -276,27 +276,26 @@ class LedgerBackend(Backend, ABC):
     # --- how it is done -----------------------------------------------------------------------------------------------
 
     def _find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
-        """Which refs of a failed read are gone, where the engine did not say; here all count as gone."""
+        """Which refs of a failed read are gone, if the engine did not say. Default: all."""
         return refs
 
     def _new_write_id(self) -> int | None:
-        """A write id drawn at random; None lets the ledger number the writes, where it lives and dies with their
-        payload."""
+        """A random write id, or None: the ledger numbers the writes (if its state and the payload die together)."""
         return secrets.randbits(128)
 
     def _put_when_there_is_room(self, request: PutRequest, row_bytes: Sequence[int]) -> Sequence[Ref]:
-        """A put; where there is no room it queues, unless ``on_full`` is ``raise``. What it frees."""
+        """Runs a put, which queues for room unless ``on_full`` is ``raise``. Returns the refs that it freed."""
         ticket = _Ticket() if self.config.on_full == "block" else None
         try:
             return self._put_in_turn(request, row_bytes, ticket)
         finally:
-            if ticket is not None and ticket.queued_at is not None:  # it ends without its room
+            if ticket is not None and ticket.queued_at is not None:  # the put ends while it is still in the queue
                 until = min(request.deadline, time.monotonic() + _LATE_UNDO_S)
-                with suppress(Exception):  # the ledger forgets it by itself, later
+                with suppress(Exception):  # the ledger drops it later anyway
                     self._ledger(until, commands.WaitForRoom(ticket.id, sum(row_bytes), wait_s=0.0))
 
     def _put_in_turn(self, request: PutRequest, row_bytes: Sequence[int], ticket: _Ticket | None) -> Sequence[Ref]:
-        """Tries a put until there is room for it."""
+        """Tries a put until there is room for it. Returns the refs that it freed."""
         start = time.monotonic()
         while True:
             try:
@@ -315,12 +314,12 @@ class LedgerBackend(Backend, ABC):
                 if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
                     ticket.queued_at = now
                     self._ledger(request.deadline, commands.WaitForRoom(ticket.id, sum(row_bytes), wait_s=left_s))
-                # an engine that is full by itself says nothing of when to ask again
+                # 0 if the engine itself is full: it does not say when to ask again
                 pause_s = error.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
                 time.sleep(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
 
     def _put(self, request: PutRequest, row_bytes: Sequence[int], ticket: _Ticket | None) -> Sequence[Ref]:
-        """One try of a put; what it frees."""
+        """Tries a put once. Returns the refs that it freed."""
         drawn = self._new_write_id()
         begin = commands.BeginPut(
             request.partition_id,
@@ -337,12 +336,12 @@ class LedgerBackend(Backend, ABC):
             write_id = self._ledger(request.deadline, begin)
         except _REFUSALS:
             raise
-        except BaseException:  # its reply may be lost, and its bytes be reserved
+        except BaseException:  # the reply may be lost while the bytes are reserved
             if drawn is not None:
                 self._undo(drawn, request.deadline)
             raise
         if ticket is not None:
-            ticket.queued_at = None  # it has its room, and queues again where the engine itself is full
+            ticket.queued_at = None  # it left the queue; it enters it again if the engine itself is full
         try:
             columns = {name: request.columns[name] for name in request.specs}  # in the ledger's order of slots
             self._store(write_id, columns, len(request.sample_ids), request.deadline)
@@ -352,14 +351,14 @@ class LedgerBackend(Backend, ABC):
             raise
 
     def _undo(self, write_id: int, deadline: float) -> None:
-        """Best effort after a failed put, in the time that it has left; else the next call goes on with it.
+        """Tries to undo a failed put in the time that is left. If that fails, the next call tries again.
 
-        A put whose commit went through although its reply was lost stays: the ledger then frees nothing. What nobody
-        undoes, the ledger gives up on its own, and a later clear collects it.
+        A put that was committed although the reply was lost stays: the ledger then frees nothing. If no client undoes a
+        put, the ledger ends it later, and a clear collects its payload.
         """
         deadline = min(deadline, time.monotonic() + _UNDO_S)
         if time.monotonic() < deadline:
-            with suppress(Exception):  # whatever the engine raises now, why the put failed is what its caller gets
+            with suppress(Exception):  # the caller gets the error of the put, not of this
                 self._collect(self._ledger(deadline, commands.AbortPut(write_id)), deadline)
                 return
         self._not_undone.append(write_id)
@@ -368,7 +367,7 @@ class LedgerBackend(Backend, ABC):
         now = time.monotonic()
         deadline = min(now + _LATE_UNDO_S, now + (deadline - now) / 4)
         while self._not_undone and time.monotonic() < deadline:
-            with suppress(Exception):  # not this call's failure
+            with suppress(Exception):  # it must not fail this call
                 write_id = self._not_undone.popleft()
                 self._collect(self._ledger(deadline, commands.AbortPut(write_id)), deadline)
 
@@ -384,7 +383,7 @@ class LedgerBackend(Backend, ABC):
 
 
 def _lost_samples(request: GetRequest, located: Located, lost: Iterable[Ref]) -> LostSamplesError:
-    """Names the samples and fields whose payload the ledger still names and the store no longer has."""
+    """Names the samples and fields that the ledger still refers to and whose payload the store no longer has."""
     gone = set(lost)
     fields: dict[int, set[str]] = {}
     for part in located.parts:

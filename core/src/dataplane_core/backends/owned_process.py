@@ -1,4 +1,4 @@
-"""A server that a backend starts for itself: ended by its id, or by kernel and watcher when its owner is killed."""
+"""A server process that a backend starts and ends. It also ends if the backend's own process is killed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from typing import Final
 
 __all__ = ["OwnedProcess", "last_words"]
 
-#: Ends the process, and removes the folder and the lock file named, once standard input closes: then the owner is gone.
+#: Waits until standard input closes, which means that the owner is gone. Then ends the process, and removes the folder
+#: and the lock file.
 _WATCHER: Final = 'read line; kill -"$1" "$2"; [ -z "$3" ] || rm -rf "$3"; [ -z "$4" ] || rm -f "$4"'
 
-#: Asks the kernel to send a signal once the owner is gone, and becomes the program. Where the owner went before the
-#: kernel was asked, there is nothing to do. Python ignores two signals, which a program would inherit.
+#: Asks the kernel to send a signal when the owner ends, then executes the program. If the owner ended before that, it
+#: exits instead. Python ignores two signals, and the program would inherit that.
 _BOUND: Final = """
 import ctypes, os, signal, sys
 owner, ending, *command = sys.argv[1:]
@@ -32,21 +33,21 @@ if os.getppid() == int(owner):
 
 
 class OwnedProcess:
-    """A process that belongs to this one; constructing it starts it. Needs ``/bin/sh``.
+    """A child process that ends with this one. The constructor starts it. Needs ``/bin/sh``.
 
-    It runs in a session of its own: an interrupt of the trainer must not reach a store before the store's clients. It
-    ends when this process is killed, in two ways: on Linux the kernel ends it, whatever else is killed at the same
-    time; and a shell, the watcher, waits for this process's end of a pipe to close, ends it and removes what it leaves.
-    Where the watcher is killed too, the next owner has to remove it.
+    It runs in its own session, so that an interrupt of the trainer does not end a store before its clients. If this
+    process is killed, the child ends in two ways. On Linux, the kernel ends it. On all systems, a shell (the watcher)
+    notices that its pipe from this process closed, ends the child and removes the files that it left. If the watcher is
+    killed too, these files stay, and the next owner must remove them.
 
     Args:
         command: The program and its arguments.
-        log: The file that takes its output; None: nothing does.
-        end_s: Seconds that it may take to end when asked, after which it is killed; 0: it is killed at once.
-        folder: What the watcher removes after a killed owner, if anything. It then kills the process at once, so that
-            this cannot touch what the next owner puts in that place.
-        lock: A lock file, open and locked, and its path. The watcher shares the lock, so that it holds until the folder
-            is removed, and then removes the file.
+        log: The file for its output. None: the output is discarded.
+        end_s: Seconds that it may take to end when asked, after which it is killed. 0: it is killed at once.
+        folder: A folder that the watcher removes if this process is killed, or None. The watcher then kills the child
+            at once, so that the child cannot write to a folder of the same name that the next owner makes.
+        lock: A lock file, open and locked, and its path, or None. The watcher shares the lock, so the lock is held
+            until the folder is removed. The watcher then removes the file.
 
     Raises:
         OSError: The program cannot be started.
@@ -82,7 +83,7 @@ class OwnedProcess:
             raise
 
     def _start(self, command: Sequence[str], log: Path | None) -> subprocess.Popen[bytes]:
-        """Starts it from a thread that stays: to the kernel a process's parent is the thread that started it."""
+        """Starts it from a thread that stays alive: for the kernel, the parent is the thread that started it."""
         started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
 
         def run() -> None:
@@ -95,7 +96,7 @@ class OwnedProcess:
                 return
             started.put(process)
             self._over.wait()
-            process.kill()  # only where the start was interrupted does it still run
+            process.kill()  # it still runs only if the start was interrupted
             process.wait()
 
         output = subprocess.DEVNULL if log is None else log.open("wb")
@@ -123,7 +124,7 @@ class OwnedProcess:
         return self._process.poll() is not None
 
     def end(self) -> None:
-        """Ends the watcher, then the process. Blocks until both are gone; may be called again."""
+        """Ends the watcher, then the process. Blocks until both have ended. May be called again."""
         self._watcher.kill()
         self._watcher.wait()
         assert self._watcher.stdin is not None
@@ -143,7 +144,7 @@ class OwnedProcess:
 
 
 def _bound(command: Sequence[str], ending: str) -> list[str]:
-    """The command, bound to this process's life where the kernel can do that."""
+    """The command, started so that the kernel ends it with this process, if the kernel can do that."""
     program = shutil.which(command[0])
     if program is None:
         raise FileNotFoundError(f"{command[0]} is not a program that can be started")
@@ -154,7 +155,7 @@ def _bound(command: Sequence[str], ending: str) -> list[str]:
 
 
 def last_words(log: Path) -> str:
-    """The last lines of a server's log, for the message about its end."""
+    """The last lines of a server's log, for an error message."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:

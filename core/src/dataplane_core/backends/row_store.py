@@ -1,6 +1,6 @@
-"""`RowStoreBackend`: a backend over an engine that keeps rows of bytes under integers.
+"""`RowStoreBackend`: a backend over an engine that stores rows of bytes by integer handle.
 
-Many engines' cost is per cell, so the framed cells that one put writes of one sample are joined in one row.
+In many engines each stored value has a cost, so the frames that one put writes of one sample are joined in one row.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["RowStoreBackend", "framed_columns"]
 
 
 class RowStoreBackend(LedgerBackend):
-    """All operations, from a ledger and rows of bytes. A row's handle is an integer that is never used again."""
+    """All operations, on a ledger and rows of bytes. A row's handle is an integer that is never used again."""
 
     wire = WireFormat(bytes=True)
 
     @abstractmethod
     def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
-        """Stores rows; returns when every client can read them.
+        """Stores rows. Returns when every client can read them.
 
         Args:
-            handles: N ascending, adjacent integers.
+            handles: N consecutive integers, ascending.
             buffer: The rows end to end.
             offsets: (N + 1,) int64: row i is ``buffer[offsets[i]:offsets[i + 1]]``.
             deadline: On `time.monotonic`'s clock, in seconds.
@@ -37,15 +37,15 @@ class RowStoreBackend(LedgerBackend):
 
     @abstractmethod
     def _get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[bytes | bytearray | memoryview]:
-        """Reads rows, in the order of ``handles``; no handle repeats.
+        """Reads rows, in the order of ``handles``, which has no repeats.
 
         Raises:
-            RefsGoneError: A row is not there; ``handles`` are those that are not, where the engine says which.
+            RefsGoneError: A row does not exist. Its ``handles`` are the missing ones, if the engine says which.
         """
 
     @abstractmethod
     def _delete_rows(self, handles: Sequence[int], deadline: float) -> None:
-        """Deletes rows; handles that are not there are ignored."""
+        """Deletes rows. Ignores handles that do not exist."""
 
     def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         buffer, offsets = join_rows(framed_columns(columns))
@@ -76,7 +76,7 @@ class RowStoreBackend(LedgerBackend):
         return dict(columns)
 
     def _find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
-        """Found by reading halves; what there is no time for counts as gone."""
+        """Reads halves of the refs, recursively. Refs that there is no time to read count as gone."""
         if time.monotonic() >= deadline:
             return refs
         try:
@@ -93,10 +93,10 @@ class RowStoreBackend(LedgerBackend):
 
 
 def framed_columns(columns: Mapping[str, WireColumn]) -> list[list[Any]]:
-    """The columns of a put to a backend that takes bytes, in their order.
+    """Checks that the columns of a put are lists of frames. Returns them in order.
 
     Raises:
-        BackendError: One is no list of frames.
+        BackendError: A column is not a list.
     """
     framed: list[list[Any]] = []
     for name, column in columns.items():

@@ -1,12 +1,13 @@
-"""Snapshots of a journal: the state after some record, in blobs of bounded size, so that earlier records can go.
+"""Snapshots of a journal: the state after some record, so that earlier records can be dropped.
 
-A chunk is 16 bytes, the digest of what follows, and msgpack maps one after another: a head, the sections of
-`dataplane_core.ledger.state`, and, at the end, records that were made while the snapshot was written:
+A snapshot is stored as chunks, blobs of limited size. A chunk is a digest of 16 bytes, followed by msgpack maps. The
+maps of all chunks are a head, the sections of `dataplane_core.ledger.state`, and at the end the records that were
+made while the snapshot was written:
 
     head        v, store, seq (the state is that before record ``seq``), prev (the digest of the record before it)
-    records     records from ``seq`` on, as they stand in the journal
+    records     records from ``seq`` on, as in the journal
 
-The record that names the snapshot holds the digest of the digests of all its chunks, and the last such records.
+The record that names the snapshot holds the digest over the digests of all chunks, and the last such records.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from dataplane_core.errors import CorruptDataError
 
 __all__ = ["ChunkGoneError", "Chunks", "SnapshotReader", "chunk_key", "head", "pack_chunks"]
 
-#: About how large a chunk is; a section that is larger by itself makes a larger one.
+#: The approximate size of a chunk. A single larger section makes a larger chunk.
 _CHUNK_BYTES: Final = 1 << 20
 
 
 class ChunkGoneError(CorruptDataError):
-    """A chunk is not there: a newer snapshot has taken the place of this one, or it was lost."""
+    """A chunk does not exist: a newer snapshot replaced this one, or the chunk was lost."""
 
 
 def chunk_key(snapshot: str, index: int) -> str:
@@ -37,13 +38,13 @@ def chunk_key(snapshot: str, index: int) -> str:
 
 
 def head(store: str, seq: int, prev: bytes) -> dict[str, Any]:
-    """The section that a snapshot begins with."""
+    """The first section of a snapshot."""
     return {"part": "head", "v": VERSION, "store": store, "seq": seq, "prev": prev}
 
 
 @dataclass(slots=True)
 class Chunks:
-    """What was written of a snapshot: its number of chunks and bytes, and the digest over them."""
+    """The chunks of a snapshot written or read so far: their number, their bytes and the digest over them."""
 
     count: int = 0
     nbytes: int = 0
@@ -56,7 +57,7 @@ class Chunks:
         return digest
 
     def add(self, chunk: bytes) -> int:
-        """Counts a chunk in; its number."""
+        """Adds a chunk. Returns its index."""
         self._digests.update(chunk[:DIGEST_BYTES])
         self.nbytes += len(chunk)
         self.count += 1
@@ -64,7 +65,7 @@ class Chunks:
 
 
 def pack_chunks(sections: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
-    """Sections as chunks."""
+    """Packs sections into chunks."""
     packer = msgpack.Packer()
     body = bytearray()
     for section in sections:
@@ -81,9 +82,9 @@ class SnapshotReader:
     """Reads a snapshot chunk by chunk, each one checked before it is used.
 
     Attributes:
-        snapshot: The snapshot.
-        count: How many chunks it has.
-        digest: Of all of them.
+        snapshot: The id of the snapshot.
+        count: Its number of chunks.
+        digest: The digest over all chunks.
     """
 
     snapshot: str
@@ -97,13 +98,13 @@ class SnapshotReader:
         return self._read.count
 
     def next_chunk(self, get: Callable[[str], bytes | None]) -> Iterator[dict[str, Any]]:
-        """The sections of the next chunk; where it raises, the same chunk is the next one again.
+        """The sections of the next chunk. If it raises, the next call reads the same chunk again.
 
         Args:
             get: Reads a blob.
 
         Raises:
-            ChunkGoneError: The chunk is not there.
+            ChunkGoneError: The chunk does not exist.
             CorruptDataError: It is damaged, or belongs to another snapshot.
         """
         key = chunk_key(self.snapshot, self.num_read)

@@ -1,4 +1,4 @@
-"""A trainer's side of the data: `BatchedDataDict`, jagged columns and padding, reads and writes of columns, gathering
+"""The data on the trainer's side: `BatchedDataDict`, jagged and padded columns, reads and writes of columns, all-gather
 over a process group, message logs.
 
 Trainers and `dataplane_integrations` use it; backends do not.

@@ -1,4 +1,4 @@
-"""`BatchedDataDict`: equally long columns, and the ways in which trainers cut, join and order them.
+"""`BatchedDataDict`: equally long columns, with methods to cut, join and reorder them.
 
 Shape legend: ``N`` rows, ``S`` padded sequence length.
 """
@@ -33,10 +33,11 @@ _B = TypeVar("_B", bound="BatchedDataDict")
 class BatchedDataDict(UserDict[str, Any]):
     """A dict of equally long columns, each a tensor (batch first), a list, or an array.
 
-    Tensors may be ``torch.jagged`` nested ones, as columns come whose rows differ in length. They are cut, picked and
-    reordered by rows; `from_batches` and `all_gather`, which join padded columns, refuse them.
+    Tensors may be ``torch.jagged`` nested ones, whose rows differ in length. Their rows can be cut, selected and
+    reordered; `from_batches` and `all_gather`, which join padded columns, refuse them.
 
-    Methods that give rows back share no plan with this batch, and leave it as it is, unless they say "in place".
+    Methods that return rows do not change this batch, and return no plan that is shared with it, unless they say "in
+    place".
 
     Attributes:
         micro_batch_indices: Per chunk (global batch) the ``[start, end)`` pair of each microbatch, counted in this
@@ -44,7 +45,7 @@ class BatchedDataDict(UserDict[str, Any]):
         micro_batch_lengths: Per chunk the length in tokens of each microbatch, aligned with the pairs: what its rows
             are padded to (dynamic batching), or the sum of its rows' rounded lengths (packing). None unless sharding
             set it.
-        elem_counts_per_gb: Per chunk how many rows this shard holds of it. None unless packing set it.
+        elem_counts_per_gb: Per chunk the number of its rows in this shard. None unless packing set it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -68,11 +69,11 @@ class BatchedDataDict(UserDict[str, Any]):
             pad_value_dict: Column -> its pad value; default 0.
 
         Returns:
-            The joined batch, without a plan; no batches give an empty dict.
+            The joined batch, without a plan. Empty if there are no batches.
 
         Raises:
             MissingDataError: A ``KeyError``: a key is missing from a batch with rows.
-            NotImplementedError: A column of another type; names key and type.
+            NotImplementedError: A column has another type. The message names key and type.
             InvalidRequestError: A column differs between batches in dtype, number of dims, trailing dims or device, or
                 the columns of one batch differ in length.
         """
@@ -92,11 +93,11 @@ class BatchedDataDict(UserDict[str, Any]):
     def all_gather(self: _B, group: Any) -> _B:
         """Concatenates the batches of all ranks of a process group, in rank order. Collective, and blocks.
 
-        Leading sizes may differ between ranks, and may be 0; a rank may also have no columns at all. Tensors travel on
-        the group's own device (NCCL: the current CUDA device; gloo: CPU), and come back detached, on their old device.
+        Leading sizes may differ between ranks, and may be 0; a rank may also have no columns at all. Tensors are sent
+        on the group's own device (NCCL: the current CUDA device; gloo: CPU). The result is detached, on the old device.
 
         Args:
-            group: A `torch.distributed` process group; None: the default one. Lists and arrays travel pickled.
+            group: A `torch.distributed` process group; None: the default one. Lists and arrays are pickled.
 
         Raises:
             InvalidRequestError: On every rank: the ranks disagree on the columns, their dtypes or trailing dims, or one
@@ -121,7 +122,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return _common_size("", self.data)
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
-        """The rows ``[start, end)``. Tensors and arrays are views: pickled, each takes the whole of its memory along.
+        """The rows ``[start, end)``. Tensors and arrays are views. A pickled view includes the whole memory behind it.
 
         Raises:
             InvalidRequestError: The range does not lie within the batch.
@@ -165,12 +166,12 @@ class BatchedDataDict(UserDict[str, Any]):
         """One global batch's rows of this shard, a `slice`, with that batch's part of the plan.
 
         Args:
-            batch_idx: Which.
-            batch_size: This shard's rows of each global batch. May be None where a plan says it. Packing gives batches
-                of differing size (``elem_counts_per_gb``): those counts decide there.
+            batch_idx: The index of the global batch.
+            batch_size: This shard's rows of each global batch. May be None if there is a plan. With packing, batches
+                differ in size: ``elem_counts_per_gb`` is used and this is ignored.
 
         Raises:
-            InvalidRequestError: Out of range, or ``batch_size`` is not that of the plan.
+            InvalidRequestError: ``batch_idx`` is out of range, or ``batch_size`` is not that of the plan.
         """
         size = self.size
         if batch_size is not None and batch_size < 1:
@@ -255,33 +256,33 @@ class BatchedDataDict(UserDict[str, Any]):
         dynamic_batching_args: Mapping[str, Any] | None = None,
         sequence_packing_args: Mapping[str, Any] | None = None,
     ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
-        """Cuts the batch in chunks, each chunk in ``shards`` equal parts, and joins the parts by position.
+        """Cuts the batch into chunks, each chunk into ``shards`` equal parts, and joins the parts by position.
 
         ``[A A B B C C D D]`` with batch_size 2 and shards 2 gives ``[A B C D]`` twice.
 
-        With dynamic batching or packing, all shards get the same number of microbatches in every chunk, so that ranks
-        which communicate once per microbatch do not wait for each other for ever.
+        With dynamic batching or packing, all shards get the same number of microbatches in every chunk. Otherwise ranks
+        that communicate once per microbatch would deadlock.
 
         Args:
             shards: Number of shards.
             batch_size: Rows of a chunk over all shards; None: one chunk of everything.
             allow_uneven_shards: Without ``batch_size``: the last shards may be smaller, or empty.
-            dynamic_batching_args: `dataplane_core.sharding.DynamicBatchingArgs`: sort each chunk by length, deal it
-                round over the shards, and cut microbatches such that rows x padded length, by the longest row over all
-                shards, stays within a token limit. All shards get the same plan.
-            sequence_packing_args: `dataplane_core.sharding.SequencePackingArgs`: pack each chunk in bins of a token
-                limit, a multiple of ``shards`` in number, and deal the bins round. Shards may get differing numbers of
-                rows; a chunk needs at least one row per shard, but no multiple.
+            dynamic_batching_args: `dataplane_core.sharding.DynamicBatchingArgs`: sort each chunk by length, deal its
+                rows out to the shards in turn, and cut microbatches so that rows x padded length, by the longest row
+                over all shards, stays within a token limit. All shards get the same plan.
+            sequence_packing_args: `dataplane_core.sharding.SequencePackingArgs`: pack each chunk into bins of a
+                token limit, whose number is a multiple of ``shards``, and deal the bins out in turn. Shards may get
+                different numbers of rows. A chunk needs at least one row per shard, but no multiple of ``shards``.
 
         Returns:
             A list of `SlicedDataDict`, whose tensors are copies. With dynamic batching or packing, ``(shards,
-            indices)``, where ``indices`` says where each row of the concatenated shards came from: `reorder_data` of
-            the concatenation restores the batch.
+            indices)``. ``indices`` are the original indices of the rows of the concatenated shards: `reorder_data` with
+            them restores the batch from the concatenation.
 
         Raises:
-            InvalidRequestError: Sizes that are no multiples, both kinds of arguments, wrong keys in them, a row over
-                the token limit, or too few rows to pack.
-            MissingDataError: A ``KeyError``: a column that the arguments name is not there.
+            InvalidRequestError: Sizes are not multiples, both kinds of arguments are given, their keys are wrong, a row
+                is over the token limit, or there are too few rows to pack.
+            MissingDataError: A ``KeyError``: a column that the arguments name is missing.
         """
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise InvalidRequestError(
@@ -301,13 +302,13 @@ class BatchedDataDict(UserDict[str, Any]):
         elif sequence_packing_args is not None:
             plan = plan_packed_batches(self._lengths(sequence_packing_args), shards, batch_size, sequence_packing_args)
         elif allow_uneven_shards:
-            return self._carry_out(plan_uneven_shards(size, shards))
+            return self._apply_plan(plan_uneven_shards(size, shards))
         else:
-            return self._carry_out(plan_even_shards(size, shards, batch_size))
-        return self._carry_out(plan), plan.order()
+            return self._apply_plan(plan_even_shards(size, shards, batch_size))
+        return self._apply_plan(plan), plan.order()
 
     def _lengths(self, args: Mapping[str, Any]) -> list[int]:
-        """Tokens per row; without the keys, nothing: the planner refuses such arguments."""
+        """Tokens per row. Empty if the keys are missing, which the planner then refuses."""
         named = [self._column(args[key]) for key in ("input_key", "input_lengths_key") if key in args]
         if len(named) < 2:
             return []
@@ -320,7 +321,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return _as_ints("shard_by_batch_size", column)
 
     def _width(self, args: Mapping[str, Any]) -> int:
-        """Dim 1 of the input column; without the key, nothing: the planner refuses such arguments."""
+        """Dim 1 of the input column. 0 if the key is missing, which the planner then refuses."""
         if "input_key" not in args:
             return 0
         column = self._column(args["input_key"])
@@ -337,7 +338,7 @@ class BatchedDataDict(UserDict[str, Any]):
             raise MissingDataError(f"shard_by_batch_size: column '{name}' is not among {', '.join(self.data)}.")
         return self.data[name]
 
-    def _carry_out(self, plan: ShardPlan) -> list[SlicedDataDict]:
+    def _apply_plan(self, plan: ShardPlan) -> list[SlicedDataDict]:
         pieces: list[SlicedDataDict] = []
         for number, rows in enumerate(plan.rows):
             piece = SlicedDataDict()
@@ -349,14 +350,14 @@ class BatchedDataDict(UserDict[str, Any]):
     # --- ordering and changing ----------------------------------------------------------------------------------------
 
     def reorder_data(self, indices: Sequence[int] | torch.Tensor) -> None:
-        """Reorders **in place**: row j goes to the position that ``indices[j]`` ranks to.
+        """Reorders **in place**: row j moves to the rank of ``indices[j]`` among all ``indices``.
 
-        ``indices`` names where each row came from, as `shard_by_batch_size` returns it: reordering puts the rows back.
-        (Where ``indices`` is a permutation p, new row p[j] is old row j; that is the inverse of selecting by p.) A
-        microbatch plan does not survive, since it speaks of the old order.
+        ``indices`` are the original indices of the rows, as `shard_by_batch_size` returns them: the rows move back to
+        their original order. (If ``indices`` is a permutation p, new row p[j] is old row j, which is the inverse of
+        selecting by p.) A microbatch plan is dropped, since it is for the old order.
 
         Raises:
-            InvalidRequestError: Not one index per row, or repeats.
+            InvalidRequestError: There is not one index per row, or an index repeats.
         """
         came_from = _as_ints("reorder_data", indices)
         size = self.size
@@ -369,10 +370,10 @@ class BatchedDataDict(UserDict[str, Any]):
         self.micro_batch_indices = self.micro_batch_lengths = self.elem_counts_per_gb = None
 
     def repeat_interleave(self: _B, n: int) -> _B:
-        """Each row ``n`` times, side by side; list items are deep-copied.
+        """Repeats each row ``n`` times, side by side. List items are deep-copied.
 
         Raises:
-            InvalidRequestError: ``n`` below 0.
+            InvalidRequestError: ``n`` is below 0.
         """
         if n < 0:
             raise InvalidRequestError(f"repeat_interleave: n must be at least 0, got {n}.")
@@ -389,12 +390,12 @@ class BatchedDataDict(UserDict[str, Any]):
         return repeated
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cuts **in place** every dense tensor that has ``dim`` to its first ``truncated_len`` elements there; views.
+        """Cuts **in place** every dense tensor that has ``dim`` to its first ``truncated_len`` elements there.
 
-        Jagged columns stay as they are.
+        The cut tensors are views. Jagged columns stay as they are.
 
         Raises:
-            InvalidRequestError: ``dim`` below 1, or a negative length.
+            InvalidRequestError: ``dim`` is below 1, or the length negative.
         """
         if dim < 1 or truncated_len < 0:
             raise InvalidRequestError(
@@ -409,7 +410,7 @@ class BatchedDataDict(UserDict[str, Any]):
                 self.data[key] = column.narrow(dim, 0, min(truncated_len, column.shape[dim]))
 
     def to(self: _B, device: str | torch.device) -> _B:
-        """Moves the tensors **in place**; returns itself."""
+        """Moves the tensors to a device, **in place**. Returns this batch."""
         for key, column in self.data.items():
             if isinstance(column, torch.Tensor):
                 self.data[key] = column.to(device)
@@ -438,18 +439,18 @@ class BatchedDataDict(UserDict[str, Any]):
         token_aligned_fields: Collection[str] | None = None,
         ragged_fields: Collection[str] = MULTIMODAL_FIELDS,
     ) -> Iterator[SlicedDataDict]:
-        """Microbatches of the plan, whose token columns are cut to the microbatch's padded length.
+        """Microbatches of the plan. Their dense token columns are cut to the microbatch's padded length.
 
-        For a batch with one chunk, as `get_batch` gives it. Columns that do not run along the tokens are never cut.
+        For a batch with one chunk, as `get_batch` returns it. Other columns are never cut.
 
         Args:
-            sequence_dim: The dim that runs along the tokens.
-            token_aligned_fields: Names of the columns to cut. Default: `token_columns`, by ``input_ids`` as it is here.
-                Dense ones are cut.
-            ragged_fields: Names of columns that the default never takes for token columns.
+            sequence_dim: The dim of the tokens.
+            token_aligned_fields: Names of the columns to cut. Default: `token_columns`, with the lengths of
+                ``input_ids`` in this batch.
+            ragged_fields: Names of columns that the default never treats as token columns.
 
         Raises:
-            InvalidRequestError: No plan, or the plan of several chunks.
+            InvalidRequestError: There is no plan, or it has several chunks.
         """
         indices, lengths = self.micro_batch_indices, self.micro_batch_lengths
         if indices is None or lengths is None or len(indices) != 1 or len(lengths) != 1:

@@ -20,7 +20,7 @@ __all__ = ["all_gather_columns"]
 
 @dataclass(frozen=True, slots=True)
 class _TensorForm:
-    """What the other ranks need to know of a tensor."""
+    """The facts about a tensor that the other ranks need."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -30,16 +30,16 @@ class _TensorForm:
 def all_gather_columns(columns: Mapping[str, Any], group: Any) -> dict[str, Any]:
     """Concatenates the columns of all ranks, in rank order. Collective, and blocks.
 
-    What a rank cannot send, and what ranks disagree on, is known to all of them before the first tensor moves: they
-    fail together, and none is left waiting.
+    All ranks learn before the first tensor is sent if a rank cannot send its columns, or if ranks disagree. They then
+    all raise, and none waits for the others.
 
     Args:
         columns: Tensors, lists or arrays; the leading size may differ between ranks. A rank may have no columns at all.
-        group: The process group; None: the default one. Lists and object arrays travel pickled between its ranks.
+        group: The process group; None: the default one. Lists and object arrays are pickled between its ranks.
 
     Returns:
-        The joined columns. Tensors are on the device that this rank's column had; those of a rank without columns, on
-        the group's device.
+        The joined columns. Tensors are on the device of this rank's column; on a rank without columns, on the group's
+        device.
 
     Raises:
         InvalidRequestError: On every rank: the ranks disagree on names, dtypes or trailing shapes, or one of them has
@@ -79,7 +79,7 @@ def _form(column: torch.Tensor) -> _TensorForm:
 
 
 def _describe(columns: Mapping[str, Any]) -> dict[str, Any] | str:
-    """Forms of tensors and the other columns themselves; or what is wrong with them."""
+    """Per column its `_TensorForm`, or the column itself if it is no tensor; or text that says what is wrong."""
     try:
         sizes = {name: num_rows(name, column) for name, column in columns.items()}
         if len(set(sizes.values())) > 1:
@@ -90,7 +90,7 @@ def _describe(columns: Mapping[str, Any]) -> dict[str, Any] | str:
         described = {
             name: _form(column) if isinstance(column, torch.Tensor) else column for name, column in columns.items()
         }
-        # all_gather_object pickles too, but a rank that failed in there would leave the others waiting
+        # all_gather_object pickles too, but a rank that fails inside it leaves the others waiting
         pickle.dumps(described)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -118,7 +118,7 @@ def _check(name: str, senders: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _transport(backends: str, forms: Iterable[_TensorForm]) -> torch.device:
-    """Where a column travels, the same on all ranks, by a backend configuration such as ``cpu:gloo,cuda:nccl``."""
+    """The device for sending a column, the same on all ranks, from a backend config such as ``cpu:gloo,cuda:nccl``."""
     if "nccl" not in backends:
         return torch.device("cpu")
     if "cpu:" in backends and all(form.device_type == "cpu" for form in forms):
@@ -133,7 +133,7 @@ def _gather_tensor(
     via: torch.device,
     all_gather: Callable[[list[torch.Tensor], torch.Tensor], object],
 ) -> torch.Tensor:
-    """Pads the leading size to the largest, gathers as bytes (every dtype travels), and cuts the padding off."""
+    """Pads the leading size to the largest, gathers as bytes (so that every dtype works), and removes the padding."""
     home = via if column is None else column.device
     joined = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device=home)
     if not joined.numel():

@@ -1,7 +1,7 @@
-"""Padded columns to jagged ones and back.
+"""Converts padded columns to jagged ones and back.
 
-Trainers compute on padded tensors; the data plane carries rows of their own length. Everything here works on host
-memory (CUDA inputs are copied to it), is detached, and moves whole columns as bytes: no tensor operation per row.
+Trainers compute on padded tensors; the data plane stores each row with its own length. All functions work on host
+memory (CUDA inputs are copied), return detached tensors, and move whole columns as bytes, without an operation per row.
 
 Shape legend: ``N`` samples, ``S`` padded length, ``L`` a row's own length, ``T`` elements of all rows together.
 """
@@ -57,11 +57,12 @@ def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor | Sequence[i
         lengths: N integers of 0 to S.
 
     Returns:
-        One jagged nested tensor of N rows (L, ...), its min and max length known; new memory.
+        One jagged nested tensor of N rows (L, ...), in new memory, with cached min and max length.
 
     Raises:
-        InvalidRequestError: Fewer than 2 dims, another number of lengths than rows, or a length outside [0, S].
-        InvalidTypeError: A dtype or kind of tensor that is not carried.
+        InvalidRequestError: The column has fewer than 2 dims, there is not one length per row, or a length is outside
+            [0, S].
+        InvalidTypeError: The dtype or kind of tensor is not carried.
     """
     return _Cut("to_nested_by_length", lengths).pack(padded)
 
@@ -71,11 +72,11 @@ def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor | Sequence[
 
     Args:
         column: (N, W, ...) with W at least the longest row (a forward under sequence parallelism may round W up), or
-            jagged rows of these very lengths, which are returned as they are.
+            jagged rows of exactly these lengths, which are not cut.
         lengths: Tokens per row.
 
     Raises:
-        InvalidRequestError: Sizes that do not fit.
+        InvalidRequestError: Sizes do not fit.
     """
     return _Cut("pack_per_token_field", lengths).pack_or_pass(column)
 
@@ -86,21 +87,21 @@ def pack_jagged_fields(
     lengths: torch.Tensor | Sequence[int],
     token_aligned_fields: Collection[str],
 ) -> TensorDict:
-    """Packs the token-aligned columns of a batch; the others pass as they are.
+    """Makes the token-aligned columns of a batch jagged. The others stay as they are.
 
     Args:
         fields: Columns of N rows: tensors, lists (`codec.lists.column_of_list` says what they become), and objects as
             object arrays or ``NonTensorStack``.
-        lengths: N tokens counts.
+        lengths: N token counts.
         token_aligned_fields: Names of columns with one element per token on dim 1. Names that ``fields`` lacks are
             ignored, so that a declaration may cover more than one write.
 
     Returns:
-        A TensorDict of batch size [N]. The packed columns share their offsets, so that torch lets them be combined.
+        A TensorDict of batch size [N]. The jagged columns share their offsets, so that torch can combine them.
 
     Raises:
-        InvalidRequestError: Sizes that do not fit; names the field.
-        InvalidTypeError: A column that is neither a tensor nor one object per row.
+        InvalidRequestError: Sizes do not fit. The message names the field.
+        InvalidTypeError: A column is neither a tensor nor one object per row.
     """
     cut = _Cut("pack_jagged_fields", lengths)
     columns: dict[str, Any] = {}
@@ -153,13 +154,13 @@ def to_tensordict(columns: Mapping[str, Any], num_samples: int) -> TensorDict:
 
 
 def stack_or_nest(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows as one column: dense where they are of equal shape, else jagged; new memory.
+    """Rows as one column in new memory: dense if all have the same shape, else jagged.
 
     Args:
         rows: N tensors (L, ...) or N scalars.
 
     Raises:
-        InvalidRequestError: No rows, or rows that differ in dtype, rank, or a dim other than their first.
+        InvalidRequestError: There are no rows, or they differ in dtype, rank, or a dim other than their first.
     """
     if not len(rows):
         raise InvalidRequestError("stack_or_nest: no rows were given, so the column's dtype and shape are not known.")
@@ -173,18 +174,18 @@ def stack_or_nest(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """The response part of a per-token model output, shifted left by one token.
 
-    A model's output at a position is about the next token, so what belongs to the last R tokens of a row is found at
-    the R positions that end one before the row's end.
+    A model's output at a position is for the next token. So the outputs for the last R tokens of a row are at the R
+    positions that end one before the row's end.
 
     Args:
         full: Jagged (or dense) rows of prompt and response, (L, ...).
         response_mask: Jagged (or dense) rows of response length, (R, ...); only the lengths count.
 
     Returns:
-        One jagged nested tensor of rows (R, ...); new memory.
+        One jagged nested tensor of rows (R, ...), in new memory.
 
     Raises:
-        InvalidRequestError: Row counts differ, or a response that has no token before it.
+        InvalidRequestError: Row counts differ, or a response has no token before it.
     """
     rows, mask = _rows(full, "full"), _rows(response_mask, "response_mask")
     if rows.num_rows != mask.num_rows:
@@ -205,7 +206,7 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
 
 
 class _Cut:
-    """Row lengths, with all that the columns cut by them can share."""
+    """Cuts columns to given row lengths. Columns share their offsets and slices."""
 
     def __init__(self, caller: str, lengths: torch.Tensor | Sequence[int]) -> None:
         self.caller = caller
@@ -240,7 +241,7 @@ class _Cut:
         return to_nested(rows, self.bounds)
 
     def pack_or_pass(self, column: torch.Tensor) -> torch.Tensor:
-        """Cuts a padded column; one that is jagged already must have these lengths."""
+        """Cuts a padded column. A column that is jagged already must have these lengths."""
         if not column.is_nested:
             return self.pack(column)
         rows = _rows(column, "the column")
@@ -252,7 +253,7 @@ class _Cut:
 
 
 def _rows(column: torch.Tensor, what: str) -> Ragged:
-    """A jagged, nested or dense column, end to end."""
+    """The rows of a jagged, nested or dense column, joined end to end."""
     if column.is_nested:
         rows = ragged_of_nested(column, what)
         if isinstance(rows, Ragged):
@@ -275,12 +276,12 @@ def materialize(
     *,
     token_aligned_fields: Collection[str] | None = None,
 ) -> BatchedDataDict:
-    """What `get_samples` returned, as the batch that trainers compute on.
+    """Converts what `get_samples` returned to the batch that trainers compute on.
 
     Args:
         td: Columns of N rows.
         layout: ``padded``: jagged columns are right-padded to their longest row, and every column of two dims or more
-            to ``pad_to_seqlen`` where that is larger. ``jagged``: tensors pass as they are.
+            to ``pad_to_seqlen`` if that is larger. ``jagged``: tensors stay as they are.
         pad_value_dict: Field -> pad value. Default: 0.
         pad_to_seqlen: The padded length in elements of dim 1; 0: as long as the longest row.
         token_aligned_fields: Pad only these to ``pad_to_seqlen``. Default: every column of two dims or more, since a

@@ -1,8 +1,8 @@
 """Message logs as columns: the turns of each sample, without repeating their tokens.
 
-A message log is a list of turns, ``{"role": "user", "content": "...", "token_ids": tensor}``; its tokens, turn after
-turn, are the row of ``input_ids``. So only the lengths, roles and contents of the turns are kept beside ``input_ids``,
-and reading gives back turns whose ``token_ids`` are views into it.
+A message log is a list of turns, ``{"role": "user", "content": "...", "token_ids": tensor}``. The tokens of its turns,
+one after the other, are the row of ``input_ids``. So only lengths, roles and contents of the turns are stored beside
+``input_ids``, and a read returns turns whose ``token_ids`` are views into it.
 
 Shape legend: ``N`` samples, ``S`` padded sequence length.
 """
@@ -36,7 +36,7 @@ def split_message_logs(
 
     Args:
         message_logs: Per sample its turns, in the order of its tokens. A turn has ``role``, ``content`` and
-            ``token_ids`` (1-D tensor or list); what else it has stays behind: write values per token as columns.
+            ``token_ids`` (1-D tensor or list). Other keys are dropped: write values per token as columns.
         response_roles: The roles whose tokens count as response.
 
     Returns:
@@ -45,7 +45,8 @@ def split_message_logs(
         copied.
 
     Raises:
-        InvalidRequestError: A turn lacks a key, or its ``token_ids`` are not one-dimensional; names sample and turn.
+        InvalidRequestError: A turn lacks a key, or its ``token_ids`` are not one-dimensional. The message names sample
+            and turn.
     """
     lengths: list[list[int]] = []
     roles: list[list[str]] = []
@@ -92,7 +93,7 @@ def rebuild_message_logs(
             "generation_logprobs": "generation_logprobs"}``. Default: ``token_ids`` into ``input_ids``.
 
     Returns:
-        Per sample its turns; their token tensors are views: writing to them writes to the columns.
+        Per sample its turns. Their token tensors are views of the columns.
 
     Raises:
         InvalidRequestError: A column is missing, columns disagree in their rows or turns, or turns have more tokens

@@ -1,4 +1,4 @@
-"""What `BatchedDataDict` does to one column: count, pick and join rows.
+"""Counts, selects and joins rows of columns, for `BatchedDataDict`.
 
 Shape legend: ``N`` rows, ``S`` padded sequence length.
 """
@@ -28,7 +28,7 @@ def num_rows(key: str, column: Any) -> int:
     """Number of rows.
 
     Raises:
-        UnsupportedColumnError: Not a column.
+        UnsupportedColumnError: It is not a column.
     """
     if isinstance(column, torch.Tensor | np.ndarray):
         if column.ndim:
@@ -44,7 +44,7 @@ def num_rows(key: str, column: Any) -> int:
 
 
 def slice_rows(key: str, column: Any, start: int, end: int) -> Any:
-    """The rows ``[start, end)``, which lie within the column. Tensors and arrays are views, jagged ones too."""
+    """The rows ``[start, end)``, which must lie within the column. Tensors (also jagged ones) and arrays are views."""
     if not (isinstance(column, torch.Tensor) and column.is_nested):
         return column[start:end]
     values, offsets = _end_to_end(key, column)
@@ -56,7 +56,7 @@ def select_rows(columns: Mapping[str, Any], rows: Sequence[int]) -> dict[str, An
     """The rows at ``rows``, each of which lies in ``[0, N)``. Copies tensors and arrays, not the items of lists.
 
     Raises:
-        UnsupportedColumnError: A nested tensor whose rows do not lie end to end.
+        UnsupportedColumnError: The rows of a nested tensor are not joined end to end.
     """
     index = np.asarray(rows, dtype=np.int64)
     by_device: dict[torch.device, torch.Tensor] = {}
@@ -104,7 +104,7 @@ def _jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def object_array(items: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """A 1-D object array of the items, whatever they are."""
+    """A 1-D object array of items of any type."""
     array = np.empty(len(items), dtype=object)
     for position, item in enumerate(items):  # a slice assignment would unpack lists of equal length
         array[position] = item
@@ -112,7 +112,7 @@ def object_array(items: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def concatenate(key: str, columns: Sequence[Any], pad_value: float) -> Column:
-    """Joins columns along dim 0; tensors of 2 and more dims are right-padded on dim 1 to the widest.
+    """Joins columns along dim 0. Tensors of 2 and more dims are right-padded on dim 1 to the widest.
 
     Args:
         key: The column's name, for errors.
@@ -120,8 +120,8 @@ def concatenate(key: str, columns: Sequence[Any], pad_value: float) -> Column:
         pad_value: What tensors are padded with.
 
     Raises:
-        UnsupportedColumnError: A column of another type, or of differing types.
-        InvalidRequestError: Tensors or arrays that differ in dtype, dims, trailing dims or device.
+        UnsupportedColumnError: A column has another type, or the types differ.
+        InvalidRequestError: Tensors or arrays differ in dtype, number of dims, trailing dims or device.
     """
     for column in columns:
         num_rows(key, column)

@@ -1,4 +1,4 @@
-"""Which columns run along the tokens: the one rule by which reads pad, first writes cut, and microbatches are cut.
+"""Finds the token columns of a batch. Reads pad these columns; first writes and microbatches cut them.
 
 Shape legend: ``N`` rows, ``S`` padded sequence length.
 """
@@ -27,16 +27,16 @@ def token_columns(
 ) -> list[str]:
     """The columns with one value per token.
 
-    A token column is a tensor that is named in `schema.PER_TOKEN_FIELDS`, or whose rows all have exactly as many
-    elements as the sample has tokens. A column of ``ragged_fields`` never is one.
+    A token column is a tensor whose name is in `schema.PER_TOKEN_FIELDS`, or whose rows all have exactly as many
+    elements as the sample has tokens. A column of ``ragged_fields`` is never one.
 
     Args:
-        columns: Columns of N rows, dense or jagged; what is no tensor, or lacks the dim, is no token column.
-        lengths: The tokens of each row. Default: the rows of ``input_ids`` as they are here, padding included. Where
-            neither is there, every column that has the dim counts, but for ``ragged_fields``.
+        columns: Columns of N rows, dense or jagged. One that is not a tensor, or lacks the dim, is no token column.
+        lengths: The tokens of each row. Default: the row lengths of ``input_ids`` in ``columns``, padding included.
+            Without either, every column that has the dim counts, except ``ragged_fields``.
         token_aligned_fields: Names of the token columns, instead of the rule above.
-        ragged_fields: Names of columns whose rows may be as long as the tokens by chance.
-        dim: The dim that runs along the tokens.
+        ragged_fields: Names of columns whose rows may have as many elements as tokens by chance.
+        dim: The dim of the tokens.
 
     Returns:
         Names, in the order of ``columns``.
@@ -53,7 +53,7 @@ def token_columns(
 
 
 def row_lengths(column: Any, dim: int = 1) -> torch.Tensor | None:
-    """(N,) int64 elements of each row along the dim; None for what is no tensor or lacks it."""
+    """The number of elements of each row along the dim, (N,) int64. None if it is no tensor or lacks the dim."""
     if not isinstance(column, torch.Tensor) or column.dim() <= dim:
         return None
     if is_jagged(column) and dim == 1:
@@ -62,10 +62,10 @@ def row_lengths(column: Any, dim: int = 1) -> torch.Tensor | None:
 
 
 def as_lengths(caller: str, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """Row lengths as (N,) int64 on the host; (N, 1) is taken too.
+    """Row lengths as (N,) int64 on the host. Also accepts (N, 1).
 
     Raises:
-        InvalidRequestError: Not one integer per row.
+        InvalidRequestError: There is not one integer per row.
     """
     counts = torch.as_tensor(lengths).detach().cpu()
     if counts.dim() == 2 and counts.shape[1] == 1:

@@ -1,7 +1,7 @@
-"""Batches to the data plane and back: `kv_first_write`, `write_columns`, `read_columns`.
+"""Writes batches to the data plane and reads them back: `kv_first_write`, `write_columns`, `read_columns`.
 
-Trainers hold right-padded tensors; the data plane holds rows of their own length. These three functions pack on the way
-in and pad on the way out, so that neither side handles jagged tensors.
+Trainers use right-padded tensors; the data plane stores each row with its own length. These functions cut the padding
+when they write, and pad when they read, so that trainers need not handle jagged tensors.
 
 Shape legend: ``N`` samples, ``S`` padded sequence length.
 """
@@ -60,10 +60,10 @@ def read_columns(
     token_aligned_fields: Collection[str] | None = None,
     ragged_fields: Collection[str] = MULTIMODAL_FIELDS,
 ) -> BatchedDataDict:
-    """Reads the rows of a meta as the batch that trainers compute on. Blocks until they are here.
+    """Reads the rows of a meta as the batch that trainers compute on. Blocks until they are read.
 
-    Only columns that run along the tokens are padded. Every other column comes as it went, whatever its shape: jagged
-    where its rows differ, such as the patches of a sample's images, else dense.
+    Only token columns are padded. Every other column comes back as it was written: jagged if its rows differ in length,
+    such as the patches of a sample's images, else dense.
 
     Args:
         client: An open client.
@@ -72,18 +72,18 @@ def read_columns(
         layout: ``padded``: token columns are right-padded; ``jagged``: they stay nested tensors.
         pad_value_dict: Field -> pad value. Default: 0.
         pad_to_seqlen: The least padded length in tokens. Default: ``extra_info[GLOBAL_FORWARD_PAD_SEQLEN]``, else none.
-            The longest row and ``extra_info[PAD_TO_MULTIPLE]`` are honoured either way: the result is padded to the
-            larger of this and the longest row, rounded up to the multiple.
-        token_aligned_fields: Names of the token columns. Default: `token_columns`, by ``meta.sequence_lengths``, else
-            the columns ``input_lengths`` or ``input_ids``.
-        ragged_fields: Names of columns that the default never takes for token columns, however long their rows are.
+            Columns are padded to the larger of this and the longest row, rounded up to a multiple of
+            ``extra_info[PAD_TO_MULTIPLE]``.
+        token_aligned_fields: Names of the token columns. Default: `token_columns`, with ``meta.sequence_lengths``, else
+            the column ``input_lengths`` or ``input_ids``, as the lengths.
+        ragged_fields: Names of columns that the default never treats as token columns.
 
     Returns:
         A BatchedDataDict, owned by the caller; object columns as ``np.ndarray(dtype=object)``.
 
     Raises:
-        InvalidRequestError: No fields to read, or a pad value that does not fit a column's dtype.
-        MissingDataError: A missing sample, or a cell not yet produced.
+        InvalidRequestError: No fields are named, or a pad value does not fit a column's dtype.
+        MissingDataError: A sample is missing, or a cell is not yet produced.
     """
     names = select_fields if select_fields is not None else meta.fields
     if names is None:
@@ -124,7 +124,7 @@ def _target_length(
 
 
 def _longest(name: str, column: Any) -> int:
-    """The longest row of a column that is surely per token; other dense ones may have feature dims."""
+    """The longest row of a known token column. 0 for other dense columns, whose dim 1 may be a feature dim."""
     found = row_lengths(column)
     if found is None or not (is_jagged(column) or name in PER_TOKEN_FIELDS):
         return 0
@@ -147,15 +147,15 @@ def write_columns(
             numbers become tensor columns (`codec.lists.column_of_list`); objects as any other list, object arrays or
             ``NonTensorStack``.
         token_aligned_fields: Names of columns with one element per token on dim 1; these are cut to
-            ``meta.sequence_lengths`` and travel jagged. Only what is declared here is ever cut. Names that ``fields``
-            lacks are ignored.
+            ``meta.sequence_lengths`` and written as jagged. No other column is cut. Names that ``fields`` lacks are
+            ignored.
 
     Returns:
-        The meta with the written fields added to its own.
+        A copy of the meta whose fields also name the written ones.
 
     Raises:
-        InvalidRequestError: Sizes that do not fit, token-aligned columns but a meta without lengths, repeated ids.
-        InvalidTypeError: A column that is neither a tensor nor one object per row.
+        InvalidRequestError: Sizes do not fit, columns are token-aligned but the meta has no lengths, or ids repeat.
+        InvalidTypeError: A column is neither a tensor nor one object per row.
         SchemaMismatchError: A field changes kind, dtype, rank or trailing shape.
     """
     where = f"write_columns('{meta.partition_id}', {meta.size} samples)"
@@ -166,7 +166,7 @@ def write_columns(
             f"{where} refused: {', '.join(aligned)} is declared token-aligned, but the meta has no sequence_lengths to "
             "cut it by."
         )
-    with _telling(where):
+    with _naming_call(where):
         if aligned:
             assert meta.sequence_lengths is not None
             td = pack_jagged_fields(fields, lengths=meta.sequence_lengths, token_aligned_fields=aligned)
@@ -191,13 +191,13 @@ def kv_first_write(
 ) -> KVBatchMeta:
     """Writes a rollout's batch in one put: every tensor and object column. Blocks until it is committed.
 
-    Which columns are cut to ``input_lengths`` and travel jagged:
+    These columns are cut to ``input_lengths`` and written as jagged:
 
-    - with ``token_aligned_fields``: exactly those;
-    - without: dense `token_columns`, by ``input_ids`` as it is padded here, that are named in
-      `schema.PER_TOKEN_FIELDS`, or hold nothing but zeros beyond the row lengths. So an unknown column of another
-      width, or an embedding that happens to be as wide, is never cut: what is not known to be padding is kept. Nor is
-      a column that is narrower than the longest row, such as ``advantages`` of shape (N, 1).
+    - With ``token_aligned_fields``: exactly those.
+    - Without: dense columns as wide as ``input_ids`` (`token_columns`) that are named in `schema.PER_TOKEN_FIELDS`, or
+      hold only zeros beyond the row lengths. So only known padding is cut: not an unknown column of another width, nor
+      an embedding that happens to be as wide, nor a column that is narrower than the longest row, such as
+      ``advantages`` of shape (N, 1).
 
     Args:
         batch: N rows: tensors; lists, where numbers and lists of numbers become tensor columns
@@ -206,23 +206,23 @@ def kv_first_write(
         sample_ids: N ids, each once.
         dp_client: An open client.
         partition_id: A registered partition.
-        extra_info: Goes into the meta.
-        task_name: Goes into the meta.
+        extra_info: Copied into the meta.
+        task_name: The meta's task name.
         pad_to_multiple: Readers of the meta round their padded length up to a multiple of this many tokens; recorded in
             ``extra_info``.
-        tags: N dicts of primitives. The tag ``input_lengths`` is added where the batch has the column, so that claims
-            know the lengths.
+        tags: N dicts of primitives. If the batch has the column ``input_lengths``, it is added as a tag, so that claims
+            return the lengths.
         token_aligned_fields: Names of the columns to cut, instead of the rule above.
-        required_fields: Names of columns without which nothing is written: what a later stage cannot do without and
-            only this writer knows, such as ``routed_experts`` for router replay.
+        required_fields: Names of columns that the batch must have, else nothing is written. For columns that a later
+            stage needs and only this writer knows, such as ``routed_experts`` for router replay.
 
     Returns:
         The meta of the rows, with fields, ``sequence_lengths`` and tags.
 
     Raises:
-        InvalidRequestError: A required column is missing. The number of ids must match batch size; other sizes that do
-            not fit.
-        InvalidTypeError: A column that is neither a tensor nor one object per row.
+        InvalidRequestError: A required column is missing, the number of ids differs from the batch size, or other sizes
+            do not fit.
+        InvalidTypeError: A column is neither a tensor nor one object per row.
     """
     ids = list(sample_ids)
     where = f"kv_first_write('{partition_id}', {len(ids)} samples)"
@@ -241,7 +241,7 @@ def kv_first_write(
                 f"{where} refused: the number of sample_ids must match batch size, got {len(ids)} ids and {found} rows "
                 f"in field '{name}'."
             )
-    with _telling(where):  # here too, since which columns are per token is told by tensors
+    with _naming_call(where):  # converted here already: token columns are found among tensors
         batch = {
             name: column_of_list(f"field '{name}'", column) if ids and isinstance(column, (list, tuple)) else column
             for name, column in batch.items()
@@ -268,7 +268,7 @@ def kv_first_write(
                 f"{where} refused: token_aligned_fields were given, but the batch has no '{INPUT_LENGTHS_FIELD}' to "
                 "cut them by."
             )
-    with _telling(where):
+    with _naming_call(where):
         if lengths is None or not ids:
             td = to_tensordict(batch, len(ids))
         else:
@@ -287,7 +287,7 @@ def kv_first_write(
 
 
 def _padded_columns(batch: Mapping[str, Any], lengths: Sequence[int]) -> list[str]:
-    """The columns that `kv_first_write` cuts where it is not told which."""
+    """The columns that `kv_first_write` cuts by default."""
     dense = {
         name: column for name, column in batch.items() if isinstance(column, torch.Tensor) and not column.is_nested
     }
@@ -302,7 +302,7 @@ def _padded_columns(batch: Mapping[str, Any], lengths: Sequence[int]) -> list[st
 
 
 def _is_zero_beyond(column: torch.Tensor, lengths: Sequence[int]) -> bool:
-    """Whether all elements (N, S) beyond the row lengths are zero; -0.0 is, as products with a mask leave it."""
+    """Whether all elements (N, S) beyond the row lengths are zero, or -0.0, which products with a mask give."""
     plain = host_tensor(column, "the column")
     if plain.numel() == 0:
         return True
@@ -316,8 +316,8 @@ def _is_zero_beyond(column: torch.Tensor, lengths: Sequence[int]) -> bool:
 
 
 @contextmanager
-def _telling(where: str) -> Iterator[None]:
-    """Prefixes refusals with the call that they stem from."""
+def _naming_call(where: str) -> Iterator[None]:
+    """Adds the call to the message of a refusal."""
     try:
         yield
     except (InvalidRequestError, InvalidTypeError) as error:

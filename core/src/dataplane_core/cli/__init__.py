@@ -1,6 +1,6 @@
-"""The `dataplane` command: what is installed, what this machine lacks, the conformance kit, a new plugin's files.
+"""The `dataplane` command: lists backends, checks this machine, runs the conformance kit, starts a new plugin.
 
-Operators and storage authors run it; nothing imports it.
+Operators and storage authors run it. No other module imports it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: Without the program's name; default: those of the process.
+        arguments: Without the program's name. Default: those of the process.
 
     Returns:
-        The exit status: 0, 1 for a failure that was reported, 2 for wrong usage.
+        The exit status: 0, or 1 for a failure that was reported. argparse exits with 2 for wrong usage.
     """
     parser = argparse.ArgumentParser(
-        prog="dataplane", description="Backends of the data plane: list, check, prove and begin them."
+        prog="dataplane", description="Lists, checks, tests and creates backends of the data plane."
     )
     commands = parser.add_subparsers(dest="command", required=True)
 

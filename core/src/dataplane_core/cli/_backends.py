@@ -1,4 +1,4 @@
-"""`dataplane backends`: what is installed, from metadata alone; with ``--load``, what each declares."""
+"""`dataplane backends`: lists installed backends from metadata; with ``--load``, also what each declares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["describe", "run"]
 
 
 def run(*, load: bool, as_json: bool) -> int:
-    """Prints the list; 1 where a backend fails to load or a name is claimed twice."""
+    """Prints the list. Returns 1 if a backend fails to load or two distributions register a name, else 0."""
     rows: list[dict[str, Any]] = []
     failed = False
     records = find_plugins()
@@ -38,7 +38,7 @@ def run(*, load: bool, as_json: bool) -> int:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Imports a backend and says what it declares.
+    """Imports a backend and returns what it declares.
 
     Raises:
         PluginError: It cannot be loaded.

@@ -58,10 +58,10 @@ def run(
         first_failure: Stop at the first failure.
 
     Returns:
-        0 where something ran and nothing failed, else 1.
+        0 if a test ran and nothing failed, else 1.
 
     Raises:
-        ConfigError: The options are no YAML mapping, or the backend refuses them.
+        ConfigError: The options are not a YAML mapping, or the backend refuses them.
         PluginError: The backend cannot be loaded.
         DataPlaneError: pytest or hypothesis are not installed.
     """
@@ -109,9 +109,9 @@ def _run(
     reports: list[Report] = []
 
     class Collector:
-        """Shows progress, and takes the reports out of the session when it ends.
+        """Shows progress, and collects the reports when the session ends.
 
-        Modules with assertions are imported only once pytest can rewrite these.
+        Imports modules with assertions only after pytest can rewrite these.
         """
 
         @pytest.hookimpl(tryfirst=True)

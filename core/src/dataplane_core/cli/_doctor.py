@@ -1,6 +1,6 @@
-"""`dataplane doctor`: what is wrong on this machine, for a backend and its options, and the command that mends it.
+"""`dataplane doctor`: finds problems of this machine for a backend and its options, and says how to fix them.
 
-It starts nothing and changes nothing. What a backend looks at is its own: `Backend.diagnose`.
+It starts and changes nothing. Each backend defines its own checks in `Backend.diagnose`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dataplane_core.spec import Capability
 
 __all__ = ["diagnose", "run"]
 
-#: Seconds that the checks of one backend may wait for servers, its imports aside.
+#: Seconds that the checks of one backend may wait for servers, not counting its imports.
 _DEADLINE_S: Final = 20.0
 _WIDTH: Final = 118
 
 
 def run(name: str | None, *, config_path: str | None, as_json: bool) -> int:
-    """Prints the findings; 1 where one is an error.
+    """Prints the findings. Returns 1 if one is an error, or if nothing is installed; else 0.
 
     Args:
-        name: Entry-point name of the backend; None: that of the config, else all that are installed.
-        config_path: A config file, or None: the options' defaults.
+        name: Entry-point name of the backend. None: that of the config, else all installed backends.
+        config_path: A config file. None: the default options.
         as_json: Print JSON.
 
     Raises:
@@ -58,14 +58,14 @@ def run(name: str | None, *, config_path: str | None, as_json: bool) -> int:
 
 
 def diagnose(name: str, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The findings on one backend, in this process, as plain values.
+    """The findings about one backend, as plain values. Runs in this process.
 
     Args:
         name: Its entry-point name.
-        options: Its options; None: their defaults, where it has defaults for all.
+        options: Its options. None: their defaults, if all have one.
 
     Raises:
-        PluginError: It is not installed, or does not fit.
+        PluginError: It is not installed, or its hooks do not match the hook specs.
     """
     try:
         cls = load_backend(name)
@@ -107,7 +107,7 @@ def _examine(name: str, config: DataPlaneConfig | None) -> list[Finding]:
 
 
 def _middleware(config: DataPlaneConfig) -> list[Finding]:
-    """What the rest of the config says."""
+    """The findings about the config's middleware and ``allow_pickle``."""
     findings = []
     if config.allow_pickle:
         findings.append(

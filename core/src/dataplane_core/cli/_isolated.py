@@ -1,4 +1,4 @@
-"""Calls that import a backend, each in a process of its own: no backend's libraries can disturb another's."""
+"""Calls functions that import a backend in a new process each, so that their libraries cannot conflict."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _CODE = "from dataplane_core.cli._isolated import answer; answer()"
 
 
 def ask(target: str, **arguments: Any) -> Any:
-    """Calls a function in a fresh process.
+    """Calls a function in a new process.
 
     Args:
         target: ``module:function``.
-        arguments: Plain values. They travel through a pipe, so a secret among them shows in no list of processes.
+        arguments: Plain values. They are sent through a pipe, so that a secret does not show in a list of processes.
 
     Returns:
-        What it returned: plain values.
+        The function's result, which must be plain values.
 
     Raises:
-        DataPlaneError: It raised one, did not end within two minutes, or ended its process.
+        DataPlaneError: The function raised it, did not return within two minutes, or ended its process.
     """
     asked = json.dumps({"target": target, "arguments": arguments})
     try:
@@ -47,7 +47,7 @@ def ask(target: str, **arguments: Any) -> Any:
 
 
 def answer() -> None:
-    """The other process: reads the question from standard input and prints the reply as the last line."""
+    """Runs in the new process: reads the call from standard input and prints the result as the last line."""
     asked = json.load(sys.stdin)
     module, _, name = asked["target"].partition(":")
     try:

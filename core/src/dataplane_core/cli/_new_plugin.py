@@ -1,4 +1,4 @@
-"""`dataplane new-plugin NAME`: a project with a backend that installs, connects by name and passes the kit as it is."""
+"""`dataplane new-plugin NAME`: writes a project with a backend that installs and passes the kit without changes."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ from dataplane_core import BlobStore
 
 
 class $cls(BlobStore):
-    """Blobs in a dict of this process: put your engine in its place."""
+    """Keeps blobs in a dict of this process. Replace the dict by your engine."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._blobs: dict[str, bytes] = {}
 
     def put(self, key: str, data: bytes) -> None:
-        """Stores a blob; returns when every process can read it."""
+        """Stores a blob. Returns when every process can read it."""
         self._blobs[key] = data
 
     def get(self, key: str) -> bytes | None:
-        """Reads a blob; None where it is not there."""
+        """Reads a blob. None if it does not exist."""
         return self._blobs.get(key)
 
     def delete(self, key: str) -> None:
-        """Deletes a blob; a key that is not there is ignored."""
+        """Deletes a blob. Ignores a key that does not exist."""
         self._blobs.pop(key, None)
 '''
 
@@ -100,26 +100,26 @@ with connect({"backend": "$name"}) as client:
     client.register_partition("train", fields=["input_ids"], num_samples=None, consumer_tasks=["trainer"])
 ```
 
-## From here
+## Next steps
 
 1. Put your engine into `put`, `get` and `delete` of `src/$module/__init__.py`; connect in `start`, disconnect in
    `stop`.
-2. To serve several processes, add `append` and `read`, which keep a journal; to have `dataplane doctor` tell what is
-   wrong with a machine, add `diagnose`.
-3. Run `pytest` after each step. What it does not find, your users will.
+2. To serve several processes, add `append` and `read`, which keep a journal. For checks of `dataplane doctor`, add
+   `diagnose`.
+3. Run `pytest` after each step.
 4. Choose a license, write down what you promise, and publish: `python -m build && twine upload dist/*`.
 """
 
 
 def run(name: str, *, folder: str | None) -> int:
-    """Writes the project and says what to do next.
+    """Writes the project and prints the next commands.
 
     Args:
         name: Entry-point name of the new backend.
-        folder: Where to write; None: ``dataplane-NAME`` in the working directory. Created where it is not there.
+        folder: Where to write. Created if it does not exist. None: ``dataplane-NAME`` in the working directory.
 
     Raises:
-        ConfigError: The name is no name or is taken, or the folder holds something or cannot be written.
+        ConfigError: The name is not valid or is taken, or the folder is not empty or cannot be written.
     """
     _check_name(name)
     distribution, module = f"dataplane-{name.replace('_', '-')}", f"dataplane_{name}"

@@ -1,7 +1,6 @@
-"""Checks of the client.
+"""The client's checks of arguments and replies.
 
-Those of arguments raise `InvalidTypeError` or `InvalidRequestError`, else return what they read; those of replies raise
-`BackendError`.
+Checks of arguments raise `InvalidTypeError` or `InvalidRequestError`. Checks of replies raise `BackendError`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataplane_core.spec import PartitionInfo
 
 
 def check_name(what: str, name: Any) -> None:
-    """A non-empty, encodable str."""
+    """Accepts a non-empty str of valid Unicode."""
     if not isinstance(name, str):
         raise InvalidTypeError(f"{what} must be a str, got {type(name).__name__}.")
     if not name:
@@ -22,7 +21,7 @@ def check_name(what: str, name: Any) -> None:
 
 
 def check_text(what: str, text: str) -> None:
-    """Valid Unicode."""
+    """Accepts valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -30,14 +29,14 @@ def check_text(what: str, text: str) -> None:
 
 
 def check_list(what: str, names: Any) -> list[Any]:
-    """A list, but no bare string."""
+    """Accepts any iterable but a string; returns it as a list."""
     if isinstance(names, (str, bytes)) or not hasattr(names, "__iter__"):
         raise InvalidTypeError(f"{what} must be a list of str, got {type(names).__name__}.")
     return list(names)
 
 
 def check_names(what: str, names: Any) -> list[str]:
-    """Names in order, repeats dropped."""
+    """Accepts a list of names; returns it without repeats."""
     checked = check_list(what, names)
     for name in checked:
         check_name(f"a name in {what}", name)
@@ -45,7 +44,7 @@ def check_names(what: str, names: Any) -> list[str]:
 
 
 def check_ids(sample_ids: Any) -> list[str]:
-    """Non-empty strings, repeats kept."""
+    """Accepts a list of non-empty strings; returns it with its repeats."""
     ids = check_list("sample_ids", sample_ids)
     for index, sample_id in enumerate(ids):
         if type(sample_id) is not str and not isinstance(sample_id, str):
@@ -57,7 +56,7 @@ def check_ids(sample_ids: Any) -> list[str]:
 
 
 def check_count(what: str, count: Any) -> None:
-    """An int of at least 1."""
+    """Accepts an int of at least 1."""
     if isinstance(count, bool) or not isinstance(count, int):
         raise InvalidTypeError(f"{what} must be an int, got {type(count).__name__}.")
     if count < 1:
@@ -65,7 +64,7 @@ def check_count(what: str, count: Any) -> None:
 
 
 def check_seconds(what: str, seconds: Any, *, at_least_zero: bool = False) -> None:
-    """A finite number of seconds, above 0."""
+    """Accepts a finite number of seconds above 0, or also 0 with ``at_least_zero``."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise InvalidTypeError(f"{what} must be a number of seconds, got {type(seconds).__name__}.")
     if not (0 <= seconds < float("inf") and (seconds > 0 or at_least_zero)):
@@ -79,7 +78,7 @@ def strings_of(column: Any) -> list[str]:
 
 
 def check_enum(where: str, name: str, strings: list[str], info: PartitionInfo) -> None:
-    """Strings within the registered vocabulary."""
+    """Accepts strings that the enum of the field contains, if it has one."""
     words = info.enums.get(name)
     if words is None:
         return
@@ -92,7 +91,7 @@ def check_enum(where: str, name: str, strings: list[str], info: PartitionInfo) -
 
 
 def check_counts(where: str, num_samples: int, **counts: int) -> None:
-    """Refuses a backend's reply that speaks of more or fewer samples than it must."""
+    """Refuses a backend's reply with a wrong number of items."""
     for what, count in counts.items():
         if count != num_samples:
             raise BackendError(f"{where}: the backend's reply holds {count} {what} for {num_samples} samples.")

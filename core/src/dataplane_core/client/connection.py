@@ -32,7 +32,7 @@ _R = TypeVar("_R")
 
 
 class Connection:
-    """What `DataPlaneClient` is made on: a started backend and its middleware, and the operations that run on them."""
+    """The base of `DataPlaneClient`: a started backend with its middleware."""
 
     def __init__(self) -> None:
         raise UnsupportedOperationError(
@@ -67,7 +67,7 @@ class Connection:
         client._close_lock = threading.Lock()
         client._closing = threading.Event()
         client._pacer = Pacer()
-        # The first jagged tensor of a process imports it, which takes a second or two: not within an operation.
+        # The first jagged tensor of a process imports it, which takes 1 to 2 s. Do it before an operation.
         importlib.import_module("torch._dynamo")
         try:
             backend.start(bootstrap=bootstrap, deadline=deadline)
@@ -96,15 +96,15 @@ class Connection:
     _wire: WireFormat
     _capabilities: frozenset[Capability]
     _middleware: list[Any]
-    _infos: dict[str, PartitionInfo]  # registrations, as last seen
+    _infos: dict[str, PartitionInfo]  # partition -> its registration, as last read
     _closed: bool  # guarded by _state
     _bootstrapped: bool
     _pid: int
     _in_flight: int
     _state: threading.Condition
     _close_lock: threading.Lock
-    _closing: threading.Event  # wakes those who wait
-    _pacer: Pacer  # of all who wait on this client
+    _closing: threading.Event  # wakes waiting claims
+    _pacer: Pacer  # of all claims that wait on this client
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
@@ -120,12 +120,12 @@ class Connection:
 
     @property
     def scope(self) -> Scope:
-        """How far apart clients of this store may be."""
+        """Where clients of this store can be."""
         return type(self._backend).scope
 
     @property
     def bootstrapped(self) -> bool:
-        """Whether this client started what the backend needs, and ends it on close; else it attached."""
+        """True: this client started what the backend needs, and ends it on close. False: it attached."""
         return self._bootstrapped
 
     @property
@@ -143,10 +143,10 @@ class Connection:
     def close(self) -> None:
         """Waits for running operations (up to ``op_timeout_s``), then disconnects. Idempotent.
 
-        A client that bootstrapped its backend ends what it started; an attached one leaves it running.
+        A client that bootstrapped its backend ends what it started. A client that attached leaves it running.
         """
         if self._pid != os.getpid():
-            return  # a forked child owns none of it
+            return  # a forked child must not end what its parent uses
         with self._close_lock:
             if self._closed:
                 return
@@ -163,7 +163,7 @@ class Connection:
             try:
                 if hasattr(stoppable, "stop"):
                     stoppable.stop()
-            except Exception as error:  # the others must still be stopped; raised below
+            except Exception as error:  # raised below, once the others are stopped
                 errors.append(error)
         if errors and not suppress:
             raise BackendError(
@@ -180,7 +180,7 @@ class Connection:
         raise InvalidTypeError(
             "a DataPlaneClient cannot be pickled.",
             backend=self.backend_name,
-            hint="Ship its config, and call connect(config, bootstrap=False) in the other process.",
+            hint="Send its config, and call connect(config, bootstrap=False) in the other process.",
         )
 
     def __repr__(self) -> str:

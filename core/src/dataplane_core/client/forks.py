@@ -1,4 +1,4 @@
-"""Forks of a process with an open client: which clients are open, and what errors advise."""
+"""Forks of a process with an open client: the list of open clients, and the advice in errors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["fork_hint", "open_clients", "refuse_in_fork"]
 
 
 class _Client(Protocol):
-    """What a client tells here: its backend, and the process that opened it."""
+    """The part of a client that this module uses: its backend, and the process that opened it."""
 
     _backend: Backend
     _pid: int
 
 
-#: The clients that are open in this process, and in a fork those of the process that it was forked from.
+#: The clients that are open in this process. In a fork, also those of the parent process.
 open_clients: Final[weakref.WeakSet[_Client]] = weakref.WeakSet()
 
 _CONNECT: Final = "Call connect(config, bootstrap=False) in this process: each opens a client of its own."
@@ -35,7 +35,7 @@ _IN_ONE_PROCESS: Final = (
 
 
 def fork_hint(backend_class: type[Backend]) -> str:
-    """What to do in a fork, where the client of its parent cannot be used."""
+    """What to do in a fork instead of using the client of the parent."""
     if backend_class.scope is Scope.PROCESS:
         return _IN_ONE_PROCESS
     return _CONNECT if backend_class.opens_in_forks else _SPAWN
@@ -45,19 +45,19 @@ def _all_open() -> list[_Client]:
     while True:
         try:
             return list(open_clients)
-        except RuntimeError:  # another thread opened one meanwhile; a lock could be held for ever in a fork
+        except RuntimeError:  # another thread opened a client; no lock here, since a fork could inherit it locked
             continue
 
 
 def refuse_in_fork(backend_class: type[Backend], name: str) -> None:
-    """Refuses to open a backend in a fork of a process that has it open, where its engine does not survive that.
+    """Refuses to open a backend in a fork of a process that has it open, if its engine does not survive a fork.
 
     Args:
-        backend_class: Its class.
-        name: What errors call it.
+        backend_class: The backend's class.
+        name: Its name in errors.
 
     Raises:
-        BackendUnavailableError: Not retryable; says what to do.
+        BackendUnavailableError: Not retryable. The message says what to do.
     """
     if backend_class.opens_in_forks:
         return

@@ -1,4 +1,4 @@
-"""How a blocking claim waits, and what it says when it has waited in vain."""
+"""The waiting of a blocking claim, and the message of its timeout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataplane_core.spec import Claim, ClaimRequest
 
 __all__ = ["wait_for_claim"]
 
-#: What the last question of a waiting claim may take, when its own time is up.
+#: Seconds that the last question of a waiting claim may take after its timeout.
 _LAST_ASK_S: Final = 1.0
 
 
@@ -24,17 +24,17 @@ def wait_for_claim(
     pacer: Pacer,
     closed: threading.Event,
 ) -> Claim:
-    """Asks until there is an answer.
+    """Calls the hook ``claim`` until it hands out samples, or the partition can give no more.
 
     Args:
-        request: The question, changed from one time to the next. Its token stays.
-        ask: One call of the hook, which leaves the request as it is.
+        request: The request. This function changes it between calls, except for its token.
+        ask: Calls the hook once, and does not change the request.
         timeout_s: How long to wait, in seconds.
-        pacer: Shared by all who wait on this client.
+        pacer: Shared by all claims that wait on this client.
         closed: Set when the client is closed.
 
     Raises:
-        ClaimTimeoutError: Says what keeps the samples back.
+        ClaimTimeoutError: The timeout passed. The message says why the samples were not ready.
         ClientClosedError: The client was closed.
     """
     start = time.monotonic()
@@ -67,7 +67,7 @@ def wait_for_claim(
 
 
 def _describe(shortfall: Shortfall | None) -> str:
-    """What keeps samples back, as sentences."""
+    """A shortfall as a sentence."""
     told: list[str] = []
     if shortfall is not None:
         if shortfall.num_leased:
@@ -81,7 +81,7 @@ def _describe(shortfall: Shortfall | None) -> str:
         if shortfall.num_incomplete:
             groups = [f"'{name}' holds {count}" for name, count in shortfall.incomplete_groups.items()]
             told.append(_kind(shortfall.num_incomplete, "in groups that are not whole", groups))
-        num_lacking = max(shortfall.num_lacking, len(shortfall.missing_cells))  # a backend may name them uncounted
+        num_lacking = max(shortfall.num_lacking, len(shortfall.missing_cells))  # a backend may name cells uncounted
         if num_lacking:
             cells = [f"'{each}' lacks {preview(names)}" for each, names in shortfall.missing_cells.items()]
             told.append(_kind(num_lacking, "held back by fields not yet produced", cells))

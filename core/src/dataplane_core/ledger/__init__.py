@@ -1,7 +1,7 @@
 """The control plane as one state machine: partitions, claims, leases, groups, tags, capacity.
 
-`LedgerBackend` gives it a command for every operation, wherever a backend hosts it; the conformance kit uses it as its
-oracle.
+`LedgerBackend` sends it a command for every operation, wherever a backend hosts it. The conformance kit compares
+backends with it.
 """
 
 from dataplane_core.ledger import commands

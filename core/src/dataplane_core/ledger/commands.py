@@ -1,7 +1,7 @@
-"""The commands of the ledger: one object per operation, which travels whole to wherever the ledger lives.
+"""The commands of the ledger: one object per operation, which is sent as it is to the host of the ledger.
 
-A backend makes it, a host passes it on as it is (it pickles), a journal records it, `Ledger.apply` carries it out. The
-type in ``Command[...]`` is the reply's. Fields are as those of the hook requests of the same names.
+A backend creates it and `Ledger.apply` runs it. In between, it may be pickled or recorded in a journal. The type in
+``Command[...]`` is that of the reply. Fields mean the same as those of the hook requests with the same names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 Reply = TypeVar("Reply", covariant=True)
-#: The name of a write, never used again; up to 128 bits.
+#: The id of a write, never used again; up to 128 bits.
 WriteId: TypeAlias = Annotated[int, "write id"]
 _Filter: TypeAlias = Mapping[str, tuple[str, Any]] | None
 
@@ -54,9 +54,9 @@ class Command(Generic[Reply]):
     """One operation, answered with a ``Reply``.
 
     Attributes:
-        op: Its name, in messages and in journals.
-        reads: Whether it changes nothing; then a journal does not record it.
-        answer_only: Fields that shape the answer alone, which a journal does not record.
+        op: Its name in messages and in journals.
+        reads: Whether it changes nothing. A journal does not record such a command.
+        answer_only: Fields that affect only the reply. A journal does not record them.
     """
 
     op: ClassVar[str]
@@ -66,7 +66,7 @@ class Command(Generic[Reply]):
 
 @dataclass(frozen=True, slots=True)
 class Register(Command[tuple[PartitionInfo, list[Ref]]]):
-    """Opens a partition afresh. Reply: the registration, and the refs of the earlier one, now free."""
+    """Opens a partition. Reply: the registration, and the refs of the earlier one, which are now free."""
 
     op = "register"
     partition_id: str
@@ -80,7 +80,7 @@ class Register(Command[tuple[PartitionInfo, list[Ref]]]):
 
 @dataclass(frozen=True, slots=True)
 class Describe(Command[PartitionInfo]):
-    """Reads a registration. Reply: the registration. Raises `UnknownPartitionError` where there is none."""
+    """Reads a registration. Reply: the registration. Raises `UnknownPartitionError` if there is none."""
 
     op = "describe"
     reads = True
@@ -89,7 +89,7 @@ class Describe(Command[PartitionInfo]):
 
 @dataclass(frozen=True, slots=True)
 class BeginPut(Command[int]):
-    """Validates a put and reserves its bytes. Reply: the write id. Raises what the hook ``put_samples`` says.
+    """Validates a put and reserves its bytes. Reply: the write id. Raises as the hook ``put_samples``.
 
     Attributes:
         partition_id: The partition.
@@ -97,9 +97,9 @@ class BeginPut(Command[int]):
         specs: Field -> spec of the cells.
         row_bytes: Payload bytes per row.
         tags: One dict per row, or None.
-        epoch: The registration that the caller means, or None.
-        write_id: The write id, drawn at random; None: the ledger's next number.
-        ticket: What the put is known by in the queue for room (`WaitForRoom`), or None: it does not queue.
+        epoch: The registration that the put was checked against, or None.
+        write_id: The write id, drawn at random. None: the ledger takes its next number.
+        ticket: The id of the put in the queue for room (`WaitForRoom`). None: it does not queue.
         ttl_s: Seconds after which the put, if not committed, counts as abandoned.
     """
 
@@ -118,10 +118,10 @@ class BeginPut(Command[int]):
 
 @dataclass(frozen=True, slots=True)
 class CheckPut(Command[None]):
-    """Raises what `BeginPut` would raise if ``capacity_bytes`` were the bound.
+    """Raises what `BeginPut` would raise if ``capacity_bytes`` were the limit.
 
-    A host that replays a journal judges a put by its own bound, before it records the put: a record is then accepted in
-    every process, whatever room each allows.
+    A process that replays a journal checks a put against its own limit before it records the put. Every process then
+    accepts the record, whatever its own limit is.
     """
 
     op = "check_put"
@@ -132,15 +132,15 @@ class CheckPut(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class WaitForRoom(Command[None]):
-    """A put that was refused for want of room queues, or says that it still waits.
+    """Adds a put that was refused for lack of room to the queue, or says that it still waits.
 
-    Puts that come later then leave it its room: see `RoomQueue`. Who does not say so again for some seconds, or
-    reaches the end of ``wait_s``, has left the queue.
+    Later puts then leave it its room (see `RoomQueue`). A put leaves the queue if it does not repeat this for some
+    seconds, or after ``wait_s``.
 
     Attributes:
-        ticket: Random bits, the same for every question of one put.
-        size_bytes: Its payload.
-        wait_s: Seconds until it gives up; 0: it has, and leaves the queue.
+        ticket: Random bits, the same for all commands of one put.
+        size_bytes: Size of its payload.
+        wait_s: Seconds until it gives up. 0: it gave up and leaves the queue.
     """
 
     op = "wait_for_room"
@@ -151,13 +151,13 @@ class WaitForRoom(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class CommitPut(Command[list[Ref]]):
-    """Makes a begun put visible: cells, tags and production at once. Reply: refs that it replaced, now free.
+    """Makes a begun put visible: its cells and tags at once. Reply: the refs that it replaced, which are now free.
 
     Raises:
-        StalePartitionError: The partition or one of the samples was cleared meanwhile, or the put was abandoned.
+        StalePartitionError: The partition or one of the samples was cleared since `BeginPut`, or the put was abandoned.
             Nothing is visible, and the put's own refs are free.
-        SchemaMismatchError, InvalidRequestError, UnsupportedOperationError: A put that committed meanwhile fixed
-            another schema, filled the group, or wrote the cells. As above.
+        SchemaMismatchError, InvalidRequestError, UnsupportedOperationError: A put that committed since `BeginPut` fixed
+            another schema, filled the group, or wrote the cells. Nothing is visible, and the put's refs are free.
     """
 
     op = "commit_put"
@@ -166,7 +166,7 @@ class CommitPut(Command[list[Ref]]):
 
 @dataclass(frozen=True, slots=True)
 class AbortPut(Command[list[Ref]]):
-    """Gives a begun put up, unless it is committed; may be repeated. Reply: the put's refs that are free."""
+    """Aborts a begun put, unless it is committed. May be repeated. Reply: the put's refs that are free."""
 
     op = "abort_put"
     write_id: WriteId
@@ -174,7 +174,7 @@ class AbortPut(Command[list[Ref]]):
 
 @dataclass(frozen=True, slots=True)
 class PutTags(Command[None]):
-    """A put without payload, in one step; raises as `BeginPut`."""
+    """A put without payload, in one step. Raises as `BeginPut`."""
 
     op = "put_tags"
     partition_id: str
@@ -185,12 +185,12 @@ class PutTags(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of a read that lie in one write.
+    """The rows of a read whose payload is in one write.
 
     Attributes:
         write_id: The write.
         fields: The fields to take from it.
-        slots: Where each of ``fields`` stands among all fields of the write.
+        slots: The index of each of ``fields`` among all fields of the write.
         rows: Positions in the request.
         positions: Positions in the write, aligned with ``rows``.
     """
@@ -204,24 +204,24 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where the cells of a read lie."""
+    """Where the payload of a read is."""
 
     parts: list[Part]
     specs: dict[str, FieldSpec]
 
     @property
     def refs(self) -> list[Ref]:
-        """What is read, part by part."""
+        """The refs to read, part by part."""
         return [(part.write_id, position) for part in self.parts for position in part.positions]
 
 
 @dataclass(frozen=True, slots=True)
 class Locate(Command[Located]):
-    """Finds the cells of a read. Reply: where they lie.
+    """Finds the payload of a read. Reply: where it is.
 
     Raises:
         UnknownPartitionError: Not registered.
-        MissingDataError: A sample is not there, or a cell not yet produced.
+        MissingDataError: A sample does not exist, or a cell is not yet produced.
     """
 
     op = "locate"
@@ -251,7 +251,7 @@ class HeldBytes(Command[int]):
 
 @dataclass(frozen=True, slots=True)
 class ClaimSamples(Command[Claim]):
-    """Hands out ready samples to a task. Reply: the claim; fields, order and errors as the hook ``claim`` says."""
+    """Hands out ready samples to a task. Reply: the claim. Fields, order and errors are those of the hook ``claim``."""
 
     op = "claim"
     answer_only = ("explain",)
@@ -270,7 +270,7 @@ class ClaimSamples(Command[Claim]):
 
 @dataclass(frozen=True, slots=True)
 class MayClaim(Command[bool]):
-    """Reply: whether a claim would change anything; so a journal need not record vain ones. Raises as the claim."""
+    """Reply: whether a claim would change anything. If not, a journal need not record it. Raises as the claim."""
 
     op = "may_claim"
     reads = True
@@ -279,12 +279,12 @@ class MayClaim(Command[bool]):
 
 @dataclass(frozen=True, slots=True)
 class Settle(Command[None]):
-    """What `Ack`, `Nack` and `Renew` say of samples that a task holds on lease, each with its token.
+    """The base of `Ack`, `Nack` and `Renew`: samples that a task holds on lease, each with its token.
 
     Raises:
         UnknownPartitionError, UnknownTaskError: Not registered.
-        LeaseExpiredError: Some token is no longer valid; nothing changed.
-        InvalidRequestError: Part of a group.
+        LeaseExpiredError: Some token is no longer valid. Nothing changed.
+        InvalidRequestError: It names only some of the samples held of a group.
     """
 
     partition_id: str
@@ -295,7 +295,7 @@ class Settle(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class Ack(Settle):
-    """Settles leases for good; acking again with the same token is allowed, since a reply may be lost."""
+    """Settles leases for good. Acking again with the same token is allowed, since a reply may be lost."""
 
     op = "ack"
 
@@ -317,7 +317,7 @@ class Renew(Settle):
 
 @dataclass(frozen=True, slots=True)
 class Consumed(Command[bool]):
-    """Reply: whether every task was given (leased: has acked) every row held; False while none is held."""
+    """Reply: whether every task was given every row, and has acked the leased ones. False if there are no rows."""
 
     op = "consumed"
     reads = True
@@ -327,7 +327,7 @@ class Consumed(Command[bool]):
 
 @dataclass(frozen=True, slots=True)
 class Expire(Command[None]):
-    """Ends leases and gives up unfinished puts; what is no longer there is passed over.
+    """Ends leases and aborts unfinished puts. Ignores those that no longer exist.
 
     Attributes:
         leases: Partition, task, token and sample ids of each.
@@ -341,7 +341,7 @@ class Expire(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class Due(Command[Expire | None]):
-    """Asks what a ledger that is not self-expiring should end. Reply: the command that ends it, or None."""
+    """Asks what has expired in a ledger that is not self-expiring. Reply: the command that ends it, or None."""
 
     op = "due"
     reads = True
@@ -349,10 +349,10 @@ class Due(Command[Expire | None]):
 
 @dataclass(frozen=True, slots=True)
 class Clear(Command[tuple[int, list[Ref]]]):
-    """Drops rows, or the whole partition where ``sample_ids`` is None; what is not there is ignored.
+    """Drops rows, or the whole partition if ``sample_ids`` is None. Ignores ids that do not exist.
 
-    Reply: how many rows were there, and all refs that are free and not yet `Collected`: theirs, and those of abandoned
-    puts and of hosts that died.
+    Reply: how many rows were dropped, and all refs that are free and not yet `Collected`: theirs, and those that
+    abandoned puts and crashed hosts left.
     """
 
     op = "clear"
@@ -368,7 +368,7 @@ class Collected(Command[None]):
     refs: Sequence[Ref]
 
 
-#: All of them.
+#: All commands.
 COMMANDS: Final = (
     *(Register, Describe, BeginPut, CheckPut, WaitForRoom, CommitPut, AbortPut, PutTags, Locate, ListSamples),
     *(HeldBytes, ClaimSamples, MayClaim, Ack, Nack, Renew, Consumed, Expire, Due, Clear, Collected),

@@ -1,4 +1,4 @@
-"""When leases end, in the order of their ends. Pure, like the ledger."""
+"""Finds leases whose time is over, in the order in which they ended. Pure, like the ledger."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from dataplane_core.ledger.rows import Hold, Row
 
 __all__ = ["Leases"]
 
-#: Finds a lease that is neither settled nor cleared, by id, number and task.
+#: Finds a lease that is neither settled nor cleared, by sample id, the row's ``seq`` and task.
 _Find: TypeAlias = Callable[[str, int, str], "tuple[Row, Hold] | None"]
-#: Entries kept beyond twice the leases that run.
+#: The heap is rebuilt when it has this many entries more than twice the running leases.
 _SLACK: Final = 64
 
 
 @dataclass(slots=True)
 class Leases:
-    """When to look at which lease: each has an entry at or before its end.
+    """A heap of the times at which to check each lease. Every lease has an entry at or before its end.
 
-    A renewal adds none: whoever comes to the entry finds a later end, and moves it there. Entries of leases that were
-    settled are dropped when they come up, or once they are more than the others.
+    A renewal adds no entry. When the time of the old entry comes, the lease is found to end later, and its entry is
+    moved. Entries of settled leases are dropped when their time comes, or when they are more than the others.
     """
 
-    heap: list[tuple[float, int, str, str]] = field(default_factory=list)  # time, number of the row, id, task
+    heap: list[tuple[float, int, str, str]] = field(default_factory=list)  # time, seq of the row, sample id, task
 
     def add(self, at: float, row: Row, task_name: str) -> None:
-        """A lease ends at ``at``, unless it is renewed."""
+        """Adds a lease that ends at ``at``, unless it is renewed."""
         heapq.heappush(self.heap, (at, row.seq, row.sample_id, task_name))
 
     def next_due(self, find: _Find, now: float) -> tuple[Row, str] | None:
-        """The row and task of the lease that ended first, or None; drops and moves entries on the way."""
+        """The row and task of the lease that ended first, or None. Drops and moves outdated entries."""
         while self.heap and self.heap[0][0] <= now:
             _, seq, sample_id, task_name = self.heap[0]
             found = find(sample_id, seq, task_name)
@@ -46,7 +46,7 @@ class Leases:
         return None
 
     def all_due(self, find: _Find, now: float) -> list[tuple[Row, str]]:
-        """Every row and task whose lease has ended, in the order of the ends; their entries stay."""
+        """Every row and task whose lease has ended, in the order in which they ended. Their entries stay."""
         found: dict[tuple[int, str], tuple[Row, str]] = {}
         entries: list[tuple[float, int, str, str]] = []
         while (due := self.next_due(find, now)) is not None:
@@ -57,7 +57,7 @@ class Leases:
         return list(found.values())
 
     def tidy(self, find: _Find, num_running: int) -> None:
-        """Keeps one entry per running lease, once most entries belong to none."""
+        """Rebuilds the heap with one entry per running lease, if most entries belong to none."""
         if len(self.heap) <= 2 * num_running + _SLACK:
             return
         running: dict[tuple[int, str], tuple[float, int, str, str]] = {}

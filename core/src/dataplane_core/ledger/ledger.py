@@ -1,18 +1,21 @@
-"""The control plane as one pure state machine: which cells exist, who was given what until when, tags, bytes held.
+"""The control plane as one pure state machine: which cells exist, which task holds which samples, tags, bytes held.
 
-Plain Python with no I/O, no locks and no clock: time is an argument, on any clock that the host keeps to. Whoever hosts
-a ledger applies one command at a time. noop hosts it in process, the TransferQueue backends inside the queue's
-controller, `BlobStore` backends replay a journal through it, and the conformance kit uses it as its oracle. It never
-iterates over a set of strings, so that equal calls in equal order give equal states in every process.
+Plain Python with no I/O, no locks and no clock. Time is an argument; the host may use any clock, but always the same
+one. A host applies one command at a time. noop hosts the ledger in its process, the TransferQueue backends in the
+queue's controller. `BlobStore` backends replay a journal through it, and the conformance kit compares backends with it.
+The ledger never iterates over a set of strings, so the same commands in the same order give the same state in every
+process.
 
-The ledger does not see payload. Each put has a **write id**; the payload of its row ``pos`` is known as the ref
-``(write_id, pos)``. Write ids are integers that are never used again, spaced so that ``write_id + pos`` is unique too.
-What identifies something outlives what may be lost, so it is not counted here: callers draw the epochs of
-registrations, lease tokens and write ids at random. Only a host that lives and dies with its payload may have the
-ledger number the writes.
-A put has two steps: `BeginPut` validates and reserves, the host moves the payload, `CommitPut` validates again what
-may have changed meanwhile and makes the rows visible. Refs that no row names any longer are returned, and kept until
-`Collected` says that the host deleted them, so that a host which dies in between leaks nothing.
+The ledger does not see payload. Each put has a **write id**, and the ref ``(write_id, pos)`` names the payload of its
+row ``pos``. Write ids are integers that are never used again, spaced so that ``write_id + pos`` is unique too.
+Callers draw the epochs of registrations, lease tokens and write ids at random, since a counter in the ledger would
+start again if the ledger's state were lost. The ledger may number the writes itself only if its state and the payload
+are always lost together.
+
+A put has two steps. `BeginPut` validates the put and reserves its bytes. The host then stores the payload. `CommitPut`
+validates again what may have changed since, and makes the rows visible. A ref that no row uses any longer is returned
+to the host. The ledger keeps it until `Collected` says that the host deleted its payload, so nothing leaks if the host
+dies in between.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ __all__ = ["Ledger"]
 
 @dataclass(slots=True)
 class Write:
-    """A committed put's payload, while a row still names it."""
+    """A committed put, kept while a row still refers to its payload."""
 
     slots: dict[str, int]
     row_bytes: list[int]
@@ -69,11 +72,11 @@ class Ledger:
     """The state of one store.
 
     Args:
-        capacity_bytes: Bound on the payload bytes held and reserved, or None.
-        overwrite: Whether a put may replace cells already produced.
-        self_expiring: Whether leases and unfinished puts end by themselves once their time is over. A host that replays
-            a journal says no: its processes see time differently, so one that finds something `Due` records it, and
-            all end it by `Expire`.
+        capacity_bytes: Limit for the payload bytes held and reserved, or None.
+        overwrite: Whether a put may replace cells that are already produced.
+        self_expiring: Whether leases and unfinished puts end by themselves when their time is over. False for a ledger
+            that replays a journal: the clocks of its processes differ, so one process asks what is `Due` and records an
+            `Expire` command, which ends it in all of them.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Ledger:
         self._next_seq = 1
 
     def apply(self, command: Command[Reply], now: float) -> Reply:
-        """Carries a command out at a time in seconds; reply and errors as the command says."""
+        """Runs a command at the time ``now`` in seconds. Reply and errors are those of the command."""
         reply: Reply = _handler_of(type(command))(self, command, now)
         return reply
 
@@ -149,7 +152,7 @@ class Ledger:
         return write_id
 
     @_apply.register
-    def _judge_put(self, command: commands.CheckPut, now: float) -> None:
+    def _check_put_only(self, command: commands.CheckPut, now: float) -> None:
         self._check_begin(command.put, command.capacity_bytes, now)
 
     @_apply.register
@@ -157,7 +160,7 @@ class Ledger:
         self._room.wait(command.ticket, command.size_bytes, now, command.wait_s)
 
     def place_in_queue(self, ticket: str) -> int:
-        """How many puts wait for room before this one."""
+        """How many puts wait for room ahead of this one."""
         return self._room.place(ticket)
 
     @_apply.register
@@ -166,12 +169,12 @@ class Ledger:
         pending = self._pending.pop(write_id, None)
         if pending is None:
             raise StalePartitionError(
-                "put_samples refused at commit: the put had been given up as abandoned. Nothing was written."
+                "put_samples refused at commit: the put took too long and counts as abandoned. Nothing was written."
             )
         partition = self._partitions.get(pending.partition_id)
         try:
             if partition is None or partition.info.epoch != pending.epoch:
-                self._refuse_stale(pending, "the partition was cleared or registered anew")
+                self._refuse_stale(pending, "the partition was cleared or registered again")
             if partition.version != pending.version:
                 for sample_id, row in zip(pending.sample_ids, pending.known, strict=True):
                     if row is not None and partition.rows.get(sample_id) is not row:
@@ -202,7 +205,7 @@ class Ledger:
         if put.epoch is not None and put.epoch != partition.info.epoch:
             raise StalePartitionError(
                 f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused: the partition was "
-                "registered anew since the put was checked. Nothing was written.",
+                "registered again since the put was checked. Nothing was written.",
             )
         known = [partition.rows.get(sample_id) for sample_id in put.sample_ids]
         self._check_put(partition, put, known)
@@ -369,7 +372,7 @@ class Ledger:
         partition = self._partitions.get(command.partition_id)
         return partition is not None and partition.consumed(command.task_names)
 
-    # --- time that is over --------------------------------------------------------------------------------------------
+    # --- expiry -------------------------------------------------------------------------------------------------------
 
     @_apply.register
     def _due(self, command: commands.Due, now: float) -> commands.Expire | None:
@@ -395,7 +398,7 @@ class Ledger:
         return count, self.garbage(now)
 
     def _drop(self, partition_id: str, sample_ids: Sequence[str] | None) -> tuple[int, list[Ref]]:
-        """As `Clear`; but of the refs those alone that it freed."""
+        """As `Clear`, but returns only the refs that this call freed."""
         partition = self._partitions.get(partition_id)
         if partition is None:
             return 0, []
@@ -416,7 +419,7 @@ class Ledger:
         return count, self._free(gone)
 
     def garbage(self, now: float) -> list[Ref]:
-        """Refs that are free and not yet reported as `Collected`, those of abandoned puts among them."""
+        """Refs that are free and not yet reported as `Collected`, including those of abandoned puts."""
         self._reap(now)
         return list(self._garbage)
 
@@ -469,5 +472,5 @@ class Ledger:
         return partition
 
 
-#: What `singledispatchmethod` asks too, but with a new function for each call.
+#: Finds the handler of a command's type. `singledispatchmethod` would do so too, but makes a new function per call.
 _handler_of: Final[Callable[[type], Callable[..., Any]]] = vars(Ledger)["_apply"].dispatcher.dispatch

@@ -1,4 +1,4 @@
-"""One registered partition inside a `Ledger`: its rows, and what each task was given of them. Pure, like the ledger."""
+"""One registered partition of a `Ledger`: its rows, and which of them each task was given. Pure, like the ledger."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Partition", "Task"]
 
 @dataclass(slots=True)
 class Task:
-    """What a task was given.
+    """The rows that a task was given, and those that are ready for it.
 
     Attributes:
-        views: Required fields -> what is ready.
-        num_held: Rows that it holds, leased or for good.
-        num_done: Those that it has for good.
+        views: Required fields -> the claimables that are ready.
+        num_held: Number of rows that it holds, leased or for good.
+        num_done: Number of rows that it holds for good.
     """
 
     views: dict[frozenset[str], ReadyView] = field(default_factory=dict)
@@ -32,19 +32,19 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Found:
     """What a claim finds.
 
     Attributes:
-        ready: The claimables that it may have.
-        num_claimables: How many of them it gets, were it to hand out what is ready.
-        gives: Whether it hands them out.
+        ready: The claimables that the task may be given.
+        num_claimables: How many of them the claim can hand out.
+        hands_out: Whether it hands them out.
         exhausted: Whether the partition can give the task no more.
     """
 
     ready: ReadySet
     num_claimables: int
-    gives: bool
+    hands_out: bool
     exhausted: bool
 
 
@@ -58,12 +58,12 @@ class Partition:
         tasks: Task name -> what it was given.
         rows: Sample id -> row, in order of first write.
         specs: Field -> what it keeps, fixed by its first write.
-        seen: Ids ever written, cleared ones included, up to ``num_samples`` of them; none where that is None.
-        groups: Group -> its members, while it has any.
-        broken_groups: Names of the groups that lost a member, for good: it grows with what was cleared.
-        leases: When which lease may end.
+        seen: The first ``num_samples`` ids ever written, including cleared ones. Empty if ``num_samples`` is None.
+        groups: Group name -> group, if it has any members.
+        broken_groups: Names of the groups that lost a member. They are never removed from this set.
+        leases: The times at which leases may end.
         version: Grows with every change of ``rows``.
-        self_expiring: Whether a lease ends by itself once its time is over, or by `end_lease` alone.
+        self_expiring: Whether a lease ends by itself when its time is over, or only by `end_lease`.
     """
 
     partition_id: str
@@ -86,14 +86,14 @@ class Partition:
         """Makes cells of one row produced, all at once, with its tags.
 
         Args:
-            sample_id: The row; made if it is not there.
-            seq: Its number, if it is made.
-            names: The fields written, perhaps none.
-            ref: Their payload.
-            tags: Merged key by key into the row's, or None.
+            sample_id: The row. It is created if it does not exist.
+            seq: Its number, if it is created.
+            names: The fields written. May be empty.
+            ref: The ref of their payload.
+            tags: Merged key by key into the row's tags, or None.
 
         Returns:
-            Refs that no cell names any longer.
+            Refs that no cell uses any longer.
         """
         row = self.rows.get(sample_id)
         is_new = row is None
@@ -115,7 +115,7 @@ class Partition:
                     continue
                 if is_new or not view.required <= before.keys():
                     self._count_member(view, row)
-                    self._offer(view, claimable, task_name)
+                    self._add_if_ready(view, claimable, task_name)
                 if tags is not None:
                     view.touch(claimable.seq)
         return replaced
@@ -124,7 +124,7 @@ class Partition:
         """Drops a row with its tags and cursors.
 
         Returns:
-            Its refs, or None where it was not there.
+            Its refs, or None if it does not exist.
         """
         row = self.rows.pop(sample_id, None)
         if row is None:
@@ -158,12 +158,12 @@ class Partition:
     def claim(self, command: commands.ClaimSamples, now: float) -> Claim:
         """Hands out ready samples to a task, as the hook ``claim`` says.
 
-        Amortised cost: O(k log n) for k samples handed out of n; with a tag filter, also a look at each claimable that
-        changed since the filter was last asked with. What is ready and not handed out costs nothing.
+        Amortised cost: O(k log n) for k samples handed out of n. With a tag filter, it also looks at each claimable
+        that changed since the filter was last used. Samples that are ready and not handed out cost nothing.
         """
         self._expire(now)
         found = self._find(command, now)
-        claimables = found.ready.first(found.num_claimables) if found.gives else []
+        claimables = found.ready.first(found.num_claimables) if found.hands_out else []
         rows = [row for claimable in claimables for row in claimable.rows]
         self._hold(command, claimables, now)
         for claimable in claimables:
@@ -178,12 +178,12 @@ class Partition:
         )
 
     def may_claim(self, command: commands.ClaimSamples, now: float) -> bool:
-        """Whether `claim` would change anything: hand out samples, or end leases; errors as `claim`."""
-        return self._find(command, now).gives or (
+        """Whether `claim` would change anything, that is, hand out samples or end leases. Raises as `claim`."""
+        return self._find(command, now).hands_out or (
             self.self_expiring and self.leases.next_due(self._lease, now) is not None
         )
 
-    def _find(self, command: commands.ClaimSamples, now: float) -> _Answer:
+    def _find(self, command: commands.ClaimSamples, now: float) -> _Found:
         task = self._task(command.task_name)
         wanted, rest = divmod(command.batch_size, self._group_size)
         if rest:
@@ -195,11 +195,11 @@ class Partition:
         ready = self._view(command.task_name, task, required).of(command.tag_filter, now)
         num_claimables = min(len(ready), wanted)
         exhausted = num_claimables < wanted and self._num_left(command, task, now) == num_claimables
-        gives = num_claimables > 0 and (num_claimables == wanted or exhausted or not command.all_or_nothing)
-        return _Answer(ready, num_claimables, gives, exhausted)
+        hands_out = num_claimables > 0 and (num_claimables == wanted or exhausted or not command.all_or_nothing)
+        return _Found(ready, num_claimables, hands_out, exhausted)
 
     def _num_left(self, command: commands.ClaimSamples, task: Task, now: float) -> int | None:
-        """How many claimables the task may still be given one day, ready or not; None where more may be written."""
+        """How many claimables the task can still be given, now or later. None if more samples may be written."""
         if self.info.num_samples is None or len(self.seen) < self.info.num_samples:
             return None
         if self.info.grpo_group_size is None and not command.tag_filter:
@@ -238,7 +238,7 @@ class Partition:
                 self._give_back(row, command.task_name)
             elif isinstance(command, commands.Renew):
                 expires_at = now + command.lease_s
-                if expires_at < hold.expires_at:  # a later end is found when the earlier one comes
+                if expires_at < hold.expires_at:  # a later end needs no entry: see `Leases`
                     self.leases.add(expires_at, row, command.task_name)
                 hold.expires_at = expires_at
             elif not hold.done:
@@ -247,11 +247,11 @@ class Partition:
         self.tidy()
 
     def tidy(self) -> None:
-        """Drops what is kept of leases that are settled or cleared, once it is most of what is kept."""
+        """Drops the entries of leases that were settled or cleared, if most entries are such."""
         self.leases.tidy(self._lease, sum(task.num_held - task.num_done for task in self.tasks.values()))
 
     def consumed(self, task_names: Sequence[str]) -> bool:
-        """Whether every task was given (leased: has acked) every row; False while there is none."""
+        """Whether every task was given every row, and has acked the leased ones. False if there are no rows."""
         if not self.rows or not task_names:
             return False
         tasks = [self.tasks.get(name) for name in task_names]
@@ -295,14 +295,14 @@ class Partition:
                 )
 
     def due(self, now: float) -> list[tuple[str, str, list[str]]]:
-        """Leases whose time is over: task, token and samples of each. Changes nothing that another call could see."""
+        """Leases whose time is over: task, token and samples of each. Changes nothing that other calls can see."""
         found: dict[tuple[str, str], list[str]] = {}
         for row, task_name in self.leases.all_due(self._lease, now):
             found.setdefault((task_name, row.holds[task_name].token), []).append(row.sample_id)
         return [(task_name, token, ids) for (task_name, token), ids in found.items()]
 
     def end_lease(self, task_name: str, token: str, sample_ids: Sequence[str]) -> None:
-        """Gives back what is still held under a lease; the rest is passed over."""
+        """Returns to the pool the samples that are still held under a lease. Ignores the others."""
         for sample_id in sample_ids:
             row = self.rows.get(sample_id)
             hold = None if row is None else row.holds.get(task_name)
@@ -314,7 +314,7 @@ class Partition:
             self._give_back(*due)
 
     def _lease(self, sample_id: str, seq: int, task_name: str) -> tuple[Row, Hold] | None:
-        """A lease that is neither settled nor cleared."""
+        """Finds a lease that is neither settled nor cleared."""
         row = self.rows.get(sample_id)
         hold = row.holds.get(task_name) if row is not None and row.seq == seq else None
         return None if row is None or hold is None or hold.done else (row, hold)
@@ -323,7 +323,7 @@ class Partition:
         self._forget_hold(row, task_name, row.holds.pop(task_name))
         claimable = self._claimable_of(row)
         for view in self.tasks[task_name].views.values():
-            self._offer(view, claimable, task_name)
+            self._add_if_ready(view, claimable, task_name)
 
     def _forget_hold(self, row: Row, task_name: str, hold: Hold) -> None:
         task = self.tasks[task_name]
@@ -333,7 +333,7 @@ class Partition:
             self.groups[row.group].num_held[task_name] -= 1
 
     def restore_hold(self, row: Row, task_name: str, hold: Hold) -> None:
-        """Puts a hold in place while the partition is made from a saved state, before anything is asked."""
+        """Adds a hold while the partition is restored from a saved state, before the first claim."""
         row.holds[task_name] = hold
         task = self.tasks[task_name]
         task.num_held += 1
@@ -358,20 +358,20 @@ class Partition:
         return view
 
     def _count_member(self, view: ReadyView, row: Row) -> None:
-        """A row of a group has the fields of a view."""
+        """Counts a row of a group that has the fields of a view."""
         if row.group is not None and row.group not in self.broken_groups:
             seq = self.groups[row.group].seq
             view.ready_members[seq] = view.ready_members.get(seq, 0) + 1
 
-    def _offer(self, view: ReadyView, claimable: Claimable, task_name: str) -> None:
-        """Something changed for a claimable: adds it to a view, if it is ready now."""
+    def _add_if_ready(self, view: ReadyView, claimable: Claimable, task_name: str) -> None:
+        """Adds a claimable that changed to a view, if it is ready now."""
         if self._is_ready(view, claimable, task_name):
             view.add(claimable)
 
     def _is_ready(self, view: ReadyView, claimable: Claimable, task_name: str) -> bool:
         if isinstance(claimable, Row):
             return view.required <= claimable.cells.keys() and task_name not in claimable.holds
-        # members of a group that lost one are not counted, so that it is never ready
+        # members of a group that lost one are not counted, so that group is never ready
         return view.ready_members.get(claimable.seq, 0) == self._group_size and not claimable.num_held.get(task_name)
 
     def _claimables(self) -> Iterable[Claimable]:

@@ -1,4 +1,4 @@
-"""Who waits for room in a store that is full: first come, first served, within a bound. Pure, like the ledger."""
+"""The queue of puts that wait for room in a full store, in order of arrival. Pure, like the ledger."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Final
 
 __all__ = ["RoomQueue"]
 
-#: Seconds after it last said so, at most, after which a put counts as no longer waiting.
+#: A put that did not say for this many seconds that it still waits is dropped from the queue.
 _KEPT_S: Final = 30.0
-#: Seconds without any room becoming free, after which later puts may pass those that wait.
+#: If no room became free for this many seconds, later puts may pass those that wait.
 _QUIET_S: Final = 1.0
 
 
@@ -18,10 +18,10 @@ class _Waiting:
     """A put that waits.
 
     Attributes:
-        size_bytes: Its payload.
-        since: When it came.
-        expires_at: When it is forgotten, unless it asks again.
-        passed_bytes: What later puts have taken before it.
+        size_bytes: Size of its payload.
+        since: When it entered the queue.
+        expires_at: When it is dropped, unless it asks again.
+        passed_bytes: Size of the later puts that went ahead of it.
     """
 
     size_bytes: int
@@ -32,12 +32,12 @@ class _Waiting:
 
 @dataclass(slots=True)
 class RoomQueue:
-    """The puts that wait, by ticket, in the order in which they came.
+    """The puts that wait, by ticket, in order of arrival.
 
-    A later put goes through where there is room for it beside all that wait before it. Where there is only room for
-    itself it waits, since small puts would otherwise starve a large one; but while no room becomes free for a second
-    it passes, since those who would free some may need just what it writes. Each put is passed in this way by no more
-    than the store's capacity in all.
+    A later put may go ahead if there is room for it and for all that wait before it. If there is only room for itself,
+    it waits, since small puts would otherwise starve a large one. Exception: if no room became free for a second, it
+    goes ahead, since the consumers that would free room may need what it writes. Later puts may pass a waiting put in
+    this way with at most ``capacity_bytes`` in all.
     """
 
     waiting: dict[str, _Waiting] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class RoomQueue:
     freed: bool = False  # since `freed_at` was last set
 
     def wait(self, ticket: str, size_bytes: int, now: float, wait_s: float) -> None:
-        """A put waits, or still waits, for at most ``wait_s`` seconds more; 0: it has given up."""
+        """Adds a put, or notes that it still waits, for at most ``wait_s`` seconds more. 0: it gave up."""
         self._drop_expired(now)
         if wait_s <= 0:
             self.waiting.pop(ticket, None)
@@ -58,11 +58,11 @@ class RoomQueue:
             known.expires_at = expires_at
 
     def place(self, ticket: str) -> int:
-        """How many wait before a put that waits."""
+        """How many puts wait ahead of this one."""
         return next((place for place, each in enumerate(self.waiting) if each == ticket), len(self.waiting))
 
     def num_ahead(self, ticket: str | None, size_bytes: int, free_bytes: int, capacity_bytes: int, now: float) -> int:
-        """How many waiting puts keep a put, which fits, from its room; 0: it may take it."""
+        """How many waiting puts a put, which fits, must wait for; 0: it may take its room."""
         if self.freed:
             self.freed, self.freed_at = False, now
         self._drop_expired(now)

@@ -1,4 +1,4 @@
-"""The rows of a partition and their groups: what the ledger's claims hand out."""
+"""The rows of a partition and their groups, which the ledger's claims hand out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ref: TypeAlias = tuple[int, int]
 
 
 def group_of(sample_id: str) -> str:
-    """The group of an id: what stands before the last ``_g``.
+    """The group of an id: the part before the last ``_g``.
 
     Raises:
         InvalidRequestError: The id holds no ``_g``.
@@ -32,7 +32,7 @@ def group_of(sample_id: str) -> str:
 
 @dataclass(slots=True)
 class Hold:
-    """What a task has of a row: a lease until ``expires_at``, or for good (``done``)."""
+    """A task's hold on a row: a lease until ``expires_at``, or for good (``done``)."""
 
     token: str
     holder: str
@@ -48,9 +48,9 @@ class Row:
         sample_id: Its id.
         seq: Its number, in order of first write.
         group: The name of its group, or None.
-        cells: Field produced -> its payload.
+        cells: Produced field -> the ref of its payload.
         tags: Its tags.
-        holds: Task -> what it has of the row.
+        holds: Task -> its hold on the row.
     """
 
     sample_id: str
@@ -62,18 +62,18 @@ class Row:
 
     @property
     def rows(self) -> Collection[Row]:
-        """The row alone: what is handed out with it."""
+        """The row alone, as `Group.rows`."""
         return (self,)
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The rows of a group that are there.
+    """The present rows of a group.
 
     Attributes:
         seq: The number of its first row.
         members: Id -> row.
-        num_held: Task -> how many of the members it holds.
+        num_held: Task -> the number of members that it holds.
     """
 
     seq: int
@@ -82,9 +82,9 @@ class Group:
 
     @property
     def rows(self) -> Collection[Row]:
-        """All members: they are handed out together."""
+        """All members, which are handed out together."""
         return self.members.values()
 
 
-#: What a claim hands out as a whole: a row, or a group of rows; known by its ``seq``, unique in the ledger.
+#: What a claim hands out as a whole: a row or a group. Its ``seq`` is unique in the ledger.
 Claimable: TypeAlias = Row | Group

@@ -1,4 +1,4 @@
-"""`LedgerService`: a ledger with a clock and a lock, which paces those who wait. What the host of a ledger serves."""
+"""`LedgerService`: a ledger with a clock and a lock, as a host serves it. It also tells waiters when to ask again."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from dataplane_core.spec import Claim
 
 __all__ = ["LedgerService"]
 
-#: Seconds between two questions of the put that is the first in the queue for room.
+#: Seconds between two questions of the first put in the queue for room.
 _FIRST_IN_QUEUE_S: Final = 0.06
-#: How many at the head of the queue ask more often than the others, each half as often as the one before it.
+#: How many puts at the head of the queue ask more often than the others, each half as often as the one before it.
 _NUM_HEAD: Final = 4
-#: Share of a service's time that explaining timeouts of one question may take.
+#: The share of a service's time that it may take to find the shortfalls of one question.
 _EXPLAINING_SHARE: Final = 0.01
-#: Seconds after which an explanation is not told again, even where explaining then takes more.
+#: A shortfall is found again after this many seconds, even if that takes more than the share.
 _STALE_AFTER_S: Final = 2.0
 _MOST_EXPLAINED: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Explained:
-    """What kept the samples from a claim, told again to others who ask the same, while it is not stale."""
+    """The shortfall of a claim, which other claims that ask the same also get until it is stale."""
 
     shortfall: Shortfall
     stale_at: float
 
 
 class LedgerService:
-    """A `Ledger` with a clock and a lock: what a host serves.
+    """A `Ledger` with a clock and a lock, as a host serves it.
 
     Args:
         capacity_bytes: As for `Ledger`.
         clock: Gives the time in seconds.
-        ledger: A ledger to go on with; then ``capacity_bytes`` is its own.
+        ledger: An existing ledger to serve. ``capacity_bytes`` is then ignored.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class LedgerService:
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger, for a host that keeps others out meanwhile."""
+        """The ledger. A host that uses it must keep other threads out."""
         return self._ledger
 
     def call(self, command: Command[Reply]) -> Reply:
-        """Carries a command out, now and alone; the one door for all callers."""
+        """Runs a command now, while no other runs. All callers use this method."""
         with self._lock:
             match command:
                 case commands.ClaimSamples():
                     return cast("Reply", self._claim(command))
-                # while samples come and go, what was so a moment ago may be told
+                # other commands may leave a known shortfall slightly outdated; these two make it wrong
                 case commands.Register() | commands.Clear(sample_ids=None):
                     for question in [each for each in self._explained if each[0] == command.partition_id]:
                         del self._explained[question]
@@ -81,7 +81,7 @@ class LedgerService:
             return self._ledger.apply(command, self._clock())
 
     def _put(self, command: Command[Reply], put: commands.BeginPut) -> Reply:
-        """Tells a put that must wait for room when to ask again: soon at the head of the queue, others at the rate."""
+        """Tells a put that waits for room when to ask again: soon at the queue's head, else at the pacer's rate."""
         ticket = put.ticket
         try:
             reply = self._ledger.apply(command, self._clock())
@@ -113,5 +113,5 @@ class LedgerService:
         elif told is not None:
             claim = replace(claim, shortfall=told.shortfall)
         if not command.all_or_nothing or command.explain:
-            return claim  # nobody waits, or not much longer: no slot is kept for the next question
+            return claim  # the client does not wait, or not much longer, so it gets no slot for another question
         return replace(claim, ask_again_s=self._pacer.pause_s(command.token))

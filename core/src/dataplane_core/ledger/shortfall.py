@@ -1,4 +1,4 @@
-"""What keeps a claim from more samples, counted and named for the message of its timeout."""
+"""Finds out why a claim gets no more samples, for the message of its timeout."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def find_shortfall(
     is_whole: Callable[[Claimable], bool],
     now: float,
 ) -> Shortfall:
-    """Counts and names; looks at every row.
+    """Counts and names the samples that the task cannot be given now. Looks at every row.
 
     Args:
         claimables: All claimables of the partition, in order of first write.
         task_name: The task that claims.
-        required: The fields that it requires.
-        tag_filter: Its filter.
-        is_whole: Whether a claimable has all its members, and never lost one.
+        required: The fields that the claim requires.
+        tag_filter: The filter of the claim.
+        is_whole: Whether a claimable has all its members and never lost one.
         now: The time in seconds.
     """
     leased: list[tuple[float, int, Row]] = []

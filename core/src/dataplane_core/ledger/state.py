@@ -1,17 +1,17 @@
-"""A ledger's whole state as plain maps of named fields, and back: what a snapshot of a journal holds.
+"""Converts a ledger's whole state to plain maps and back. A snapshot of a journal holds these maps.
 
-The state is a sequence of sections, each a map for msgpack with its kind under ``part``, in this order:
+The state is a sequence of sections. Each is a map for msgpack with its kind under ``part``. Their order is:
 
     ledger      counters
-    writes      committed puts while a row names them; rows name them by their place among all of these
+    writes      committed puts that rows refer to; a row refers to a write by its index in this list
     partition   a registration; then, of the same partition,
-      seen      the ids ever written, where they are counted
+      seen      the ids ever written, if they are counted
       rows      the rows in order of first write, column by column
     pending     a put that is not yet committed
     garbage     refs that are free and not yet collected
 
-Times are seconds left. What follows from the rest is not kept: views, groups, counts, when to look at leases. Nor is
-the queue for room: puts that wait say so again and again.
+Times are seconds left. What can be derived is not saved: views, groups, counts, the heap of leases. The queue for room
+is not saved either, since waiting puts report again and again.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from dataplane_core.spec import FieldSpec, PartitionInfo
 
 __all__ = ["StateReader", "pack_refs", "pack_write_id", "to_state", "unpack_refs", "unpack_write_id"]
 
-#: Items in one section, which bounds what lies in memory at once.
+#: The most items of a section, which limits the memory for one section.
 _SECTION_ITEMS: Final = 2_000
 _WRITE_ID_BYTES: Final = 16
 
 
 def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
-    """The sections of a ledger; it must not change before the last one is taken.
+    """The sections of a ledger. The ledger must not change before the last one is taken.
 
     Args:
         ledger: The ledger.
-        now: The time on the clock by which it was called.
+        now: The time in seconds, on the clock of its commands.
     """
     yield {
         "part": "ledger",
@@ -77,13 +77,13 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
 
 
 class StateReader:
-    """Takes the sections that `to_state` told, one after another.
+    """Restores a ledger from the sections of `to_state`, one after another.
 
     Args:
         self_expiring: As for `Ledger`.
 
     Attributes:
-        ledger: In the state that the sections so far told.
+        ledger: The ledger, with the state of the sections taken so far.
     """
 
     def __init__(self, *, self_expiring: bool = True) -> None:
@@ -93,7 +93,7 @@ class StateReader:
         self._partition: Partition | None = None
 
     def take(self, section: Mapping[str, Any], now: float) -> None:
-        """Takes the next section; what was left of leases and of unfinished puts is left from ``now`` on."""
+        """Takes the next section. The seconds left of leases and unfinished puts count from ``now``."""
         ledger, partition, part = self.ledger, self._partition, section["part"]
         if part == "ledger":
             ledger._next_write = section["next_write"]
@@ -135,7 +135,7 @@ def _partition_state(partition: Partition, places: Mapping[int, int], now: float
         "grpo_group_size": info.grpo_group_size,
         "enums": {name: list(words) for name, words in info.enums.items()},
         "specs": {name: spec.to_text() for name, spec in partition.specs.items()},
-        "poisoned_groups": sorted(partition.broken_groups),  # by the name that version 3 of the form gave them
+        "poisoned_groups": sorted(partition.broken_groups),  # the name of this key in version 3 of the format
         "version": partition.version,
     }
     for some in _portions(sorted(partition.seen)):
@@ -145,7 +145,7 @@ def _partition_state(partition: Partition, places: Mapping[int, int], now: float
 
 
 def _rows_state(rows: list[Row], places: Mapping[int, int], now: float) -> dict[str, Any]:
-    """Rows, with their cells as ``[fields, write, position, ...]`` and their holds by task and lease."""
+    """The section of some rows: cells as ``[fields, write, position, ...]``, holds grouped by task and lease."""
     patterns: dict[tuple[str, ...], int] = {}
     cells: list[list[int]] = []
     holds: dict[tuple[str, str, str, float, bool], list[int]] = {}
@@ -218,7 +218,7 @@ def _restore_pending(ledger: Ledger, section: Mapping[str, Any], now: float) -> 
     known: list[Row | None] = []
     for sample_id, seq in _columns(section, "sample_ids", "known_seqs"):
         row = rows.get(sample_id)
-        # a row that was cleared since the put began is another than what stands there now: the put will be refused
+        # if the row was cleared since the put began, a new Row stands for it: the commit is then refused
         known.append(None if seq is None else row if row is not None and row.seq == seq else Row(sample_id, seq, None))
     return Pending(
         partition_id=section["partition_id"],
@@ -244,17 +244,17 @@ def _portions(items: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def pack_write_id(write_id: int) -> bytes:
-    """A write id, which msgpack's own integers are too small for."""
+    """A write id as bytes: it does not fit in an integer of msgpack."""
     return write_id.to_bytes(_WRITE_ID_BYTES, "big")
 
 
 def unpack_write_id(data: bytes) -> int:
-    """What `pack_write_id` packed."""
+    """Reads `pack_write_id`'s bytes."""
     return int.from_bytes(data, "big")
 
 
 def pack_refs(refs: Sequence[Ref]) -> list[list[Any]]:
-    """Refs as ``[write id, positions]``, so that a write's id stands there once."""
+    """Refs as ``[write id, positions]``, so that each write id is stored once."""
     positions: dict[int, list[int]] = {}
     for write_id, pos in refs:
         positions.setdefault(write_id, []).append(pos)
@@ -262,5 +262,5 @@ def pack_refs(refs: Sequence[Ref]) -> list[list[Any]]:
 
 
 def unpack_refs(packed: Sequence[Sequence[Any]]) -> list[Ref]:
-    """What `pack_refs` packed."""
+    """Reads `pack_refs`' lists."""
     return [(unpack_write_id(write_id), pos) for write_id, positions in packed for pos in positions]

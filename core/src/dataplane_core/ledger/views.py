@@ -1,9 +1,9 @@
-"""What of a partition is ready for a task: one view for each set of required fields and each tag filter.
+"""The rows and groups of a partition that are ready for a task, for each set of required fields and each tag filter.
 
-What a claim hands out as a whole is called a claimable: a row, or a group of rows. A view is always exact, so the
-number of ready claimables is known without looking at them. A view with a filter follows the view without one through a
-log of changes, and looks only at what changed since it was last asked. Views are derived from the rows: a ledger that
-lost them would build them again.
+A claimable is what a claim hands out as a whole: a row or a group. A view is always exact, so the number of ready
+claimables is known without looking at them. A view with a tag filter is updated from a log of changes of the view
+without one: it looks only at the claimables that changed since the last claim with this filter. Views are derived from
+the rows, so a ledger can build them again.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from dataplane_core.spec import matches
 
 __all__ = ["ReadySet", "ReadyView"]
 
-#: A filter that nobody asked with for so many seconds is forgotten, and the oldest ones where there are too many.
+#: A filter is dropped if no claim used it for this many seconds; if there are too many, the least recently used go.
 _FILTER_IDLE_S: Final = 60.0
 _MOST_FILTERS: Final = 1024
-#: Entries that may lie in a heap or a log beyond a multiple of the claimables that it is for.
+#: How many entries a heap or a log may have beyond a multiple of its claimables.
 _SLACK: Final = 1024
 
 
 @dataclass(slots=True)
 class ReadySet:
-    """Units in order of their numbers. Adding, dropping and counting take no longer for many."""
+    """Claimables in order of ``seq``."""
 
     claimables: dict[int, Claimable] = field(default_factory=dict)
-    heap: list[int] = field(default_factory=list)  # their numbers, and some that have left
+    heap: list[int] = field(default_factory=list)  # the seq of each, and of some that were dropped
 
     def __len__(self) -> int:
         return len(self.claimables)
 
     @classmethod
     def of(cls, claimables: Iterable[Claimable]) -> ReadySet:
-        """A set of these."""
+        """A set of these claimables."""
         by_seq = {claimable.seq: claimable for claimable in claimables}
         return cls(by_seq, sorted(by_seq))
 
     def add(self, claimable: Claimable) -> None:
-        """Adds a claimable, if it is not in."""
+        """Adds a claimable, unless the set has it."""
         if claimable.seq not in self.claimables:
             self.claimables[claimable.seq] = claimable
             heapq.heappush(self.heap, claimable.seq)
 
     def discard(self, seq: int) -> bool:
-        """Drops a claimable; False where it was not in."""
+        """Drops a claimable. False if the set does not have it."""
         if self.claimables.pop(seq, None) is None:
             return False
         if len(self.heap) > 2 * len(self.claimables) + _SLACK:
@@ -57,7 +57,7 @@ class ReadySet:
         return True
 
     def first(self, count: int) -> list[Claimable]:
-        """The first ``count`` claimables, which must be there; the caller discards them before it asks again."""
+        """The first ``count`` claimables; there must be so many. The caller must discard them before the next call."""
         found: list[Claimable] = []
         while len(found) < count:
             claimable = self.claimables.get(heapq.heappop(self.heap))
@@ -68,7 +68,7 @@ class ReadySet:
 
 @dataclass(slots=True)
 class _Matching:
-    """The claimables of a view that match a filter, as of the ``next_change``-th change of the view."""
+    """The claimables of a view that match a filter, up to the change number ``next_change`` of the view."""
 
     tag_filter: Mapping[str, tuple[str, Any]]
     ready: ReadySet = field(default_factory=ReadySet)
@@ -86,10 +86,11 @@ class ReadyView:
     Attributes:
         required: The fields.
         ready: The claimables.
-        ready_members: Number of a group -> how many of its members have the fields; not of groups that lost a member.
-        changes: The last claimables that came, left, or changed their tags, by number, while there are filters.
-        first_change: How many changes were before these.
-        filters: Filter -> its part of the view, the one asked for longest ago first.
+        ready_members: ``seq`` of a group -> the number of its members that have the fields. Groups that lost a member
+            have no entry.
+        changes: ``seq`` of the claimables that were last added, dropped or tagged. Empty if there are no filters.
+        first_change: The number of changes before these.
+        filters: Filter -> its part of the view, the least recently used first.
     """
 
     required: frozenset[str]
@@ -100,26 +101,26 @@ class ReadyView:
     filters: dict[str, _Matching] = field(default_factory=dict)
 
     def begin(self, claimables: Iterable[Claimable]) -> None:
-        """The claimables that are ready when the view is made."""
+        """Sets the claimables that are ready when the view is made."""
         self.ready = ReadySet.of(claimables)
 
     def add(self, claimable: Claimable) -> None:
-        """A claimable became ready."""
+        """Adds a claimable that became ready."""
         self.ready.add(claimable)
         self._note(claimable.seq)
 
     def discard(self, seq: int) -> None:
-        """A claimable is not ready, if it was."""
+        """Drops a claimable that is no longer ready, if it was."""
         if self.ready.discard(seq):
             self._note(seq)
 
     def touch(self, seq: int) -> None:
-        """A claimable's tags changed."""
+        """Notes that a claimable's tags changed."""
         if seq in self.ready.claimables:
             self._note(seq)
 
     def of(self, tag_filter: Mapping[str, tuple[str, Any]] | None, now: float) -> ReadySet:
-        """The ready claimables that match a filter; costs a look at those that changed since it was last asked for."""
+        """The ready claimables that match a filter. Looks only at those that changed since the filter was last used."""
         if not tag_filter:
             return self.ready
         key = repr([(name, symbol, operand) for name, (symbol, operand) in sorted(tag_filter.items())])
@@ -149,13 +150,13 @@ class ReadyView:
         if not self.filters:
             return
         self.changes.append(seq)
-        if len(self.changes) > 2 * len(self.ready) + _SLACK:  # who missed these looks at all that are ready
+        if len(self.changes) > 2 * len(self.ready) + _SLACK:  # a filter that has not seen them yet is built again
             dropped = len(self.changes) // 2
             del self.changes[:dropped]
             self.first_change += dropped
 
     def _forget(self, now: float) -> None:
-        """Before a filter is added: drops those that are not asked for any more, or for longer than others."""
+        """Before a filter is added: drops idle filters, and the least recently used if there are too many."""
         num_kept = sum(len(matching.ready) for matching in self.filters.values())
         most = 4 * len(self.ready) + _SLACK
         for key, matching in list(self.filters.items()):

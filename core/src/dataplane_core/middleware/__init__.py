@@ -1,6 +1,6 @@
-"""Wrappers around a backend's hooks: metrics, checksums, and whatever third parties ship.
+"""Wrappers around a backend's hooks: metrics and checksums. Other packages may add more.
 
-A config lists them by entry-point name, outermost first; the client starts and stops them.
+A config lists them by entry-point name, outermost first. The client starts and stops them.
 """
 
 from dataplane_core.middleware.base import Middleware, MiddlewareContext

@@ -1,4 +1,4 @@
-"""What every middleware derives from, and what it is told when its client starts."""
+"""The base class of middleware, and the context that it gets when its client starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Middleware", "MiddlewareContext"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiddlewareContext:
-    """What a middleware is told when its client starts.
+    """The facts about a client that its middleware gets when the client starts.
 
     Attributes:
         backend: Entry-point name of the backend.
@@ -27,10 +27,11 @@ class MiddlewareContext:
 
 
 class Middleware:
-    """Base of middleware: methods named as the hooks, marked ``@hookimpl(wrapper=True)``, act around the backend's.
+    """Base of middleware. Its methods have the names of hooks, are marked ``@hookimpl(wrapper=True)``, and wrap them.
 
-    A wrapper changes the request's attributes before ``yield`` (rebinding its argument does nothing) and may return
-    another reply after it. Its own columns have names that begin with ``~``. One object serves one client at a time.
+    A wrapper may change the request's attributes before ``yield`` (a new object in ``request`` has no effect), and may
+    return another reply after it. Columns that it adds have names that begin with ``~``. One object serves one client
+    at a time.
 
     Attributes:
         Config: A pydantic model of the options that a config file may give; the constructor takes its fields as

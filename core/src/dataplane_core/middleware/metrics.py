@@ -1,7 +1,8 @@
-"""The metrics middleware: one event per operation, totals, and the bytes that this client keeps in each partition.
+"""The metrics middleware: one event per operation, totals, and the bytes that this client put into each partition.
 
-Live bytes are what this client put, less what it cleared or registered anew itself. It does not hear of what other
-clients clear: in a client whose samples others clear they only rise, and the middleware keeps a small dict per sample.
+Live bytes are the bytes that this client put, minus those that it dropped itself with a clear or a new registration. It
+does not know what other clients clear. If others clear its samples, its live bytes only grow, and it keeps a small dict
+per sample.
 
 Its cost is one dict update per cell written and two clock reads per operation; `benchmarks/backends.py` prints it.
 """
@@ -46,7 +47,7 @@ __all__ = ["Metrics", "OperationEvent"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationEvent:
-    """One operation, when it has ended.
+    """An operation that has ended.
 
     Attributes:
         op: Name of the hook.
@@ -85,10 +86,10 @@ _Steps: TypeAlias = Generator[None, Any, Any]
 
 
 class Metrics(Middleware):
-    """Counts what passes one client.
+    """Measures the operations of one client.
 
     Args:
-        on_event: Called with every `OperationEvent`, in the thread of the operation; what it raises is the caller's.
+        on_event: Called with every `OperationEvent`, in the thread of the operation. Its exceptions reach the caller.
     """
 
     def __init__(self, on_event: Callable[[OperationEvent], None] | None = None) -> None:
@@ -125,7 +126,7 @@ class Metrics(Middleware):
 
     @hookimpl(wrapper=True)
     def register_partition(self, request: RegisterRequest) -> Generator[None, PartitionInfo, PartitionInfo]:
-        """Counts; the partition's live bytes start at zero."""
+        """Counts. The partition's live bytes start at zero."""
         info: PartitionInfo = yield from self._measure("register_partition", request, 0)
         with self._lock:
             self._drop(request.partition_id, None)
@@ -139,7 +140,7 @@ class Metrics(Middleware):
 
     @hookimpl(wrapper=True)
     def put_samples(self, request: PutRequest) -> Generator[None, PutReply, PutReply]:
-        """Counts keys and bytes, and keeps the bytes of every cell."""
+        """Counts keys and bytes, and remembers the bytes of every cell."""
         num_samples = len(request.sample_ids)
         sizes = {
             name: np.broadcast_to(cell_nbytes(column, num_samples), num_samples).tolist()
@@ -165,7 +166,7 @@ class Metrics(Middleware):
 
     @hookimpl(wrapper=True)
     def claim(self, request: ClaimRequest) -> Generator[None, Claim, Claim]:
-        """Counts the samples handed out; a waiting claim is one event per question."""
+        """Counts the samples handed out. A waiting claim makes one event each time it asks."""
         claim: Claim = yield from self._measure("claim", request, 0)
         return claim
 
@@ -195,7 +196,7 @@ class Metrics(Middleware):
 
     @hookimpl(wrapper=True)
     def clear_samples(self, request: ClearRequest) -> Generator[None, ClearReply, ClearReply]:
-        """Counts keys; the rows' bytes are no longer live."""
+        """Counts keys, and subtracts the rows' bytes from the live bytes."""
         named = 0 if request.sample_ids is None else len(request.sample_ids)
         reply: ClearReply = yield from self._measure("clear_samples", request, named)
         with self._lock:

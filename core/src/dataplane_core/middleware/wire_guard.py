@@ -1,22 +1,23 @@
-"""The wire guard: a checksum of every cell travels with it, and every read compares it with what came back.
+"""The wire guard: stores a checksum with every cell, and every read compares it with the cell that came back.
 
-A checksum is bound to the partition, the sample, the field, and the field's dtype and shape, so a flipped bit is caught
-as well as a row or a column that belongs to another. It is made in the process that puts and compared in the process
-that gets, over the cells as the backend sees them: whatever lies between the two clients is covered, the store's memory
-and disk included. Checksums are CRC-32: a random fault goes unseen once in 4 billion cells; somebody who means to
-deceive is another matter.
+A checksum covers the partition, the sample, the field, the field's dtype and shape, and the cell. So it detects flipped
+bits as well as rows or columns that were swapped. The process that puts computes it, and the process that gets compares
+it, both over the cells as the backend sees them. So everything between the two clients is covered, including the
+store's memory and disk. Checksums are CRC-32: one of 4 billion random faults is not detected. They do not protect
+against deliberate changes.
 
 Rules:
 
-- Every client of a partition lists ``wire_guard``, or none does. A guarded read of cells that were put without it is
-  refused with a `ConfigError`: nothing is passed on unchecked. Other clients' reads need no guard and are not checked.
-- A client without the guard that overwrites guarded cells leaves their old checksums behind, which a guarded read then
-  reports as corruption.
-- Each field takes 8 bytes more per sample, in a column of its own with a reserved name, which counts for the capacity.
-- With ``allow_pickle``, an item outside the closed set that never leaves the process (a wire of native objects) has no
-  bytes; only its place is checked.
+- Every client that puts into a partition must list ``wire_guard``, or none. A guarded read of cells that were put
+  without it raises `ConfigError`, since it cannot check them. A client without the guard can read guarded cells; its
+  reads are not checked.
+- If a client without the guard overwrites guarded cells, their old checksums stay, and a guarded read reports
+  corruption.
+- Each field takes 8 more bytes per sample, in an extra column with a reserved name. They count for the capacity.
+- With ``allow_pickle`` and a wire of native objects, an item outside the closed set has no bytes. Only its partition,
+  sample, field and type are checked.
 
-`benchmarks/wire_guard.py` prints what it costs.
+`benchmarks/wire_guard.py` prints its cost.
 """
 
 from __future__ import annotations
@@ -57,13 +58,15 @@ class WireGuard(Middleware):
         self._wire = WireFormat()
 
     def start(self, context: MiddlewareContext) -> None:
-        """Learns the form of the columns."""
+        """Keeps the backend's wire format."""
         self._wire = context.wire
 
     @hookimpl(wrapper=True)
     def put_samples(self, request: PutRequest) -> Generator[None, PutReply, PutReply]:
         """Adds a column of checksums per field."""
-        names = [name for name in request.columns if not name.startswith(_PREFIX)]  # a put may be asked again
+        names = [
+            name for name in request.columns if not name.startswith(_PREFIX)
+        ]  # a retried put has the checksums already
         if names:
             sums = {
                 _PREFIX + name: self._checksums(request, name, request.columns[name], request.specs[name])
@@ -76,11 +79,11 @@ class WireGuard(Middleware):
 
     @hookimpl(wrapper=True)
     def get_samples(self, request: GetRequest) -> Generator[None, WireBatch, WireBatch]:
-        """Asks for the checksums too, compares, and hands the fields alone on.
+        """Reads the checksums too, compares them, and returns only the fields.
 
         Raises:
-            CorruptDataError: Names the samples and fields that are not what was put; `CorruptDataError.cells` holds
-                them all.
+            CorruptDataError: Cells differ from what was put. The message names the first few; `CorruptDataError.cells`
+                holds all of them.
             ConfigError: The cells were put by a client without this middleware.
         """
         names = list(request.fields)
@@ -97,7 +100,7 @@ class WireGuard(Middleware):
 
     def _verify(self, request: GetRequest, batch: WireBatch, names: Sequence[str]) -> None:
         count = len(request.sample_ids)
-        # another number of rows is the client's to refuse
+        # the client refuses a wrong number of rows
         names = [name for name in names if num_rows(batch.columns[name]) == count]
         kept = [_PREFIX + name for name in names if _PREFIX + name in batch.columns]
         sums = decode_columns(
@@ -126,7 +129,7 @@ class WireGuard(Middleware):
     def _checksums(
         self, request: PutRequest | GetRequest, name: str, column: WireColumn, spec: FieldSpec
     ) -> torch.Tensor:
-        """(N,) int64: one checksum per cell, of where it belongs and of its bytes."""
+        """One checksum per cell, (N,) int64, over its partition, sample, field and spec, and its bytes."""
         place = zlib.crc32("\0".join((request.partition_id, name, spec.to_text(), "")).encode(errors="surrogatepass"))
         ids = [sample_id.encode(errors="surrogatepass") + b"\0" for sample_id in request.sample_ids]
         rows = _row_bytes(column, spec, self._wire)
@@ -136,7 +139,7 @@ class WireGuard(Middleware):
 
 
 def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterator[BytesLike]:
-    """The bytes of each cell of a encoded column, whatever its container; without a copy where they are contiguous."""
+    """The bytes of each cell of an encoded column in any container. No copy if they are contiguous."""
     if isinstance(column, torch.Tensor):
         rows = ragged_of_nested(column, "a column") if column.is_nested else host_tensor(column, "a column")
         plain, cuts = (
@@ -163,12 +166,12 @@ def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterato
 def _item_bytes(item: Any) -> bytes:
     try:
         return encode_item(item)
-    except InvalidTypeError:  # it is allowed, and would be pickled, if it travelled
+    except InvalidTypeError:  # allow_pickle is on, but a native object is not pickled
         return b""
 
 
 def _refuse_unguarded(request: GetRequest, names: Sequence[str], error: MissingDataError) -> None:
-    """Where nothing but checksums is missing, says so."""
+    """Raises `ConfigError` if only checksums are missing."""
     lacking = {
         sample_id: [field.removeprefix(_PREFIX) for field in fields]
         for sample_id, fields in error.missing_cells.items()

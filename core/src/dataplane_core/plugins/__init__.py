@@ -1,4 +1,4 @@
-"""Backends and middleware by entry-point name: `connect` finds, checks and starts the ones that a config names.
+"""Backends and middleware by entry-point name: `connect` finds, checks and starts those that a config names.
 
 Trainers call `connect`; the command line lists what is installed.
 """

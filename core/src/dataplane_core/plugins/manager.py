@@ -1,4 +1,4 @@
-"""The plugin manager that each client owns: one backend, middleware around it, all signatures checked."""
+"""The plugin manager of a client: one backend and the middleware around it, with checked signatures."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginM
     """Registers a backend and, around it, middleware (outermost first).
 
     Raises:
-        PluginSignatureError: A hook's name or signature is wrong; says plugin, hook and argument.
+        PluginSignatureError: A hook's name or signature is wrong. The message names plugin, hook and argument.
     """
     check_backend_class(type(backend), backend.name)
     manager = _Manager("dataplane")
     manager.add_hookspecs(DataPlaneSpec)
     manager.register(backend, name=f"backend {backend.name}")
-    # pluggy calls the wrapper registered last first, so the outermost goes last
+    # pluggy calls the wrapper that was registered last first, so the outermost is registered last
     for position, plugin in reversed(list(enumerate(middleware))):
         _check_middleware(plugin)
         manager.register(plugin, name=f"middleware {position} {type(plugin).__name__}")
@@ -64,8 +64,8 @@ def check_backend_class(cls: type[Backend], name: str = "") -> None:
         name: Its entry-point name, for messages.
 
     Raises:
-        PluginSignatureError: Not a `Backend`; written for a newer contract; an operation missing; a signature that is
-            not ``(self, request)``; a public method whose name nearly is an operation's.
+        PluginSignatureError: The class is not a `Backend`, is written for a newer contract, lacks an operation, has an
+            operation whose signature is not ``(self, request)``, or a public method with almost an operation's name.
     """
     label = f"backend '{name or getattr(cls, '__name__', cls)}'"
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
@@ -82,7 +82,7 @@ def check_backend_class(cls: type[Backend], name: str = "") -> None:
         if not callable(getattr(cls, operation, None)):
             near = difflib.get_close_matches(operation, _public_methods(cls), n=1, cutoff=0.75)
             raise PluginSignatureError(
-                f"{label} does not implement '{operation}', which its capabilities call for.",
+                f"{label} does not implement '{operation}', which its capabilities require.",
                 hint=f"Did you mean '{operation}' where you wrote '{near[0]}'?" if near else None,
             )
     for method in _public_methods(cls):
@@ -92,7 +92,7 @@ def check_backend_class(cls: type[Backend], name: str = "") -> None:
         near = difflib.get_close_matches(method, OPERATION_NAMES, n=1, cutoff=0.85)
         if near and not hasattr(Backend, method):
             raise PluginSignatureError(
-                f"{label} has a public method '{method}', which is no operation but nearly '{near[0]}'.",
+                f"{label} has a public method '{method}', which is not an operation, but similar to '{near[0]}'.",
                 hint=f"Rename it to '{near[0]}' if it is meant to be the hook, else begin its name with an underscore.",
             )
 
@@ -117,7 +117,7 @@ def _check_middleware(plugin: Any) -> None:
         if method not in OPERATION_NAMES:
             near = difflib.get_close_matches(method, OPERATION_NAMES, n=1, cutoff=0.6)
             raise PluginSignatureError(
-                f"{label}: '{method}' is no operation.", hint=f"Did you mean '{near[0]}'?" if near else None
+                f"{label}: '{method}' is not an operation.", hint=f"Did you mean '{near[0]}'?" if near else None
             )
         _check_signature(label, method, member)
         found += 1

@@ -45,13 +45,13 @@ __all__ = [
 
 _M = TypeVar("_M", bound=BaseModel)
 
-#: Start and own what the backend needs; attach to what runs; or whichever of the two is possible.
+#: True: start and own what the backend needs. False: attach to what runs. ``"auto"``: what is possible.
 Bootstrap: TypeAlias = bool | Literal["auto"]
 
-#: An attach that finds nothing is tried again after these many seconds at first, and at most.
+#: Seconds after which an attach that found nothing is tried again: at first, and at most.
 _AGAIN_FIRST_S: Final = 0.02
 _AGAIN_MOST_S: Final = 0.25
-#: Seconds for which, at least, a process that was about to bootstrap waits for another that was faster.
+#: The least number of seconds that a process waits for another one that bootstraps at the same time.
 _FASTER_S: Final = 10.0
 
 
@@ -59,9 +59,9 @@ def load_backend(name: str) -> type[Backend]:
     """Imports the backend of that name and checks its hooks.
 
     Raises:
-        UnknownBackendError: Not installed; lists the names found and the pip command for known ones.
-        DuplicatePluginError: Two distributions claim the name.
-        PluginImportError: Its import fails; the cause is the real error.
+        UnknownBackendError: Not installed. The message lists the names found, and the pip command if the name is known.
+        DuplicatePluginError: Two distributions register the name.
+        PluginImportError: Its import fails. The cause is the original error.
         PluginSignatureError: Its hooks do not fit.
     """
     cls = load_plugin(BACKEND_GROUP, name, "backend")
@@ -77,27 +77,28 @@ def connect(
 
     Args:
         config: A `DataPlaneConfig`, a dict, an OmegaConf config, or the path of a YAML file.
-        bootstrap: True: start what the backend needs, and own it. False: attach to what another client started; one
-            that is not there yet is waited for, up to ``attach_wait_s``. ``"auto"``: attach, or bootstrap where nothing
-            runs; of several processes that ask at the same time one bootstraps and the others attach to it. The
-            client's ``bootstrapped`` tells which it was.
+        bootstrap: True: start what the backend needs, and own it. False: attach to what another client started, and
+            wait for it up to ``attach_wait_s``. ``"auto"``: attach, or bootstrap if nothing runs. Of several processes
+            that connect with ``"auto"`` at the same time, one bootstraps and the others attach. The client's
+            ``bootstrapped`` says which of the two it did.
 
     Returns:
         A client, which is a context manager. Blocks up to ``op_timeout_s``.
 
     Raises:
         ConfigError: The config is refused.
-        InvalidRequestError: Another value of ``bootstrap``.
+        InvalidRequestError: ``bootstrap`` has another value.
         PluginError: The backend cannot be loaded.
-        BackendUnavailableError: Nothing to attach to; or this process is a fork in which the backend cannot be opened.
-        AlreadyRunningError: Bootstrapping over a running instance of other options.
+        BackendUnavailableError: There is nothing to attach to, or this process is a fork in which the backend cannot be
+            opened.
+        AlreadyRunningError: ``bootstrap`` is True, and an instance with other options runs.
     """
     full = load_config(config)
     return connect_backend(load_backend(full.backend), full, bootstrap=bootstrap)
 
 
 def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: Bootstrap = True) -> DataPlaneClient:
-    """As `connect`, for a backend class at hand; ``config.backend`` only names it.
+    """As `connect`, for a given backend class. ``config.backend`` is then only its name.
 
     Raises:
         DataPlaneError: As `connect`.
@@ -135,14 +136,14 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
 
     give_up = min(deadline, time.monotonic() + config.attach_wait_s)
     if bootstrap is False:
-        return _until(give_up, deadline, lambda: open_client(False, attach_wait_s=max(0.0, give_up - time.monotonic())))
+        return _retry(give_up, deadline, lambda: open_client(False, attach_wait_s=max(0.0, give_up - time.monotonic())))
     if bootstrap is True or cls.scope is Scope.PROCESS:
         return open_client(True)
-    return _until(give_up, deadline, lambda: _attach_or_bootstrap(open_client))
+    return _retry(give_up, deadline, lambda: _attach_or_bootstrap(open_client))
 
 
-class _OtherWasFaster(Exception):
-    """Another process is about to finish bootstrapping, and can be attached to soon."""
+class _OtherBootstraps(Exception):
+    """Another process bootstraps now, and can be attached to soon."""
 
     def __init__(self, not_found: BackendUnavailableError) -> None:
         super().__init__()
@@ -150,7 +151,7 @@ class _OtherWasFaster(Exception):
 
 
 def _attach_or_bootstrap(open_client: Callable[..., DataPlaneClient]) -> DataPlaneClient:
-    """One try of each."""
+    """Tries to attach, then to bootstrap, once each."""
     try:
         return open_client(False)
     except BackendUnavailableError as not_found:
@@ -158,21 +159,21 @@ def _attach_or_bootstrap(open_client: Callable[..., DataPlaneClient]) -> DataPla
             raise
         try:
             return open_client(True, exclusive=True)
-        except AlreadyRunningError as faster:
-            if not faster.retryable:
+        except AlreadyRunningError as running:
+            if not running.retryable:
                 raise
-            raise _OtherWasFaster(not_found) from faster
+            raise _OtherBootstraps(not_found) from running
 
 
-def _until(give_up: float, deadline: float, open_client: Callable[[], DataPlaneClient]) -> DataPlaneClient:
-    """Opens a client, again and again while there is nothing to attach to.
+def _retry(give_up: float, deadline: float, open_client: Callable[[], DataPlaneClient]) -> DataPlaneClient:
+    """Tries to open a client until there is something to attach to.
 
     Args:
-        give_up: On `time.monotonic`'s clock, in seconds.
-        deadline: The same, once another process is known to be about to finish bootstrapping.
-        open_client: One try.
+        give_up: When to give up, on `time.monotonic`'s clock, in seconds.
+        deadline: The latest time to give up if another process bootstraps meanwhile.
+        open_client: Tries once.
     """
-    was_faster = False
+    other_bootstraps = False
     pause_s = _AGAIN_FIRST_S
     not_found: BackendUnavailableError | None = None
     while True:
@@ -182,17 +183,17 @@ def _until(give_up: float, deadline: float, open_client: Callable[[], DataPlaneC
             not_found = error
             if not error.retryable or time.monotonic() + pause_s >= give_up:
                 raise
-        except _OtherWasFaster as error:
+        except _OtherBootstraps as error:
             not_found = error.not_found
-            if not was_faster:
-                was_faster = True
+            if not other_bootstraps:
+                other_bootstraps = True
                 give_up = min(deadline, max(give_up, time.monotonic() + _FASTER_S))
             if time.monotonic() + pause_s >= give_up:
                 raise not_found from (not_found.__cause__ or error.__cause__)
         except OperationTimeoutError as error:
             if not_found is None or time.monotonic() < give_up:
                 raise
-            raise not_found from error  # the last try was cut short, so it says less
+            raise not_found from error  # the last try was cut short, so its error says less
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _AGAIN_MOST_S)
 
@@ -208,7 +209,7 @@ def _middleware(item: Any) -> Any:
     if not isinstance(options, Mapping | None):
         raise ConfigError(
             f"options of middleware '{name}' must be a mapping, got {type(options).__name__}.",
-            hint=f"Write '{name}' alone where it needs none.",
+            hint=f"Write only '{name}' if it needs no options.",
         )
     cls = load_plugin(MIDDLEWARE_GROUP, str(name), "middleware")
     if not (isinstance(cls, type) and issubclass(cls, Middleware)):
@@ -218,7 +219,7 @@ def _middleware(item: Any) -> Any:
 
 
 def _validated(model: type[_M], options: Mapping[str, Any], label: str) -> _M:
-    """Options, checked; for keys of the config itself the error says where they belong."""
+    """Checks options. If a key of the config itself is among them, the error says where it belongs."""
     misplaced = [key for key in options if key in DataPlaneConfig.model_fields and key not in model.model_fields]
     if misplaced:
         names = ", ".join(f"'{key}'" for key in misplaced)

@@ -1,6 +1,6 @@
-"""Assigning rows to ranks: packers, plans of batches, metas sharded without tensors, named grids of ranks.
+"""Assigns rows to ranks: packers, plans of shards, sharding of metas without tensors, named grids of ranks.
 
-Trainers shard metas with it; `BatchedDataDict` shards and packs its rows by its plans.
+Trainers shard metas with it. `BatchedDataDict` shards and packs its rows by the same plans.
 """
 
 from dataplane_core.sharding.axes import REPLICATED_AXES, NamedSharding

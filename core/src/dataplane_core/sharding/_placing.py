@@ -1,7 +1,7 @@
-"""Which sequence goes into which bin: the algorithms behind `dataplane_core.sharding.packing`.
+"""The bin-packing algorithms of `dataplane_core.sharding.packing`.
 
-A placer takes sizes, each at most the capacity, and returns the positions in the order in which it placed them, and the
-bin of each; bins are numbered in the order in which they are opened.
+A placer takes sizes, each at most the capacity. It returns the positions in the order in which it placed them, and the
+bin of each. Bins are numbered in the order in which they are opened.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _place_in_order(sizes: Ints, capacity: int, seed: int | None) -> _Placed:
 
 
 def _place_shuffled(sizes: Ints, capacity: int, seed: int | None) -> _Placed:
-    # Frozen, unlike the newer generators: the same order under every version of numpy
+    # RandomState, unlike newer generators, gives the same order under every version of numpy
     order = np.random.RandomState(seed).permutation(len(sizes))
     return order, np.asarray(_first_fit(sizes[order].tolist(), capacity), dtype=np.int64)
 
@@ -53,7 +53,7 @@ def _place_decreasing(sizes: Ints, capacity: int, seed: int | None) -> _Placed:
 def _place_by_class(sizes: Ints, capacity: int, seed: int | None) -> _Placed:
     order = stable_argsort(-sizes)
     falling = sizes[order]
-    # How many are over 1/2, 1/3 and 1/6 of the capacity
+    # How many sizes are over 1/2, 1/3 and 1/6 of the capacity
     large, medium, small = (int(np.searchsorted(-falling, -(capacity // part))) for part in (2, 3, 6))
     if not large:
         return order, _first_fit_of_runs(*_runs(falling), capacity)
@@ -75,17 +75,17 @@ def _place_by_class(sizes: Ints, capacity: int, seed: int | None) -> _Placed:
 def _pair_with_medium(
     falling: list[int], first: int, end: int, room: list[int], groups: Iterable[tuple[int, int]]
 ) -> tuple[list[int], list[int]]:
-    """Phase 2. Room rises from bin to bin, so what fits is a stack: the largest is the last to have become fit.
+    """Phase 2. Room rises from bin to bin, so the sizes that fit form a stack with the largest on top.
 
     Args:
         falling: All sizes.
         first: Where the medium ones begin.
         end: Where they end.
-        room: Of each bin; is used up.
-        groups: Neighbouring bins with the same room: the first, and where they end.
+        room: Room of each bin. Changed in place.
+        groups: Neighbouring bins with the same room, as (first, end).
 
     Returns:
-        The ordinals that are placed, and the bin of each.
+        The ordinals that were placed, and the bin of each.
     """
     placed: list[int] = []
     bins: list[int] = []
@@ -110,9 +110,9 @@ def _pair_with_medium(
 def _pair_with_two_small(
     falling: list[int], first: int, end: int, room: list[int], with_medium: set[int]
 ) -> tuple[list[int], list[int]]:
-    """Phase 3. Room falls from bin to bin and the smallest rises, so the largest that fits beside it only falls.
+    """Phase 3. Room falls from bin to bin and the smallest size rises, so the largest that fits beside it only falls.
 
-    Arguments and result are as in `_pair_with_medium`, and the bins to leave out.
+    Arguments and result are as in `_pair_with_medium`. ``with_medium`` are bins to skip.
     """
     placed: list[int] = []
     bins: list[int] = []
@@ -134,18 +134,18 @@ def _pair_with_two_small(
 
 
 def _fill_up(falling: Ints, left: Ints, room: Ints) -> tuple[Ints, Ints, Ints]:
-    """Phase 4. Equal sizes are one entry; an entry that is used up points to the next smaller one.
+    """Phase 4. Equal sizes are one entry. An entry that is used up points to the next smaller one.
 
-    Neighbouring bins with the same room choose alike as long as there is enough of what they choose, so they are one
-    group until it runs out: then those that got some go on first, as if each bin had been filled on its own.
+    Neighbouring bins with the same room choose the same size while there is enough of it, so they are handled as one
+    group. When the size runs out, the bins that got some continue first, as if each bin had been filled alone.
 
     Args:
         falling: All sizes.
-        left: The ordinals of those that are not placed.
-        room: Of each bin.
+        left: The ordinals that are not placed yet.
+        room: Room of each bin.
 
     Returns:
-        The ordinals that are placed, the bin of each, and the ordinals that are left, in order.
+        The ordinals that were placed, the bin of each, and the ordinals that are left, in order.
     """
     sizes, counts = _runs(falling[left])
     if not sizes:
@@ -192,7 +192,7 @@ def _fill_up(falling: Ints, left: Ints, room: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _used_up_to(entry: int, counts: list[int], smaller: list[int]) -> int:
-    """The next smaller entry that has any left, or -1; shortens the way there."""
+    """The next smaller entry that has any left, or -1. Shortens the path of pointers to it."""
     path = []
     while entry >= 0 and not counts[entry]:
         path.append(entry)
@@ -214,7 +214,7 @@ PLACERS: Final[Mapping[str, Callable[[Ints, int, int | None], _Placed]]] = {
 
 
 def _first_fit(sizes: list[int], capacity: int) -> list[int]:
-    """The bin of each, in order of arrival: a tree over the bins whose nodes hold the most room below them."""
+    """First fit in the order given; the bin of each. Uses a tree over the bins whose nodes hold the most room below."""
     # All bins but one are more than half full
     most = min(len(sizes), 2 * -(-sum(sizes) // capacity) + 1)
     leaves = 1 << (most - 1).bit_length()
@@ -241,23 +241,23 @@ def _first_fit(sizes: list[int], capacity: int) -> list[int]:
 
 
 def _first_fit_of_runs(sizes: list[int], counts: list[int], capacity: int) -> Ints:
-    """The bin of each, for falling sizes, each with how many there are of it.
+    """First fit of falling sizes, each with its count; the bin of each sequence.
 
-    Neighbouring bins with the same room are one group, known by its first bin, and a run of equal sizes fills it at
-    once. Since sizes fall, a group that has room for this size has room for all later ones until it is used: a heap
-    holds the groups that have room, the others wait for the first size that they have room for.
+    Neighbouring bins with the same room are one group, named by its first bin, and a run of equal sizes fills a group
+    at once. Since sizes fall, a group with room for this size has room for all later ones until it is filled. A heap
+    holds the groups that have room; the others wait for the first size that fits.
     """
     if not sizes:
         return np.empty(0, np.int64)
     rising, least = sizes[::-1], sizes[-1]
-    fits_from: list[int] = []  # room -> the first size that fits in
+    fits_from: list[int] = []  # room -> rank of the first size that fits
     if sizes[0] <= _LARGEST_TABLE:
         fits_from = (len(sizes) - np.searchsorted(rising, np.arange(sizes[0]), side="right")).tolist()
     waiting: list[list[int] | None] = [None] * len(sizes)
     fitting: list[int] = []
     room: list[int] = []  # of each bin of the group that begins here
     stop: list[int] = []  # where the group that begins here ends
-    # What was filled: the first bin, how many bins, sequences for each. Machine words, which numpy takes as they are
+    # What was filled: the first bin, the number of bins, sequences per bin. Arrays that numpy can use without a copy
     firsts, bins, per_bin = array("q"), array("q"), array("q")
     for rank, (size, left) in enumerate(zip(sizes, counts, strict=True)):
         for first in waiting[rank] or ():
@@ -295,7 +295,7 @@ def _first_fit_of_runs(sizes: list[int], counts: list[int], capacity: int) -> In
                 heapreplace(fitting, first + full)
                 stop[first] = first + full
             rest = free - each * size
-            if least <= rest < size:  # never as large as what went in, but for a size of 0, after which nothing comes
+            if least <= rest < size:  # always below the size, except for size 0, which is the last
                 room[first] = rest
                 wanted = fits_from[rest] if fits_from else len(sizes) - bisect_right(rising, rest)
                 others = waiting[wanted]
@@ -307,7 +307,7 @@ def _first_fit_of_runs(sizes: list[int], counts: list[int], capacity: int) -> In
 
 
 def _expand(first: Ints, bins: Ints, each: Ints) -> Ints:
-    """The bin of each sequence, of groups that were filled one after the other."""
+    """The bin of each sequence, from groups of bins that were filled one after the other."""
     total = bins * each
     within = np.arange(int(total.sum())) - np.repeat(np.cumsum(total) - total, total)
     found: Ints = np.repeat(first, total) + within // np.repeat(each, total)
@@ -324,7 +324,7 @@ def _runs(falling: Ints) -> tuple[list[int], list[int]]:
 
 
 def stable_argsort(values: Ints) -> Ints:
-    """As numpy's stable argsort, by radix sort where the values lie close enough for it."""
+    """As numpy's stable argsort. Uses a radix sort if the values span less than 2**16."""
     if not len(values):
         return np.empty(0, np.int64)
     low = int(values.min())

@@ -18,9 +18,9 @@ REPLICATED_AXES: Final[tuple[str, ...]] = ("tensor_parallel", "context_parallel"
 
 
 class NamedSharding:
-    """Where each rank stands on named axes, such as pipeline, data, context and tensor parallel.
+    """The coordinates of each rank on named axes, such as pipeline, data, context and tensor parallel.
 
-    Immutable and picklable; grids with the same layout and names are equal.
+    Immutable and picklable. Grids with the same layout and names are equal.
 
     Example:
         A grid of 2 x 2 ranks::
@@ -30,12 +30,12 @@ class NamedSharding:
             grid.get_ranks_by_coord(tensor_parallel=0)  # [0, 2]
 
     Args:
-        layout: Nested sequences, or an array, of different ranks from 0 up.
+        layout: Nested sequences or an array of distinct ranks, 0 or more.
         names: One name per axis of the layout.
 
     Raises:
-        InvalidRequestError: A ragged or empty layout, ranks that are no integers, negative or repeated, or names that
-            are repeated or not one per axis.
+        InvalidRequestError: The layout is ragged or empty, ranks are not integers, negative or repeated, or names are
+            repeated or not one per axis.
     """
 
     def __init__(self, layout: Sequence[Any] | NDArray[Any], names: Sequence[str]) -> None:
@@ -74,7 +74,7 @@ class NamedSharding:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Axis -> how many ranks lie along it, in the layout's order."""
+        """Axis -> its number of ranks, in the layout's order."""
         return dict(zip(self._names, self._ranks.shape, strict=True))
 
     @property
@@ -93,15 +93,15 @@ class NamedSharding:
         return self._ranks.copy()
 
     def get_axis_size(self, name: str) -> int:
-        """How many ranks lie along an axis.
+        """The number of ranks along an axis.
 
         Raises:
-            InvalidRequestError: No such axis.
+            InvalidRequestError: There is no such axis.
         """
         return int(self._ranks.shape[self._axis(name)])
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
-        """Where a rank stands: axis -> coordinate.
+        """The coordinates of a rank: axis -> coordinate.
 
         Raises:
             InvalidRequestError: The rank is not on the grid.
@@ -114,7 +114,7 @@ class NamedSharding:
         return dict(zip(self._names, self._coords[worker_id], strict=True))
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
-        """The part of the grid at some coordinates: a grid of the other axes, or the rank where all axes are given.
+        """The part of the grid at some coordinates: a grid of the other axes, or the rank if all axes are given.
 
         Raises:
             InvalidRequestError: No such axis, or a coordinate out of range.
@@ -124,7 +124,7 @@ class NamedSharding:
         return NamedSharding(part, rest) if rest else int(part)
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """The ranks at some coordinates, in the layout's order; all of them without coordinates.
+        """The ranks at some coordinates, in the layout's order. All ranks if none are given.
 
         Raises:
             InvalidRequestError: No such axis, or a coordinate out of range.
@@ -134,9 +134,9 @@ class NamedSharding:
 
     @staticmethod
     def is_axis_zero(coords: Mapping[str, int], axes: Iterable[str]) -> bool:
-        """Whether coordinates are 0 on every one of ``axes``; an axis that they lack counts as 0.
+        """Whether coordinates are 0 on all ``axes``. A missing axis counts as 0.
 
-        ``is_axis_zero(coords, REPLICATED_AXES)`` tells the leader of a replica group.
+        ``is_axis_zero(coords, REPLICATED_AXES)`` is True for the leader of a replica group.
         """
         return all(coords.get(axis, 0) == 0 for axis in axes)
 

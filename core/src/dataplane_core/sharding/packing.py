@@ -1,4 +1,4 @@
-"""Packers: which sequences share a bin, so that bins are few and none is overfull. Plain integers in and out.
+"""Packers: pack sequences into few bins of limited capacity. Plain integers in and out.
 
 Each packer takes lengths in tokens and a capacity, and returns bins of positions into the lengths:
 
@@ -59,7 +59,7 @@ def concatenative(
         Bins of positions into ``lengths``; each position is in one bin.
 
     Raises:
-        InvalidRequestError: A length over the capacity, or too few sequences for the number of bins.
+        InvalidRequestError: A length is over the capacity, or there are too few sequences for the number of bins.
     """
     return _bins("concatenative", lengths, capacity, min_bin_count, bin_count_multiple, None)
 
@@ -84,8 +84,8 @@ def first_fit_shuffle(
 ) -> list[list[int]]:
     """Places the sequences in random order, each into the first bin where it fits.
 
-    Arguments, result and errors are those of `concatenative`; ``seed``, from 0 to 2**32 - 1, fixes the order on every
-    machine, None draws a new one.
+    Arguments, result and errors are those of `concatenative`. ``seed``, from 0 to 2**32 - 1, gives the same order on
+    every machine. None draws a new seed.
     """
     return _bins("first_fit_shuffle", lengths, capacity, min_bin_count, bin_count_multiple, seed)
 
@@ -97,11 +97,12 @@ def modified_first_fit_decreasing(
 
     Sequences are large (over 1/2 of the capacity), medium (over 1/3), small (over 1/6) or tiny.
 
-    1. Each large one gets a bin, the longest first.
-    2. Forward through those bins: the largest medium one that fits.
-    3. Backward through those without a medium one: the smallest small one and the largest that fits beside it.
-    4. Forward through all of them: again and again the largest one that fits, of any class.
-    5. First fit decreasing, in new bins, of what is left.
+    1. Each large sequence gets its own bin, the longest first.
+    2. Forward through these bins: add the largest medium sequence that fits.
+    3. Backward through the bins without a medium one: add the smallest small one and the largest small one that fits
+       beside it.
+    4. Forward through all bins: add the largest sequence of any class that fits, until none fits.
+    5. First fit decreasing of the rest, in new bins.
 
     Arguments, result and errors are those of `concatenative`.
     """
@@ -131,7 +132,7 @@ def pack_flat(
         The positions of all bins, bin after bin, and the number of sequences of each bin.
 
     Raises:
-        InvalidRequestError: An unknown algorithm, a length over the capacity, too few sequences for the bins.
+        InvalidRequestError: The algorithm is unknown, a length is over the capacity, or there are too few sequences.
     """
     if seed is not None and not 0 <= seed < 1 << 32:
         raise InvalidRequestError(f"packing refused: seed is {seed}. Expected 0 to {(1 << 32) - 1}, or None.")
@@ -217,7 +218,7 @@ def packing_metrics(bins: Sequence[Sequence[int]], lengths: Sequence[int] | Ints
         capacity: Most tokens of a bin.
 
     Raises:
-        InvalidRequestError: A bin over the capacity, or positions that are not those of ``lengths``, each once.
+        InvalidRequestError: A bin is over the capacity, or the bins do not hold each position of ``lengths`` once.
     """
     if sorted(position for each in bins for position in each) != list(range(len(lengths))):
         raise InvalidRequestError(
@@ -277,7 +278,7 @@ def _raise_bin_count(items: Ints, counts: Ints, minimum: int, multiple: int) -> 
             f"packing refused: {len(items)} sequences are too few for {target} bins (at least {minimum}, a multiple of "
             f"{multiple}). Expected one sequence or more per bin."
         )
-    # A bin gives only while it is the fullest, so the first to give are the fullest now
+    # Only the bin with most sequences gives one away, so at most the `extra` fullest bins give any
     fullest = stable_argsort(-counts)[:extra]
     by_count = list(zip((-counts[fullest]).tolist(), fullest.tolist(), strict=True))  # in order, hence a heap
     last = np.cumsum(counts) - 1

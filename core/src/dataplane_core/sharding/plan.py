@@ -1,7 +1,7 @@
-"""Which rows go to which shard, and into which microbatches: plain integers in, plain integers out.
+"""Plans: assigns rows to shards and microbatches. Plain integers in and out.
 
-`BatchedDataDict.shard_by_batch_size` and `shard_meta_for_dp` both carry out what is planned here, so a driver that has
-only metas and a trainer that has the tensors get the same assignment.
+`BatchedDataDict.shard_by_batch_size` and `shard_meta_for_dp` both apply these plans, so a driver that has only metas
+and a trainer that has the tensors get the same assignment.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DynamicBatchingArgs(TypedDict):
     """How microbatches are cut by token count.
 
     Attributes:
-        max_tokens_per_microbatch: Bound on rows x padded length.
+        max_tokens_per_microbatch: Limit for rows x padded length.
         sequence_length_round: Padded lengths are multiples of this many tokens.
         input_key: Column whose dim 1 is the batch's width.
         input_lengths_key: Column of lengths in tokens.
@@ -55,8 +55,8 @@ class SequencePackingArgs(TypedDict):
         input_key: Column of token ids.
         input_lengths_key: Column of lengths in tokens.
         sequence_length_pad_multiple: Each sequence takes a multiple of this many tokens of its bin.
-        microbatch_order: ``packer``: bins as the packer gives them (default); ``largest_first``: by falling tokens.
-        seed: For ``first_fit_shuffle``. Default 0, so that whoever plans gets the same plan.
+        microbatch_order: ``packer`` (default): the order of the packer; ``largest_first``: bins with most tokens first.
+        seed: For ``first_fit_shuffle``. Default 0, so that all processes make the same plan.
     """
 
     algorithm: str
@@ -95,11 +95,11 @@ class ShardPlan:
     elem_counts_per_gb: list[list[int]] | None = None
 
     def order(self) -> list[int]:
-        """Where each row of the concatenated shards came from."""
+        """The original index of each row of the concatenated shards."""
         return list(itertools.chain.from_iterable(self.rows))
 
     def of_shard(self, shard: int) -> dict[str, Any]:
-        """One shard's part, by `schema.PLAN_KEYS`; None where the plan has none."""
+        """One shard's part of the plan, with the keys `schema.PLAN_KEYS`. Values that the plan lacks are None."""
         parts = {key: getattr(self, key) for key in PLAN_KEYS}
         return {key: None if of_shards is None else of_shards[shard] for key, of_shards in parts.items()}
 
@@ -108,10 +108,10 @@ class ShardPlan:
 
 
 def plan_even_shards(num_rows: int, shards: int, batch_size: int | None) -> ShardPlan:
-    """Cuts each chunk in ``shards`` equal parts and joins the parts by position.
+    """Cuts each chunk into ``shards`` equal parts and joins the parts by position.
 
     Raises:
-        InvalidRequestError: Sizes that are no multiples, or no rows.
+        InvalidRequestError: Sizes are not multiples, or there are no rows.
     """
     rows: list[list[int]] = [[] for _ in range(max(shards, 0))]
     for start, end in _chunks(num_rows, shards, batch_size, equal=True):
@@ -122,10 +122,10 @@ def plan_even_shards(num_rows: int, shards: int, batch_size: int | None) -> Shar
 
 
 def plan_uneven_shards(num_rows: int, shards: int) -> ShardPlan:
-    """Cuts the rows in ``shards`` parts of equal size; the last ones may be smaller, or empty.
+    """Cuts the rows into ``shards`` parts of equal size. The last ones may be smaller, or empty.
 
     Raises:
-        InvalidRequestError: No shards.
+        InvalidRequestError: ``shards`` is below 1.
     """
     if shards < 1:
         raise InvalidRequestError(f"sharding refused: shards is {shards}. Expected 1 or more.")
@@ -141,7 +141,7 @@ def plan_uneven_shards(num_rows: int, shards: int) -> ShardPlan:
 def plan_dynamic_batches(
     lengths: Sequence[int], width: int | None, shards: int, batch_size: int | None, args: Mapping[str, Any]
 ) -> ShardPlan:
-    """Sorts each chunk by length, deals it round over the shards, and cuts microbatches by token count.
+    """Sorts each chunk by length, deals its rows out to the shards in turn, and cuts microbatches by token count.
 
     Args:
         lengths: Tokens per row.
@@ -151,12 +151,12 @@ def plan_dynamic_batches(
         args: `DynamicBatchingArgs`.
 
     Returns:
-        The plan; rows x padded length of every microbatch, the longest row over all shards at each position counted,
-        stays within ``max_tokens_per_microbatch``.
+        The plan. In every microbatch, rows x padded length is at most ``max_tokens_per_microbatch``. The padded length
+        is that of the longest row in this microbatch over all shards.
 
     Raises:
-        InvalidRequestError: A row alone is over the limit or longer than the width (both numbers are said), or sizes
-            that are no multiples.
+        InvalidRequestError: A single row is over the limit or longer than the width (the message has both numbers), or
+            sizes are not multiples.
     """
     what = "dynamic_batching_args"
     _check_keys(what, args, _DYNAMIC_KEYS)
@@ -191,7 +191,7 @@ def plan_dynamic_batches(
 
 
 def _cut(rounded: list[int], limit: int) -> tuple[list[int], list[int]]:
-    """Greedy cuts of rising lengths, such that rows x last length stays within the limit: ends, and last lengths."""
+    """Cuts rising lengths greedily, so that rows x last length stays within the limit; ends and last lengths."""
     ends: list[int] = []
     widths: list[int] = []
     start = previous = 0
@@ -212,23 +212,23 @@ def _cut(rounded: list[int], limit: int) -> tuple[list[int], list[int]]:
 def plan_packed_batches(
     lengths: Sequence[int], shards: int, batch_size: int | None, args: Mapping[str, Any]
 ) -> ShardPlan:
-    """Packs each chunk in bins and deals the bins round over the shards: bin i goes to shard ``i % shards``.
+    """Packs each chunk into bins and deals them out to the shards in turn: bin i goes to shard ``i % shards``.
 
-    Each shard gets equally many bins of each chunk, at least one; its rows are those of its bins, in order. The width
-    of the padded batch plays no part: a packed row takes its own length, rounded up.
+    Each shard gets the same number of bins of each chunk, at least one. Its rows are those of its bins, in order. The
+    width of the padded batch has no effect: a packed row takes its own length, rounded up.
 
     Args:
         lengths: Tokens per row.
         shards: Number of shards.
-        batch_size: Rows of a chunk over all shards, or None for one chunk. Needs to be no multiple of ``shards``.
+        batch_size: Rows of a chunk over all shards, or None for one chunk. Need not be a multiple of ``shards``.
         args: `SequencePackingArgs`.
 
     Returns:
-        The plan; the rounded lengths of every bin sum up to ``max_tokens_per_microbatch`` at most.
+        The plan. The rounded lengths of a bin sum up to ``max_tokens_per_microbatch`` at most.
 
     Raises:
-        InvalidRequestError: A rounded length over the limit (both numbers are said), fewer rows in a chunk than bins
-            needed, or sizes that are no multiples.
+        InvalidRequestError: A rounded length is over the limit (the message has both numbers), a chunk has fewer rows
+            than it needs bins, or sizes are not multiples.
     """
     what = "sequence_packing_args"
     _check_keys(what, args, _PACKING_KEYS, _OPTIONAL_PACKING_KEYS)
@@ -295,7 +295,7 @@ def _deal(
     counts = counts[bins]
     ends = np.cumsum(counts)
     rows = items[np.repeat(starts - (ends - counts), counts) + np.arange(len(items))].tolist()
-    # one line per shard, and all of them listed at once: numpy's cost of a call counts where chunks are small
+    # one line per shard, all converted at once: with small chunks, the cost of each numpy call counts
     counts, ends = counts.reshape(shards, -1), ends.reshape(shards, -1)
     firsts = (ends[:, 0] - counts[:, 0]).tolist()
     lasts = ends[:, -1].tolist()
@@ -319,10 +319,10 @@ def _chunks(num_rows: int, shards: int, batch_size: int | None, *, equal: bool) 
         num_rows: Rows of the batch.
         shards: Number of shards.
         batch_size: Rows of a chunk.
-        equal: Whether each shard gets equally many rows of a chunk, so that its size must be a multiple.
+        equal: Whether each shard must get the same number of rows of a chunk.
 
     Raises:
-        InvalidRequestError: Sizes that are no multiples, or no rows.
+        InvalidRequestError: Sizes are not multiples, or there are no rows.
     """
     if shards < 1:
         raise InvalidRequestError(f"sharding refused: shards is {shards}. Expected 1 or more.")

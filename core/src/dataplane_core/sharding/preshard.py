@@ -36,19 +36,19 @@ def shard_meta_for_dp(
         dynamic_batching_args: `DynamicBatchingArgs`.
 
     Returns:
-        One meta per rank, and where each row of the concatenated ranks came from, None if that is the meta's own order.
-        `BatchedDataDict.reorder_data` with it, on rank-concatenated outputs, restores the meta's order.
+        One meta per rank, and the original index of each row of the concatenated ranks, or None if the order did not
+        change. With these indices, `BatchedDataDict.reorder_data` restores the meta's order in outputs that were
+        concatenated over ranks.
 
-        Tags, lengths and lease tokens follow their rows; the dicts of tags are the meta's own, since copying them costs
-        more than the plan (`KVBatchMeta.stamp_tags` replaces what it changes, so a stamp stays with its meta).
-        ``extra_info`` has the meta's own entries (each rank its copy)
-        and, where microbatches are planned, ``micro_batch_indices``, ``micro_batch_lengths`` and ``elem_counts_per_gb``
-        (None for dynamic batching) as `ShardPlan` describes them. A plan that the meta carried is not inherited: it was
-        made for other rows.
+        Tags, lengths and lease tokens follow their rows. The dicts of tags are shared with ``meta``, since copying them
+        costs more than the plan. (`KVBatchMeta.stamp_tags` makes new dicts, so other metas do not see its changes.)
+        ``extra_info`` has a copy of the meta's entries. If microbatches are planned, it also has
+        ``micro_batch_indices``, ``micro_batch_lengths`` and ``elem_counts_per_gb`` (None for dynamic batching), as
+        `ShardPlan` describes them. A plan in the meta's own ``extra_info`` is not copied: it was made for other rows.
 
     Raises:
-        InvalidRequestError: An empty meta, missing lengths, both kinds of arguments, sizes that are no multiples, a row
-            over the token limit.
+        InvalidRequestError: The meta is empty or has no lengths, both kinds of arguments are given, sizes are not
+            multiples, or a row is over the token limit.
     """
     where = f"shard_meta_for_dp('{meta.partition_id}', {meta.size} samples)"
     if not meta.sample_ids:
@@ -76,10 +76,10 @@ def shard_meta_for_dp(
         raise
     order = plan.order()
     unchanged = order[-1] == meta.size - 1 and order == list(range(meta.size))
-    return _carry_out(meta, plan), None if unchanged else order
+    return _apply_plan(meta, plan), None if unchanged else order
 
 
-def _carry_out(meta: KVBatchMeta, plan: ShardPlan) -> list[KVBatchMeta]:
+def _apply_plan(meta: KVBatchMeta, plan: ShardPlan) -> list[KVBatchMeta]:
     inherited = {key: value for key, value in meta.extra_info.items() if key not in PLAN_KEYS}
     shards = []
     for rank, rows in enumerate(plan.rows):

@@ -75,12 +75,12 @@ def raise_put(what: str, request: PutRequest, reply: Sequence[Any]) -> NoReturn:
     kind = reply[0]
     if kind == b"stale":
         which = (
-            f"sample '{text_of(reply[1])}' was cleared" if reply[1] else "the partition was registered anew or cleared"
+            f"sample '{text_of(reply[1])}' was cleared" if reply[1] else "the partition was registered again or cleared"
         )
         raise StalePartitionError(f"{what} refused: {which} since the put began. Nothing was written.")
     if kind == b"abandoned":
         raise StalePartitionError(
-            f"{what} refused at commit: the put had been given up as abandoned. Nothing was written."
+            f"{what} refused at commit: the put took too long and counts as abandoned. Nothing was written."
         )
     if kind == b"incomplete":
         raise BackendError(

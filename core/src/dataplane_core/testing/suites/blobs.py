@@ -63,7 +63,7 @@ class BlobSuite(Suite, chapter="blobs"):
         assert _same(blobs.get(key), data), "the second get of a blob differs from the first"
 
     def test_a_missing_blob_reads_as_none(self, store: Store) -> None:
-        """Blob store: "Reads a blob; None where it is not there."
+        """Blob store: "Reads a blob. None if it does not exist."
 
         Check first: get of a key that is not there returns None; it raises no KeyError, and returns no empty bytes.
         """
@@ -76,7 +76,7 @@ class BlobSuite(Suite, chapter="blobs"):
         assert found is None, f"get of a missing key gave {found!r:.80}. Expected None."
 
     def test_an_empty_blob_is_told_from_a_missing_one(self, store: Store) -> None:
-        """Blob store: "data: May be empty." and "Reads a blob; None where it is not there."
+        """Blob store: "data: May be empty." and "Reads a blob. None if it does not exist."
 
         Check first: a test for truth (`if data`, `data or None`) where `is None` is meant.
         """
@@ -91,8 +91,8 @@ class BlobSuite(Suite, chapter="blobs"):
         assert blobs.get(empty) is None, "a deleted empty blob is not missing"
 
     def test_a_deleted_blob_is_gone(self, store: Store) -> None:
-        """Blob store: "Deletes a blob; a key that is not there is ignored." and "Reads a blob; None where it is not
-        there."
+        """Blob store: "Deletes a blob. Ignores a key that does not exist." and "Reads a blob. None if it does not
+        exist."
 
         Check first: delete takes the blob away before it returns, and no cache still has it; others stay.
         """
@@ -107,7 +107,7 @@ class BlobSuite(Suite, chapter="blobs"):
         assert _same(blobs.get(stays), stays.encode()), "delete of one blob took another along"
 
     def test_deleting_what_is_not_there_is_ignored(self, store: Store) -> None:
-        """Blob store: "Deletes a blob; a key that is not there is ignored."
+        """Blob store: "Deletes a blob. Ignores a key that does not exist."
 
         Check first: delete of a key that was never put, or was deleted before, returns without an error.
         """
@@ -156,7 +156,7 @@ class BlobSuite(Suite, chapter="blobs"):
     # --- many at once -------------------------------------------------------------------------------------------------
 
     def test_put_many_stores_as_put_does(self, store: Store) -> None:
-        """Blob store: "Stores several blobs; override it where the engine does better than one at a time."
+        """Blob store: "Stores several blobs. Override it if the engine can do this faster than one by one."
 
         Check first: every blob of the batch is there when put_many returns, each under its own key.
         """
@@ -167,7 +167,7 @@ class BlobSuite(Suite, chapter="blobs"):
         assert not wrong, f"{of_all(wrong, batch)} of one put_many do not come back"
 
     def test_get_many_replies_as_get_does(self, store: Store) -> None:
-        """Blob store: "Reads several blobs, in order; override it where the engine does better than one at a time."
+        """Blob store: "Reads several blobs, in order. Override it if the engine can do this faster than one by one."
 
         Check first: one reply per key, in the order of the keys, None where one is not there.
         """
@@ -186,7 +186,7 @@ class BlobSuite(Suite, chapter="blobs"):
                 assert data is None, f"get_many gave {data!r:.80} for a missing key. Expected None."
 
     def test_delete_many_deletes_as_delete_does(self, store: Store) -> None:
-        """Blob store: "Deletes several blobs; override it where the engine does better than one at a time."
+        """Blob store: "Deletes several blobs. Override it if the engine can do this faster than one by one."
 
         Check first: missing keys among the others are ignored, and do not end the call.
         """
@@ -236,7 +236,7 @@ class BlobSuite(Suite, chapter="blobs"):
 
     @proves(Scope.HOST)
     def test_blobs_are_seen_by_every_client(self, store: Store) -> None:
-        """Blob store: "Stores a blob under a key that was never used before; returns when every process can read it."
+        """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
 
         Check first: nothing waits in a client's memory, to be written later; no client caches what others delete.
         """

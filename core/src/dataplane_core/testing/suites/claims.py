@@ -394,7 +394,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
             assert list(claim.sample_ids) == []
 
     def test_claim_hook_gives_all_or_nothing(self, store: Store) -> None:
-        """Hook spec: "Hand out batch_size or, when the partition can give no more, what remains; else nothing."
+        """Hook spec: "Hand out batch_size samples or none; but hand out the rest if the partition can give no more than
+        that."
 
         Check first: all_or_nothing, and Claim.exhausted.
         """
@@ -410,7 +411,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert (list(end.sample_ids), end.exhausted) == ([], True)
 
     def test_claim_hook_explains_itself(self, store: Store) -> None:
-        """Hook spec: "What keeps the others back (where explain was set and nothing is handed out)."
+        """Hook spec: "Why the other samples are not handed out (if explain was set and this claim hands out none)."
 
         Check first: with explain, num_ready and shortfall are filled although nothing is handed out.
         """

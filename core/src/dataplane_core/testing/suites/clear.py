@@ -187,7 +187,8 @@ class ClearSuite(Suite, chapter="clear"):
             assert not store.has(partition, name)
 
     def test_clear_hook_counts_its_rows(self, store: Store) -> None:
-        """Hook spec: "Drops rows with their tags and cursors, or the whole partition; what is not there is ignored."
+        """Hook spec: "Drops rows with their tags and cursors, or the whole partition. Ignores samples that are not
+        there."
 
         Check first: ClearReply.num_samples counts the rows that were there.
         """

@@ -108,8 +108,8 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
         assert _consumed(store, partition)
 
     def test_consumption_hook_answers_for_what_is_not_there(self, store: Store) -> None:
-        """Hook spec: "Answers from the store's own state; False for an unknown partition or task, and while nothing is
-        held."
+        """Hook spec: "Answers from the store's own state. False for an unknown partition or task, and while no sample
+        is held."
 
         Check first: the hook replies ConsumptionReply(consumed=False); it does not raise.
         """

@@ -213,7 +213,8 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         assert store.client.check_consumption_status(partition, ["train"])
 
     def test_put_hook_checks_groups(self, store: Store) -> None:
-        """Hook spec: "InvalidRequestError: An id without _g or a surplus group member; nothing is written."
+        """Hook spec: "InvalidRequestError: An id has no _g, or a group would have too many members. Nothing is
+        written."
 
         Check first: the hook raises dataplane_core.errors itself; core wraps anything else in BackendError.
         """

@@ -87,7 +87,7 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         assert _records(backend, place) == [b"first", b"first"]
 
     def test_the_journal_reads_in_order_from_any_place(self, store: Store) -> None:
-        """Blob store: "The journal's records from ``from_seq`` on, in order; none where there are no more."
+        """Blob store: "The journal's records from ``from_seq`` on, in order. Empty if there are no more."
 
         Check first: records are ordered by number, not by text or by time; all are given, however many; a read from
         the end is empty and no error.
@@ -172,8 +172,8 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
             assert record == f"{place} by {won[0]}".encode(), f"place {place} holds {record!r}, not its winner's record"
 
     def test_a_trimmed_journal_begins_where_it_was_told(self, store: Store) -> None:
-        """Blob store: "Drops the records below ``before_seq``" and "Of a journal that was trimmed beyond ``from_seq``:
-        those that are kept."
+        """Blob store: "Drops the records below ``before_seq``" and "If the journal was trimmed beyond ``from_seq``, the
+        records that are kept."
 
         Check first: the record with the number itself stays; a read from below it is not empty, and no error; numbers
         do not shift.
@@ -189,7 +189,7 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
                 )
 
     def test_a_journal_is_trimmed_to_the_same_or_a_lower_number_without_a_change(self, store: Store) -> None:
-        """Blob store: "Asked again, or for a number below which the journal was trimmed already, it changes nothing."
+        """Blob store: "A call for records that were already dropped changes nothing."
 
         Check first: a trim to a lower number does not set back where the journal begins, which `read` and `append` look
         at; a record that is gone is no error. Two clients may trim at once, and the slower one then asks for less.

@@ -371,7 +371,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert store.hooks.ack(partition, ids(2), tokens).num_samples == 2
 
     def test_lease_tokens_are_those_that_the_claim_drew(self, store: Store) -> None:
-        """Hook spec: "The lease token of what this claim hands out: random bits drawn by the client".
+        """Hook spec: "The lease token of the samples that this claim hands out: random bits drawn by the client".
 
         Check first: tokens are not counted in the store, which may come back from an older state and count again.
         """

@@ -243,8 +243,8 @@ class PutSuite(Suite, chapter="put"):
         assert store.hooks.put(partition, ids(2), None, [{"n": 1}, {"n": 2}]).num_samples == 2
 
     def test_put_hook_takes_the_current_epoch(self, store: Store) -> None:
-        """Hook spec: "The registration that the client checked the put against, or None; another is refused with
-        StalePartitionError and nothing is written."
+        """Hook spec: "The registration that the client checked the put against, or None. If another one is current, the
+        backend raises StalePartitionError and writes nothing."
 
         Check first: compare the request's epoch with the registration's, in the same atomic step as the commit.
         """
@@ -275,7 +275,7 @@ class PutSuite(Suite, chapter="put"):
         assert store.get(partition, ids(4))["x"].tolist() == [0, 1, 2, 3]
 
     def test_middleware_may_add_its_column_first(self, store: Store) -> None:
-        """Hook spec: "Field -> what the field keeps for the registration; the same keys as columns".
+        """Hook spec: "Field -> its spec; the same keys as columns".
 
         Check first: columns and specs belong together by name, never by their order.
         """

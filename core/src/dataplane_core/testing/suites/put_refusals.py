@@ -283,7 +283,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     # --- the hook -----------------------------------------------------------------------------------------------------
 
     def test_put_hook_raises_its_own_errors(self, store: Store) -> None:
-        """Hook spec: "SchemaMismatchError: A spec differs from the field's first write; nothing is written."
+        """Hook spec: "SchemaMismatchError: A spec differs from the field's first write. Nothing is written."
 
         Check first: the hook raises dataplane_core.errors itself; core wraps anything else in BackendError.
         """

@@ -243,8 +243,8 @@ class RegistrationSuite(Suite, chapter="registration"):
     # --- the hooks ----------------------------------------------------------------------------------------------------
 
     def test_register_hook_returns_the_registration(self, store: Store) -> None:
-        """Hook spec: "Opens the partition afresh; rows, tags, cursors and schema of an earlier registration are gone on
-        return."
+        """Hook spec: "Opens the partition. On return, rows, tags, cursors and schema of an earlier registration are
+        gone."
 
         Check first: PartitionInfo repeats what the request said, and describe_partition returns the same.
         """
@@ -259,7 +259,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         assert store.hooks.describe(partition) == info
 
     def test_every_registration_has_an_epoch_of_its_own(self, store: Store) -> None:
-        """Hook spec: "What the registration is known by: random bits drawn by the client (new_id)."
+        """Hook spec: "The id of the registration: random bits drawn by the client (new_id)."
 
         Check first: describe_partition returns the epoch that the registration's request gave.
         """
@@ -282,7 +282,7 @@ class RegistrationSuite(Suite, chapter="registration"):
             store.hooks.describe(partition)
 
     def test_the_epoch_is_the_one_that_the_registration_drew(self, store: Store) -> None:
-        """Hook spec: "What the registration is known by: random bits drawn by the client".
+        """Hook spec: "The id of the registration: random bits drawn by the client".
 
         Check first: epochs are not counted in the store, which may come back from an older state and count again.
         """

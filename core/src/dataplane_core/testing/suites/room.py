@@ -105,7 +105,7 @@ class RoomSuite(Suite, chapter="room"):
             assert store.get(partition, ["s1"])["x"][0, 0].item() == 3
 
     def test_a_refused_put_leaves_nothing_in_the_engine(self, store: Store) -> None:
-        """Hook spec: "another is refused with StalePartitionError and nothing is written."
+        """Hook spec: "If another one is current, the backend raises StalePartitionError and writes nothing."
 
         Check first: what a put stored before it was refused is deleted again.
         """

@@ -48,7 +48,7 @@ class SmokeSuite(Suite, chapter="smoke"):
     """What every other test of the kit takes for granted."""
 
     def test_smoke_hundreds_of_blobs_come_back(self, store: Store) -> None:
-        """Blob store: "Stores a blob under a key that was never used before; returns when every process can read it."
+        """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
 
         Check first: put; every blob is kept, whatever its key and however many there are.
         """

@@ -1,4 +1,4 @@
--- Request: {write}. Gives a begun put up; a committed one stays.
+-- Request: {write}. Aborts a begun put. A committed put stays.
 local write = unpack(cmsgpack.unpack(ARGV[1]))
 if call('ZREM', BASE .. ':pending', write) == 1 then
   local size = call('HGET', BASE .. ':reserved', write)

@@ -1,28 +1,28 @@
 -- Request: {partition, task, batch size, all_or_nothing, lease_s (-1: none), token, holder, required (sorted, as a
 -- layout), filter (packed conditions, "": none), rows to look at, rows to give, lease ("" at first), client
--- ("": it need not be counted among those that wait)}. A script looks at about that many rows and gives about that
--- many, so that none holds the server for long. It replies
+-- ("": do not count it as a client that waits)}. "rows to look at" and "rows to give" are approximate limits of one
+-- script, so that none blocks the server for long. Replies:
 --
---   {"again"}                         ask again: it got on, and what it found is kept
---   {"busy"}                          a claim of this task is being given more rows than one script gives: ask again
---   {"part", lease, ids, tags}        these and more: ask again with that lease
---   {"ok", exhausted, ids, tags}      these, the last
---   {"wait", epoch, change, seconds until a lease ends or "", clients that wait}   nothing; the same answer until the
---                                     mark of the last change is another or that lease ends
---   {"lost"}                          the parts given so far go back: the next one was asked for too late, or others
---                                     cleared what was to be given
+--   {"again"}                         ask again: the search is not finished, and its progress is kept
+--   {"busy"}                          another claim of this task is still being given its parts: ask again
+--   {"part", lease, ids, tags}        some of the samples: ask again with that lease for the next part
+--   {"ok", exhausted, ids, tags}      the last samples of the claim
+--   {"wait", epoch, change, seconds until a lease ends or "", clients that wait}   no samples. The answer stays the
+--                                     same until the mark of the last change differs, or that lease ends
+--   {"lost"}                          the parts given so far return to the pool: the next one was asked for too late,
+--                                     or other clients cleared samples of it
 local name, task_name, batch_size, all_or_nothing, lease_s, token, holder, required, filter, budget, most, number,
   client = unpack(cmsgpack.unpack(ARGV[1]))
--- Seconds in which a client asks for the next part, else what it was given goes back.
+-- A client that does not ask for the next part within this many seconds loses the parts that it was given.
 local FILL_S = 5
--- Seconds for which a client counts among those that wait.
+-- Seconds for which a client is counted as one that waits.
 local COUNTED_S = 15
 local P = open_partition(name)
 if not P then return unknown_partition() end
 local task = task_index(P, task_name)
 if not task then return unknown_task(P) end
 local per_unit = P.group or 1
-local UNITS = math.max(1, math.floor(CHUNK / per_unit))  -- looked at at a time
+local UNITS = math.max(1, math.floor(CHUNK / per_unit))  -- units looked at per step
 if batch_size % per_unit ~= 0 then return {'batch', per_unit} end
 if not end_due(P, most) then return {'again'} end
 local filling, lease = call('HGET', P.meta, 'r:' .. task), false
@@ -59,7 +59,7 @@ local function done(...)
   return {...}
 end
 
--- Offers the next rows in order of first write; false where there are none.
+-- Offers the next rows to the view, in order of first write. False if there are none.
 local function scan()
   local ids, seqs = after(order, string.format('%.0f', view.mark), UNITS)
   if #ids == 0 then return false end
@@ -70,7 +70,7 @@ end
 
 -- --- filters ---------------------------------------------------------------------------------------------------------
 
--- For each unit: whether it is there and whole, and all its rows match.
+-- For each unit: whether it exists, is whole, and all its rows match.
 local function matching(units)
   local verdicts = {}
   if not P.group then
@@ -113,7 +113,7 @@ local function write(command, key, args)
   end
 end
 
--- Follows the changes of known units; false where the budget was spent before the end.
+-- Follows the changes of known units. False if the budget was spent before the end.
 local function follow()
   while true do
     local units, notes = after(P.at .. 'c', F.seen, UNITS)
@@ -139,7 +139,7 @@ local function follow()
   end
 end
 
--- Looks at the next ready units that the filter has not seen; false where there are none.
+-- Looks at the next ready units that the filter has not seen. False if there are none.
 local function look(count)
   local units, seqs = after(view.ready, F.at, math.min(UNITS, math.max(count, 100)))
   if #units == 0 then return false end
@@ -156,7 +156,7 @@ local function look(count)
   return true
 end
 
--- Whether some unit that matches and is not ready is not held either; nil where the budget was spent before.
+-- Whether some unit matches and is neither ready nor held. Nil if the budget was spent before this is known.
 local function one_is_coming()
   while true do
     local some = call('SRANDMEMBER', F.coming, math.min(UNITS, 100))
@@ -187,9 +187,9 @@ end
 
 -- --- what is ready -------------------------------------------------------------------------------------------------
 
-local step = math.min(want, math.max(1, math.floor(most / per_unit)))  -- what this script gives at most
+local step = math.min(want, math.max(1, math.floor(most / per_unit)))  -- the most that this script gives
 
--- The first units that are ready, up to `step`; nothing where `least` is not reached. Nil where the budget was spent.
+-- The first ready units, up to `step`. Empty if there are fewer than `least`. Nil if the budget was spent.
 local function gather(least)
   local source = F and F.matching or view.ready
   while true do
@@ -204,7 +204,7 @@ local function gather(least)
     for i = 1, #flat, 2 do units[#units + 1] = flat[i] end
     if not F then return units end
     local ready, still = scores(view.ready, units), {}
-    for i, unit in ipairs(units) do  -- others may have taken or cleared them
+    for i, unit in ipairs(units) do  -- other clients may have claimed or cleared them
       local list = ready[i] == flat[2 * i] and still or gone
       list[#list + 1] = unit
     end
@@ -214,7 +214,7 @@ local function gather(least)
   end
 end
 
--- Whether units may become ready that are neither held nor ready; nil where the budget was spent before that was known.
+-- Whether there are units that are neither held nor ready, and may become ready. Nil if the budget was spent before.
 local function more_may_come()
   if not P.num or tonumber(call('HGET', P.meta, 'seen') or 0) < P.num then return true end
   local rest
@@ -229,7 +229,7 @@ local function more_may_come()
   return one_is_coming()
 end
 
-if P.group then  -- a group's place is that of its first member, so all must be seen before the first is given
+if P.group then  -- a group has the place of its first member, so all rows must be seen before the first group is given
   while scan() do
     if budget <= 0 then return done('again') end
   end
@@ -244,7 +244,7 @@ if #units < step then
   exhausted = not more
   if all_or_nothing == 1 and more then
     if lease then
-      end_lease(P, lease)  -- others cleared what was to be given
+      end_lease(P, lease)  -- other clients cleared samples of this claim
       return done('lost')
     end
     if client ~= '' then
@@ -257,7 +257,7 @@ if #units < step then
   if not units then return done('again') end
 end
 
--- --- giving it -------------------------------------------------------------------------------------------------------
+-- --- handing out -----------------------------------------------------------------------------------------------------
 
 local ids = units
 if P.group then

@@ -1,5 +1,5 @@
--- Request: {partition, epoch ("": any), ids, whole (1: everything)}. Many ids take several scripts, of one
--- registration.
+-- Request: {partition, epoch ("": any), ids, whole (1: everything)}. Many ids take several calls, with the epoch of the
+-- first.
 local name, epoch, ids, whole = unpack(cmsgpack.unpack(ARGV[1]))
 reap()
 local P = open_partition(name)

@@ -1,4 +1,4 @@
--- Request: {limit}. Deletes writes of dropped registrations; says whether more are left.
+-- Request: {limit}. Deletes up to `limit` writes of dropped registrations. Replies whether more are left.
 local limit = unpack(cmsgpack.unpack(ARGV[1]))
 reap()
 local trash = BASE .. ':trash'

@@ -1,8 +1,8 @@
 -- What all scripts share. Keys are built from KEYS[1] = "dp:{namespace}", so that all of them lie in one hash slot.
--- Requests are one msgpack array in ARGV[1]; the last argument says who asks: the id of the instance that the client is
--- connected to (32 characters), 16 random bytes of this call, and the time (8 bytes, see now). Instances,
--- registrations, writes and leases are told apart by random bits that clients draw, since a counter kept here comes
--- again when the server comes back from an older state. In keys they are written in hex.
+-- A request is one msgpack array in ARGV[1]. The last argument identifies the caller: the id of the instance that the
+-- client is connected to (32 characters), 16 random bytes of this call, and the time (8 bytes, see now). Clients draw
+-- the ids of instances, registrations, writes and leases at random. A counter on the server would give ids twice after
+-- the server restarts from an older state. In keys, ids are written in hex.
 --
 --   base:instance        hash: version, id, capacity_bytes, on_full; owner, while the client lives that bootstrapped
 --                        it; clock: the time of the store in seconds, and the server's clock at that time
@@ -12,7 +12,7 @@
 --   base:reserved        hash: the payload bytes of each
 --   base:waiters         zset: clients with claims that wait, by the time until when they count
 --   base:line, waiting, freed   puts that wait for room, see line.lua
---   base:why:<digest>    what a claim that timed out counted of the rows, for a moment, see shortfall.lua
+--   base:why:<digest>    the shortfall of a claim that timed out, kept for a short time, see shortfall.lua
 --   base:trash           set: dropped registrations; base:trash:<epoch>: their writes
 --   base:p:<partition>   hash: epoch, num, group, info, ntasks, seen, bytes, whole, t:<task> -> index,
 --                        d:<index> -> samples done, w:<index> -> whole groups held, change: the mark of the last
@@ -22,17 +22,17 @@
 --   base:e:<epoch>:      r   hash   id -> row: seq, then one ref (write, position, layout, bytes) per live write
 --                        t   hash   id -> msgpack map of tags
 --                        o   zset   id by seq: the order of first writes
---                        x   set    ids that were cleared, where num is set
+--                        x   set    ids that were cleared, if num is set
 --                        s   hash   field -> spec
 --                        l   list   layouts: the field names of a write, in order; li: hash layout -> index
---                        u   set    writes that a row names
+--                        u   set    writes that rows refer to
 --                        g   hash   group -> seq, whether it is broken, how many members are held and how many
 --                                   listed, and the list of the first MEMBERS ids that joined it, as msgpack
---                        gm  hash   "<group>:<part>" -> list of the next MEMBERS ids; a group that was broken lists
---                                   no more, since it is never given
+--                        gm  hash   "<group>:<part>" -> list of the next MEMBERS ids. A broken group adds no
+--                                   more, since it is never handed out
 --                        h:<task>   hash  id -> "D" (given for good) or the number of a lease, see leases.lua
 --                        k, q, a    the leases
---                        vw  hash   view "<task>:<required>" -> seq up to which rows were offered to it
+--                        vw  hash   view "<task>:<required>" -> seq up to which rows were offered to the view
 --                        v:<view>   zset  claimable units (ids or groups) by seq
 --                        c, fs, f:<digest>...  what filters that wait have seen, see waiting.lua
 local BASE = KEYS[1]
@@ -46,9 +46,9 @@ local ASKER = ARGV[#ARGV]
 local INSTANCE = call('HMGET', BASE .. ':instance', 'id', 'clock')
 if INSTANCE[1] ~= string.sub(ASKER, 1, 32) then return {'other_history'} end
 
--- The time of the store in seconds. It only goes forward, and by durations: each client learns it when it connects, and
--- counts on by its own monotonic clock; the one that is ahead holds. So no step of a clock ends leases or parks them.
--- The server's own clock tells only how long nobody was connected (instance.lua).
+-- The time of the store in seconds. It never goes back. Each client gets it when it connects, and adds the seconds of
+-- its own monotonic clock; the store takes the largest. So a step of a host's clock neither ends nor prolongs leases.
+-- The server's own clock is used only for how long nobody was connected (instance.lua).
 local kept_time, time
 local function now()
   if not time then
@@ -58,8 +58,8 @@ local function now()
   return time
 end
 
--- Keeps the time, about once in a second: with every change synced to disk, a script that changes nothing else is
--- cheap.
+-- Stores the time about once per second only, so that a script that changes nothing else stays cheap even if every
+-- change is synced to disk.
 local function keep_time()
   if now() - kept_time < 1 then return end
   local t = call('TIME')
@@ -86,7 +86,7 @@ local function batched(command, key, args)
   end
 end
 
--- Adds a value to the list of its key; `order` gets the keys as they come first.
+-- Adds a value to the list of its key. `order` gets each key when it is first seen.
 local function add_to(lists, order, key, value)
   local list = lists[key]
   if not list then
@@ -111,9 +111,10 @@ local function open_partition(name)
   }
 end
 
--- Marks every change after which a claim may get another answer: who saw this mark need not look again. It is the
--- call's own, so none comes twice, also where the server comes back from an older state. While filters wait, the known
--- units (ids or groups) that changed are noted in order, so that these look at nothing else.
+-- Marks a change after which a claim may get another answer. A claim that saw the same mark need not look again. The
+-- mark is the 16 random bytes of this call, so it is never used twice, even if the server restarts from an older state.
+-- While claims with filters wait, the known units (ids or groups) that changed are noted in order, so that these claims
+-- look only at them.
 local function changed(P, units)
   call('HSET', P.meta, 'change', string.sub(ASKER, 33, 48))
   if not units or #units == 0 or call('EXISTS', P.at .. 'c') == 0 then return end
@@ -148,7 +149,7 @@ local function seq_of(row)
   return (struct.unpack('<I8', row))
 end
 
--- The layouts of a row's refs, as bytes: rows of equal signature hold the same fields.
+-- The layouts of a row's refs, as bytes. Rows with equal signatures have the same fields.
 local function signature(row)
   if #row == 8 + REF then return string.sub(row, 29, 32) end
   local parts = {}
@@ -203,9 +204,9 @@ local function group_of(id)
   return string.match(id, '^(.*)_g')
 end
 
--- Payload bytes are no longer held.
+-- Subtracts payload bytes that are no longer held.
 local function free_room(bytes)
-  if bytes == 0 then return end  -- '-0' is no number to the server
+  if bytes == 0 then return end  -- the server does not accept '-0' as a number
   call('INCRBY', BASE .. ':held', string.format('%.0f', -bytes))
   if call('EXISTS', BASE .. ':line') == 1 then call('SET', BASE .. ':freed', string.format('%.6f', now())) end
 end
@@ -229,7 +230,7 @@ local function free_refs(P, refs)
   end
 end
 
--- Gives up puts that were begun and not committed in time.
+-- Aborts puts that were begun and not committed in time.
 local function reap()
   keep_time()
   local pending = BASE .. ':pending'
@@ -290,14 +291,14 @@ local function save_heads(P, names, groups)
   batched('HSET', P.at .. 'g', args)
 end
 
--- The names of a group's further lists.
+-- The names of a group's lists after the first.
 local function parts_of(name, g)
   local parts = {}
   for part = 1, math.ceil(g.listed / MEMBERS) - 1 do parts[#parts + 1] = name .. ':' .. part end
   return parts
 end
 
--- Heads and members. Of a broken group, members that were cleared are listed still.
+-- Heads and members. For a broken group, cleared members are still listed.
 local function load_groups(P, names)
   local groups, parts, owners = load_heads(P, names), {}, {}
   for _, name in ipairs(names) do
@@ -317,7 +318,7 @@ local function load_groups(P, names)
   return groups
 end
 
--- Adds ids to a group, of which only the last list is read and written; the head is for save_heads.
+-- Adds ids to a group. Reads and writes only its last list; save_heads saves the head.
 local function join_group(P, name, g, ids)
   g.count = g.count + #ids
   if g.broken then return end
@@ -358,7 +359,7 @@ local function distinct_groups(ids)
   return names
 end
 
--- What is claimed as one: the rows themselves, or their groups.
+-- The units that claims hand out: the rows themselves, or their groups.
 local function units_of(P, ids)
   return P.group and distinct_groups(ids) or ids
 end
@@ -370,7 +371,7 @@ local function none_held(values)
   return true
 end
 
--- Of the groups of `ids`, those that are whole and not queued in all of the views yet.
+-- The groups of `ids` that are whole and not yet queued in all views.
 local function groups_to_offer(P, views, ids)
   local names, some = distinct_groups(ids), {}
   local heads, queued = load_heads(P, names), {}
@@ -383,8 +384,8 @@ local function groups_to_offer(P, views, ids)
   return some
 end
 
--- Queues what is claimable: rows `ids` (with their `rows`), or the groups that they belong to. Returns how many members
--- of groups were looked at.
+-- Queues claimable units: rows `ids` (with their `rows`), or their groups. Returns the number of group members that it
+-- looked at.
 local function offer(P, views, ids, rows)
   local looked = 0
   if #views == 0 or #ids == 0 then return looked end

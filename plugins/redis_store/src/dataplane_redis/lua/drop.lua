@@ -1,4 +1,4 @@
--- Forgets a registration at once; its writes go to the trash, which `collect` empties in steps.
+-- Drops a registration at once. Its writes go to the trash, which `collect` empties in steps.
 local function drop_partition(P)
   local count = call('ZCARD', P.at .. 'o')
   local bytes = tonumber(call('HGET', P.meta, 'bytes') or 0)

@@ -1,4 +1,4 @@
--- Tag filters, as dataplane_core.spec.matches judges them. A tag's value: "n" None, "t"/"u" bool, "i<digits>" int,
+-- Tag filters, with the results of dataplane_core.spec.matches. A tag's value: "n" None, "t"/"u" bool, "i<digits>" int,
 -- "I<rest>:<digits>" int whose double is off by <rest>, "f<8 bytes>" float, "s<utf-8>" str.
 local function number_of(value)
   local kind = string.sub(value, 1, 1)
@@ -22,7 +22,7 @@ local function bytes_less(a, b)
   return #a < #b
 end
 
--- equal, less, greater; the last two are nil where the values do not compare.
+-- Returns equal, less, greater. The last two are nil if the values cannot be compared.
 local function compare(a, b)
   local x, x_rest = number_of(a)
   local y, y_rest = number_of(b)

@@ -1,7 +1,7 @@
--- Request: {action, version, id, owner, capacity_bytes ("": none), on_full}. "bootstrap" makes the instance, or takes
--- it over: one that has an owner with equal options, one that has none with any; "bootstrap alone" takes over only what
--- has no owner. What is there keeps its id, so that its clients go on. "attach" finds it, "end" takes the owner away.
--- Runs without the other scripts' common part, since that refuses who does not know the instance yet.
+-- Request: {action, version, id, owner, capacity_bytes ("": none), on_full}. "bootstrap" creates the instance,
+-- or takes over an existing one: if it has an owner, only with equal options; else with any. "bootstrap alone" takes it
+-- over only if it has no owner. An existing instance keeps its id, so that its clients can continue. "attach" finds it,
+-- "end" removes the owner. Runs without common.lua, which refuses clients that do not know the instance's id yet.
 local action, version, id, owner, capacity_bytes, on_full = unpack(cmsgpack.unpack(ARGV[1]))
 local key = KEYS[1] .. ':instance'
 if redis.call('TYPE', key).ok == 'string' then return {'version', '1'} end
@@ -11,7 +11,7 @@ if action == 'end' then
   if found[5] == owner then redis.call('HDEL', key, 'owner') end
   return {'ok'}
 end
--- What passed since the time was kept last, while perhaps nobody was connected: by the server's clock, if that tells.
+-- The stored time plus what passed since it was stored, by the server's clock, if that did not go back.
 local function time()
   local t = redis.call('TIME')
   local here = t[1] + t[2] / 1e6

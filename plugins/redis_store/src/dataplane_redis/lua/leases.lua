@@ -1,11 +1,10 @@
--- Leases. What a task holds of a row names a lease, so that settling a claim changes the lease and not each of its
--- rows.
+-- Leases. A task's hold on a row refers to a lease by number, so settling a claim changes one lease and not each row.
 --
 --   k   hash   number -> {kind, task, rows held, rows given, token, holder, parts}
 --   q   zset   number by the time when the lease ends
---   a   hash   "<number>:<part>" -> the ids of a part, of which some may have left
+--   a   hash   "<number>:<part>" -> the ids of a part; some may have left the lease
 --
--- Kinds: P a claim is filling it, L leased, A acked, D given for good, E ended: its rows go back, a part at a time.
+-- Kinds: P a claim is filling it, L leased, A acked, D given for good, E ended (its rows return to the pool in parts).
 -- Rows join a lease only while it is filled, and may leave it at any time.
 local PART = 1000
 
@@ -46,13 +45,13 @@ local function ends_in(P, lease, seconds)
   call('ZADD', P.at .. 'q', string.format('%.6f', now() + seconds), lease.number)
 end
 
--- The lease that a hold names, unless it was acked or given for good: then false.
+-- The lease of a hold. False if it was acked or given for good.
 local function unsettled_lease(P, hold)
   local lease = hold ~= 'D' and read_lease(P, hold)
   return lease and lease.kind ~= 'A' and lease.kind ~= 'D' and lease
 end
 
--- Rows that will not go back need no list of their ids, and no end.
+-- Rows that never return to the pool need no list of ids, and no end.
 local function forget_parts(P, lease)
   local fields = {}
   for part = 1, lease.parts do fields[part] = lease.number .. ':' .. part end
@@ -67,7 +66,7 @@ local function drop_lease(P, lease)
   P.leases[lease.number] = false
 end
 
--- Puts rows into a lease; the caller saves it.
+-- Puts rows into a lease. The caller saves the lease.
 local function add_rows(P, lease, ids)
   local holds = {}
   for i, id in ipairs(ids) do
@@ -91,7 +90,7 @@ local function give_for_good(P, lease, kind)
   save_lease(P, lease)
 end
 
--- Ends the holds of a task on `ids`, all held; what is claimable again is queued.
+-- Ends the holds of a task on `ids`, all of which it holds. Queues the units that are claimable again.
 local function give_back(P, task, ids)
   if #ids == 0 then return end
   batched('HDEL', P.at .. 'h:' .. task, ids)
@@ -115,7 +114,7 @@ local function end_lease(P, lease)
   call('ZADD', P.at .. 'q', '0', lease.number)
 end
 
--- Gives back what leases ended on, about `budget` rows of it; whether that was all.
+-- Returns about `budget` rows of ended leases to the pool. Replies whether these were all.
 local function end_due(P, budget)
   keep_time()
   local queue, limit = P.at .. 'q', string.format('%.6f', now())
@@ -142,7 +141,7 @@ local function end_due(P, budget)
   end
 end
 
--- Seconds until the next lease ends, as a string; '' where there is none.
+-- Seconds until the next lease ends, as a string. '' if there is none.
 local function next_end(P)
   local first = call('ZRANGE', P.at .. 'q', 0, 0, 'WITHSCORES')
   return first[2] and string.format('%.6f', math.max(0, tonumber(first[2]) - now())) or ''

@@ -1,16 +1,15 @@
--- Puts that wait for room: first come, first served, within a bound. The rule is that of dataplane_core._room. A put
--- that waits asks more often than there, where it does so through a host with one rate for all: so one whose client died
--- is known sooner, after KEPT_S instead of 30 s.
+-- The queue of puts that wait for room, in order of arrival. The rule is that of dataplane_core.ledger.room, but
+-- waiting puts ask more often here, so a put whose client died is noticed sooner: after KEPT_S instead of 30 s.
 --
 --   base:line      zset  the writes of puts that wait, in the order in which they came
---   base:waiting   hash  write -> {bytes, when it came, until when it is kept, bytes that later puts took before it}
+--   base:waiting   hash  write -> {bytes, when it came, until when it is kept, bytes of later puts that went ahead}
 --   base:freed     when room last became free
 local LINE, WAITING = BASE .. ':line', BASE .. ':waiting'
--- Seconds after its last question, at most, after which a put no longer waits.
+-- A put that did not ask again for this many seconds is dropped from the queue.
 local KEPT_S = 10
--- Seconds without any room becoming free, after which later puts may pass those that wait.
+-- If no room became free for this many seconds, later puts may pass those that wait.
 local QUIET_S = 1
--- Seconds until the next question: of the first put in the line, more for each one before it, and at most.
+-- Seconds until the next question: for the first put, for each put ahead of it in addition, and at most.
 local PAUSE_S, PAUSE_MOST_S = 0.01, 2
 
 local function read_waiting(write)
@@ -30,8 +29,8 @@ local function leave_line(write)
   if call('ZREM', LINE, write) == 1 then call('HDEL', WAITING, write) end
 end
 
--- Whether a put that would fit leaves those that came before it their room, or may pass them. Where it enters now,
--- these note what it takes.
+-- Whether a put that would fit may take its room: it leaves enough for those that wait ahead of it, or may pass them.
+-- If it `enters`, its bytes are added to those that passed them.
 local function may_enter(write, bytes, free, capacity, enters)
   local time, sum, quiet, may_pass, ahead, seen = now(), bytes, nil, true, {}, 0
   while true do
@@ -63,8 +62,8 @@ local function may_enter(write, bytes, free, capacity, enters)
   return true
 end
 
--- Nil where a put may take its room now, which it does if `enters`. Else it waits from now on, for `wait_s` seconds (0:
--- it does not wait), and this is the reply: {"full", bytes held, puts before it, seconds until it asks again}.
+-- Nil if a put may take its room now, which it does if `enters`. Else it joins the queue for `wait_s` seconds (0: it
+-- does not wait), and this is the reply: {"full", bytes held, puts ahead of it, seconds until it asks again}.
 local function refuse_room(write, bytes, capacity, wait_s, enters)
   local held = tonumber(call('GET', BASE .. ':held') or 0)
   if held + bytes <= capacity and may_enter(write, bytes, capacity - held, capacity, enters) then return nil end

@@ -1,6 +1,6 @@
 -- Request: {partition, epoch ("": any), conditions, seq after which to begin, most rows}. Replies with ids and tags,
--- and with the epoch and the seq to go on after, "" at the end; or with {'changed'} where the partition was registered
--- anew. Many rows take several scripts; one row is listed once.
+-- the epoch, and the seq after which to continue ("" at the end); or with {'changed'} if the partition was registered
+-- again. Many rows take several calls; each row is listed once.
 local name, epoch, conditions, seq, most = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name)
 if not P then return unknown_partition() end

@@ -1,5 +1,5 @@
--- Request: {partition, ids, fields, most bytes to send along}. Replies with rows, layouts, specs and the epoch; and,
--- where all payload of the rows is small, with the payload of every ref, in order.
+-- Request: {partition, ids, fields, most bytes to send along}. Replies with rows, layouts, specs and the epoch. If the
+-- payload of all rows is small, also with the payload of every ref, in order.
 local name, ids, fields, most = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name)
 if not P then return unknown_partition() end

@@ -1,8 +1,8 @@
 -- Request: {mode, partition, epoch ("" for any), ids, row sizes, layout, {field, spec, ...}, tags ("" or one msgpack
 -- map or "" per row), capacity (0: none), ttl_s, write (16 bytes), known, how long to wait for room}. Mode "begin"
 -- checks and reserves; "commit" checks again what may have changed and makes the rows visible; "inline" does both, with
--- the rows in ARGV[2...]. A put is known by its write, so a commit meets no other history than one that holds its
--- begin, and in that no seq comes twice.
+-- the rows in ARGV[2...]. A put is identified by its random write id. So if the server restarted from a state without
+-- the begin, the commit is refused; and no seq is used twice.
 local mode, name, epoch, ids, sizes, layout, specs, tags, capacity, ttl_s, write, known, wait_s =
   unpack(cmsgpack.unpack(ARGV[1]))
 local total = 0
@@ -101,7 +101,7 @@ if layout ~= '' then
   call('HINCRBY', P.meta, 'bytes', string.format('%.0f', total))
 end
 
--- For rows of one signature: which refs stay, and the signature afterwards.
+-- For rows with the same signature: which refs stay, and the new signature.
 local plans = {}
 local function plan_of(sig)
   local plan = plans[sig]
@@ -208,5 +208,5 @@ if P.num and #new_ids > 0 then
 end
 free_refs(P, freed)
 offer(P, views, old_ids, old_rows)
-changed(P, P.group and distinct_groups(ids) or known_ids)  -- those that are whole or match now may stand far ahead
+changed(P, P.group and distinct_groups(ids) or known_ids)  -- units that are now whole or match may have an early seq
 return {'ok', P.epoch}

@@ -1,7 +1,7 @@
 -- Request: {mode, action, partition, task, epoch ("": any), ids, tokens, lease_s, leases, most rows to give back}.
--- All of the rows or none. Mode "all" does it at once. Many rows take several scripts: "check" for each chunk of ids
--- changes nothing; "split" puts those that are part of a lease only into one of their own, which changes nothing for
--- anyone; "commit" settles whole leases, all of them or none; "finish" gives back more of what was nacked.
+-- Settles all of the rows or none. Mode "all" does it at once. Many rows take several calls: "check", for each chunk of
+-- ids, changes nothing; "split" moves rows that are only a part of a lease to a new lease, which nobody notices;
+-- "commit" settles whole leases, all of them or none; "finish" returns more of the nacked rows to the pool.
 --
 -- check  -> {"ok", epoch, group size or 0, {lease, its token, rows of it in this chunk, rows of it in all,
 --           ...}}, {"lost", ids} or {"part", group, named, held}
@@ -41,7 +41,7 @@ local function look_up()
   return order, rows_of, lost
 end
 
--- The first group of which only a part is named, if any.
+-- The first group that the request names only in part, or nil.
 local function find_part()
   local counts, names = {}, distinct_groups(ids)
   for _, id in ipairs(ids) do
@@ -59,7 +59,7 @@ local function find_part()
   end
 end
 
--- Puts rows of a lease into another that says the same: a new one, or that of the number.
+-- Moves rows of a lease to an equal one: a new lease, or the one with the given number.
 local function split(from, number, rows)
   local to = number ~= '' and read_lease(P, number)
   if not to then
@@ -79,7 +79,7 @@ local function commit(lease)
   elseif action == 'renew' then
     local was = end_of(lease)
     ends_in(P, lease, lease_s)
-    if end_of(lease) < was then changed(P) end  -- those that wait look again when it ends, which is sooner now
+    if end_of(lease) < was then changed(P) end  -- it ends sooner now, so waiting claims must look again
   else
     end_lease(P, lease)
   end

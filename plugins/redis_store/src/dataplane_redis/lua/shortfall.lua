@@ -1,12 +1,13 @@
--- Request: {partition, task, required (as a layout), filter (packed conditions, "": none), rows to look at}. What keeps
--- a claim from more samples, as dataplane_core.errors.Shortfall says. Looks at about so many rows and replies
--- {"again", ...} with what was counted so far, or at last {"ok", ...}: rows that are ready, leased rows, {id, holder,
--- seconds left, ...} of the first, rows passed over, rows in incomplete groups, {group, members, ...} of the first,
--- rows that lack fields, {{id, field, ...}, ...} of the first. All who ask the same count together, and what took
--- several scripts is told again for a moment: where many time out at once, the rows are looked at once.
+-- Request: {partition, task, required (as a layout), filter (packed conditions, "": none), rows to look at}. Finds
+-- why a claim gets no more samples, as dataplane_core.errors.Shortfall describes it. Looks at about that many rows per
+-- call. Replies {"again", ...} with the counts so far, or {"ok", ...} at the end: ready rows, leased rows, {id, holder,
+-- seconds left, ...} of the first, rows that do not match the filter, rows in incomplete groups, {group, members, ...}
+-- of the first, rows that lack fields, {{id, field, ...}, ...} of the first. Claims that ask the same share one count,
+-- and a count that took several calls is kept for a short time. So if many claims time out at once, the rows are looked
+-- at only once.
 local name, task_name, required, filter, budget = unpack(cmsgpack.unpack(ARGV[1]))
--- Milliseconds for which a count that nobody goes on with is kept, and the most for which one that is done is told
--- again: for so many rows looked at, one.
+-- Milliseconds for which an unfinished count is kept, and the most for which a finished one is reused: one for each so
+-- many rows that it looked at.
 local KEEP_MS, ROWS_PER_MS = 2000, 20
 local NAMED = 3
 local P = open_partition(name)
@@ -30,7 +31,7 @@ local function end_of(lease)
   return ends[lease.number]
 end
 
--- Counts a held row, where it is leased, and keeps those whose leases end first, in this order.
+-- Counts a held row if it is leased. Keeps those whose leases end first, in this order.
 local function note_held(id, hold)
   local lease = unsettled_lease(P, hold)
   if not lease then return end
@@ -42,7 +43,7 @@ local function note_held(id, hold)
   S.first[NAMED + 1] = nil
 end
 
--- The rows that nobody holds; the others are counted.
+-- Returns the rows that are not held, and counts the others.
 local function free_of(ids)
   local free = {}
   for i, hold in ipairs(hmget(held_key, ids)) do
@@ -65,12 +66,12 @@ local function lacking_of(row)
   return lacking_by_sig[sig]
 end
 
--- Keeps the cells that come first.
+-- Keeps the first cells.
 local function note_cells(id, lacking)
   if #S.cells < NAMED then S.cells[#S.cells + 1] = {id, unpack(lacking)} end
 end
 
--- Keeps the incomplete groups that come first, by seq.
+-- Keeps the first incomplete groups, by seq.
 local function note_group(group)
   local place = #S.groups + 1
   while place > 1 and S.groups[place - 1][1] > group.seq do place = place - 1 end
@@ -79,7 +80,7 @@ local function note_group(group)
   S.groups[NAMED + 1] = nil
 end
 
--- All rows of a group that lost a member were met.
+-- Called when all rows of a group that lost a member were seen.
 local function end_lost(found)
   local seq, group, count, free, passed = unpack(found)
   S.lost[group] = nil
@@ -91,7 +92,7 @@ local function end_lost(found)
   end
 end
 
--- A row of a group that lost a member: who else is in it is not kept, so its rows are put together as they come.
+-- A row of a group that lost a member. Its members are not listed, so its rows are collected as they are seen.
 local function look_at_lost(id, group)
   local hold = call('HGET', held_key, id)
   if hold then note_held(id, hold) end
@@ -164,7 +165,7 @@ while not done and budget > 0 do
   for i = 1, #flat, 2 do ids[#ids + 1] = flat[i] end
   if not P.group then
     look_at_rows(ids)
-  else  -- a group is looked at when its first row is met, which has its seq
+  else  -- a group is looked at with its first row, which has the group's seq
     local heads = load_heads(P, distinct_groups(ids))
     for i, id in ipairs(ids) do
       local group = heads[group_of(id)]

@@ -1,12 +1,12 @@
--- What a filter has seen of a view, kept while it is asked with, so that the next question looks at nothing twice.
--- Equal filters share it. It expires by itself.
+-- The state of a filter on a view, kept while claims use it, so that the next question looks at nothing twice. Equal
+-- filters share it. It expires by itself.
 --
---   f:<digest>     hash  at: seq up to which the view's ready units were looked at; more: seq up to which the rows were
---                        looked at for units that are not ready; seen: the note up to which changes were followed
---   f:<digest>:m   zset  ready units that match, by seq; some may have gone since
+--   f:<digest>     hash  at: seq up to which the view's ready units were seen; more: seq up to which the rows were
+--                        searched for units that are not ready; seen: the note up to which changes were followed
+--   f:<digest>:m   zset  ready units that match, by seq; some may be gone by now
 --   f:<digest>:n   set   units that match and are not ready; some may be ready or gone by now
 --   c              zset  units that changed, in order of their notes; lives at least as long as every f
---   fs             zset  digests by time, for whoever drops the partition
+--   fs             zset  digests by time, for dropping the partition
 local KEEP_S = 60
 
 local function open_filter(P, view, packed)

@@ -290,6 +290,8 @@ class BootstrapsOverWhatRuns(HostStore):
 
     def start(self, *, bootstrap, deadline):
         self.exclusive = False
+        if bootstrap:
+            time.sleep(2.0)  # its server starts slowly: all who look meanwhile find nothing
         while True:
             try:
                 return super().start(bootstrap=bootstrap, deadline=deadline)

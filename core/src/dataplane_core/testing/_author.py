@@ -54,8 +54,8 @@ class AuthorsClass:
             strict expected failure: it must fail. A key may name some cases of a parametrized test, as
             in ``test_x[float8*]``.
         op_timeout_s: Deadline of one operation in seconds, for the kit's clients.
-        most_copies: Operation (``put_samples``, ``get_samples``) -> how many copies of the payload its client may hold at
-            once, and why. Default: `MOST_COPIES`.
+        most_copies: Operation (``put_samples``, ``get_samples``) -> how many copies of the payload its client may hold
+            at once, and why. Default: `MOST_COPIES`.
         store_per_test: Connect a new store for every test. By default one store serves all tests of the class that
             have equal ``options``.
     """

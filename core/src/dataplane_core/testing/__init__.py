@@ -1,4 +1,4 @@
-"""The conformance kit: proves a backend against the contract.
+"""The conformance kit: tests a backend against the contract.
 
 A storage author's test file:
 
@@ -14,10 +14,10 @@ A storage author's test file:
 
 Needs the extra ``dataplane-core[testing]``. Environment variables:
 
-- ``DATAPLANE_HYPOTHESIS_PROFILE=long``: many and random examples, 200 kills for 20, 100,000 claims by 8 processes.
-- ``DATAPLANE_CONFORMANCE_KILLS``: how many clients are killed.
-- ``DATAPLANE_CONFORMANCE_SEED``: the moments at which they are killed, as a failing test prints it.
-- ``DATAPLANE_CONFORMANCE_PROMPT_S``: what "at once" may take, in seconds; default 10.
+- ``DATAPLANE_HYPOTHESIS_PROFILE=long``: many random examples, 200 kills instead of 20, 100,000 claims by 8 processes.
+- ``DATAPLANE_CONFORMANCE_KILLS``: the number of clients that are killed.
+- ``DATAPLANE_CONFORMANCE_SEED``: the seed of the moments at which they are killed. A failing test prints it.
+- ``DATAPLANE_CONFORMANCE_PROMPT_S``: the most seconds that "at once" may take. Default: 10.
 """
 
 from dataplane_core.testing._author import ConformanceError

@@ -14,11 +14,11 @@ from dataplane_core.plugins import load_backend
 
 __all__ = ["AUTHORS_NAMES", "MOST_COPIES", "AuthorsClass", "ConformanceError"]
 
-#: How often a client may hold the payload at once, where the author says nothing else. One copy is due; the others are
-#: for the engine's format and its messages.
+#: How many copies of the payload a client may hold at once, by default. One copy is always needed. The others are for
+#: the engine's format and its messages.
 MOST_COPIES: Final[Mapping[str, float]] = {"put_samples": 4.0, "get_samples": 2.5}
 
-#: What an author's class may define; every other name of the kit is the kit's.
+#: The names that an author's class may define. It may not override any other name of the kit.
 AUTHORS_NAMES: Final = frozenset(
     {
         "absent_options",
@@ -41,23 +41,23 @@ AUTHORS_NAMES: Final = frozenset(
 
 
 class ConformanceError(DataPlaneError, TypeError):
-    """A subclass of `BackendConformance` is not what the kit can run: a quiet override, an unknown deviation."""
+    """The kit cannot run a subclass of `BackendConformance`: it overrides the kit, or names an unknown deviation."""
 
 
 class AuthorsClass:
-    """What an author's class says of its backend, and what it may supply.
+    """What an author's class declares about its backend, and what it may implement.
 
     Attributes:
         backend: Entry-point name of the backend; or the name that reports give to ``backend_class``.
         backend_class: The backend's class.
-        deviations: Test -> why this backend departs from what it says, beside the backend's own ``deviations``. The
-            test becomes a strict expected failure: it must fail. A key may name some cases of a parametrized test, as
+        deviations: Test -> why this backend fails it, beside the backend's own ``deviations``. The test becomes a
+            strict expected failure: it must fail. A key may name some cases of a parametrized test, as
             in ``test_x[float8*]``.
         op_timeout_s: Deadline of one operation in seconds, for the kit's clients.
-        most_copies: Operation (``put_samples``, ``get_samples``) -> how often its client may hold the payload at once,
-            the copy that is due included, and why. Default: `MOST_COPIES`.
-        store_per_test: Connect afresh for every test. By default one store serves all tests of the class that have
-            equal ``options``.
+        most_copies: Operation (``put_samples``, ``get_samples``) -> how many copies of the payload its client may hold
+            at once, and why. Default: `MOST_COPIES`.
+        store_per_test: Connect a new store for every test. By default one store serves all tests of the class that
+            have equal ``options``.
     """
 
     backend: ClassVar[str] = ""
@@ -85,7 +85,7 @@ class AuthorsClass:
     def attach_options(self, options: dict[str, Any], backend: Backend) -> dict[str, Any]:
         """Options with which another process attaches to the store that ``backend`` bootstrapped with ``options``.
 
-        The default asks the backend, where it has a method ``attach_options()``, else returns ``options``.
+        The default calls the backend's method ``attach_options()`` if it has one, else returns ``options``.
         """
         own = getattr(backend, "attach_options", None)
         made: dict[str, Any] = dict(options) if own is None else own()
@@ -97,13 +97,13 @@ class AuthorsClass:
         return isolated if isolated != options else None
 
     def conflicting_options(self, options: dict[str, Any]) -> dict[str, Any] | None:
-        """Options that name the running store of ``options`` but would shape it otherwise; None: there are none."""
+        """Options that name the running store of ``options`` but conflict with its options. None: there are none."""
         return None
 
-    # Without one of these, the tests that need it are not run, and the report says so.
+    # If one of these is not implemented, the tests that need it are not run, and the report says so.
 
     def raw_get(self, backend: Backend, partition_id: str, sample_id: str, field: str) -> Any:
-        """A second way to read one cell, past the backend's own hooks and core's codec; for the chapter "matrix".
+        """Reads one cell without the backend's hooks and core's codec; for the chapter "matrix".
 
         Args:
             backend: The started backend of the kit's client.
@@ -117,10 +117,10 @@ class AuthorsClass:
         raise NotImplementedError
 
     def held_bytes(self, backend: Backend) -> int:
-        """Payload bytes that the engine holds now, counted past the backend's own books; for the chapter "room".
+        """Payload bytes that the engine holds now, not counted by the backend itself; for the chapter "room".
 
-        What the engine itself says of what it keeps: the sizes of its keys, files or segments. Its own overhead may be
-        in it. The tests compare it before and after. Of a `BlobStore` the kit finds it out by itself.
+        The sizes that the engine reports for its keys, files or segments, perhaps with its own overhead. The tests
+        compare values before and after. The kit does this itself for a `BlobStore`.
 
         Args:
             backend: The started backend of the kit's client.
@@ -128,10 +128,10 @@ class AuthorsClass:
         raise NotImplementedError
 
     def lose_payload(self, backend: Backend, partition_id: str, sample_id: str, field: str) -> None:
-        """Deletes the payload of one cell in the engine, and leaves the books as they are; for the chapter "get".
+        """Deletes the payload of one cell in the engine, and leaves the backend's metadata; for the chapter "get".
 
-        What was put in one call with the cell, of the same sample, may go with it. Of a `LedgerBackend` the kit can do
-        it by itself.
+        May also delete other cells of the sample that were put in the same call. The kit does this itself for a
+        `LedgerBackend`.
 
         Args:
             backend: The started backend of the kit's client.
@@ -145,11 +145,11 @@ class AuthorsClass:
         """Kills the store's processes (kill -9) and starts them again; for backends that declare ``durable``.
 
         Args:
-            backend: The started backend of the kit's client, which goes on after it.
+            backend: The started backend of the kit's client, which is used after it too.
         """
         raise NotImplementedError
 
-    # --- what the kit asks of it --------------------------------------------------------------------------------------
+    # --- used by the kit ----------------------------------------------------------------------------------------------
 
     @classmethod
     def all_deviations(cls) -> dict[str, str]:
@@ -158,12 +158,12 @@ class AuthorsClass:
 
     @classmethod
     def supplies(cls, name: str) -> bool:
-        """Whether the author's class has its own of a method that may be left out."""
+        """Whether the author's class implements an optional method."""
         return getattr(cls, name) is not getattr(AuthorsClass, name)
 
     @classmethod
     def copies_allowed(cls, operation: str) -> tuple[float, str]:
-        """How often an operation's client may hold the payload at once, and why where that is the author's number."""
+        """How many copies of the payload an operation's client may hold at once; if the author set it, also why."""
         return cls.most_copies.get(operation, (MOST_COPIES[operation], ""))
 
     @classmethod

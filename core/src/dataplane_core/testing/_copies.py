@@ -1,4 +1,4 @@
-"""How often a client copies its payload, counted by what it allocates: no clock, so no luck."""
+"""Counts a client's copies of its payload by what it allocates, so that the result does not depend on time."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Allocated:
     python_bytes: int
 
     def copies_of(self, payload_bytes: int) -> float:
-        """The same as a multiple of the payload."""
+        """The allocated bytes as a multiple of the payload."""
         return (self.tensor_bytes + self.python_bytes) / payload_bytes
 
 
 def allocated(call: Callable[[], _R]) -> tuple[_R, Allocated]:
-    """Calls, and counts what the call allocated; several times slower than the call alone.
+    """Makes a call, and counts what it allocated. Several times slower than the call alone.
 
     Memory that an engine's own library allocates in C is not seen.
     """
@@ -56,7 +56,7 @@ def allocated(call: Callable[[], _R]) -> tuple[_R, Allocated]:
 
 
 class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its hooks untyped
-    """Adds up the storages that operators return and were not given."""
+    """Adds up the storages that operators allocate: those that they return and did not get as arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the same

@@ -1,4 +1,4 @@
-"""What a test of the kit says of itself: what it proves, its chapter of the contract, its rule, its limit of time."""
+"""Marks of a test of the kit: what it proves, its chapter of the contract, its rule, its time limit."""
 
 from __future__ import annotations
 

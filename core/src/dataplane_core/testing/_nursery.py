@@ -1,4 +1,4 @@
-"""Processes that cost next to nothing: forks of one that has imported what clients need and connected to nothing.
+"""Starts processes cheaply: forks a process that has imported what clients need, and has no connections.
 
 Starting Python and importing torch takes seconds; a fork of a process that has done so takes milliseconds, and holds no
 connection, lock or thread of a client. The process that is forked is spawned afresh for every store under test, so it

@@ -1,4 +1,4 @@
-"""What a run of the kit tells while it goes on: how far it is, how long it will take, and each failure at once."""
+"""Progress of a run of the kit: tests done, time left, and each failure at once."""
 
 from __future__ import annotations
 

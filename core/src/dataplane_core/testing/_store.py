@@ -1,4 +1,4 @@
-"""The store under test: one connected client that serves a whole class, and what a test does with it."""
+"""The store under test: one connected client for a whole class of tests, and helpers for a test."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Deployment:
         allow_pickle: bool = False,
         middleware: Sequence[Any] = (),
     ) -> DataPlaneClient:
-        """A client of the backend under test; whoever asks closes it."""
+        """A client of the backend under test. The caller must close it."""
         config = DataPlaneConfig(
             backend=self.name,
             options=dict(options),
@@ -173,7 +173,7 @@ class Deployment:
         return Worker(self._nursery, reference, config, bootstrap)
 
     def once(self, make: Callable[[Deployment], _R]) -> _R:
-        """What ``make(self)`` returned, or raised, when it was first asked for: evidence that several tests judge."""
+        """What the first call of ``make(self)`` returned or raised. Several tests check the same result."""
         if make not in self._made:
             try:
                 self._made[make] = make(self)
@@ -279,7 +279,7 @@ class Store:
     # --- partitions and rows ------------------------------------------------------------------------------------------
 
     def new_id(self) -> str:
-        """A partition id that nobody used."""
+        """A new partition id."""
         return f"kit-{uuid.uuid4().hex[:12]}"
 
     def register(
@@ -320,7 +320,7 @@ class Store:
         columns: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> KVBatchMeta:
-        """Puts columns given by name, or as a dict where a name is no identifier."""
+        """Puts columns given by name, or as a dict if a name is not an identifier."""
         columns = {**(columns or {}), **more}
         fields = batch(len(sample_ids), **columns) if columns else None
         return self.client.put_samples(sample_ids, partition_id, fields, tags)

@@ -1,4 +1,4 @@
-"""Waiting, bounded: nothing in the kit sleeps for a guess or hangs with a backend that hangs."""
+"""Waits with time limits. Nothing in the kit sleeps for a fixed time, or hangs if a backend hangs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["PROMPT_S", "STARTS_S", "Background", "bounded", "eventually", "in_th
 
 _R = TypeVar("_R")
 
-#: What "at once" may take on a loaded machine, in seconds; the environment variable sets another.
+#: The most seconds that "at once" may take on a loaded machine. The environment variable sets another number.
 PROMPT_S: Final = float(os.environ.get("DATAPLANE_CONFORMANCE_PROMPT_S", "10"))
-#: What a store may take to start there, in seconds.
+#: The most seconds that a store may take to start there.
 STARTS_S: Final = 60.0
 
 

@@ -61,7 +61,7 @@ class Faults(Middleware):
 
     @contextmanager
     def error_before(self, operation: str, error: Exception) -> Iterator[None]:
-        """The backend never sees the request; the client gets ``error``."""
+        """The backend never gets the request. The client gets ``error``."""
 
         def act(request: Any) -> None:
             raise error
@@ -71,7 +71,7 @@ class Faults(Middleware):
 
     @contextmanager
     def error_after(self, operation: str, error: Exception) -> Iterator[None]:
-        """The backend did what was asked, and its reply is lost; the client gets ``error``."""
+        """The backend executes the request, but its reply is lost. The client gets ``error``."""
 
         def act(request: Any, reply: Any) -> Any:
             raise error
@@ -98,7 +98,7 @@ class Faults(Middleware):
 
     @contextmanager
     def truncation(self, num_rows: int = 1, field: str | None = None, operation: str = "get_samples") -> Iterator[None]:
-        """Replies come back short.
+        """Replies are truncated.
 
         Args:
             num_rows: How many rows are missing: in every column of a read, in the tags and tokens of a claim or a

@@ -25,7 +25,7 @@ def _after(store: Store) -> Aftermath:
 
 
 def _usable(store: Store) -> Aftermath:
-    """The aftermath, for tests that can only judge it where the store served others to the end."""
+    """The result of the kills, for tests that need a store that served other clients to the end."""
     found = _after(store)
     assert found.unusable is None, f"{found.unusable} (seed {found.seed})"
     return found

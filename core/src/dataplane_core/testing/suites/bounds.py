@@ -54,7 +54,7 @@ class BoundSuite(Suite, chapter="bounds"):
         bounded(lambda: store.put(again, ["a"], x=torch.zeros(1)), what="a put after a deadline was missed")
 
     def test_deadlines_follow_the_config(self, store: Store) -> None:
-        """Contract: "Bounded: the deadline is op_timeout_s of the config".
+        """Contract: "Every call ends by its deadline: op_timeout_s of the config".
 
         Check first: nothing in the backend; core sets request.deadline, on the clock of time.monotonic.
         """
@@ -77,7 +77,7 @@ class BoundSuite(Suite, chapter="bounds"):
             assert 0.5 * limit_s < left[operation] <= limit_s, f"{operation} has {left[operation]:.1f} s of {limit_s}"
 
     def test_a_read_of_missing_data_does_not_wait(self, store: Store) -> None:
-        """Contract: "Bounded: the deadline is op_timeout_s of the config" ... "No call hangs."
+        """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs."
 
         Check first: get_samples raises MissingDataError at once; it does not wait for a producer.
         """
@@ -93,7 +93,7 @@ class BoundSuite(Suite, chapter="bounds"):
 
     @proves(Capability.CLAIMS)
     def test_a_claim_ends_by_its_timeout(self, store: Store) -> None:
-        """Contract: "a blocking claim's, its timeout_s. No call hangs."
+        """Contract: "or timeout_s of a blocking claim. No call hangs."
 
         Check first: the claim hook answers at once; the client counts the time.
         """

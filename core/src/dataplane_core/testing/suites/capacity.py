@@ -95,7 +95,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
 
     @proves(Capability.CAPACITY, Scope.HOST)
     def test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room(self, store: Store) -> None:
-        """Contract: "never torn or foreign data" and "capacity_bytes with on_full: block | raise."
+        """Contract: "never a part of a row or bytes of another" and "capacity_bytes with on_full: block | raise."
 
         Check first: whether a put fits is judged once, where it is made; no client judges it again by its own options.
         """
@@ -176,7 +176,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         )
 
     def test_a_blocked_put_ends_by_its_deadline(self, store: Store) -> None:
-        """Contract: "Bounded: the deadline is op_timeout_s of the config".
+        """Contract: "Every call ends by its deadline: op_timeout_s of the config".
 
         Check first: a put that waits raises OperationTimeoutError by request.deadline, and writes nothing.
         """

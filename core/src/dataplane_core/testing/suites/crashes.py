@@ -40,7 +40,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
 
     @lasts(_LIMIT_S)
     def test_the_store_serves_others_after_every_kill(self, store: Store) -> None:
-        """Contract: "Bounded: the deadline is op_timeout_s of the config" ... "No call hangs."
+        """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs."
 
         Check first: locks and reservations that a client takes in the store; a killed client gives none back.
         """
@@ -89,7 +89,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
     @proves(Scope.HOST, Capability.CLAIMS)
     def test_killed_consumers_get_no_sample_twice(self, store: Store) -> None:
         """Contract: "Across all clients and processes no sample is given to a task twice." and "Without a lease,
-        delivery is at most once: a claim whose reply is lost has lost its rows."
+        delivery is at most once: if the reply to a claim is lost, its rows are lost to the task."
 
         Check first: what was given is marked in the store, in the step that chooses it.
         """

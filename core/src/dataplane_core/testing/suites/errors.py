@@ -153,7 +153,7 @@ class ErrorSuite(Suite, chapter="errors"):
                 call()
 
     def test_a_client_works_after_errors(self, store: Store) -> None:
-        """Contract: "Bounded: the deadline is op_timeout_s of the config".
+        """Contract: "Every call ends by its deadline: op_timeout_s of the config".
 
         Check first: a failed operation leaves its connection, locks and thread pool usable.
         """

@@ -104,7 +104,7 @@ def _get(scene: _Scene) -> None:
 
 
 def _claimed(scene: _Scene) -> None:
-    # without a lease, a claim whose reply is lost has lost its rows: all of it was given, or none
+    # without a lease, if the reply to a claim is lost, its rows are lost to the task: all of it was given, or none
     assert scene.given() in (ids(3), []), "part of a claim was given"
     assert scene.given() == []
     assert scene.store.client.check_consumption_status(scene.partition, ["train"])
@@ -262,8 +262,8 @@ class FaultSuite(Suite, chapter="faults"):
 
     @pytest.mark.parametrize("name", list(_CASES))
     def test_an_operation_that_is_late_may_be_called_again(self, store: Store, name: str) -> None:
-        """Contract: "Bounded: the deadline is op_timeout_s of the config" ... "No call hangs." and "(the write may then
-        have happened or not)".
+        """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs." and "(the write may
+        then have happened or not)".
 
         Check first: the hook's way when request.deadline has passed: it raises OperationTimeoutError, or is done in no
         time; and what it sent before it gave up does not act on what comes later.

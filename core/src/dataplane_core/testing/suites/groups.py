@@ -24,8 +24,8 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     """Claims of a partition with a group size."""
 
     def test_incomplete_groups_are_not_given(self, store: Store) -> None:
-        """Contract: "with grpo_group_size g, whole groups only: the g samples whose ids share what stands before the
-        last _g."
+        """Contract: "with grpo_group_size g, whole groups only; a group is the g samples whose ids are equal up
+        to the last _g."
 
         Check first: a group becomes claimable when its last member is ready, not before.
         """
@@ -74,7 +74,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         assert [name.partition("_")[0] for name in given] == ["z", "z", "a", "a", "m", "m"]
 
     def test_the_last_mark_counts(self, store: Store) -> None:
-        """Contract: "the g samples whose ids share what stands before the last _g."
+        """Contract: "a group is the g samples whose ids are equal up to the last _g."
 
         Check first: split at the last _g of the id.
         """

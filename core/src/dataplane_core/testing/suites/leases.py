@@ -214,7 +214,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
             store.client.ack(meta)
 
     def test_acks_may_be_for_part_of_a_claim(self, store: Store) -> None:
-        """Contract: "Acks may be for part of a claim."
+        """Contract: "A part of a claim can be acked."
 
         Check first: tokens are checked per sample; the rest of the claim stays leased.
         """
@@ -305,7 +305,8 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         store.client.ack(meta.subset([1]))
 
     def test_without_a_lease_delivery_is_at_most_once(self, store: Store) -> None:
-        """Contract: "Without a lease, delivery is at most once: a claim whose reply is lost has lost its rows."
+        """Contract: "Without a lease, delivery is at most once: if the reply to a claim is lost, its rows are lost
+        to the task."
 
         Check first: a claim without lease_s never goes back to the pool.
         """

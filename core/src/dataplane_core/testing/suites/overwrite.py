@@ -93,7 +93,7 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
         assert store.claim(partition, 4).sample_ids == ids(4)
 
     def test_a_refused_overwrite_changes_nothing(self, store: Store) -> None:
-        """Contract: "another is a ValueError, and nothing is written."
+        """Contract: "a put that differs is a ValueError, and nothing is written."
 
         Check first: the schema is compared before the old cells are let go.
         """

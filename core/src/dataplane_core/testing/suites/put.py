@@ -292,7 +292,7 @@ class PutSuite(Suite, chapter="put"):
         assert store.hooks.read(partition, ["s1"], ["~mark"])["~mark"].tolist() == [101]
 
     def test_a_put_that_is_sent_again_is_a_request_of_its_own(self, store: Store) -> None:
-        """Contract: "Where the client sends a put again, it is a request of its own, which middleware may change."
+        """Contract: "If the client sends a put again, middleware gets a new request, which it may change."
 
         Check first: nothing in the backend; the client sends a put again whose registration it knew from earlier.
         """

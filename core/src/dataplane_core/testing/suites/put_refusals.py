@@ -65,7 +65,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     @pytest.mark.parametrize(("first", "later"), [case[:2] for case in _MISMATCHES], ids=[c[2] for c in _MISMATCHES])
     def test_a_field_keeps_its_schema(self, store: Store, first: str, later: Callable[[], Any]) -> None:
         """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape,
-        fixed by its first write; another is a ValueError, and nothing is written."
+        fixed by its first write; a put that differs is a ValueError, and nothing is written."
 
         Check first: compare request.specs with the specs of the field's first write before anything is stored.
         """
@@ -98,7 +98,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
         store.put(partition, ["a"], x=torch.tensor([2]))
 
     def test_a_refused_put_fixes_no_schema(self, store: Store) -> None:
-        """Contract: "another is a ValueError, and nothing is written."
+        """Contract: "a put that differs is a ValueError, and nothing is written."
 
         Check first: the specs of new fields are kept by the commit, not by the check before it.
         """
@@ -295,7 +295,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
             store.hooks.put(store.new_id(), ["b"], batch(1, x=torch.tensor([1])))
 
     def test_a_put_after_a_refused_one_works(self, store: Store) -> None:
-        """Contract: "another is a ValueError, and nothing is written."
+        """Contract: "a put that differs is a ValueError, and nothing is written."
 
         Check first: what the hook reserves before its checks (keys, rows, locks) is given back when they fail.
         """

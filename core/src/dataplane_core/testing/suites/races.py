@@ -210,7 +210,8 @@ class RaceSuite(Suite, chapter="races"):
         assert sum(in_threads(produce, read, read)) == 0
 
     def test_reads_that_overlap_clears_are_whole_or_keyerrors(self, store: Store) -> None:
-        """Contract: "A read that overlaps a clear returns whole rows or a KeyError, never torn or foreign data."
+        """Contract: "A read that overlaps a clear returns whole rows or a KeyError, never a part of a row or
+        bytes of another."
 
         Check first: memory or keys of cleared rows are not used again while a read may still look at them.
         """
@@ -250,7 +251,8 @@ class RaceSuite(Suite, chapter="races"):
         in_threads(churn, read, read)
 
     def test_reads_of_large_rows_that_overlap_partial_clears_are_whole_or_keyerrors(self, store: Store) -> None:
-        """Contract: "A read that overlaps a clear returns whole rows or a KeyError, never torn or foreign data."
+        """Contract: "A read that overlaps a clear returns whole rows or a KeyError, never a part of a row or
+        bytes of another."
 
         Check first: some rows of a read may be gone while others stay, wherever they stand and however large they are.
         """
@@ -340,7 +342,7 @@ class RaceSuite(Suite, chapter="races"):
 
     def test_racing_first_writes_agree_on_a_schema(self, store: Store) -> None:
         """Contract: "a field keeps one kind (tensor, object), dtype, rank and trailing shape, fixed by its first write;
-        another is a ValueError, and nothing is written."
+        a put that differs is a ValueError, and nothing is written."
 
         Check first: the schema is compared again at the commit, in the same atomic step.
         """

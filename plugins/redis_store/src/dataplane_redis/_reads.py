@@ -94,7 +94,7 @@ class Reads:
             )
             if reply[0] == b"unknown_partition":
                 return reply
-            if whole is not None and whole[4] != reply[4]:  # the partition was registered anew
+            if whole is not None and whole[4] != reply[4]:  # the partition was registered again
                 whole, first = None, 0
                 continue
             if whole is not None:
@@ -185,7 +185,7 @@ class Reads:
             reply = self._session.run(
                 what, request.deadline, "list", request.partition_id, epoch, conditions, seq, _LIST_ROWS
             )
-            if reply[0] == b"changed":  # the partition was registered anew
+            if reply[0] == b"changed":  # the partition was registered again
                 ids, tags, epoch, seq = [], [], b"", b"0"
                 continue
             if reply[0] != b"ok":

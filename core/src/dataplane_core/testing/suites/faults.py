@@ -262,8 +262,8 @@ class FaultSuite(Suite, chapter="faults"):
 
     @pytest.mark.parametrize("name", list(_CASES))
     def test_an_operation_that_is_late_may_be_called_again(self, store: Store, name: str) -> None:
-        """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs." and "(the write may
-        then have happened or not)".
+        """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs." and "(the write
+        may then have happened or not)".
 
         Check first: the hook's way when request.deadline has passed: it raises OperationTimeoutError, or is done in no
         time; and what it sent before it gave up does not act on what comes later.

@@ -305,7 +305,7 @@ class PutSuite(Suite, chapter="put"):
             request.sample_ids.clear()
             request.columns.clear()
             if len(seen) == 1:
-                raise StalePartitionError("registered anew.")
+                raise StalePartitionError("registered again.")
             request.sample_ids.append("other")
             request.columns.update(kept)
 

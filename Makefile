@@ -15,8 +15,8 @@ PROJECTS := pyproject.toml $(REQUIRED) $(addsuffix /pyproject.toml,$(PACKAGES))
 # One thread per process: two cores are shared by several workers, and results repeat bit for bit.
 export OMP_NUM_THREADS ?= 1
 
-# Test files run in two processes side by side; the tests of one file share its servers.
-JOBS   ?= 2
+# Test files run in three processes side by side, since some wait; the tests of one file share its servers.
+JOBS   ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test test-long check format backends-page docs clean
@@ -37,7 +37,7 @@ $(STAMP): $(PROJECTS) scripts/system_packages.sh
 demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a picture under out/
 	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml
 
-test: setup  ## Run the tests (17 to 22 minutes on 2 cores)
+test: setup  ## Run the tests (13 minutes on 2 cores)
 	$(PYTEST) -m "not long"
 
 test-long: setup  ## Run all tests, with the long proofs

@@ -20,9 +20,10 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -100,6 +101,44 @@ def ray_address(ray_server: str) -> Iterator[str]:
     signal.signal(signal.SIGTERM, handler)  # Ray leaves both as it set them
     for name in set(os.environ) - variables:
         del os.environ[name]
+
+
+# --- interrupts -------------------------------------------------------------------------------------------------------
+
+
+def _interrupted(call: Callable[[], object], at: int, *modules: ModuleType) -> KeyboardInterrupt | None:
+    left, files = at, {module.__file__ for module in modules}
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        sys.settrace(before)
+    return None
+
+
+@pytest.fixture(scope="session")
+def interrupted() -> Callable[..., KeyboardInterrupt | None]:
+    """``interrupted(call, at, *modules)``: calls, with a KeyboardInterrupt before instruction ``at`` of the modules' code.
+
+    Returns the error, or None where the call has fewer instructions. The error keeps every frame of the call alive, as
+    an interactive session does.
+    """
+    return _interrupted
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ class Connection:
         client._bootstrapped = bootstrap
         client._pid = os.getpid()
         client._in_flight = 0
-        client._state = threading.Condition(threading.Lock())
+        client._state = threading.Lock()
+        client._idle = threading.Condition(client._state)
         client._close_lock = threading.Lock()
         client._closing = threading.Event()
         client._pacer = Pacer()
@@ -101,7 +102,8 @@ class Connection:
     _bootstrapped: bool
     _pid: int
     _in_flight: int
-    _state: threading.Condition
+    _state: threading.Lock  # entered itself: an interrupt while a Condition is entered would leave it locked
+    _idle: threading.Condition  # no operation is under way
     _close_lock: threading.Lock
     _closing: threading.Event  # wakes waiting claims
     _pacer: Pacer  # of all claims that wait on this client
@@ -153,7 +155,7 @@ class Connection:
             with self._state:
                 self._closed = True
                 self._closing.set()
-                self._state.wait_for(lambda: self._in_flight == 0, timeout=self._config.op_timeout_s)
+                self._idle.wait_for(lambda: self._in_flight == 0, timeout=self._config.op_timeout_s)
             open_clients.discard(self)
             self._stop_all(suppress=False)
 
@@ -210,7 +212,7 @@ class Connection:
             with self._state:
                 self._in_flight -= 1
                 if self._in_flight == 0:
-                    self._state.notify_all()
+                    self._idle.notify_all()
 
     def _deadline(self) -> float:
         return time.monotonic() + self._config.op_timeout_s

@@ -53,7 +53,8 @@ class BlobSuite(Suite, chapter="blobs"):
     def test_a_blob_comes_back_byte_for_byte(self, store: Store, content: str) -> None:
         """Blob store: "Stores a blob under a key that was never used before".
 
-        Check first: bytes are kept as bytes: no text, no stripping, no terminating zero, no conversion by the engine.
+        Check first: put and get must not change the bytes. Look for a conversion to text, stripped whitespace, a cut at
+        a zero byte, or a conversion by the engine.
         """
         blobs = store.blobs()
         (key,), data = new_keys(1), _CONTENTS[content]
@@ -65,7 +66,7 @@ class BlobSuite(Suite, chapter="blobs"):
     def test_a_missing_blob_reads_as_none(self, store: Store) -> None:
         """Blob store: "Reads a blob. None if it does not exist."
 
-        Check first: get of a key that is not there returns None; it raises no KeyError, and returns no empty bytes.
+        Check first: for a missing key, get must return None. It must not raise KeyError or return empty bytes.
         """
         blobs = store.blobs()
         (key,) = new_keys(1)
@@ -78,7 +79,8 @@ class BlobSuite(Suite, chapter="blobs"):
     def test_an_empty_blob_is_told_from_a_missing_one(self, store: Store) -> None:
         """Blob store: "data: May be empty." and "Reads a blob. None if it does not exist."
 
-        Check first: a test for truth (`if data`, `data or None`) where `is None` is meant.
+        Check first: get and get_many must test for a missing blob with `is None`. A truth test (`if data`, `data or
+        None`) takes an empty blob for a missing one.
         """
         blobs = store.blobs()
         empty, missing = new_keys(2)
@@ -94,7 +96,8 @@ class BlobSuite(Suite, chapter="blobs"):
         """Blob store: "Deletes a blob. Ignores a key that does not exist." and "Reads a blob. None if it does not
         exist."
 
-        Check first: delete takes the blob away before it returns, and no cache still has it; others stay.
+        Check first: delete must have removed the blob, also from every cache, when it returns. It must not remove other
+        blobs.
         """
         blobs = store.blobs()
         gone, stays = new_keys(2)
@@ -109,7 +112,8 @@ class BlobSuite(Suite, chapter="blobs"):
     def test_deleting_what_is_not_there_is_ignored(self, store: Store) -> None:
         """Blob store: "Deletes a blob. Ignores a key that does not exist."
 
-        Check first: delete of a key that was never put, or was deleted before, returns without an error.
+        Check first: delete must return without an error for a key that was never put, and for a key that was already
+        deleted.
         """
         blobs = store.blobs()
         key, never = new_keys(2)
@@ -125,7 +129,7 @@ class BlobSuite(Suite, chapter="blobs"):
     def test_a_blob_of_16_mb(self, store: Store) -> None:
         """Blob store: "Stores a blob under a key that was never used before".
 
-        Check first: size limits and chunks of the engine; a blob is one row of a put, which may be large.
+        Check first: the size limits and the chunking of the engine. A blob holds one row of a put, which may be large.
         """
         blobs = store.blobs()
         (key,), data = new_keys(1), random.Random(7).randbytes(_LARGE_BYTES)
@@ -139,7 +143,8 @@ class BlobSuite(Suite, chapter="blobs"):
     def test_keys_do_not_clash(self, store: Store) -> None:
         """Blob store: "key: ASCII letters and digits."
 
-        Check first: keys are compared whole: not shortened, not by prefix, not as numbers.
+        Check first: the engine must compare the whole key. It must not shorten keys, match them by prefix or read them
+        as numbers.
         """
         blobs = store.blobs()
         (base,) = new_keys(1)
@@ -158,7 +163,7 @@ class BlobSuite(Suite, chapter="blobs"):
     def test_put_many_stores_as_put_does(self, store: Store) -> None:
         """Blob store: "Stores several blobs. Override it if the engine can do this faster than one by one."
 
-        Check first: every blob of the batch is there when put_many returns, each under its own key.
+        Check first: when put_many returns, every blob of the batch must be stored under its own key.
         """
         blobs = store.blobs()
         batch = {key: key.encode() * (index % 4) for index, key in enumerate(new_keys(_MANY))}
@@ -169,7 +174,7 @@ class BlobSuite(Suite, chapter="blobs"):
     def test_get_many_replies_as_get_does(self, store: Store) -> None:
         """Blob store: "Reads several blobs, in order. Override it if the engine can do this faster than one by one."
 
-        Check first: one reply per key, in the order of the keys, None where one is not there.
+        Check first: get_many must return one reply per key, in the order of the keys, and None for each missing key.
         """
         blobs = store.blobs()
         keys = new_keys(_MANY)
@@ -188,7 +193,7 @@ class BlobSuite(Suite, chapter="blobs"):
     def test_delete_many_deletes_as_delete_does(self, store: Store) -> None:
         """Blob store: "Deletes several blobs. Override it if the engine can do this faster than one by one."
 
-        Check first: missing keys among the others are ignored, and do not end the call.
+        Check first: delete_many must skip missing keys and delete all others. A missing key must not end the call.
         """
         blobs = store.blobs()
         keys = new_keys(_MANY)
@@ -210,7 +215,7 @@ class BlobSuite(Suite, chapter="blobs"):
     def test_blobs_from_several_threads(self, store: Store) -> None:
         """Contract: "Thread-safe: one client may be used from several threads."
 
-        Check first: connections, cursors, buffers and names of temporary files that threads share.
+        Check first: what the threads of a client share: connections, cursors, buffers and the names of temporary files.
         """
         blobs = store.blobs()
 
@@ -238,7 +243,8 @@ class BlobSuite(Suite, chapter="blobs"):
     def test_blobs_are_seen_by_every_client(self, store: Store) -> None:
         """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
 
-        Check first: nothing waits in a client's memory, to be written later; no client caches what others delete.
+        Check first: put must not return while the blob is only in the client's memory. A client must not cache blobs,
+        because other clients can delete them.
         """
         blobs = store.blobs()
         other = store.attached_client()._backend

@@ -62,7 +62,8 @@ class CapabilitySuite(Suite, chapter="capabilities"):
     def test_reasons_are_given_only_for_what_is_not_declared(self, store: Store) -> None:
         """Contract: "Capabilities (capabilities.py) are of two kinds."
 
-        Check first: the keys of the class attribute why_not_declared: capabilities that are not declared, or "scope".
+        Check first: the keys of the class attribute why_not_declared. Each must be a capability that the backend does
+        not declare, or "scope".
         """
         cls = store.deployment.backend_class
         departs = {str(each) for each in Capability} - {str(each) for each in cls.capabilities} | {"scope"}
@@ -74,7 +75,8 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         """Contract: "Operations, refused with UnsupportedOperationError where undeclared: claims, groups, leases,
         tag_filters, capacity, listing, overwrite."
 
-        Check first: capabilities; core refuses all but an overwrite, which the put hook refuses itself.
+        Check first: the class attribute capabilities. Core refuses every undeclared operation except an overwrite,
+        which the put_samples hook must refuse itself.
         """
         if undeclared is None:
             return
@@ -94,7 +96,8 @@ class CapabilitySuite(Suite, chapter="capabilities"):
     def test_the_class_fits_the_hook_specs(self, store: Store) -> None:
         """Contract: "Capabilities (capabilities.py) are of two kinds."
 
-        Check first: the operations that the capabilities call for are there, each taking (self, request).
+        Check first: the class must have a method for every operation of its capabilities. Each must take (self,
+        request).
         """
         cls = type(store.backend)
         check_backend_class(cls, store.name)
@@ -105,7 +108,7 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         """Contract: "Guarantees, tested only where declared: scope (process, host, cluster), durable, fenced,
         atomic_overwrite, no_pickle."
 
-        Check first: wire, capabilities, scope and Config are class attributes of the right types.
+        Check first: wire, capabilities, scope and Config must be class attributes of the right types.
         """
         cls = type(store.backend)
         assert isinstance(cls.wire, WireFormat)
@@ -117,7 +120,8 @@ class CapabilitySuite(Suite, chapter="capabilities"):
     def test_operations_that_build_on_claims_declare_them(self, store: Store) -> None:
         """Contract: "groups: with grpo_group_size g, whole groups only" ... "leases: with lease_s, a claim".
 
-        Check first: groups and leases are about claims, so claims must be declared too.
+        Check first: the class attribute capabilities. Groups and leases are features of claims, so a backend that
+        declares them must declare claims too.
         """
         declared = type(store.backend).capabilities
         for capability in (Capability.GROUPS, Capability.LEASES):

@@ -65,7 +65,7 @@ class CostSuite(Suite, chapter="costs"):
     def test_put_costs_one_hook_call(self, store: Store) -> None:
         """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read".
 
-        Check first: nothing in the backend; hooks are called once per batch, never per tensor or per row.
+        Check first: core, not the backend: core must call the hook once per batch, not once per tensor or row.
         """
         partition = store.register("x")
         with store.faults.counting() as calls:
@@ -77,7 +77,8 @@ class CostSuite(Suite, chapter="costs"):
     def test_an_operation_costs_one_hook_call(self, store: Store, operation: str) -> None:
         """Contract: "A backend's hooks get unique, non-empty ids and columns encoded in its wire format."
 
-        Check first: nothing in the backend; one call of the client is one call of the hook, whatever the batch.
+        Check first: core, not the backend: one call of the client must be one call of the hook, whatever the size of
+        the batch.
         """
         call, hook, capability = _CALLS[operation]
         store.require(capability)
@@ -93,8 +94,9 @@ class CostSuite(Suite, chapter="costs"):
         """Contract: "The caller may reuse its tensors as soon as put returns." and "what comes back is contiguous,
         detached and owned by the caller."
 
-        Check first: one copy each is due; conversions on the way to the engine and back (tensor to bytes, bytes to
-        message) hold the payload once more. Where the engine cannot do with less, raise most_copies, with the reason.
+        Check first: the conversions between a column and the engine's format (tensor to bytes, bytes to message). Each
+        one holds a further copy of the payload; one copy is always needed. If the engine needs more copies than the kit
+        allows, raise most_copies and give the reason.
         """
         partition = store.register("x", "y")
         rows = [torch.randn(64 + index, 128) for index in range(_ROWS)]

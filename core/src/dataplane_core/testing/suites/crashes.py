@@ -42,7 +42,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
     def test_the_store_serves_others_after_every_kill(self, store: Store) -> None:
         """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs."
 
-        Check first: locks and reservations that a client takes in the store; a killed client gives none back.
+        Check first: locks and reservations that a client takes in the store. A killed client does not release them.
         """
         found = _after(store)
         assert found.unusable is None, f"{found.unusable} (seed {found.seed})"
@@ -52,7 +52,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         """Contract: "The first write of a set of fields is atomic per sample: no reader or claim sees half of it, or
         its data without its tags".
 
-        Check first: production is flipped in one step, after all cells and tags are there.
+        Check first: the put must mark its cells as produced in one step, after all cells and tags are stored.
         """
         found = _usable(store)
         half = {name: fields for name, fields in found.found.items() if 0 < len(fields) < 3}
@@ -69,7 +69,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
     def test_killed_producers_lose_no_committed_sample(self, store: Store) -> None:
         """Contract: "Returns only when the write is committed and visible to every other client".
 
-        Check first: nothing that put_samples confirmed is still on its way in the process of the client.
+        Check first: when put_samples returns, no data of the put may still wait in the client's process.
         """
         found = _usable(store)
         lost = [name for name in found.confirmed if not found.found[name]]
@@ -80,7 +80,8 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         """Contract: "a timeout or lost connection raises and never reports success (the write may then have happened or
         not)."
 
-        Check first: what a put reserved before it was killed holds up nobody who puts the same samples.
+        Check first: what a put reserves in the store. If its client is killed, a later put of the same samples must not
+        wait or fail because of it.
         """
         found = _usable(store)
         assert found.retried is None, f"a put of what a killed process was putting: {found.retried} ({found.seed})"
@@ -91,7 +92,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         """Contract: "Across all clients and processes no sample is given to a task twice." and "Without a lease,
         delivery is at most once: if the reply to a claim is lost, its rows are lost to the task."
 
-        Check first: what was given is marked in the store, in the step that chooses it.
+        Check first: the store must mark samples as given in the same step that chooses them.
         """
         found = _usable(store)
         given = found.given + found.taken[PLAIN]
@@ -109,7 +110,8 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         """Contract: "with lease_s, a claim that is neither acked nor renewed in time goes back to the pool." and "two
         holders never both succeed."
 
-        Check first: leases run out by the store's clock, whatever became of their holder; an ack settles for good.
+        Check first: leases must end by the store's clock, also if their holder is dead. An acked sample must never go
+        back to the pool.
         """
         found = _usable(store)
         acked = found.acked + found.taken[LEASED]

@@ -70,7 +70,8 @@ class ErrorSuite(Suite, chapter="errors"):
         """Contract: "Errors derive from DataPlaneError, which carries backend, retryable, hint, survives pickling, and
         keeps its cause."
 
-        Check first: raise the errors of dataplane_core.errors; each is also the builtin that a user would catch.
+        Check first: raise the errors of dataplane_core.errors. Each of them is also the builtin exception that a user
+        would catch.
         """
         partition = _ready(store, case)
         call, builtin, _ = _CASES[case]
@@ -87,7 +88,7 @@ class ErrorSuite(Suite, chapter="errors"):
         """Contract: "Errors derive from DataPlaneError, which carries backend, retryable, hint, survives pickling, and
         keeps its cause."
 
-        Check first: an error class of your own keeps what it needs in attributes and passes its message to
+        Check first: an error class of your own must keep its values as attributes and pass its message to
         DataPlaneError.
         """
         partition = _ready(store, case)
@@ -107,7 +108,7 @@ class ErrorSuite(Suite, chapter="errors"):
     def test_messages_are_sentences(self, store: Store, case: str) -> None:
         """Contract: "Errors derive from DataPlaneError".
 
-        Check first: no repr of a message: a KeyError's own __str__ would print one.
+        Check first: whether the message is a repr of text, in quotes. This happens with the __str__ of KeyError.
         """
         partition = _ready(store, case)
         with pytest.raises(DataPlaneError) as caught:
@@ -121,7 +122,8 @@ class ErrorSuite(Suite, chapter="errors"):
         """Contract: "Errors derive from DataPlaneError, which carries backend, retryable, hint, survives pickling, and
         keeps its cause."
 
-        Check first: nothing in the backend; core wraps what is no data-plane error, and chains it.
+        Check first: core, not the backend: core must wrap an error that is not a data-plane error, and keep it as the
+        cause.
         """
         partition = store.register("x")
         cause = OSError(28, "No space left on device")
@@ -139,7 +141,7 @@ class ErrorSuite(Suite, chapter="errors"):
         """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read, row and
         field counts of every reply".
 
-        Check first: every hook returns its reply type; None is not a reply.
+        Check first: every hook must return its reply type. None is not a reply.
         """
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.zeros(1))
@@ -155,7 +157,7 @@ class ErrorSuite(Suite, chapter="errors"):
     def test_a_client_works_after_errors(self, store: Store) -> None:
         """Contract: "Every call ends by its deadline: op_timeout_s of the config".
 
-        Check first: a failed operation leaves its connection, locks and thread pool usable.
+        Check first: after a failed operation, the connection, the locks and the thread pool must be usable.
         """
         partition = store.register("x")
         for number in range(10):
@@ -172,7 +174,7 @@ class ErrorSuite(Suite, chapter="errors"):
         """Contract: "a timeout or lost connection raises and never reports success (the write may then have happened or
         not)."
 
-        Check first: nothing in the backend; the fault is put around its hook.
+        Check first: core, not the backend: a middleware around the backend's hook injects the fault.
         """
         partition = store.register("x")
         fault = store.faults.error_before if moment == "before" else store.faults.error_after
@@ -189,7 +191,7 @@ class ErrorSuite(Suite, chapter="errors"):
     def test_a_short_reply_is_refused(self, store: Store, lost: str) -> None:
         """Contract: "row and field counts of every reply" ... "never fewer rows."
 
-        Check first: nothing in the backend; the fault is put around its hook.
+        Check first: core, not the backend: a middleware around the backend's hook injects the fault.
         """
         partition = store.register("x", "y", "o")
         fields = batch(3, x=torch.arange(3), y=torch.zeros(3, 2))

@@ -228,7 +228,8 @@ class FaultSuite(Suite, chapter="faults"):
         """Contract: "Errors derive from DataPlaneError, which carries backend, retryable, hint, survives pickling, and
         keeps its cause."
 
-        Check first: nothing in the backend: the fault is in front of its hook. The second call is the first it sees.
+        Check first: core, not the backend: a middleware raises the error before the hook is called. The backend gets
+        only the second call.
         """
         case = _CASES[name]
         scene = _scene(store, case)
@@ -246,7 +247,8 @@ class FaultSuite(Suite, chapter="faults"):
         """Contract: "a timeout or lost connection raises and never reports success (the write may then have happened or
         not)." and "Without a lease, delivery is at most once".
 
-        Check first: the operation, called twice: the second must leave what one call leaves, or be refused as done.
+        Check first: what the backend does when it gets the same operation twice. The second call must leave the same
+        state as one call, or be refused because the operation is already done.
         """
         case = _CASES[name]
         scene = _scene(store, case)
@@ -265,8 +267,8 @@ class FaultSuite(Suite, chapter="faults"):
         """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs." and "(the write
         may then have happened or not)".
 
-        Check first: the hook's way when request.deadline has passed: it raises OperationTimeoutError, or is done in no
-        time; and what it sent before it gave up does not act on what comes later.
+        Check first: what the hook does when request.deadline has passed. It must raise OperationTimeoutError, or finish
+        immediately. After it has raised, nothing that it sent to the engine may change later operations.
         """
         case = _CASES[name]
         scene = _scene(store, case)
@@ -279,7 +281,7 @@ class FaultSuite(Suite, chapter="faults"):
         """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read, row and
         field counts of every reply".
 
-        Check first: nothing in the backend; the fault is put around its hook.
+        Check first: core, not the backend: a middleware around the backend's hook injects the fault.
         """
         case = _CASES[name]
         scene = _scene(store, case)
@@ -293,7 +295,8 @@ class FaultSuite(Suite, chapter="faults"):
     def test_a_cell_that_is_cut_is_refused(self, store: Store) -> None:
         """Contract: "What comes back: dtype and values bit for bit".
 
-        Check first: nothing in the backend; core compares each cell with what its field's first write fixed.
+        Check first: core, not the backend: core compares each cell with the field spec that the first write of the
+        field fixed.
         """
         if not store.deployment.backend_class.wire.bytes:
             pytest.skip(f"{NOT_DECLARED}cells as framed bytes")  # tensors come whole; their rows are counted above
@@ -315,7 +318,7 @@ class FaultSuite(Suite, chapter="faults"):
     def test_a_put_that_is_delayed_holds_up_nobody(self, store: Store) -> None:
         """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."
 
-        Check first: nothing in the backend; no lock is held around a hook.
+        Check first: core, not the backend: core must hold no lock while it calls a hook.
         """
         scene = _scene(store, _CASES["get_samples"])
         go_on = threading.Event()

@@ -68,7 +68,7 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
     def test_nothing_is_unpickled(self, store: Store) -> None:
         """Contract: "Core and its codec never unpickle. A backend whose transport does lacks no_pickle".
 
-        Check first: the transport and the storage of the engine; multiprocessing and Ray both unpickle.
+        Check first: the transport and the storage of the engine. Multiprocessing and Ray, for example, both unpickle.
         """
         partition = store.register("x", "o")
         columns = {"x": jagged([torch.arange(2), torch.arange(5)]), "o": as_objects({"a": [1]}, torch.arange(3))}
@@ -88,8 +88,8 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
         """Contract: "Guarantees, tested only where declared: scope (process, host, cluster), durable, fenced,
         atomic_overwrite, no_pickle."
 
-        Check first: a committed put survives the death of the store's processes: the engine's persistence is on, and
-        synchronous; restart kills with -9, not politely.
+        Check first: the persistence of the engine must be switched on and synchronous. Check also that restart of your
+        test class kills the store's processes with kill -9.
         """
         partition = store.register("x", "o")
         store.put(partition, ids(50), [{"n": n} for n in range(50)], x=torch.arange(50), o=as_objects(*range(50)))
@@ -104,8 +104,8 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
     def test_puts_that_overlap_clears_are_whole_or_nothing(self, store: Store) -> None:
         """Contract: "A put that overlaps a clear or a re-registration of the same sample is safe only with fenced".
 
-        Check first: the commit checks, atomically, that the rows and the registration are those that the put began
-        with.
+        Check first: the commit must check, in the same atomic step, that the rows and the registration are still those
+        with which the put began.
         """
 
         def check(partition: str) -> None:
@@ -120,7 +120,8 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
     def test_puts_that_overlap_a_registration_are_whole_or_nothing(self, store: Store) -> None:
         """Contract: "A put that overlaps a clear or a re-registration of the same sample is safe only with fenced".
 
-        Check first: a put belongs to the registration that it began in; it commits there or fails.
+        Check first: the commit must check that the registration is still the one in which the put began. Otherwise the
+        put must fail.
         """
 
         def check(partition: str) -> None:
@@ -134,7 +135,7 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
     def test_reads_see_all_old_or_all_new_cells(self, store: Store) -> None:
         """Contract: "a read that overlaps an overwrite may mix old and new cells unless atomic_overwrite."
 
-        Check first: a read takes, per sample, all its cells from one committed state.
+        Check first: a read must take all cells of a sample from one committed state.
         """
         partition = store.register("x", "y", "o")
         names = ids(8)

@@ -70,8 +70,8 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         """Blob store: "Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is
         or was taken."
 
-        Check first: append inserts where nothing is, and never replaces; it tells by its own reply, not by a look
-        before.
+        Check first: append must insert a record only if the place is free, and must never replace one. It must decide
+        this in the insert itself, not by a read before the insert.
         """
         backend, another = _journals(store)
         place = _end(backend)
@@ -89,8 +89,8 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
     def test_the_journal_reads_in_order_from_any_place(self, store: Store) -> None:
         """Blob store: "The journal's records from ``from_seq`` on, in order. Empty if there are no more."
 
-        Check first: records are ordered by number, not by text or by time; all are given, however many; a read from
-        the end is empty and no error.
+        Check first: read must sort the records by number, not by text or by time, and must return all of them. A read
+        from the end must return an empty list and no error.
         """
         backend, _ = _journals(store)
         begin = _end(backend)
@@ -113,7 +113,8 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         """Blob store: "Every process replays it through the same deterministic ledger, so all agree on what was
         written, claimed and acked".
 
-        Check first: append returns when every process can read the record; read asks the store, not a copy of it.
+        Check first: append must not return before every process can read the record. read must ask the store. It must
+        not use a local copy.
         """
         backend, another = _journals(store)
         place = _end(backend)
@@ -129,8 +130,8 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         """Blob store: "Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is
         or was taken."
 
-        Check first: the store decides in one step who takes a place: a unique key, an exclusive create, a
-        transaction; a reader meanwhile sees whole records, without a gap.
+        Check first: the store must decide in one atomic step which append takes a place, for example with a unique key,
+        an exclusive create or a transaction. A concurrent reader must see whole records without a gap.
         """
         backend, another = _journals(store)
         begin = _end(backend)
@@ -175,8 +176,8 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         """Blob store: "Drops the records below ``before_seq``" and "If the journal was trimmed beyond ``from_seq``, the
         records that are kept."
 
-        Check first: the record with the number itself stays; a read from below it is not empty, and no error; numbers
-        do not shift.
+        Check first: trim must keep the record with the given number. A read from a lower number must return the records
+        that are left and raise no error. The numbers of the records must not change.
         """
         journals, begin, records = _trimmed(store, "trim")
         for backend in journals:
@@ -191,8 +192,9 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
     def test_a_journal_is_trimmed_to_the_same_or_a_lower_number_without_a_change(self, store: Store) -> None:
         """Blob store: "A call for records that were already dropped changes nothing."
 
-        Check first: a trim to a lower number does not set back where the journal begins, which `read` and `append` look
-        at; a record that is gone is no error. Two clients may trim at once, and the slower one then asks for less.
+        Check first: a trim to a lower number must not move the beginning of the journal back, which `read` and `append`
+        compare with. It must raise no error for a record that is already deleted. Two clients may trim at the same
+        time, and the slower one may then ask for the lower number.
         """
         journals, begin, records = _trimmed(store, "again")
         kept, free = records[_TRIMMED:], begin + len(records)
@@ -213,9 +215,9 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
     def test_a_trimmed_place_stays_taken(self, store: Store) -> None:
         """Blob store: "False if ``seq`` is or was taken."
 
-        Check first: append compares with the highest number, or with where the journal begins, and not only with the
-        records that are there. Else a process that was suspended appends under the number that it knew, and its call
-        is lost.
+        Check first: append must compare the number with the highest number or with the beginning of the journal, not
+        only with the records that are left. Otherwise a process that was suspended appends under an old number, and its
+        call is lost.
         """
         journals, begin, records = _trimmed(store, "taken")
         for backend in journals:

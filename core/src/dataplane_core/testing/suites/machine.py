@@ -319,8 +319,8 @@ class MachineSuite(Suite, chapter="machine"):
     def test_random_histories_agree_with_the_ledger(self, store: Store) -> None:
         """Contract: "What every client promises, on every backend; the conformance kit tests it word for word."
 
-        Check first: the history that Hypothesis prints: replay it by hand against
-        dataplane_core.ledger.ledger.Ledger.
+        Check first: the sequence of calls that Hypothesis prints. Repeat it by hand on your store and on a
+        dataplane_core.ledger.ledger.Ledger, and look for the first call after which they differ.
         """
         machine: Any = functools.partial(StoreMachine, store)  # any callable that makes a machine will do
         # short histories first, in place of shrinking, which takes minutes on a real store

@@ -49,7 +49,7 @@ class MultimodalSuite(Suite, chapter="multimodal"):
         """Contract: "fields is what producers are expected to write; further fields may be written (multimodal extras
         ride along)." and "The first dim after the batch may differ per row."
 
-        Check first: columns that were not registered, with dims after the ragged one, and rows without any image.
+        Check first: columns that were not registered, jagged columns with trailing dims, and rows without any image.
         """
         partition = store.register("input_ids", "token_mask", num_samples=len(_TOKENS))
         names = ids(len(_TOKENS))
@@ -71,7 +71,8 @@ class MultimodalSuite(Suite, chapter="multimodal"):
     def test_images_may_come_later_and_from_another(self, store: Store) -> None:
         """Contract: "A put may add fields to known samples".
 
-        Check first: a claim that requires a column which nobody registered is ready when that column is there.
+        Check first: a claim may require a field that was not registered. It must give a sample once that field is
+        produced.
         """
         store.require(Capability.CLAIMS)
         partition = store.register("input_ids", num_samples=len(_TOKENS))
@@ -90,7 +91,7 @@ class MultimodalSuite(Suite, chapter="multimodal"):
     def test_routed_experts_come_back_per_token(self, store: Store) -> None:
         """Contract: "dtype and values bit for bit".
 
-        Check first: int64 beyond 32 bits, in a column of rank 3 per sample whose first dim differs.
+        Check first: int64 values of more than 32 bits, and cells of rank 3 whose first dim differs per sample.
         """
         partition = store.register("input_ids", "routed_experts")
         names = ids(len(_TOKENS))

@@ -53,7 +53,8 @@ class RoomSuite(Suite, chapter="room"):
     def test_rows_that_are_cleared_leave_the_engine(self, store: Store) -> None:
         """Contract: "ids: drops those rows with their tags and cursors".
 
-        Check first: delete, or what the backend calls instead, really deletes; clear_samples calls it for every row.
+        Check first: the delete method, or the engine call that your backend uses instead. It must really delete the
+        payload, and clear_samples must call it for every row.
         """
         partition = store.register("x")
         with store.held() as held:
@@ -67,7 +68,7 @@ class RoomSuite(Suite, chapter="room"):
     def test_a_cleared_partition_leaves_the_engine(self, store: Store) -> None:
         """Contract: "None: drops the whole partition, schema included, whoever wrote it."
 
-        Check first: a clear of a partition deletes the payload of all its rows, of every put.
+        Check first: a clear of a partition must delete the payload of all its rows, from every put.
         """
         partition = store.register("x", "y")
         with store.held() as held:
@@ -81,7 +82,7 @@ class RoomSuite(Suite, chapter="room"):
         """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
         when it returns."
 
-        Check first: registering a partition again deletes the payload of its rows, as a clear does.
+        Check first: a new registration of a partition must delete the payload of its old rows, as a clear does.
         """
         partition = store.register("x")
         with store.held() as held:
@@ -94,7 +95,7 @@ class RoomSuite(Suite, chapter="room"):
     def test_overwritten_cells_leave_the_engine(self, store: Store) -> None:
         """Contract: "with overwrite, replace cells (last committed write wins)".
 
-        Check first: a put deletes the payload of the cells that it replaced.
+        Check first: a put must delete the payload of the cells that it replaced.
         """
         partition = store.register("x")
         with store.held() as held:
@@ -107,7 +108,7 @@ class RoomSuite(Suite, chapter="room"):
     def test_a_refused_put_leaves_nothing_in_the_engine(self, store: Store) -> None:
         """Hook spec: "If another one is current, the backend raises StalePartitionError and writes nothing."
 
-        Check first: what a put stored before it was refused is deleted again.
+        Check first: if a put is refused after it stored payload, it must delete this payload.
         """
         partition = store.register("x")
         old = store.hooks.register(partition).epoch

@@ -1,6 +1,6 @@
 """The methods of a `BlobStore` called directly: what its docstrings ask of `put`, `get` and `delete`.
 
-All else is core's and built on them, so a fault here shows up anywhere, or only when a read meets a clear.
+Core builds everything else of a `BlobStore` on these methods. A fault in one of them can make any other test fail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MANY: Final = 300
 _LARGE_BYTES: Final = (16 << 20) + 3
 _THREADS: Final = 8
 
-#: What text, C strings, lines or compression would change.
+#: Contents that a conversion to text, a C string, stripped whitespace or compression would change.
 _CONTENTS: Final[dict[str, bytes]] = {
     "one_byte": b"\0",
     "every_byte": bytes(range(256)),
@@ -45,7 +45,7 @@ def _same(found: Any, data: bytes) -> bool:
 
 
 class BlobSuite(Suite, chapter="blobs"):
-    """For backends that derive from `BlobStore`; the others have no such methods."""
+    """The methods of a `BlobStore`. Other backends do not have them, so these tests are skipped for them."""
 
     # --- one blob -----------------------------------------------------------------------------------------------------
 
@@ -60,8 +60,8 @@ class BlobSuite(Suite, chapter="blobs"):
         (key,), data = new_keys(1), _CONTENTS[content]
         blobs.put(key, data)
         found = blobs.get(key)
-        assert _same(found, data), f"get gave {found!r:.80} for {data!r:.80}"
-        assert _same(blobs.get(key), data), "the second get of a blob differs from the first"
+        assert _same(found, data), f"get returned {found!r:.80}. Expected {data!r:.80}"
+        assert _same(blobs.get(key), data), "the second get of a blob returned other bytes than the first"
 
     def test_a_missing_blob_reads_as_none(self, store: Store) -> None:
         """Blob store: "Reads a blob. None if it does not exist."
@@ -74,7 +74,7 @@ class BlobSuite(Suite, chapter="blobs"):
             found = blobs.get(key)
         except Exception as error:
             pytest.fail(f"get of a missing key raised {error!r}. Expected None.")
-        assert found is None, f"get of a missing key gave {found!r:.80}. Expected None."
+        assert found is None, f"get of a missing key returned {found!r:.80}. Expected None."
 
     def test_an_empty_blob_is_told_from_a_missing_one(self, store: Store) -> None:
         """Blob store: "data: May be empty." and "Reads a blob. None if it does not exist."
@@ -86,11 +86,11 @@ class BlobSuite(Suite, chapter="blobs"):
         empty, missing = new_keys(2)
         blobs.put(empty, b"")
         found = blobs.get_many([empty, missing])
-        assert _same(blobs.get(empty), b""), f"get of an empty blob gave {blobs.get(empty)!r}. Expected b''."
-        assert _same(found[0], b""), f"get_many gave {found[0]!r} for an empty blob. Expected b''."
-        assert found[1] is None, f"get_many gave {found[1]!r} for a missing blob. Expected None."
+        assert _same(blobs.get(empty), b""), f"get of an empty blob returned {blobs.get(empty)!r}. Expected b''."
+        assert _same(found[0], b""), f"get_many returned {found[0]!r} for an empty blob. Expected b''."
+        assert found[1] is None, f"get_many returned {found[1]!r} for a missing blob. Expected None."
         blobs.delete(empty)
-        assert blobs.get(empty) is None, "a deleted empty blob is not missing"
+        assert blobs.get(empty) is None, "an empty blob can still be read after delete"
 
     def test_a_deleted_blob_is_gone(self, store: Store) -> None:
         """Blob store: "Deletes a blob. Ignores a key that does not exist." and "Reads a blob. None if it does not
@@ -106,8 +106,8 @@ class BlobSuite(Suite, chapter="blobs"):
         assert _same(blobs.get(gone), gone.encode())
         blobs.delete(gone)
         found = blobs.get(gone)
-        assert found is None, f"get of a deleted blob gave {found!r:.80}. Expected None: delete deletes nothing."
-        assert _same(blobs.get(stays), stays.encode()), "delete of one blob took another along"
+        assert found is None, f"get of a deleted blob returned {found!r:.80}. Expected None."
+        assert _same(blobs.get(stays), stays.encode()), "delete of one blob changed or deleted another blob"
 
     def test_deleting_what_is_not_there_is_ignored(self, store: Store) -> None:
         """Blob store: "Deletes a blob. Ignores a key that does not exist."
@@ -123,7 +123,7 @@ class BlobSuite(Suite, chapter="blobs"):
             blobs.delete(key)
             blobs.delete(key)
         except Exception as error:
-            pytest.fail(f"delete of a missing key raised {error!r}. Expected nothing.")
+            pytest.fail(f"delete of a missing key raised {error!r}. Expected no error.")
         assert blobs.get(key) is None
 
     def test_a_blob_of_16_mb(self, store: Store) -> None:
@@ -135,9 +135,9 @@ class BlobSuite(Suite, chapter="blobs"):
         (key,), data = new_keys(1), random.Random(7).randbytes(_LARGE_BYTES)
         blobs.put(key, data)
         found = blobs.get(key)
-        assert found is not None, "the blob is not there"
-        assert len(found) == len(data), f"{len(found)} bytes of {len(data)} came back"
-        assert _same(found, data), "the bytes differ"
+        assert found is not None, "get of a blob that was put returned None"
+        assert len(found) == len(data), f"{len(found)} bytes of {len(data)} bytes were read"
+        assert _same(found, data), "the bytes that were read differ from those that were put"
         blobs.delete(key)
 
     def test_keys_do_not_clash(self, store: Store) -> None:
@@ -153,10 +153,10 @@ class BlobSuite(Suite, chapter="blobs"):
         for key in keys:
             blobs.put(key, key.encode())
         wrong = [key for key in keys if not _same(blobs.get(key), key.encode())]
-        assert not wrong, f"{of_all(wrong, keys)} hold what another key was put"
+        assert not wrong, f"{of_all(wrong, keys)} do not hold the bytes that were put under their key"
         blobs.delete(keys[0])
         wrong = [key for key in keys[1:] if not _same(blobs.get(key), key.encode())]
-        assert not wrong, f"{of_all(wrong, keys)} went with '{keys[0]}'"
+        assert not wrong, f"{of_all(wrong, keys)} are missing or changed after delete('{keys[0]}')"
 
     # --- many at once -------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class BlobSuite(Suite, chapter="blobs"):
         batch = {key: key.encode() * (index % 4) for index, key in enumerate(new_keys(_MANY))}
         blobs.put_many(batch)
         wrong = [key for key, data in batch.items() if not _same(blobs.get(key), data)]
-        assert not wrong, f"{of_all(wrong, batch)} of one put_many do not come back"
+        assert not wrong, f"{of_all(wrong, batch)} of one put_many are missing or changed"
 
     def test_get_many_replies_as_get_does(self, store: Store) -> None:
         """Blob store: "Reads several blobs, in order. Override it if the engine can do this faster than one by one."
@@ -183,12 +183,12 @@ class BlobSuite(Suite, chapter="blobs"):
             blobs.put(key, key.encode())
         random.Random(11).shuffle(keys)
         found = list(blobs.get_many(keys))
-        assert len(found) == len(keys), f"get_many gave {len(found)} blobs for {len(keys)} keys"
+        assert len(found) == len(keys), f"get_many returned {len(found)} replies for {len(keys)} keys"
         for key, data in zip(keys, found, strict=True):
             if key in there:
-                assert _same(data, key.encode()), f"get_many gave {data!r:.80} for '{key}', which holds its name"
+                assert _same(data, key.encode()), f"get_many returned {data!r:.80} for '{key}'. Expected the key itself"
             else:
-                assert data is None, f"get_many gave {data!r:.80} for a missing key. Expected None."
+                assert data is None, f"get_many returned {data!r:.80} for a missing key. Expected None."
 
     def test_delete_many_deletes_as_delete_does(self, store: Store) -> None:
         """Blob store: "Deletes several blobs. Override it if the engine can do this faster than one by one."
@@ -205,10 +205,10 @@ class BlobSuite(Suite, chapter="blobs"):
             left = [key for key in gone if blobs.get(key) is not None]
             blobs.delete_many(gone)
         except Exception as error:
-            pytest.fail(f"delete_many with missing keys raised {error!r}. Expected nothing.")
+            pytest.fail(f"delete_many with missing keys raised {error!r}. Expected no error.")
         assert not left, f"{of_all(left, gone)} are still there after delete_many"
         lost = [key for key in stays if blobs.get(key) is None]
-        assert not lost, f"{of_all(lost, stays)} went along, though delete_many did not name them"
+        assert not lost, f"{of_all(lost, stays)} are gone, although delete_many did not name them"
 
     # --- several at once ----------------------------------------------------------------------------------------------
 
@@ -237,7 +237,9 @@ class BlobSuite(Suite, chapter="blobs"):
             return run
 
         wrong = [key for found in in_threads(*(work(number) for number in range(_THREADS))) for key in found]
-        assert not wrong, f"with {_THREADS} threads at work, blobs read wrong or stayed: {preview(wrong)}"
+        assert not wrong, (
+            f"with {_THREADS} threads, blobs were read wrong or were still there after delete: {preview(wrong)}"
+        )
 
     @proves(Scope.HOST)
     def test_blobs_are_seen_by_every_client(self, store: Store) -> None:
@@ -254,15 +256,15 @@ class BlobSuite(Suite, chapter="blobs"):
                 writer.put(key, key.encode())
                 assert _same(reader.get(key), key.encode()), "another client does not see a blob that was put"
                 reader.delete(key)
-                assert writer.get(key) is None, "a blob that another client deleted is still read"
+                assert writer.get(key) is None, "a blob that another client deleted can still be read"
                 key += "x"
         (worker,) = store.deployment.workers(1)
         here, there = new_keys(2)
         blobs.put(here, here.encode())
         found = worker.run(_workers.call_backend, "get_many", [here, there])
-        assert _same(found[0], here.encode()), "another process does not see a blob that was put"
+        assert _same(found[0], here.encode()), "another process does not see a blob that this client put"
         assert found[1] is None
         worker.run(_workers.call_backend, "put_many", {there: there.encode()})
-        assert _same(blobs.get(there), there.encode()), "a blob that another process put is not seen"
+        assert _same(blobs.get(there), there.encode()), "this client does not see a blob that another process put"
         worker.run(_workers.call_backend, "delete", here)
-        assert blobs.get(here) is None, "a blob that another process deleted is still read"
+        assert blobs.get(here) is None, "a blob that another process deleted can still be read"

@@ -1,4 +1,4 @@
-"""No call hangs."""
+"""Deadlines and timeouts: no call hangs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HOOKS: dict[str, tuple[Callable[[Store, str], Any], Capability | None]] = {
 
 
 class BoundSuite(Suite, chapter="bounds"):
-    """Deadlines."""
+    """Deadlines and timeouts."""
 
     @pytest.mark.parametrize("hook", list(_HOOKS))
     def test_hooks_heed_their_deadline(self, store: Store, hook: str) -> None:
@@ -50,7 +50,7 @@ class BoundSuite(Suite, chapter="bounds"):
         running = Background(lambda: call(store, partition))
         with contextlib.suppress(DataPlaneError):
             running.result(what=f"hook '{hook}' with a deadline in the past")
-        # and the store still answers
+        # the store must still answer
         again = store.register("x")
         bounded(lambda: store.put(again, ["a"], x=torch.zeros(1)), what="a put after a deadline was missed")
 
@@ -75,7 +75,9 @@ class BoundSuite(Suite, chapter="bounds"):
             store.client.clear_samples(["a"], partition)
         limit_s = store.client.config.op_timeout_s
         for operation in operations:
-            assert 0.5 * limit_s < left[operation] <= limit_s, f"{operation} has {left[operation]:.1f} s of {limit_s}"
+            assert 0.5 * limit_s < left[operation] <= limit_s, (
+                f"{operation} got a deadline in {left[operation]:.1f} s. Expected about {limit_s} s"
+            )
 
     def test_a_read_of_missing_data_does_not_wait(self, store: Store) -> None:
         """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs."

@@ -1,4 +1,4 @@
-"""What is declared: readable, consistent, and what is not declared is refused."""
+"""The declarations of a backend are readable and consistent. Operations that it does not declare are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _leased(partition: str) -> KVBatchMeta:
     return KVBatchMeta(partition, "train", ["s0"], lease_tokens=["token"])
 
 
-#: How each operation is asked for, on a partition ``p`` with the samples s0 and s1.
+#: Capability -> a call that needs it, on a partition ``p`` with the samples s0 and s1.
 _ASK: dict[Capability, list[Callable[[DataPlaneClient, str], Any]]] = {
     Capability.CLAIMS: [
         lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False),
@@ -51,7 +51,7 @@ _ASK: dict[Capability, list[Callable[[DataPlaneClient, str], Any]]] = {
 
 
 class CapabilitySuite(Suite, chapter="capabilities"):
-    """Declarations, both ways."""
+    """What a backend declares, and what it does not declare."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One case per operation that is not declared."""
@@ -68,7 +68,9 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         cls = store.deployment.backend_class
         departs = {str(each) for each in Capability} - {str(each) for each in cls.capabilities} | {"scope"}
         wrong = sorted(map(str, set(map(str, cls.why_not_declared)) - departs))
-        assert not wrong, f"why_not_declared speaks of {', '.join(wrong)}, which is declared or no capability"
+        assert not wrong, (
+            f"why_not_declared has the keys {', '.join(wrong)}, which are declared or are not capabilities"
+        )
         assert all(why.strip() for why in cls.why_not_declared.values())
 
     def test_undeclared_operations_are_refused(self, store: Store, undeclared: Capability | None) -> None:
@@ -84,7 +86,9 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         store.put(partition, ids(2), [{"n": 1}, {"n": 2}], x=torch.arange(2))
         if undeclared is Capability.CAPACITY:
             fields = type(store.backend).Config.model_fields
-            assert "capacity_bytes" not in fields, "an option 'capacity_bytes' is taken, but 'capacity' is not declared"
+            assert "capacity_bytes" not in fields, (
+                "Config has the option 'capacity_bytes', but the backend does not declare 'capacity'"
+            )
             return
         for ask in _ASK[undeclared]:
             with store.refusal(UnsupportedOperationError) as caught:

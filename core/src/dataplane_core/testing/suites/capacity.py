@@ -1,4 +1,4 @@
-"""`capacity_bytes` and `on_full`: bounded, and never at the cost of what nobody has consumed."""
+"""The options `capacity_bytes` and `on_full`: the store stays within its bytes and evicts nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dataplane_core.testing._timing import PROMPT_S, Background
 __all__ = ["CapacitySuite"]
 
 _ROWS_THAT_FIT = 8
-#: Eight rows fit in, with some overhead of the engine's own, but not twelve.
+#: The store has room for eight rows and some overhead of the engine, but not for twelve rows.
 _ROW = BOUNDED_BYTES // 10
 
 
@@ -41,7 +41,7 @@ def _put(client: DataPlaneClient, partition: str, names: list[str], value: int =
 
 
 class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
-    """A store of its own with room for eight rows."""
+    """These tests use a separate store with room for eight rows."""
 
     def test_a_full_store_raises(self, store: Store) -> None:
         """Contract: "capacity_bytes with on_full: block | raise."
@@ -111,11 +111,11 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         try:
             other = store.deployment.connect({**options, "capacity_bytes": 2 * BOUNDED_BYTES}, bootstrap=False)
         except DataPlaneError:
-            return  # no client has other room
+            return  # clients cannot have different capacities
         with other:
             for each in (client, other):
                 found = each.get_samples(["n0", "n1", "s7"], partition, ["x"])["x"]
-                assert found[:, 0].tolist() == [2, 3, 1], "a row of another put was read"
+                assert found[:, 0].tolist() == [2, 3, 1], "a read returned a row of another put"
 
     def test_room_does_not_leak(self, store: Store) -> None:
         """Contract: "capacity_bytes with on_full: block | raise."
@@ -206,10 +206,10 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         large = Background(lambda: _put(client, partition, ids(6, "large")))
         small: list[Background] = []
         try:
-            for number in range(_ROWS_THAT_FIT):  # each row that is cleared has a small put that would take its place
+            for number in range(_ROWS_THAT_FIT):  # after each clear, a small put would fit into the room of the row
                 client.clear_samples([f"s{number}"], partition)
                 small.append(Background(partial(_put, client, partition, [f"small{number}"])))
-                with contextlib.suppress(AssertionError):  # it waits, as it should
+                with contextlib.suppress(AssertionError):  # the small put must wait
                     small[-1].result(0.5)
             large.result(what="a large put among small ones")
         finally:

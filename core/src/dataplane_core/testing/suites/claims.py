@@ -1,4 +1,4 @@
-"""`claim_meta`: each ready sample to each task once, in order of first write."""
+"""`claim_meta`: gives each ready sample to each task once, in the order of first write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONG_S = 60.0
 
 
 class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
-    """Claims without groups, leases or filters."""
+    """Claims without groups, leases or tag filters."""
 
     # --- what is handed out -------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         meta = store.claim(partition, 100)
         data = pickle.dumps(meta)
         assert len(data) < 10_000
-        assert pickle.loads(data) == meta  # from this process
+        assert pickle.loads(data) == meta  # pickled by this process
         assert store.client.get_data(pickle.loads(data)).batch_size == torch.Size([100])
 
     def test_a_claimed_meta_reads_its_data(self, store: Store) -> None:
@@ -233,7 +233,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         store.put(partition, ids(3), x=torch.arange(3))
         with store.refusal(TimeoutError):
             store.claim(partition, 4, blocking=True, timeout_s=0.1)
-        assert store.claim(partition, 4).sample_ids == ids(3), "a claim that timed out took samples along"
+        assert store.claim(partition, 4).sample_ids == ids(3), "a claim that timed out marked samples as given"
 
     def test_blocking_gives_the_tail(self, store: Store) -> None:
         """Contract: "or until the partition can give no more (num_samples distinct ids were written, cleared ones
@@ -465,10 +465,10 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
 
         with store.faults.before("claim", change):
             waiting = Background(lambda: store.claim(partition, 1, blocking=True, timeout_s=_LONG_S))
-            eventually(lambda: len(asked) >= 3, what="the third question of a waiting claim")
+            eventually(lambda: len(asked) >= 3, what="the third request of a waiting claim")
             store.put(partition, ["a"], x=torch.zeros(1), y=torch.zeros(1))
             assert waiting.result(what="the claim").sample_ids == ["a"]
-        assert set(map(tuple, asked)) == {("x",)}, "a question was asked with what middleware made of the one before"
+        assert set(map(tuple, asked)) == {("x",)}, "a request contains what middleware changed in an earlier request"
 
     @proves(Capability.CLAIMS, Capability.LEASES)
     def test_a_timeout_says_who_holds_the_samples(self, store: Store) -> None:

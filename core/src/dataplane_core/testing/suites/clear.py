@@ -1,4 +1,4 @@
-"""`clear_samples`: what it drops is gone, and nothing else."""
+"""`clear_samples`: it deletes exactly the samples or the partition that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`check_consumption_status`: whether every task was given everything."""
+"""`check_consumption_status`: whether every task has been given every sample."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What an operation costs, in numbers that do not depend on the machine: hook calls, and copies of the payload.
 
-Times are in the report; no test asserts one.
+The report holds the times of the tests. No test asserts a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["CostSuite"]
 
 _ROWS = 32
 
-#: Operation -> the client's call on a partition of `_ROWS` samples with a claim on a lease, the hook, what it needs.
+#: Operation -> the client's call on a partition of `_ROWS` samples with a leased claim, its hook, its capability.
 _CALLS: dict[str, tuple[Callable[[DataPlaneClient, str, KVBatchMeta | None], Any], str, Capability | None]] = {
     "register_partition": (
         lambda c, p, held: c.register_partition(p, ["x", "y"], None, ["train"]),
@@ -60,7 +60,7 @@ def _no_lease() -> KVBatchMeta:
 
 
 class CostSuite(Suite, chapter="costs"):
-    """Counts."""
+    """Hook calls and copies of the payload."""
 
     def test_put_costs_one_hook_call(self, store: Store) -> None:
         """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read".
@@ -102,7 +102,8 @@ class CostSuite(Suite, chapter="costs"):
         rows = [torch.randn(64 + index, 128) for index in range(_ROWS)]
         fields = batch(_ROWS, x=torch.randn(_ROWS, 16384), y=jagged(rows))
         payload_bytes = 4 * (_ROWS * 16384 + sum(row.numel() for row in rows))
-        store.client.put_samples(ids(_ROWS, "first"), partition, fields)  # what is allocated once is not counted
+        # the first calls make allocations that later ones do not; they are not counted
+        store.client.put_samples(ids(_ROWS, "first"), partition, fields)
         store.get(partition, ids(_ROWS, "first"), "x", "y")
         _, put = allocated(lambda: store.client.put_samples(ids(_ROWS), partition, fields))
         order = ids(_ROWS)[::-1]

@@ -1,6 +1,7 @@
 """Processes killed while they put and claim, at random moments, over and over: what must hold afterwards.
 
-The kills happen once; every test judges what was found. For scopes wider than one process.
+The processes are killed once for all tests of the class. Each test checks one property of what was found then.
+For scopes wider than one process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataplane_core.testing._store import Store
 
 __all__ = ["CrashSuite"]
 
-#: Seconds: the first test of a class that asks has the kills done.
+#: Time limit in seconds. The first of these tests does all the kills.
 _LIMIT_S = 900.0
 
 
@@ -60,7 +61,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
             f"{len(half)} samples of killed producers are there in part: "
             f"{preview(f'{name} has {sorted(fields)}' for name, fields in half.items())} (seed {found.seed})"
         )
-        assert not found.wrong, f"these samples are not what was put: {preview(found.wrong)} (seed {found.seed})"
+        assert not found.wrong, f"these samples differ from what was put: {preview(found.wrong)} (seed {found.seed})"
         if found.listed is not None:
             bare = [name for name in found.listed if not found.found.get(name)]
             assert not bare, f"listed, but without cells: {preview(bare)} (seed {found.seed})"
@@ -73,7 +74,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         """
         found = _usable(store)
         lost = [name for name in found.confirmed if not found.found[name]]
-        assert not lost, f"puts returned, and {preview(lost)} are gone with their process (seed {found.seed})"
+        assert not lost, f"put_samples returned, and {preview(lost)} are gone with their process (seed {found.seed})"
 
     @lasts(_LIMIT_S)
     def test_what_a_killed_producer_was_putting_can_be_put_again(self, store: Store) -> None:
@@ -84,7 +85,9 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         wait or fail because of it.
         """
         found = _usable(store)
-        assert found.retried is None, f"a put of what a killed process was putting: {found.retried} ({found.seed})"
+        assert found.retried is None, (
+            f"a new put of the samples that a killed process was putting failed: {found.retried} (seed {found.seed})"
+        )
 
     @lasts(_LIMIT_S)
     @proves(Scope.HOST, Capability.CLAIMS)
@@ -100,7 +103,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         assert not twice, f"given to two consumers: {preview(twice)} (seed {found.seed})"
         lost = {name for name, fields in found.found.items() if fields} - set(given)
         assert len(lost) <= MOST_LOST, (
-            f"{len(lost)} samples were given to nobody. Expected at most the {MOST_LOST} of one claim per kill, whose "
+            f"{len(lost)} samples were given to nobody. Expected at most {MOST_LOST}, one claim per kill, whose "
             f"reply a killed consumer never saw (seed {found.seed})"
         )
 
@@ -117,8 +120,8 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         acked = found.acked + found.taken[LEASED]
         twice = _repeated(acked)
         assert not twice, f"two holders acked {preview(twice)} (seed {found.seed})"
-        # a victim may have been killed between its ack and the note of it
+        # a victim may have been killed after its ack and before it recorded the ack
         there = {name for name, fields in found.found.items() if fields}
         lost = sorted(there - set(acked) - set(found.acking))
-        assert not lost, f"{len(lost)} samples never came back from killed holders: {preview(lost)} ({found.seed})"
+        assert not lost, f"{len(lost)} samples never came back from killed holders: {preview(lost)} (seed {found.seed})"
         assert found.consumed[LEASED], f"the partition never counts as consumed (seed {found.seed})"

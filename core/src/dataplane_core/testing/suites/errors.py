@@ -1,4 +1,4 @@
-"""Errors: what each derives from, what it carries, and that it travels."""
+"""Errors: their base classes, their attributes and messages, and that they can be pickled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _overfill(store: Store) -> None:
     client.put_samples(["b"], store.register("x", client=client), batch(1, x=large))
 
 
-#: What a user does wrong, what they would catch, and the capability it needs.
+#: A user's mistake -> the call, the builtin exception that the user would catch, the capability that the call needs.
 _CASES: dict[str, tuple[Callable[[Store, str], Any], type[Exception], Capability | None]] = {
     "put_unknown_partition": (lambda s, p: s.put(p + "?", ["b"], x=torch.zeros(1)), KeyError, None),
     "put_other_dtype": (lambda s, p: s.put(p, ["b"], x=torch.zeros(1, dtype=torch.int8)), ValueError, None),
@@ -63,7 +63,7 @@ def _ready(store: Store, case: str) -> str:
 
 
 class ErrorSuite(Suite, chapter="errors"):
-    """Every failure is a data-plane error and the builtin that a user would catch."""
+    """Every failure is a data-plane error and also the builtin exception that a user would catch."""
 
     @pytest.mark.parametrize("case", list(_CASES))
     def test_errors_are_of_the_hierarchy(self, store: Store, case: str) -> None:
@@ -77,9 +77,11 @@ class ErrorSuite(Suite, chapter="errors"):
         call, builtin, _ = _CASES[case]
         with pytest.raises(DataPlaneError) as caught:
             call(store, partition)
-        assert isinstance(caught.value, builtin), f"{type(caught.value).__name__} is no {builtin.__name__}"
+        assert isinstance(caught.value, builtin), (
+            f"{type(caught.value).__name__} does not derive from {builtin.__name__}"
+        )
         assert not isinstance(caught.value, BackendError), (
-            f"the backend raised something else: {caught.value.__cause__!r}"
+            f"the backend raised an error that is no data-plane error: {caught.value.__cause__!r}"
         )
         check_error(caught.value, store.name)
 
@@ -100,8 +102,8 @@ class ErrorSuite(Suite, chapter="errors"):
         assert type(copied) is type(error)
         assert str(copied) == str(error)
         assert (copied.backend, copied.retryable, copied.hint) == (error.backend, error.retryable, error.hint)
-        assert vars(copied) == vars(error), "attributes were lost"
-        assert isinstance(copied.__cause__, OSError), "the cause was lost"
+        assert vars(copied) == vars(error), "pickling changed the attributes"
+        assert isinstance(copied.__cause__, OSError), "pickling lost the cause"
         assert copied.__cause__.args == error.__cause__.args
 
     @pytest.mark.parametrize("case", list(_CASES))

@@ -1,5 +1,6 @@
-"""Faults around every operation: an error before the backend was reached, a reply that is lost, a deadline that has
-passed, a reply that is cut. What the client makes of them, and that calling again loses and doubles nothing."""
+"""Faults around every operation: an error before the backend gets the request, a lost reply, a deadline that has
+passed, a truncated reply. The tests check what the client raises, and that a second call neither loses nor doubles a
+sample."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ _SHORT_S = 0.1
 
 @dataclass
 class _Scene:
-    """A partition with samples s0, s1 and s2 (x and tag n: 0, 1, 2); s0 and s1 are held on a lease where asked for."""
+    """A partition with the samples s0, s1 and s2 (field x and tag n: 0, 1, 2). If asked for, s0 and s1 are leased."""
 
     store: Store
     partition: str
@@ -47,11 +48,11 @@ class _Scene:
         operation(self.held, *arguments)
 
     def settle_again(self, operation: Callable[..., Any], *arguments: Any) -> None:
-        with suppress(LeaseExpiredError):  # the first call went through
+        with suppress(LeaseExpiredError):  # the first call succeeded
             self.settle(operation, *arguments)
 
     def given(self, count: int = 9) -> list[str]:
-        """What the task is given now."""
+        """The ids that a claim gives to the task now."""
         return self.store.claim(self.partition, count).sample_ids
 
     def holds(self, **cells: int) -> None:
@@ -59,10 +60,10 @@ class _Scene:
         found = self.store.get(self.partition, list(cells))["x"].tolist()
         assert dict(zip(cells, found, strict=True)) == cells
         for name in ("s0", "s1", "s2", "new"):
-            assert name in cells or not self.store.has(self.partition, name), f"'{name}' is there"
+            assert name in cells or not self.store.has(self.partition, name), f"'{name}' exists, but was not put"
         if self.store.declares(Capability.LISTING):
             meta = self.store.client.list_samples(self.partition)
-            assert meta.sample_ids == list(cells), "samples are listed more or less than once"
+            assert meta.sample_ids == list(cells), "the list does not hold every sample once"
             assert meta.tags == [{"n": number} for number in cells.values()]
 
 
@@ -83,11 +84,11 @@ def _put(scene: _Scene) -> None:
 def _was_put(scene: _Scene) -> None:
     try:
         _put(scene)
-    except UnsupportedOperationError:  # it was written, and this store overwrites nothing
+    except UnsupportedOperationError:  # the first put was committed, and this store does not overwrite
         assert not scene.store.declares(Capability.OVERWRITE)
     scene.holds(s0=0, s1=1, s2=2, new=3)
     if scene.store.declares(Capability.CLAIMS):
-        assert scene.given() == [*ids(3), "new"], "a sample was lost or doubled for consumers"
+        assert scene.given() == [*ids(3), "new"], "consumers are given a sample twice or not at all"
 
 
 def _put_tags(scene: _Scene) -> None:
@@ -104,8 +105,8 @@ def _get(scene: _Scene) -> None:
 
 
 def _claimed(scene: _Scene) -> None:
-    # without a lease, if the reply to a claim is lost, its rows are lost to the task: all of it was given, or none
-    assert scene.given() in (ids(3), []), "part of a claim was given"
+    # without a lease, the samples of a claim whose reply is lost are lost to the task: all of them, or none
+    assert scene.given() in (ids(3), []), "only a part of the claim was given"
     assert scene.given() == []
     assert scene.store.client.check_consumption_status(scene.partition, ["train"])
 
@@ -133,7 +134,7 @@ def _acked(scene: _Scene) -> None:
 
 def _nacked(scene: _Scene) -> None:
     scene.settle_again(scene.store.client.nack)
-    assert scene.given() == ids(3), "a sample that was given back was lost or doubled"
+    assert scene.given() == ids(3), "a sample that went back to the pool is given twice or not at all"
 
 
 def _renewed(scene: _Scene) -> None:
@@ -173,14 +174,14 @@ def _list(scene: _Scene) -> None:
 
 @dataclass(frozen=True)
 class _Case:
-    """An operation under fault.
+    """An operation and how to test it under a fault.
 
     Attributes:
         hook: The hook that fails.
         call: The client's call.
-        again: Calls again, and asserts that it is as if it had been called once.
-        needs: What must be declared.
-        holds: Whether it settles leases.
+        again: Calls the operation again, and asserts that the result is that of one call.
+        needs: The capabilities that it needs.
+        holds: Whether it settles leases, so that s0 and s1 must be leased first.
     """
 
     hook: str
@@ -206,7 +207,7 @@ _CASES: dict[str, _Case] = {
     "list_samples": _Case("list_samples", _list, _list, Capability.LISTING),
 }
 
-#: Operations whose replies count or align rows.
+#: Operations whose replies hold a number of rows, or one entry per row.
 _COUNTED = ["put_samples", "put_samples_of_tags", "claim_meta", "claim_meta_on_a_lease", "ack", "nack", "renew"]
 _COUNTED += ["list_samples"]
 
@@ -221,7 +222,7 @@ def _scene(store: Store, case: _Case) -> _Scene:
 
 
 class FaultSuite(Suite, chapter="faults"):
-    """Errors before and after the commit, lateness, truncation."""
+    """Errors before and after the commit, late requests, truncated replies."""
 
     @pytest.mark.parametrize("name", list(_CASES))
     def test_an_error_before_surfaces_and_changes_nothing(self, store: Store, name: str) -> None:
@@ -239,7 +240,7 @@ class FaultSuite(Suite, chapter="faults"):
             store.refusal(BackendError, case.hook, "Connection reset") as caught,
         ):
             case.call(scene)
-        assert caught.value.__cause__ is cause, "the cause was lost"
+        assert caught.value.__cause__ is cause, "the error lost its cause"
         case.again(scene)
 
     @pytest.mark.parametrize("name", list(_CASES))
@@ -258,7 +259,7 @@ class FaultSuite(Suite, chapter="faults"):
             store.refusal(ConnectionError, "the reply was lost") as caught,
         ):
             case.call(scene)
-        assert caught.value is lost, "an error of the data plane was replaced"
+        assert caught.value is lost, "a data-plane error was replaced by another error"
         assert caught.value.retryable
         case.again(scene)
 
@@ -299,7 +300,7 @@ class FaultSuite(Suite, chapter="faults"):
         field fixed.
         """
         if not store.deployment.backend_class.wire.bytes:
-            pytest.skip(f"{NOT_DECLARED}cells as framed bytes")  # tensors come whole; their rows are counted above
+            pytest.skip(f"{NOT_DECLARED}cells as framed bytes")  # the test above cuts rows of whole tensors
         partition = store.register("x", "o")
         store.put(partition, ids(2), x=torch.arange(6).view(2, 3), o=as_objects({"a": [1, 2]}, "text"))
 

@@ -1,4 +1,4 @@
-"""`get_samples` and `get_data`: exactly the rows asked for, or an error."""
+"""`get_samples` and `get_data`: they return exactly the requested rows, or raise an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GRPO groups: whole groups only."""
+"""GRPO groups: a claim gives whole groups only."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ _NAMES = ids(16)
 
 
 def _overlap(store: Store, act: Callable[[str], None], check: Callable[[str], None]) -> None:
-    """Runs ``act`` on a partition at moments spread over the duration of a put into 16 of its known samples."""
+    """Repeats a put into 16 known samples, and each time runs ``act`` at another moment of the put."""
 
     def put(partition: str) -> float:
         start = time.monotonic()
-        with contextlib.suppress(DataPlaneError):  # a put that meets a clear may fail
+        with contextlib.suppress(DataPlaneError):  # a put that overlaps a clear may fail
             store.put(partition, _NAMES, [{"new": 1}] * 16, y=torch.full((16, 64), 7))
         return time.monotonic() - start
 
@@ -54,15 +54,15 @@ def _overlap(store: Store, act: Callable[[str], None], check: Callable[[str], No
 
 
 def _whole_or_nothing(store: Store, partition: str) -> bool:
-    """Asserts that the put of `_overlap` is there as a whole or not at all; says which."""
+    """Asserts that the put of `_overlap` is there as a whole or not at all. Returns whether it is there."""
     there = [name for name in _NAMES if store.has(partition, name, "y")]
     assert there in ([], _NAMES), f"{len(there)} of 16 rows of a put that overlapped a clear are there"
-    assert not any(store.has(partition, name, "x") for name in _NAMES), "cleared cells came back"
+    assert not any(store.has(partition, name, "x") for name in _NAMES), "cleared cells can be read again"
     return bool(there)
 
 
 class GuaranteeSuite(Suite, chapter="guarantees"):
-    """What a backend promises beyond the operations."""
+    """Capabilities that are guarantees, not operations."""
 
     @proves(Capability.NO_PICKLE)
     def test_nothing_is_unpickled(self, store: Store) -> None:
@@ -81,7 +81,7 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
             if store.declares(Capability.LISTING):
                 store.client.list_samples(partition)
             store.client.clear_samples(["s0"], partition)
-        assert not calls, f"unpickled in {calls[0]}"
+        assert not calls, f"data was unpickled in {calls[0]}"
 
     @proves(Capability.DURABLE)
     def test_committed_puts_survive_a_crash(self, store: Store) -> None:
@@ -94,11 +94,13 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
         partition = store.register("x", "o")
         store.put(partition, ids(50), [{"n": n} for n in range(50)], x=torch.arange(50), o=as_objects(*range(50)))
         given = store.claim(partition, 10).sample_ids if store.declares(Capability.CLAIMS) else []
-        store.deployment.end_workers()  # a restart may put other files under what has them open
+        store.deployment.end_workers()  # a restart may replace files that the workers have open
         store.ask_author("restart")
         assert store.get(partition, ids(50))["x"].tolist() == list(range(50))
         if given:
-            assert store.claim(partition, 50).sample_ids == ids(50)[10:], "claims were forgotten or lost in the crash"
+            assert store.claim(partition, 50).sample_ids == ids(50)[10:], (
+                "after the crash, claimed samples are given again, or others are lost"
+            )
 
     @proves(Capability.FENCED)
     def test_puts_that_overlap_clears_are_whole_or_nothing(self, store: Store) -> None:
@@ -112,7 +114,7 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
             there = _whole_or_nothing(store, partition)
             if there and store.declares(Capability.LISTING):
                 meta = store.client.list_samples(partition)
-                assert meta.tags == [{"new": 1}] * 16, "a cleared sample came back with its old tags"
+                assert meta.tags == [{"new": 1}] * 16, "a sample that was cleared has its old tags"
 
         _overlap(store, lambda partition: store.client.clear_samples(_NAMES, partition), check)
 
@@ -172,7 +174,7 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
 
 @contextmanager
 def _unpickling_is_reported() -> Iterator[list[str]]:
-    """Yields the places that unpickle in the block, wherever they imported the functions to."""
+    """Yields a list of the places that unpickle data in the block, also with functions that were imported by name."""
     calls: list[str] = []
 
     def reporting(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The journal of a `BlobStore`, called directly: `append` takes each place once, `read` gives the records in order."""
+"""The journal of a `BlobStore`, called directly: `append` fills each place once, `read` returns records in order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dataplane_core.testing._timing import in_threads
 
 __all__ = ["JournalSuite"]
 
-#: Enough that numbers as text, or pages of a hundred, come out of order.
+#: Enough records to find numbers that are sorted as text, and pages of a hundred.
 _RECORDS: Final = 230
 _WRITERS: Final = 4
-#: More than one digit, so that numbers as text come out of order.
+#: A number of two digits, to find numbers that are sorted as text.
 _TRIMMED: Final = 12
 _PLACES: Final = 40
 
@@ -36,11 +36,13 @@ def _records(backend: BlobStore, from_seq: int) -> list[bytes]:
 
 
 def _journals(store: Store, tag: str = "journal") -> tuple[BlobStore, BlobStore]:
-    """Two clients of one store, whose journal nobody else writes."""
+    """Two clients of one store. Nobody else writes its journal."""
     store.blobs()
     case, options = store.case, store.deployment.options
     if case.isolated_options(dict(options), tag) == options:
-        not_run("the author's class supplies no isolated_options, and the journal of the store would be spoilt")
+        not_run(
+            "the author's class supplies no isolated_options, and this test would damage the shared store's journal"
+        )
     client = store.deployment.isolated(tag)
     attach = case.attach_options(dict(client.config.options), client._backend)
     other = store.keep(store.deployment.connect(attach, bootstrap=False))
@@ -51,9 +53,9 @@ def _journals(store: Store, tag: str = "journal") -> tuple[BlobStore, BlobStore]
 
 
 def _trimmed(store: Store, tag: str) -> tuple[tuple[BlobStore, BlobStore], int, list[bytes]]:
-    """Two clients of a store of which the first half of the records was trimmed, its first place and all records."""
+    """Two clients of a store whose first half of records was trimmed; the place of the first record; all records."""
     if type(store.blobs()).trim is BlobStore.trim:
-        not_run("the author's class does not override trim: its journal grows for ever")
+        not_run("the author's class does not override trim: its journal is never trimmed")
     journals = _journals(store, tag)
     begin = _end(journals[0])
     records = [f"record {number}".encode() for number in range(2 * _TRIMMED)]
@@ -64,7 +66,7 @@ def _trimmed(store: Store, tag: str) -> tuple[tuple[BlobStore, BlobStore], int, 
 
 
 class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
-    """For a `BlobStore` of several processes, on a store of its own: what is appended here is no call of the ledger."""
+    """For a `BlobStore` that several processes use. On a separate store, because these records are not the ledger's."""
 
     def test_a_place_in_the_journal_is_taken_once(self, store: Store) -> None:
         """Blob store: "Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is
@@ -79,10 +81,10 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         for each in (backend, another):
             assert not each.append(place, b"second"), "append to a taken place returned True"
             assert not each.append(place, b"first"), (
-                "append of a record that stands there already returned True: it is another client's, which looks the "
-                "same"
+                "append to a taken place returned True because the place holds the same bytes. They may be another "
+                "client's record"
             )
-        assert _records(backend, place) == [b"first"], "a taken place was written again"
+        assert _records(backend, place) == [b"first"], "append replaced the record of a taken place"
         assert another.append(place + 1, b"first"), "append to a free place returned False"
         assert _records(backend, place) == [b"first", b"first"]
 
@@ -104,10 +106,10 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
             except Exception as error:
                 pytest.fail(f"read({begin + start}) of {begin + _RECORDS} records raised {error!r}.")
             assert len(found) == len(records[start:]), (
-                f"read({begin + start}) gave {len(found)} of {len(records[start:])} records"
+                f"read({begin + start}) returned {len(found)} of {len(records[start:])} records"
             )
             wrong = [index for index, record in enumerate(found) if record != records[start + index]]
-            assert not wrong, f"read({begin + start}): the records at {preview(wrong)} are not in their order"
+            assert not wrong, f"read({begin + start}): the records at {preview(wrong)} are out of order"
 
     def test_other_clients_read_what_was_appended(self, store: Store) -> None:
         """Blob store: "Every process replays it through the same deterministic ledger, so all agree on what was
@@ -118,13 +120,15 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         """
         backend, another = _journals(store)
         place = _end(backend)
-        assert _end(another) == place, "two clients see journals of different length"
+        assert _end(another) == place, "the two clients read different numbers of records"
         for number, (writer, reader) in enumerate(itertools.islice(itertools.cycle([(0, 1), (1, 0)]), 12)):
             stores = (backend, another)
             record = f"record {number}".encode()
             assert stores[writer].append(place + number, record)
             assert _records(stores[reader], place + number) == [record], "another client does not read the record"
-            assert not stores[reader].append(place + number, b"late"), "another client's place was taken"
+            assert not stores[reader].append(place + number, b"late"), (
+                "append to a place that another client has taken returned True"
+            )
 
     def test_racing_appends_take_each_place_once(self, store: Store) -> None:
         """Blob store: "Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is
@@ -160,7 +164,9 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
                 last = done.is_set()
                 for index, record in enumerate(_records(another, begin)):
                     place = record.partition(b" ")[0]
-                    assert place == str(begin + index).encode(), f"place {begin + index} reads {record!r:.40}"
+                    assert place == str(begin + index).encode(), (
+                        f"the record at place {begin + index} is {record!r:.40}"
+                    )
                 if last:
                     return []
 
@@ -168,9 +174,13 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         winners = in_threads(*writers, reader)[:-1]
         for place in range(begin, begin + _PLACES):
             won = [number for number, taken in enumerate(winners) if place in taken]
-            assert len(won) == 1, f"place {place} was taken by {len(won)} of {_WRITERS} that raced for it"
+            assert len(won) == 1, (
+                f"append to place {place} returned True for {len(won)} of {_WRITERS} writers. Expected one"
+            )
             (record,) = _records(backend, place)[:1]
-            assert record == f"{place} by {won[0]}".encode(), f"place {place} holds {record!r}, not its winner's record"
+            assert record == f"{place} by {won[0]}".encode(), (
+                f"place {place} holds {record!r}, which is not the record of the writer that took it"
+            )
 
     def test_a_trimmed_journal_begins_where_it_was_told(self, store: Store) -> None:
         """Blob store: "Drops the records below ``before_seq``" and "If the journal was trimmed beyond ``from_seq``, the
@@ -185,7 +195,7 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
                 expected = records[max(start - begin, _TRIMMED) :]
                 found = _records(backend, start)
                 assert found == expected, (
-                    f"read({start}) gave {len(found)} records, {preview(found[:1]) or 'none'} first, after "
+                    f"read({start}) returned {len(found)} records, {preview(found[:1]) or 'none'} first, after "
                     f"trim({begin + _TRIMMED}). Expected {len(expected)}, {expected[0]!r} first"
                 )
 
@@ -204,12 +214,12 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
                 try:
                     backend.trim(number)
                 except Exception as error:
-                    pytest.fail(f"{told} raised {error!r}. Expected that it does nothing.")
+                    pytest.fail(f"{told} raised {error!r}. Expected no error and no change.")
                 for each in journals:
-                    assert _records(each, 0) == kept, f"{told} changed what read(0) gives"
+                    assert _records(each, 0) == kept, f"{told} changed the records that read(0) returns"
                     for place in (begin, begin + _TRIMMED - 1):
                         assert not each.append(place, b"late"), f"append to place {place} returned True after {told}"
-        assert journals[0].append(free, b"next"), f"append to the next place, {free}, returned False after such trims"
+        assert journals[0].append(free, b"next"), f"append to the next place, {free}, returned False after these trims"
         assert _records(journals[1], 0) == [*kept, b"next"]
 
     def test_a_trimmed_place_stays_taken(self, store: Store) -> None:

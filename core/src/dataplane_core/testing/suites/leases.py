@@ -1,4 +1,4 @@
-"""Leases: a claim that nobody settles goes back to the pool, and two holders never both succeed."""
+"""Leases: samples that nobody settles go back to the pool, and two holders never both succeed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dataplane_core.testing._timing import bounded, eventually
 
 __all__ = ["LeaseSuite"]
 
-#: A lease that outlives every test, and one that a test waits out.
+#: The duration of a lease that does not expire during a test, and of one that a test waits for.
 _LONG_S = 600.0
 _SHORT_S = 0.1
 
 
 def _wait_out(lease_s: float = _SHORT_S) -> None:
-    """Until a lease taken before this call has run out on every clock."""
+    """Waits until every lease of `_SHORT_S` that was taken before this call has expired on every clock."""
     time.sleep(lease_s + 0.05)
 
 
@@ -80,10 +80,10 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
             what="the return of a lost claim",
         )
         assert isinstance(again, KVBatchMeta)
-        assert again.sample_ids == ids(4), "returned samples lost their place in the order"
+        assert again.sample_ids == ids(4), "samples that went back to the pool lost their places in the order"
         assert again.lease_tokens is not None
         assert lost.lease_tokens is not None
-        assert not set(again.lease_tokens) & set(lost.lease_tokens), "a token was given out twice"
+        assert not set(again.lease_tokens) & set(lost.lease_tokens), "a lease token was used twice"
 
     def test_blocking_claims_wake_when_leases_run_out(self, store: Store) -> None:
         """Contract: "a claim that is neither acked nor renewed in time goes back to the pool."
@@ -152,8 +152,12 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         for settle in _settlers(store):
             with store.refusal(LeaseExpiredError) as caught:
                 settle(both)
-            assert sorted(caught.value.sample_ids) == ["s0", "s1"], "the ids of valid tokens are named, too"
-        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s0", "s1"], "a refused nack gave samples back"
+            assert sorted(caught.value.sample_ids) == ["s0", "s1"], (
+                "LeaseExpiredError does not name exactly the ids whose tokens are invalid"
+            )
+        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s0", "s1"], (
+            "a refused nack returned samples to the pool"
+        )
         store.client.ack(held)
 
     def test_nack_gives_back_at_once(self, store: Store) -> None:

@@ -27,7 +27,7 @@ from dataplane_core.testing._workers import bootstrapped, call, read_items
 
 __all__ = ["LifecycleSuite"]
 
-#: Seconds by which the owner of a store is late.
+#: Seconds that the owner of a store starts later than the client that attaches.
 _LATE_S: Final = 0.3
 #: Processes that connect at the same time.
 _AT_ONCE: Final = 3
@@ -135,11 +135,13 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
                 reply = f"refused: {error}"
             else:
                 reply = "worked"
-            store.client.close()  # must not end what the parent started
+            store.client.close()  # this must not stop what the parent started
             return reply
 
         assert "refused" in _forked(in_child)
-        assert store.get(partition, ["a"])["x"].tolist() == [1], "the fork's close reached the parent's store"
+        assert store.get(partition, ["a"])["x"].tolist() == [1], (
+            "close in the fork stopped or changed the parent's store"
+        )
 
     @proves(Scope.HOST)
     def test_a_fork_opens_a_client_of_its_own(self, store: Store) -> None:
@@ -154,7 +156,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         options = store.deployment.attach_options()
 
         def in_child() -> str:
-            torch.set_num_threads(1)  # the parent's threads are not here
+            torch.set_num_threads(1)  # a fork does not have the parent's threads
             try:
                 client = store.deployment.connect(options, bootstrap=False)
             except BackendUnavailableError as error:
@@ -273,7 +275,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
                 worker.wait_ready()
             owners = [worker for worker in workers if worker.run(bootstrapped)]
             for worker in sorted(workers, key=lambda each: each not in owners):
-                ended.callback(worker.close)  # the owner last
+                ended.callback(worker.close)  # the owner is closed last
             assert len(owners) == 1, f"{len(owners)} of {_AT_ONCE} processes bootstrapped"
             workers[0].run(call, "register_partition", "p", ["x"], None, ["train"])
             for number, worker in enumerate(workers):
@@ -328,12 +330,12 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
 
 
 def _forked(call: Callable[[], str]) -> str:
-    """Calls in a fork of this process and returns what it said."""
+    """Runs a function in a fork of this process and returns its reply."""
     if not hasattr(os, "fork"):
         not_run("this platform has no fork")
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the child calls next to nothing, whatever threads there are
+        warnings.simplefilter("ignore")  # Python warns of forks with threads; the child calls very little
         pid = os.fork()
     if pid == 0:
         try:

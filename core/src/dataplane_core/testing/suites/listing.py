@@ -16,7 +16,7 @@ __all__ = ["ListingSuite"]
 
 
 class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
-    """Listings."""
+    """Lists of the samples of a partition."""
 
     def test_listing_gives_ids_and_tags(self, store: Store) -> None:
         """Contract: "list_samples(partition_id, tag_filter=None) -> meta (listing): ids and tags, no data."

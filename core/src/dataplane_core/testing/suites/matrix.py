@@ -1,4 +1,4 @@
-"""Every dtype in every layout, bit for bit; and object columns of the closed set."""
+"""Columns of every dtype in every layout, and object columns of every type that the contract allows."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _check_batch(store: Store, data: st.DataObject) -> None:
 
 
 class MatrixSuite(Suite, chapter="matrix"):
-    """dtype x layout x shape."""
+    """Every dtype, layout and shape."""
 
     @pytest.mark.parametrize(("dtype", "layout"), cases(), ids=[f"{_name(d)}-{layout}" for d, layout in cases()])
     def test_columns_come_back_bit_for_bit(self, store: Store, dtype: torch.dtype, layout: str) -> None:
@@ -196,7 +196,7 @@ class MatrixSuite(Suite, chapter="matrix"):
         found = items_of(store.get(partition, ids(len(items)), "o")["o"])
         assert len(found) == len(items)
         for index, (read, written) in enumerate(zip(found, items, strict=True)):
-            assert same_items(read, written), f"item {index} came back as {read!r}, not {written!r}"
+            assert same_items(read, written), f"item {index} was read as {read!r}, expected {written!r}"
         (last,) = items_of(store.get(partition, [f"s{len(items) - 1}"], "o")["o"])
         assert same_items(last, items[-1])
 

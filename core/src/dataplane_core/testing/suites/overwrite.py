@@ -1,4 +1,4 @@
-"""Overwrites: the last committed write wins, and changes nothing else."""
+"""Overwrites: the last committed write of a cell wins, and changes nothing else."""
 
 from __future__ import annotations
 

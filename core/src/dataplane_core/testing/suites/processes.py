@@ -18,7 +18,7 @@ __all__ = ["ProcessSuite"]
 
 
 class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
-    """What is true within one client is true across processes."""
+    """What holds within one client must also hold across processes."""
 
     def test_a_put_is_visible_in_other_processes(self, store: Store) -> None:
         """Contract: "Returns only when the write is committed and visible to every other client".

@@ -23,7 +23,7 @@ __all__ = ["PutSuite"]
 
 
 class PutSuite(Suite, chapter="put"):
-    """Accepted puts."""
+    """Puts that must succeed."""
 
     def test_put_returns_a_receipt(self, store: Store) -> None:
         """Contract: "put_samples(sample_ids, partition_id, fields=None, tags=None) -> meta".
@@ -111,7 +111,7 @@ class PutSuite(Suite, chapter="put"):
         found = store.tags_of(partition)["a"]
         for index, value in enumerate(values):
             read = found[f"t{index}"]
-            assert (type(read), repr(read)) == (type(value), repr(value)), f"tag {value!r} came back as {read!r}"
+            assert (type(read), repr(read)) == (type(value), repr(value)), f"tag {value!r} was read as {read!r}"
         assert found[""] == 1
 
     def test_tags_need_no_fields(self, store: Store) -> None:
@@ -121,7 +121,7 @@ class PutSuite(Suite, chapter="put"):
         """
         partition = store.register("x")
         store.put(partition, ids(2), [{"n": 1}, {"n": 2}])
-        assert not store.has(partition, "s0"), "a row of tags alone has a cell"
+        assert not store.has(partition, "s0"), "a row that was put with tags alone has a cell"
         store.put(partition, ids(2), x=torch.arange(2))
         assert store.tags_of(partition) == {"s0": {"n": 1}, "s1": {"n": 2}}
 
@@ -154,8 +154,8 @@ class PutSuite(Suite, chapter="put"):
         values_and_offsets(ragged)[0].fill_(-1)
         values_and_offsets(ragged)[1].fill_(0)
         found = store.get(partition, ids(3), "x", "y", "z")
-        assert found["x"].tolist() == [[0, 1], [2, 3], [4, 5]], "the store kept the caller's memory"
-        assert found["y"].tolist() == [1.0, 2.0, 3.0], "the store kept the caller's memory"
+        assert found["x"].tolist() == [[0, 1], [2, 3], [4, 5]], "the store uses the caller's memory instead of a copy"
+        assert found["y"].tolist() == [1.0, 2.0, 3.0], "the store uses the caller's memory instead of a copy"
         check_column(found["z"], [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5, 6])])
 
     def test_objects_may_be_reused_after_put(self, store: Store) -> None:
@@ -260,7 +260,7 @@ class PutSuite(Suite, chapter="put"):
         new = store.hooks.register(partition).epoch
         with pytest.raises(StalePartitionError):
             store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([1])), [{"n": 1}], epoch=old)
-        assert not store.has(partition, "b"), "a stale put was written"
+        assert not store.has(partition, "b"), "a put with the epoch of an earlier registration was written"
         if store.declares(Capability.LISTING):
             assert store.hooks.listing(partition).sample_ids == []
         store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([2])), epoch=new)
@@ -294,7 +294,9 @@ class PutSuite(Suite, chapter="put"):
         with store.faults.before("put_samples", add):
             store.put(partition, ids(3), x=torch.arange(3), y=torch.arange(3) + 100)
         found = store.get(partition, ids(3), "x", "y")
-        assert (found["x"].tolist(), found["y"].tolist()) == ([0, 1, 2], [100, 101, 102]), "fields were swapped"
+        assert (found["x"].tolist(), found["y"].tolist()) == ([0, 1, 2], [100, 101, 102]), (
+            "the cells of the two fields were swapped"
+        )
         assert store.hooks.read(partition, ["s1"], ["~mark"])["~mark"].tolist() == [101]
 
     def test_a_put_that_is_sent_again_is_a_request_of_its_own(self, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""`put_samples`: what it refuses, and that a refused put wrote nothing."""
+"""`put_samples`: what it refuses, and that a refused put writes nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _OUTSIDE: dict[str, Callable[[], Any]] = {
 
 
 class PutRefusalSuite(Suite, chapter="put refusals"):
-    """Refused puts leave no trace."""
+    """Puts that must fail and write nothing."""
 
     # --- the schema ---------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
             for field in ("x", "y"):
                 assert not store.has(partition, sample_id, field), f"the refused put wrote '{field}' of '{sample_id}'"
         if store.declares(Capability.LISTING):
-            assert store.client.list_samples(partition).sample_ids == ["a", "b"], "the refused put made rows"
+            assert store.client.list_samples(partition).sample_ids == ["a", "b"], "the refused put created rows"
         found = store.get(partition, ["a", "b"])["x"]
         if first == "objects":
             assert items_of(found) == [1, 2]

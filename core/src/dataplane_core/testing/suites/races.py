@@ -1,4 +1,4 @@
-"""Races by threads on one client."""
+"""Races between threads that use one client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FACTOR = 10 if is_long() else 1
 
 
 class RaceSuite(Suite, chapter="races"):
-    """Threads that put, read, claim and clear at once."""
+    """Threads that put, read, claim and clear at the same time."""
 
     @proves(Capability.CLAIMS)
     def test_many_claimers_get_each_sample_once(self, store: Store) -> None:
@@ -76,7 +76,7 @@ class RaceSuite(Suite, chapter="races"):
             while not store.client.check_consumption_status(partition, ["train"]):
                 assert time.monotonic() < give_up, "samples were lost: the partition is never consumed"
                 turn += 1
-                # every third claim is held too short, as if its consumer had stalled
+                # every third claim has a lease that is too short, as if its consumer had stalled
                 meta = store.claim(partition, 5, lease_s=0.01 if turn % 3 == 0 else 60)
                 if turn % 3 == 0:
                     time.sleep(0.02)
@@ -175,7 +175,9 @@ class RaceSuite(Suite, chapter="races"):
                 if not meta.size:
                     return seen
                 (index,) = (int(name[1:]) for name in meta.sample_ids)
-                assert meta.tags == [{"n": index, "input_lengths": index % 5}], "a claim came without its tags"
+                assert meta.tags == [{"n": index, "input_lengths": index % 5}], (
+                    "a claim returned a sample without its tags"
+                )
                 found = store.get(partition, meta.sample_ids, "o", "y", "x")
                 assert found["y"].tolist() == [index]
                 assert items_of(found["o"]) == [index]
@@ -229,7 +231,7 @@ class RaceSuite(Suite, chapter="races"):
                 for value in range(60 * _FACTOR):
                     fill(partition, value)
                     store.client.clear_samples(names if value % 2 else names[::-1], partition)
-                    fill(other, -value - 1)  # takes what the clear freed
+                    fill(other, -value - 1)  # uses the memory that the clear freed
                     store.client.clear_samples(names, other)
             finally:
                 done.set()
@@ -245,7 +247,9 @@ class RaceSuite(Suite, chapter="races"):
                 values = found["y"].tolist()
                 for index, row in enumerate(rows_of(found["x"], 6)):
                     assert values[index] >= 0, "a read returned a row of another partition"
-                    assert row.tolist() == [values[index]] * (1 + (values[index] + index) % 4), "a torn row"
+                    assert row.tolist() == [values[index]] * (1 + (values[index] + index) % 4), (
+                        "a read returned a row that mixes two writes"
+                    )
                 hits += 1
             return hits
 
@@ -283,8 +287,8 @@ class RaceSuite(Suite, chapter="races"):
                 for name, row in zip(names, rows, strict=True):
                     value = int(row[0])
                     assert (value > 0) == (name in goes), "a read returned another sample's row"
-                    assert len(row) == length + value % 3, "a torn row"
-                    assert bool((row == value).all()), "a torn row"
+                    assert len(row) == length + value % 3, "a read returned a row that mixes two writes"
+                    assert bool((row == value).all()), "a read returned a row that mixes two writes"
             return 0
 
         in_threads(churn, partial(read, stays + goes), partial(read, goes + stays))
@@ -393,7 +397,7 @@ class RaceSuite(Suite, chapter="races"):
                     elif store.declares(Capability.LISTING):
                         assert set(store.client.list_samples(partition).sample_ids) <= set(names)
                 except DataPlaneError as error:
-                    # overwrites are refused where undeclared, overlapping puts and clears may fail where unfenced
+                    # refused where the backend does not declare overwrite or fenced
                     if isinstance(error, TimeoutError):
                         raise
             return 0

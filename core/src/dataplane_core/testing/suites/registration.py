@@ -1,4 +1,4 @@
-"""`register_partition`: opens a partition afresh."""
+"""`register_partition`: it opens a new, empty partition."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         store.put(partition, ids(3), x=torch.arange(3))
         store.register("x", partition_id=partition)
         for sample_id in ids(3):
-            assert not store.has(partition, sample_id), f"row '{sample_id}' survived a new registration"
+            assert not store.has(partition, sample_id), f"row '{sample_id}' is still there after a new registration"
         store.put(partition, ["s1"], x=torch.tensor([7]))
         assert store.get(partition, ["s1"])["x"].tolist() == [7]
 
@@ -215,7 +215,8 @@ class RegistrationSuite(Suite, chapter="registration"):
         """
         partition = store.register("role", enums={"role": ["a"]})
         store.put(partition, ids(1), role=as_objects("a"))
-        store.hooks.register(partition, ["role"], enums={"role": ["b"]})  # another client's, unknown to this one
+        # as another client would do; this client does not know of it
+        store.hooks.register(partition, ["role"], enums={"role": ["b"]})
         store.put(partition, ids(1), role=as_objects("b"))
         with store.refusal(ValueError, "'a'"):
             store.put(partition, ["s9"], role=as_objects("a"))

@@ -1,7 +1,6 @@
-"""What is no longer there takes no room in the engine, whatever the books say.
+"""Payload that was cleared or overwritten is deleted from the engine.
 
-Measured past the ledger: by the author's ``held_bytes``, and of a `BlobStore` by asking it for the blobs that it was
-given.
+The tests do not trust the ledger: they measure with the author's ``held_bytes``, or read the blobs of a `BlobStore`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["RoomSuite"]
 _ROWS: Final = 32
 _ROW_BYTES: Final = 64 * 1024
 _PUT_BYTES: Final = _ROWS * _ROW_BYTES
-#: What an engine may keep beside the payload: less than a half, which a clear of half of the rows must free.
+#: Bytes that an engine may keep beside the payload: less than half of it, because the tests clear half of the rows.
 _SLACK_BYTES: Final = 3 * _PUT_BYTES // 8
 
 
@@ -34,12 +33,12 @@ def _put(store: Store, partition: str, value: int = 0) -> None:
 
 
 def _holds(held: Callable[[], int]) -> None:
-    """Asserts that the measure sees what one put stored."""
+    """Asserts that the measured bytes grew by the payload of one put."""
     assert held() >= _PUT_BYTES - _SLACK_BYTES, f"held_bytes grew by {held()} for {_PUT_BYTES} bytes that were put"
 
 
 def _shrinks_to(held: Callable[[], int], payload_bytes: int, what: str) -> None:
-    """Asserts that the engine comes down to so much payload; it may delete in the background."""
+    """Asserts that the payload in the engine shrinks to this size. The engine may delete in the background."""
     limit = payload_bytes + _SLACK_BYTES
     try:
         eventually(lambda: held() <= limit)
@@ -48,7 +47,7 @@ def _shrinks_to(held: Callable[[], int], payload_bytes: int, what: str) -> None:
 
 
 class RoomSuite(Suite, chapter="room"):
-    """Payload is deleted, not only forgotten."""
+    """Payload is deleted from the engine, not only from the ledger."""
 
     def test_rows_that_are_cleared_leave_the_engine(self, store: Store) -> None:
         """Contract: "ids: drops those rows with their tags and cursors".

@@ -1,6 +1,6 @@
-"""The simplest uses of a store: a few rows, and some hundreds, go in and come out.
+"""The simplest uses of a store: put and read a few rows and some hundreds of rows.
 
-These run before all else, so that what is broken for every caller is said at once, and not after minutes of histories.
+These tests run first, so that a basic fault is reported at once and not after minutes of slower tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataplane_core.testing._timing import PROMPT_S
 
 __all__ = ["SmokeSuite"]
 
-#: Rows of the larger tests: enough for a store that loses one in a hundred to be caught nearly always.
+#: Rows of the larger tests. With so many rows, a store that loses one in a hundred is nearly always caught.
 _ROWS: Final = 400
 #: Rows of one put.
 _STEP: Final = 100
@@ -37,7 +37,7 @@ def _put_hundreds(store: Store, partition: str) -> None:
 
 
 def _readable(store: Store, partition: str, names: list[str], fields: list[str]) -> None:
-    """Asserts that rows can be read at all, before the client would have waited for its own, long deadline."""
+    """Asserts that rows can be read at all. Fails long before the client's own deadline."""
     try:
         store.hooks.within(PROMPT_S).get(partition, names, fields)
     except DataPlaneError as error:
@@ -45,7 +45,7 @@ def _readable(store: Store, partition: str, names: list[str], fields: list[str])
 
 
 class SmokeSuite(Suite, chapter="smoke"):
-    """What every other test of the kit takes for granted."""
+    """What every other test of the kit relies on."""
 
     def test_smoke_hundreds_of_blobs_come_back(self, store: Store) -> None:
         """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
@@ -57,7 +57,7 @@ class SmokeSuite(Suite, chapter="smoke"):
         for key, data in blobs.items():
             backend.put(key, data)
         lost = [key for key, data in blobs.items() if backend.get(key) != data]
-        assert not lost, f"{of_all(lost, blobs)} are lost: they were put, and get does not give them back"
+        assert not lost, f"{of_all(lost, blobs)} are lost: put returned, but get does not find them"
         backend.delete_many(list(blobs))
 
     def test_smoke_a_few_rows_go_in_and_out(self, store: Store) -> None:

@@ -52,7 +52,7 @@ _NAMES = [repr(each).replace(" ", "") for each, _ in _FILTERS]
 
 
 class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS):
-    """Predicates applied where the tags live."""
+    """Filters that the store applies to the tags."""
 
     @pytest.mark.parametrize(("tag_filter", "expected"), _FILTERS, ids=_NAMES)
     @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
@@ -70,7 +70,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
         assert meta.tags == [_TAGS[index] for index in expected]
         rest = store.claim(partition, 9)
         assert rest.sample_ids == [f"s{index}" for index in range(5) if index not in expected], (
-            "the rest was given, too"
+            "a later claim without the filter did not give the rest"
         )
 
     @pytest.mark.parametrize(("tag_filter", "expected"), _FILTERS, ids=_NAMES)

@@ -97,10 +97,10 @@ class AuthorsClass:
         return isolated if isolated != options else None
 
     def conflicting_options(self, options: dict[str, Any]) -> dict[str, Any] | None:
-        """Options that name the running store of ``options`` but differ from them. None: no such options exist."""
+        """Options that name the running store of ``options`` but differ from them. None if there are none."""
         return None
 
-    # The next methods are optional. Tests that need a method that is not implemented are not run, and the report says so.
+    # The next methods are optional. If one is not implemented, the tests that need it are not run. The report says so.
 
     def raw_get(self, backend: Backend, partition_id: str, sample_id: str, field: str) -> Any:
         """Reads one cell without the backend's hooks and core's codec; for the chapter "matrix".

@@ -163,7 +163,7 @@ class AuthorsClass:
 
     @classmethod
     def copies_allowed(cls, operation: str) -> tuple[float, str]:
-        """How many copies of the payload a client may hold at once in an operation, and the author's reason or ""."""
+        """How many copies of the payload a client may hold at once in an operation, and the author's reason if any."""
         return cls.most_copies.get(operation, (MOST_COPIES[operation], ""))
 
     @classmethod

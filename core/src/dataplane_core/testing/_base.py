@@ -97,14 +97,16 @@ def _check_authors_class(cls: type[Suite]) -> None:
     if overridden:
         names = ", ".join(overridden)
         raise ConformanceError(
-            f"{cls.__name__} overrides {names} of the conformance kit. The kit's own must run unchanged.",
-            hint=f"Write deviations = {{{overridden[0]!r}: 'why'}} and give your own test another name.",
+            f"{cls.__name__} overrides {names} of the conformance kit. All parts of the kit must run unchanged.",
+            hint=f"If the backend fails this test, write deviations = {{{overridden[0]!r}: 'why'}}. "
+            "Give your own test another name.",
         )
     marks = cls.__dict__.get("pytestmark", [])
     for mark in marks if isinstance(marks, list) else [marks]:
         if mark.name == "xfail":
             raise ConformanceError(
-                f"{cls.__name__} marks the whole kit xfail.", hint="Write each departure down in deviations."
+                f"{cls.__name__} marks the whole kit xfail.",
+                hint="Name each test that fails in deviations, with the reason.",
             )
     for key, reason in cls.deviations.items():
         if key.partition("[")[0] not in tests:

@@ -136,7 +136,7 @@ class BlobSuite(Suite, chapter="blobs"):
         blobs.put(key, data)
         found = blobs.get(key)
         assert found is not None, "get of a blob that was put returned None"
-        assert len(found) == len(data), f"{len(found)} bytes of {len(data)} bytes were read"
+        assert len(found) == len(data), f"{len(found)} of {len(data)} bytes were read"
         assert _same(found, data), "the bytes that were read differ from those that were put"
         blobs.delete(key)
 

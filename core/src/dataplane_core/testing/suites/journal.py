@@ -210,15 +210,17 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         kept, free = records[_TRIMMED:], begin + len(records)
         for backend in journals:
             for number in (begin + _TRIMMED, begin + _TRIMMED - 3, 0):
-                told = f"trim({number}) of a journal that begins with record {begin + _TRIMMED}"
+                trimming = f"trim({number}) of a journal that begins with record {begin + _TRIMMED}"
                 try:
                     backend.trim(number)
                 except Exception as error:
-                    pytest.fail(f"{told} raised {error!r}. Expected no error and no change.")
+                    pytest.fail(f"{trimming} raised {error!r}. Expected no error and no change.")
                 for each in journals:
-                    assert _records(each, 0) == kept, f"{told} changed the records that read(0) returns"
+                    assert _records(each, 0) == kept, f"{trimming} changed the records that read(0) returns"
                     for place in (begin, begin + _TRIMMED - 1):
-                        assert not each.append(place, b"late"), f"append to place {place} returned True after {told}"
+                        assert not each.append(place, b"late"), (
+                            f"append to place {place} returned True after {trimming}"
+                        )
         assert journals[0].append(free, b"next"), f"append to the next place, {free}, returned False after these trims"
         assert _records(journals[1], 0) == [*kept, b"next"]
 

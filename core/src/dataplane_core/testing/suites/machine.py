@@ -103,10 +103,10 @@ class StoreMachine(RuleBasedStateMachine):
         """Registers the partition in the store and the model. Forgets everything about the earlier registration."""
         self.group_size = 2 if grouped and self.store.declares(Capability.GROUPS) else None
         self.client.register_partition(self.partition, _FIELDS, num_samples, _TASKS, self.group_size)
-        self.tell(commands.Register(self.partition, _FIELDS, num_samples, _TASKS, self.group_size, {}, new_id()))
+        self.call_model(commands.Register(self.partition, _FIELDS, num_samples, _TASKS, self.group_size, {}, new_id()))
         self.values.clear()
 
-    def tell(self, command: Command[Reply]) -> Reply:
+    def call_model(self, command: Command[Reply]) -> Reply:
         """Makes the call on the model, and returns its reply."""
         return self.model.apply(command, self.now)
 
@@ -116,7 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         if data.draw(st.booleans(), "cleared first"):
             self.client.clear_samples(None, self.partition)
-            self.tell(commands.Clear(self.partition, None))
+            self.call_model(commands.Clear(self.partition, None))
         self.register(data.draw(_rarely, "grouped"), data.draw(_sizes, "num_samples"))
 
     # --- writes -------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class StoreMachine(RuleBasedStateMachine):
     def write(self, ids: list[str], columns: dict[str, Any], specs: dict[str, FieldSpec], tags: Any) -> bool:
         """Puts to the model and to the store. Returns whether both accepted the put."""
         begin = commands.BeginPut(self.partition, ids, specs, [0] * len(ids), tags, ttl_s=1e9)
-        _, expected = _attempt(lambda: self.tell(commands.CommitPut(self.tell(begin))))
+        _, expected = _attempt(lambda: self.call_model(commands.CommitPut(self.call_model(begin))))
         _, found = _attempt(lambda: self.store.put(self.partition, ids, tags, columns))
         _agree(expected, found, "put_samples")
         return expected is None
@@ -167,7 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Clears some samples, which may not exist."""
         ids = data.draw(_few_ids, "ids")
         self.client.clear_samples(ids, self.partition)
-        self.tell(commands.Clear(self.partition, ids))
+        self.call_model(commands.Clear(self.partition, ids))
         for key in [key for key in self.values if key[0] in ids]:
             del self.values[key]
 
@@ -204,7 +204,7 @@ class StoreMachine(RuleBasedStateMachine):
     def listing(self, data: st.DataObject) -> None:
         """Compares the listed ids, their order and their tags with the model."""
         tag_filter = self.draw_filter(data)
-        expected = self.tell(commands.ListSamples(self.partition, check_tag_filter(tag_filter)))
+        expected = self.call_model(commands.ListSamples(self.partition, check_tag_filter(tag_filter)))
         meta = self.client.list_samples(self.partition, tag_filter)
         assert meta.sample_ids == list(expected.sample_ids)
         assert meta.tags == list(expected.tags)
@@ -212,7 +212,7 @@ class StoreMachine(RuleBasedStateMachine):
     def consumption(self, data: st.DataObject) -> None:
         """Compares the consumption status with the model."""
         tasks = data.draw(st.lists(st.sampled_from([*_TASKS, "nobody"]), min_size=1, max_size=2, unique=True), "tasks")
-        expected = self.tell(commands.Consumed(self.partition, tasks))
+        expected = self.call_model(commands.Consumed(self.partition, tasks))
         assert self.client.check_consumption_status(self.partition, tasks) == expected
 
     # --- claims -------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
             "tag_filter": check_tag_filter(tag_filter),
         }
         claim = commands.ClaimSamples(self.partition, task, fields, batch_size, token=new_id(), explain=True, **asked)
-        expected = self.tell(claim)
+        expected = self.call_model(claim)
         note(f"the ledger gives {list(expected.sample_ids)}, exhausted: {expected.exhausted}")
         meta, error = _attempt(
             lambda: self.client.claim_meta(
@@ -272,10 +272,10 @@ class StoreMachine(RuleBasedStateMachine):
         part, tokens = meta.subset(places), [tokens[place] for place in places]
         settle = data.draw(st.sampled_from([commands.Ack, commands.Ack, commands.Nack, commands.Renew]), "settle by")
         extra = (_LONG_S,) if settle is commands.Renew else ()
-        told: commands.Settle = settle(self.partition, part.task_name, part.sample_ids, tokens, *extra)
-        _, expected = _attempt(lambda: self.tell(told))
-        _, found = _attempt(lambda: getattr(self.client, told.op)(part, *extra))
-        _agree(expected, found, told.op)
+        command: commands.Settle = settle(self.partition, part.task_name, part.sample_ids, tokens, *extra)
+        _, expected = _attempt(lambda: self.call_model(command))
+        _, found = _attempt(lambda: getattr(self.client, command.op)(part, *extra))
+        _agree(expected, found, command.op)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

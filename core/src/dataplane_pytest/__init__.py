@@ -1,7 +1,7 @@
-"""The pytest plugin of the conformance kit: its marker, and the report of what a run proved.
+"""The pytest plugin of the conformance kit: it adds the kit's marker and reports what a run proved.
 
-A package of its own, so that pytest, which loads it wherever dataplane-core is installed, imports no torch for it. It
-does nothing until a test class derives from `dataplane_core.testing.BackendConformance`.
+Pytest loads this plugin wherever dataplane-core is installed. It is a separate package, so that loading it does not
+import torch. It does nothing until a test class derives from `dataplane_core.testing.BackendConformance`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if "dataplane_core.testing" not in sys.modules:
     pytest.register_assert_rewrite("dataplane_core.testing")
 
 _PROPERTY = "dataplane"
-#: Seconds that a test of the kit may take, where pytest-timeout is there and nobody set another limit.
+#: Time limit of a test of the kit in seconds, if pytest-timeout is installed and no other limit is set.
 _TIMEOUT_S = 300
 
-#: Class of tests -> test -> what the report says of it.
+#: Test class -> test -> its record for the report.
 _Records = dict[str, dict[str, dict[str, Any]]]
 _RECORDS = pytest.StashKey[_Records]()
 #: Test, category and text of each warning.
@@ -35,14 +35,14 @@ _WARNED = pytest.StashKey[list[tuple[str, str, str]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options that write the report to files."""
+    """Adds the options that write the report to files."""
     group = parser.getgroup("dataplane", "dataplane conformance")
     group.addoption("--dataplane-json", metavar="FILE", help="write the conformance reports as a JSON list")
     group.addoption("--dataplane-markdown", metavar="FILE", help="write the conformance reports as Markdown")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The marker that every test of the kit gets."""
+    """Registers the marker that every test of the kit gets."""
     config.addinivalue_line(
         "markers", "dataplane(proves, chapter): a test of the data-plane conformance kit; added by the kit itself"
     )
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _kit() -> Any:
-    """The kit, if anybody imported it."""
+    """The kit's module, or None if nothing has imported it."""
     return sys.modules.get("dataplane_core.testing")
 
 
@@ -64,7 +64,7 @@ def _is_kit_test(item: pytest.Item) -> TypeGuard[pytest.Function]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the kit's tests, before ``-m`` selects, and attaches what the report needs of them."""
+    """Marks the kit's tests before ``-m`` selects tests, and attaches the record for the report."""
     mine = [item for item in items if _is_kit_test(item)]
     if not mine:
         return
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    """What was not selected is not run, and counted."""
+    """Counts tests that were not selected as not run."""
     for item in items:
         for name, record in item.user_properties:
             if name == _PROPERTY and isinstance(record, dict):
@@ -95,13 +95,13 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """Refuses xfail marks, and skip marks on single tests of the kit: they would be quiet overrides."""
+    """Refuses xfail marks, and skip marks on single tests of the kit. They would hide a deviation."""
     if _is_kit_test(item):
         names = {mark.name for mark in item.own_markers} | {mark.name for mark in item.iter_markers("xfail")}
         if quiet := sorted(names & {"skip", "skipif", "xfail"}):
             pytest.fail(
-                f"{item.name} is a test of the conformance kit and carries the mark '{quiet[0]}'. Write the departure "
-                "down in deviations, with its reason.",
+                f"{item.name} is a test of the conformance kit and carries the mark '{quiet[0]}'. Declare it in "
+                "deviations instead, with the reason.",
                 pytrace=False,
             )
     return (yield)
@@ -109,7 +109,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Prints the rule next to a failure of its test; where nothing was tested yet, no rule was broken."""
+    """Adds the rule to the output of a failed test. Failures of fixtures get no rule, because nothing was tested."""
     outcome = yield
     if outcome.failed and outcome.when == "call" and _is_kit_test(item):
         outcome.sections.append(("the rule that it breaks", inspect.getdoc(item.obj) or ""))
@@ -117,7 +117,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 class _Listener:
-    """Hears the results, also those of other processes (pytest-xdist); registered once per session."""
+    """Records the results, also those of other processes (pytest-xdist). Registered once per session."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -137,7 +137,7 @@ class _Listener:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Begins to listen."""
+    """Registers the listener."""
     session.config.pluginmanager.register(_Listener(session.config), "dataplane-conformance-listener")
 
 
@@ -200,18 +200,20 @@ def _keep(
 
 
 def _in_one_line(text: str) -> str:
-    """A warning without the frames of its traceback and pytest's advice."""
+    """The text of a warning in one line, without the frames of a traceback and the advice of Python and pytest."""
     noise = ("Traceback (most", "Enable tracemalloc", "See https://docs.pytest.org")
     return ": ".join(line for line in text.splitlines() if line.strip() and not line.startswith((" ", *noise)))
 
 
 def _outcome_of(report: pytest.TestReport) -> tuple[str | None, str]:
-    """What one phase of a test says; None where it says nothing new."""
+    """Outcome and reason after one phase of a test. The outcome is None if the phase does not decide it."""
     if report.failed:
         text = report.longreprtext if report.longrepr is not None else ""
         crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", text)
         said = crash.strip().partition("\n")[0]
-        if "Warning" in said:  # made an error: what it warns of is below, or in what it was raised from
+        if (
+            "Warning" in said
+        ):  # a warning turned into an error: its text is in the next lines, or in the exception that caused it
             causes = [each.message for _, each, _ in getattr(report.longrepr, "chain", [])[-2::-1] if each is not None]
             said = _in_one_line("\n".join([crash, *causes]))
         return "fail", (f"{report.when}: " if report.when != "call" else "") + said

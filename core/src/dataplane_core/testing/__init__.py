@@ -15,9 +15,9 @@ A storage author's test file:
 Needs the extra ``dataplane-core[testing]``. Environment variables:
 
 - ``DATAPLANE_HYPOTHESIS_PROFILE=long``: many random examples, 200 kills instead of 20, 100,000 claims by 8 processes.
-- ``DATAPLANE_CONFORMANCE_KILLS``: the number of clients that are killed.
-- ``DATAPLANE_CONFORMANCE_SEED``: the seed of the moments at which they are killed. A failing test prints it.
-- ``DATAPLANE_CONFORMANCE_PROMPT_S``: the most seconds that "at once" may take. Default: 10.
+- ``DATAPLANE_CONFORMANCE_KILLS``: how many clients the chapter "crashes" kills.
+- ``DATAPLANE_CONFORMANCE_SEED``: the random seed for the moments of these kills. A failing test prints its seed.
+- ``DATAPLANE_CONFORMANCE_PROMPT_S``: the most seconds that a call may take that must not wait. Default: 10.
 """
 
 from dataplane_core.testing._author import ConformanceError

@@ -14,8 +14,8 @@ from dataplane_core.plugins import load_backend
 
 __all__ = ["AUTHORS_NAMES", "MOST_COPIES", "AuthorsClass", "ConformanceError"]
 
-#: How many copies of the payload a client may hold at once, by default. One copy is always needed. The others are for
-#: the engine's format and its messages.
+#: Operation -> the default for how many copies of the payload a client may hold at once. One copy is always needed. The
+#: others are for the engine's format and its messages.
 MOST_COPIES: Final[Mapping[str, float]] = {"put_samples": 4.0, "get_samples": 2.5}
 
 #: The names that an author's class may define. It may not override any other name of the kit.
@@ -41,23 +41,23 @@ AUTHORS_NAMES: Final = frozenset(
 
 
 class ConformanceError(DataPlaneError, TypeError):
-    """The kit cannot run a subclass of `BackendConformance`: it overrides the kit, or names an unknown deviation."""
+    """The kit cannot run a subclass of `BackendConformance`: it overrides the kit, or declares something wrong."""
 
 
 class AuthorsClass:
     """What an author's class declares about its backend, and what it may implement.
 
     Attributes:
-        backend: Entry-point name of the backend; or the name that reports give to ``backend_class``.
+        backend: Entry-point name of the backend. If ``backend_class`` is set: its name in reports.
         backend_class: The backend's class.
-        deviations: Test -> why this backend fails it, beside the backend's own ``deviations``. The test becomes a
-            strict expected failure: it must fail. A key may name some cases of a parametrized test, as
-            in ``test_x[float8*]``.
+        deviations: Test -> why this backend fails it. The backend class's own ``deviations`` count too. The test
+            becomes a strict expected failure: it must fail. A key such as ``test_x[float8*]`` names some cases of a
+            parametrized test.
         op_timeout_s: Deadline of one operation in seconds, for the kit's clients.
-        most_copies: Operation (``put_samples``, ``get_samples``) -> how many copies of the payload its client may hold
-            at once, and why. Default: `MOST_COPIES`.
-        store_per_test: Connect a new store for every test. By default one store serves all tests of the class that
-            have equal ``options``.
+        most_copies: Operation (``put_samples``, ``get_samples``) -> how many copies of the payload the client may hold
+            at once, and the reason. Default: `MOST_COPIES`.
+        store_per_test: Whether every test connects a new store. By default, all tests of the class with equal
+            ``options`` use one store.
     """
 
     backend: ClassVar[str] = ""
@@ -69,14 +69,14 @@ class AuthorsClass:
 
     @pytest.fixture
     def options(self) -> dict[str, Any]:
-        """The backend's options. Override it as a fixture of any scope, which may use other fixtures."""
+        """The backend's options. Override this fixture. Yours may have any scope and use other fixtures."""
         return {}
 
     def isolated_options(self, options: dict[str, Any], tag: str) -> dict[str, Any]:
-        """Options of a store that shares nothing with the one of ``options``, for tests that need one of their own.
+        """Options of a separate store that shares nothing with the store of ``options``.
 
-        The default asks the backend class, where it has a classmethod of this name, else returns ``options``: right
-        where every bootstrapping client owns a store.
+        The default calls the backend class's classmethod ``isolated_options`` if it has one. Otherwise it returns
+        ``options``, which is right if every client that bootstraps gets a new store.
         """
         own = getattr(self.under_test(), "isolated_options", None)
         made: dict[str, Any] = dict(options) if own is None else own(dict(options), tag)
@@ -85,22 +85,22 @@ class AuthorsClass:
     def attach_options(self, options: dict[str, Any], backend: Backend) -> dict[str, Any]:
         """Options with which another process attaches to the store that ``backend`` bootstrapped with ``options``.
 
-        The default calls the backend's method ``attach_options()`` if it has one, else returns ``options``.
+        The default calls the backend's method ``attach_options()`` if it has one. Otherwise it returns ``options``.
         """
         own = getattr(backend, "attach_options", None)
         made: dict[str, Any] = dict(options) if own is None else own()
         return made
 
     def absent_options(self, options: dict[str, Any]) -> dict[str, Any] | None:
-        """Options under which there is nothing to attach to. Default: those of an isolated store, if they differ."""
+        """Options of a store that is not running. Default: those of an isolated store; None if they are the same."""
         isolated = self.isolated_options(options, "absent")
         return isolated if isolated != options else None
 
     def conflicting_options(self, options: dict[str, Any]) -> dict[str, Any] | None:
-        """Options that name the running store of ``options`` but conflict with its options. None: there are none."""
+        """Options that name the running store of ``options`` but differ from them. None if there are none."""
         return None
 
-    # If one of these is not implemented, the tests that need it are not run, and the report says so.
+    # The next methods are optional. If one is not implemented, the tests that need it are not run. The report says so.
 
     def raw_get(self, backend: Backend, partition_id: str, sample_id: str, field: str) -> Any:
         """Reads one cell without the backend's hooks and core's codec; for the chapter "matrix".
@@ -112,15 +112,15 @@ class AuthorsClass:
             field: A field of it.
 
         Returns:
-            The cell as the engine holds it: framed bytes where the wire is bytes, else the encoded tensor or item.
+            The cell as the engine holds it: a frame if the wire format is bytes, otherwise the encoded tensor or item.
         """
         raise NotImplementedError
 
     def held_bytes(self, backend: Backend) -> int:
-        """Payload bytes that the engine holds now, not counted by the backend itself; for the chapter "room".
+        """How many payload bytes the engine holds now; for the chapter "room".
 
-        The sizes that the engine reports for its keys, files or segments, perhaps with its own overhead. The tests
-        compare values before and after. The kit does this itself for a `BlobStore`.
+        Use the sizes that the engine reports for its keys, files or segments, not a count of the backend. They may
+        include overhead, because the tests only compare values. The kit does this itself for a `BlobStore`.
 
         Args:
             backend: The started backend of the kit's client.
@@ -128,9 +128,9 @@ class AuthorsClass:
         raise NotImplementedError
 
     def lose_payload(self, backend: Backend, partition_id: str, sample_id: str, field: str) -> None:
-        """Deletes the payload of one cell in the engine, and leaves the backend's metadata; for the chapter "get".
+        """Deletes the payload of one cell in the engine, but not the backend's metadata; for the chapter "get".
 
-        May also delete other cells of the sample that were put in the same call. The kit does this itself for a
+        It may also delete other cells of the sample that were put in the same call. The kit does this itself for a
         `LedgerBackend`.
 
         Args:
@@ -142,10 +142,10 @@ class AuthorsClass:
         raise NotImplementedError
 
     def restart(self, backend: Backend) -> None:
-        """Kills the store's processes (kill -9) and starts them again; for backends that declare ``durable``.
+        """Kills the store's processes with kill -9 and starts them again; for backends that declare ``durable``.
 
         Args:
-            backend: The started backend of the kit's client, which is used after it too.
+            backend: The started backend of the kit's client. The tests use it after the restart too.
         """
         raise NotImplementedError
 
@@ -153,7 +153,7 @@ class AuthorsClass:
 
     @classmethod
     def all_deviations(cls) -> dict[str, str]:
-        """The backend's deviations and this class's."""
+        """The deviations of the backend class and of this class."""
         return {**cls.under_test().deviations, **cls.deviations}
 
     @classmethod
@@ -163,7 +163,7 @@ class AuthorsClass:
 
     @classmethod
     def copies_allowed(cls, operation: str) -> tuple[float, str]:
-        """How many copies of the payload an operation's client may hold at once; if the author set it, also why."""
+        """How many copies of the payload a client may hold at once in an operation, and the author's reason if any."""
         return cls.most_copies.get(operation, (MOST_COPIES[operation], ""))
 
     @classmethod
@@ -179,6 +179,6 @@ class AuthorsClass:
         )
 
 
-@functools.cache  # asked for several times per test, and reads the metadata of everything installed
+@functools.cache  # called several times per test, and slow: it reads the metadata of all installed packages
 def _load_backend(name: str) -> type[Backend]:
     return load_backend(name)

@@ -1,4 +1,7 @@
-"""The base of the kit's suites: gates by capability, deviations, no quiet overrides."""
+"""The base class of the kit's suites.
+
+It skips tests of undeclared capabilities, applies deviations, and refuses a class that overrides the kit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ __all__ = ["Suite", "deviation_of", "kit_members"]
 
 
 class Suite(AuthorsClass):
-    """Base of the suites, and of `BackendConformance`. A suite of the kit names its chapter, an author's does not."""
+    """Base of the suites and of `BackendConformance`. The kit's classes give a chapter; an author's class does not."""
 
     def __init_subclass__(cls, *, chapter: str | None = None, proof: Proof = "core", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -51,7 +54,7 @@ class Suite(AuthorsClass):
 
     @pytest.fixture
     def store(self, request: pytest.FixtureRequest, options: dict[str, Any]) -> Iterator[Store]:
-        """The store under test, as the tests of the kit use it."""
+        """The store under test, with helpers for the tests."""
         owner = request.node if self.store_per_test else request.node.getparent(pytest.Class)
         cls = self.under_test()
         deployment = Deployment.of(owner, self, cls, self.backend or cls.__name__, options)
@@ -63,7 +66,7 @@ class Suite(AuthorsClass):
 
 
 def kit_members(cls: type) -> dict[str, Any]:
-    """Everything that the kit's classes define, as the kit alone would resolve it."""
+    """Everything that the kit's classes define, without what the author's class overrides."""
     members: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if CHAPTER in vars(base) or base in (Suite, AuthorsClass):
@@ -74,7 +77,7 @@ def kit_members(cls: type) -> dict[str, Any]:
 def deviation_of(deviations: Mapping[str, str], node_name: str) -> str | None:
     plain = node_name.partition("[")[0]
     for key, reason in deviations.items():
-        # brackets are literal in a test's name, and a pattern only inside them
+        # the brackets of a key are literal; only the text inside them is a pattern
         inside = key.removeprefix(f"{plain}[").removesuffix("]") if key.startswith(f"{plain}[") else None
         if key in (plain, node_name):
             return reason
@@ -94,14 +97,16 @@ def _check_authors_class(cls: type[Suite]) -> None:
     if overridden:
         names = ", ".join(overridden)
         raise ConformanceError(
-            f"{cls.__name__} overrides {names} of the conformance kit. The kit's own must run unchanged.",
-            hint=f"Write deviations = {{{overridden[0]!r}: 'why'}} and give your own test another name.",
+            f"{cls.__name__} overrides {names} of the conformance kit. All parts of the kit must run unchanged.",
+            hint=f"If the backend fails this test, write deviations = {{{overridden[0]!r}: 'why'}}. "
+            "Give your own test another name.",
         )
     marks = cls.__dict__.get("pytestmark", [])
     for mark in marks if isinstance(marks, list) else [marks]:
         if mark.name == "xfail":
             raise ConformanceError(
-                f"{cls.__name__} marks the whole kit xfail.", hint="Write each departure down in deviations."
+                f"{cls.__name__} marks the whole kit xfail.",
+                hint="Name each test that fails in deviations, with the reason.",
             )
     for key, reason in cls.deviations.items():
         if key.partition("[")[0] not in tests:

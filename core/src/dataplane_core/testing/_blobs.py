@@ -1,4 +1,4 @@
-"""Blobs for the tests of a `BlobStore`'s own methods: keys, and which of a put's blobs are still there."""
+"""Helpers for the tests of a `BlobStore`'s own methods: new keys, and the keys that a put used."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["new_keys", "of_all", "recorded_keys"]
 
 
 def new_keys(count: int) -> list[str]:
-    """Keys that nobody used, of ASCII letters and digits, as core's own are."""
+    """Keys that nobody has used, of ASCII letters and digits like core's own keys."""
     prefix = f"kit{uuid.uuid4().hex}k"
     return [f"{prefix}{number}" for number in range(count)]
 
 
 def of_all(some: Sequence[str], everything: Collection[str]) -> str:
-    """How many of how many, and the first few by name."""
+    """Text such as "3 of 10 blobs", with the first few names."""
     return f"{len(some)} of {len(everything)} blobs ({preview(some)})"
 
 
 @contextmanager
 def recorded_keys(backend: BlobStore) -> Iterator[set[str]]:
-    """Yields the keys that are put in the block, by whichever of the store's methods."""
+    """Yields the set of keys that ``put`` or ``put_many`` stores in the block."""
     keys: set[str] = set()
     put, put_many = backend.put, backend.put_many
 

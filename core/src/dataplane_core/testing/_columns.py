@@ -1,4 +1,4 @@
-"""Columns to put, the rows that must come back, and how the two are compared: bit for bit, without core's codec.
+"""Columns to put, the rows that must be read, and functions that compare both bit for bit, without core's codec.
 
 Shape legend: ``N`` rows (`NUM_ROWS`), ``L`` a row's own length, ``T`` the lengths of all rows together.
 """
@@ -35,14 +35,14 @@ __all__ = [
     "values_and_offsets",
 ]
 
-#: Every dtype of the contract, in an order.
+#: Every dtype of the contract, in a fixed order.
 DTYPES: Final = sorted(ALL_DTYPES, key=str)
 
 NUM_ROWS: Final = 5
 _LENGTHS: Final = (3, 1, 4, 1, 6)
 _LENGTHS_WITH_EMPTY: Final = (0, 2, 0, 5, 0)
 
-#: The column to put, and the rows that it holds.
+#: A column to put, and the rows that it holds.
 Laid: TypeAlias = tuple[torch.Tensor, list[torch.Tensor]]
 
 
@@ -63,10 +63,10 @@ def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def random_cells(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torch.Tensor:
-    """Random bits read as ``dtype``: NaN payloads, denormals and negative zeros among them."""
+    """Random bits as values of ``dtype``. They include NaN payloads, denormals and negative zeros."""
     if dtype == torch.complex32:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says once that it is experimental
+            warnings.simplefilter("ignore")  # torch warns once that this dtype is experimental
             torch.empty(0, dtype=dtype)
     generator = np.random.default_rng(seed)
     if dtype == torch.bool:
@@ -124,16 +124,16 @@ def check_column(column: Any, expected: Sequence[torch.Tensor]) -> None:
     for index, (row, wanted) in enumerate(zip(rows, expected, strict=True)):
         assert bits(row) == bits(wanted), f"row {index}: {row} is not bit for bit {wanted}"
     if uniform:
-        assert not column.is_nested, f"rows of one shape {shapes[0]} came back nested, expected dense"
+        assert not column.is_nested, f"rows of one shape {shapes[0]} were read as a nested column, expected a dense one"
         assert column.is_contiguous(), "a dense column is not contiguous"
     else:
-        assert column.is_nested, "rows of different shapes did not come back as one nested tensor"
+        assert column.is_nested, "rows of different shapes were not read as one nested tensor"
         assert values_and_offsets(column)[0].is_contiguous(), "the values of a jagged column are not contiguous"
         lengths = [len(row) for row in expected]
         found = getattr(column, "_maybe_min_seqlen", None), getattr(column, "_maybe_max_seqlen", None)
         assert found == (min(lengths), max(lengths)), f"min and max length are {found}, expected those of {lengths}"
     assert column.device.type == "cpu"
-    assert not column.requires_grad, "a column came back attached to a graph"
+    assert not column.requires_grad, "a column that was read requires grad"
 
 
 def items_of(column: Any) -> list[Any]:
@@ -173,7 +173,7 @@ def as_objects(*items: Any) -> NonTensorStack:
 
 
 def as_object_array(*items: Any) -> Any:
-    """The same as ``np.ndarray(dtype=object)``."""
+    """An object column as ``np.ndarray(dtype=object)``."""
     array = np.empty(len(items), dtype=object)
     for index, item in enumerate(items):
         array[index] = item
@@ -249,7 +249,7 @@ def _strided_nested(lengths: Sequence[int]) -> Callable[[torch.dtype, int], Laid
     def lay(dtype: torch.dtype, seed: int) -> Laid:
         rows = [random_cells(dtype, (length, 2), seed + index) for index, length in enumerate(lengths)]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch calls the strided layout a prototype
+            warnings.simplefilter("ignore")  # torch warns that the strided layout is a prototype
             return torch.nested.nested_tensor(rows, layout=torch.strided), rows
 
     return lay
@@ -259,7 +259,7 @@ _REAL: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.fl
 _GRAD: Final = _REAL | {torch.complex64, torch.complex128}
 _STRIDED: Final = _GRAD | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
-#: Layouts that torch itself has for some dtypes only.
+#: Layouts that torch supports for some dtypes only.
 _ONLY_FOR: Final[dict[str, frozenset[torch.dtype]]] = {
     "with_grad": _GRAD,
     "jagged_with_grad": _REAL,
@@ -267,7 +267,7 @@ _ONLY_FOR: Final[dict[str, frozenset[torch.dtype]]] = {
     "strided_nested_with_empty_rows": _STRIDED,
 }
 
-#: Layout -> what makes a column of a dtype in it.
+#: Layout -> the function that makes a column of a dtype and a seed.
 LAYOUTS: Final[dict[str, Callable[[torch.dtype, int], Laid]]] = {
     "scalars": _dense(),
     "column_of_one": _dense(1),
@@ -294,5 +294,5 @@ LAYOUTS: Final[dict[str, Callable[[torch.dtype, int], Laid]]] = {
 
 
 def cases() -> list[tuple[torch.dtype, str]]:
-    """Every dtype in every layout that torch has for it."""
+    """Every pair of a dtype and a layout that torch supports."""
     return [(dtype, layout) for layout in LAYOUTS for dtype in DTYPES if dtype in _ONLY_FOR.get(layout, ALL_DTYPES)]

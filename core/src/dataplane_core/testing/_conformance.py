@@ -40,7 +40,7 @@ __all__ = ["SUITES", "BackendConformance"]
 
 
 class BackendConformance(
-    # pytest runs the tests of the last base first: from the smoke tests up to the slow ones
+    # pytest runs the tests of the last base first: smoke tests first, slow tests last
     MachineSuite,
     CrashSuite,
     ProcessSuite,
@@ -75,10 +75,10 @@ class BackendConformance(
 ):
     """Every test of the contract. Subclass it, name the backend, and override the fixture ``options``.
 
-    What a subclass may define: ``backend`` or ``backend_class``, ``options``, ``deviations``, ``most_copies``,
+    A subclass may define ``backend`` or ``backend_class``, ``options``, ``deviations``, ``most_copies``,
     ``op_timeout_s``, ``store_per_test``, ``isolated_options``, ``attach_options``, ``absent_options``,
-    ``conflicting_options``, ``raw_get``, ``held_bytes``, ``lose_payload`` and ``restart``, all documented on this
-    class; and tests of its own. It may not override the kit's.
+    ``conflicting_options``, ``raw_get``, ``held_bytes``, ``lose_payload`` and ``restart``. All are documented on this
+    class. A subclass may add its own tests, but must not override anything else of the kit.
     """
 
 

@@ -1,4 +1,4 @@
-"""Counts a client's copies of its payload by what it allocates, so that the result does not depend on time."""
+"""Counts how often a client copies its payload, by the memory that it allocates. The result does not depend on time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Allocated:
     """What a call allocated in this process.
 
     Attributes:
-        tensor_bytes: Bytes of all tensor memory that torch's operators allocated in the calling thread, freed or not.
-        python_bytes: The most that Python objects and numpy arrays held beyond what they held before, in any thread.
+        tensor_bytes: All tensor memory that torch's operators allocated in the calling thread, even if it was freed.
+        python_bytes: The peak of the memory of Python objects and numpy arrays in all threads, minus that before.
     """
 
     tensor_bytes: int
@@ -35,9 +35,9 @@ class Allocated:
 
 
 def allocated(call: Callable[[], _R]) -> tuple[_R, Allocated]:
-    """Makes a call, and counts what it allocated. Several times slower than the call alone.
+    """Makes a call and counts what it allocated. This makes the call several times slower.
 
-    Memory that an engine's own library allocates in C is not seen.
+    It does not see memory that an engine's own library allocates in C.
     """
     gc.collect()
     tracing = tracemalloc.is_tracing()
@@ -56,7 +56,7 @@ def allocated(call: Callable[[], _R]) -> tuple[_R, Allocated]:
 
 
 class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its hooks untyped
-    """Adds up the storages that operators allocate: those that they return and did not get as arguments."""
+    """Adds up the bytes of storages that operators return and that were not among their arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the same
@@ -67,13 +67,13 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         known = set(_storages((args, kwargs)))
-        made = {where: size for where, size in _sized(result) if where not in known}
+        made = {address: size for address, size in _sized(result) if address not in known}
         self.size_bytes += sum(made.values())
         return result
 
 
 def _storages(values: Any) -> Iterator[int]:
-    return (where for where, _ in _sized(values))
+    return (address for address, _ in _sized(values))
 
 
 def _sized(values: Any) -> Iterator[tuple[int, int]]:

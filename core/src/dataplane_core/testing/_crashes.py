@@ -1,8 +1,8 @@
-"""Processes that put and claim until they are killed at a random moment, and what is then found in the store.
+"""Kills processes that put and claim, each at a random moment, and records what is then found in the store.
 
-Every victim puts in one thread and claims in others, so one kill -9 ends a producer in the middle of a put and a
-consumer in the middle of a claim. A victim writes down what the store confirmed, as soon as it did, in a file that
-outlives it.
+A process that will be killed is called a victim. Every victim puts in one thread and claims in others, so one kill -9
+ends a producer in the middle of a put and a consumer in the middle of a claim. As soon as the store confirms a call,
+the victim records this in a file, which is read after the kill. A survivor is a client that is not killed.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ if TYPE_CHECKING:
 
 __all__ = ["LEASED", "MOST_LOST", "PLAIN", "Aftermath", "aftermath"]
 
-#: The tasks: one whose claims are leased, and one whose claims are not.
+#: The two tasks: claims of the first are leased, claims of the second are not.
 LEASED: Final = "leased"
 PLAIN: Final = "plain"
 
-#: How many are killed; the environment variable sets another number.
+#: How many victims are killed. The environment variable sets another number.
 _KILLS: Final = int(os.environ.get("DATAPLANE_CONFORMANCE_KILLS") or (200 if is_long() else 20))
-#: Victims that live at once, and those of them that work already: the others attach meanwhile.
+#: How many victims run at the same time, and how many of them put and claim. The others are still attaching.
 _AT_ONCE: Final = 4
 _AT_WORK: Final = 2
-#: Samples of a put, and of a claim.
+#: Samples in each put and in each claim.
 _ROWS: Final = 4
-#: Samples without a lease that kills may lose: one claim each.
+#: The most samples without a lease that the kills may lose: one claim per kill.
 MOST_LOST: Final = _KILLS * _ROWS
-#: Samples that are there from the start, so that claims find something at once.
+#: Samples that are put before the victims start, so that the first claims find some.
 _FIRST: Final = 8 * _KILLS
-#: What a victim that is killed holds for so many seconds.
+#: The duration of the leases of the victims in seconds.
 _LEASE_S: Final = 1.0
-#: A victim is killed within two puts, and within so many seconds.
+#: A victim is killed within the time of two puts, but at most so many seconds later.
 _LATEST_S: Final = 0.2
-#: Seconds until a victim must have put and claimed, on a loaded machine.
+#: Seconds within which a victim must have put and claimed once, on a loaded machine.
 _PATIENCE_S: Final = 120.0
 
 _FIELDS: Final = ("x", "y", "o")
@@ -63,22 +63,22 @@ _FIELDS: Final = ("x", "y", "o")
 
 @dataclass(slots=True)
 class Aftermath:
-    """What victims were told before they were killed, and what others found afterwards.
+    """What the store confirmed to the victims, and what survivors found afterwards.
 
     Attributes:
-        seed: Chose the moments.
+        seed: The random seed of the moments of the kills.
         confirmed: Ids of puts that returned.
         unconfirmed: Ids of the puts in which victims were killed.
-        found: Id -> the fields that can be read of it, of all ids above.
-        wrong: Ids whose cells or tags are not what was put.
-        listed: Ids that the store lists (where it can).
-        given: Ids that victims were given without a lease, repeats included.
-        acking: Ids that victims began to ack.
-        acked: Ids that victims acked, repeats included.
-        taken: Task -> the ids that survivors were given (and acked, where leased) afterwards.
-        consumed: Task -> whether it had consumed the partition in the end.
-        unusable: What others met in the store after a kill; None: it served them.
-        retried: What they met when they put again what victims could not; None: it is all there.
+        found: Id (confirmed or not) -> its fields that can be read.
+        wrong: Ids whose cells or tags differ from what was put.
+        listed: Ids that the store lists. None if it does not declare listing.
+        given: Ids that victims were given without a lease. An id may occur several times.
+        acking: Ids for which victims called ack.
+        acked: Ids for which the ack of a victim returned. An id may occur several times.
+        taken: Task -> the ids that a survivor was given afterwards, and acked if they were leased.
+        consumed: Task -> whether it has consumed the partition at the end.
+        unusable: The error that a survivor got after a kill. None if there was none.
+        retried: The error that a survivor got when it repeated the unconfirmed puts. None if there was none.
     """
 
     seed: int
@@ -97,12 +97,12 @@ class Aftermath:
 
     @property
     def names(self) -> list[str]:
-        """Every id that was put or may have been."""
+        """Every id that was put or may have been put."""
         return [*self.confirmed, *self.unconfirmed]
 
 
 def aftermath(deployment: Deployment) -> Aftermath:
-    """Kills clients of the store, one after the other, and looks at what they left."""
+    """Kills victims one after the other, and records what they left in the store."""
     seed = new_seed()
     found = Aftermath(seed)
     client = deployment.client
@@ -124,7 +124,7 @@ def aftermath(deployment: Deployment) -> Aftermath:
                 _take_the_rest(client, found, partition, task)
             _retry(deployment, found, partition)
     finally:
-        with suppress(DataPlaneError):  # the store may be broken; then that is what the tests say
+        with suppress(DataPlaneError):  # the store may be broken; the tests report that
             client.clear_samples(None, partition)
     return found
 
@@ -137,7 +137,7 @@ def _names(numbers: Sequence[int]) -> list[str]:
 
 
 def _fields(numbers: Sequence[int]) -> TensorDict:
-    """Cells that follow from the sample's number: x of 0 to 3 elements, y of shape (3,), o an object."""
+    """Cells that the sample's number determines: x has 0 to 3 elements, y has shape (3,), o is an object."""
     return batch(
         len(numbers),
         x=jagged([torch.full((number % 4,), number) for number in numbers]),
@@ -151,7 +151,7 @@ def _put(client: DataPlaneClient, partition: str, numbers: Sequence[int]) -> Non
 
 
 def _right(client: DataPlaneClient, partition: str, names: Sequence[str]) -> Iterator[bool]:
-    """Of samples that are all there, whether each holds its own cells."""
+    """Yields for each sample whether its cells are right. All samples must exist."""
     found = client.get_samples(names, partition, list(_FIELDS))
     rows, items = rows_of(found["x"], len(names)), items_of(found["o"])
     for name, row, others, item in zip(names, rows, found["y"].tolist(), items, strict=True):
@@ -163,7 +163,7 @@ def _right(client: DataPlaneClient, partition: str, names: Sequence[str]) -> Ite
 
 
 def _live(client: DataPlaneClient, path: str, partition: str, first: int, tasks: Sequence[str]) -> None:
-    """What a victim does until it is killed, or until the process that forked it is gone."""
+    """What a victim does until it is killed, or until its parent process is gone."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def report(what: str, *about: Any) -> None:
@@ -172,7 +172,7 @@ def _live(client: DataPlaneClient, path: str, partition: str, first: int, tasks:
     def guarded(role: Callable[..., None], *arguments: Any) -> None:
         try:
             role(client, partition, report, *arguments)
-        except Exception as error:  # the survivor reads it
+        except Exception as error:  # the parent reads it from the file
             report("failed", f"{type(error).__name__}: {error}")
 
     parent = os.getppid()
@@ -195,13 +195,13 @@ def _consume(client: DataPlaneClient, partition: str, report: Callable[..., None
     for turn in itertools.count():
         meta = client.claim_meta(partition, task, list(_FIELDS), _ROWS, blocking=False, lease_s=lease_s)
         if not meta.size:
-            time.sleep(0.001)  # the producers are behind
+            time.sleep(0.001)  # no sample is ready yet
             continue
         if lease_s is None:
             report("given", meta.sample_ids)
         elif turn % 3:
             report("acking", meta.sample_ids)
-            with suppress(LeaseExpiredError):  # this process was slow; the samples are somebody else's
+            with suppress(LeaseExpiredError):  # this process was slow, and another client holds the samples now
                 client.ack(meta)
                 report("acked", meta.sample_ids)
         else:
@@ -238,7 +238,7 @@ def _kill_all(deployment: Deployment, found: Aftermath, partition: str, tasks: S
             try:
                 _serve(deployment.client, partition, victim)
             except Exception as error:
-                found.unusable = f"after kill {victim + 1} the store failed others: {type(error).__name__}: {error}"
+                found.unusable = f"after kill {victim + 1}, another client got {type(error).__name__}: {error}"
                 return
     finally:
         for _, worker in waiting:
@@ -252,13 +252,13 @@ def _first(victim: int) -> int:
 
 
 def _kill(worker: Worker, path: Path, tasks: Sequence[str], moments: random.Random) -> None:
-    """Kills a victim that has put and claimed, somewhere within its next operations."""
+    """Waits until a victim has put and claimed, then kills it at a random moment of its next operations."""
     expected = {"put"} | ({"given"} if PLAIN in tasks else set()) | ({"acked"} if LEASED in tasks else set())
 
     def busy() -> list[list[Any]] | None:
         reports = _read(path)
         failures = [report[1] for report in reports if report[0] == "failed"]
-        assert not failures, f"a client failed before it was killed: {failures[0]}"
+        assert not failures, f"a client got an error before it was killed: {failures[0]}"
         return reports if expected <= {report[0] for report in reports} else None
 
     reports = eventually(busy, _PATIENCE_S, "the first put and claim of a process")
@@ -280,16 +280,16 @@ def _record(found: Aftermath, path: Path, first: int) -> None:
 
 
 def _serve(client: DataPlaneClient, partition: str, number: int) -> None:
-    """What anybody else does with the store, after a kill."""
+    """After a kill, uses the store as another client would: registers, puts, reads and clears a partition."""
     other = f"{partition}-{number}"
     client.register_partition(other, list(_FIELDS), None, [PLAIN])
     _put(client, other, range(_ROWS))
-    assert all(_right(client, other, _names(range(_ROWS)))), "a read returned other cells than were put"
+    assert all(_right(client, other, _names(range(_ROWS)))), "a read returned cells that differ from what was put"
     client.clear_samples(None, other)
 
 
 def _look(deployment: Deployment, found: Aftermath, partition: str) -> None:
-    """Reads every sample, whole ones together and doubtful ones cell by cell."""
+    """Records which samples and cells can be read. Reads confirmed samples together, uncertain ones cell by cell."""
     client = deployment.client
 
     def has(name: str, fields: Sequence[str]) -> bool:
@@ -299,7 +299,7 @@ def _look(deployment: Deployment, found: Aftermath, partition: str) -> None:
             return False
         return True
 
-    # listed before it is read: what a victim sent last may be committed only now
+    # list before the reads: the last put of a victim may be committed only now
     tags: dict[str, Any] = {}
     if Capability.LISTING in deployment.backend_class.capabilities:
         meta = client.list_samples(partition)
@@ -321,7 +321,7 @@ def _look(deployment: Deployment, found: Aftermath, partition: str) -> None:
 
 
 def _take_the_rest(client: DataPlaneClient, found: Aftermath, partition: str, task: str) -> None:
-    """Claims, and acks where that is needed, until the task has consumed the partition or no more comes."""
+    """Claims (and acks if leased) until the task has consumed the partition or no claim gives more samples."""
     taken = found.taken[task] = []
     last = time.monotonic()
     while True:
@@ -336,11 +336,11 @@ def _take_the_rest(client: DataPlaneClient, found: Aftermath, partition: str, ta
         elif found.consumed[task] or lease_s is None or time.monotonic() > last + _LEASE_S + PROMPT_S:
             return
         else:
-            time.sleep(0.02)  # until the leases of the victims have run out
+            time.sleep(0.02)  # until the leases of the victims have expired
 
 
 def _retry(deployment: Deployment, found: Aftermath, partition: str) -> None:
-    """Puts again, from another process's point of view, what victims were putting."""
+    """Repeats the unconfirmed puts of the victims as another client."""
     client = deployment.client
     again = found.unconfirmed
     if Capability.OVERWRITE not in deployment.backend_class.capabilities:
@@ -351,6 +351,6 @@ def _retry(deployment: Deployment, found: Aftermath, partition: str) -> None:
         for start in range(0, len(again), _ROWS):
             _put(client, partition, [int(name[1:]) for name in again[start : start + _ROWS]])
         bad = [name for name, right in zip(again, _right(client, partition, again), strict=True) if not right]
-        assert not bad, f"after the retry {bad[0]} is not what was put"
+        assert not bad, f"after the repeated put, {bad[0]} differs from what was put"
     except Exception as error:
         found.retried = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The hooks of a backend called directly, past the client: its own rows, its own order, its own errors."""
+"""Calls a backend's hooks directly, without the client, to test the hooks' own rows, order and errors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Hooks:
         *,
         epoch: str | None = None,
     ) -> PutReply:
-        """``put_samples``, the fields encoded in the backend's wire format."""
+        """``put_samples``, with the fields encoded in the backend's wire format."""
         columns, specs = ({}, {}) if fields is None else encode_columns(fields, len(sample_ids), self._wire)
         request = PutRequest(
             partition_id=partition_id,
@@ -106,14 +106,14 @@ class Hooks:
         return self._call("put_samples", request, PutReply)
 
     def get(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> WireBatch:
-        """``get_samples``, the columns as they come."""
+        """``get_samples``, with the columns in the wire format."""
         request = GetRequest(
             partition_id=partition_id, sample_ids=list(sample_ids), fields=list(fields), deadline=self._deadline()
         )
         return self._call("get_samples", request, WireBatch)
 
     def read(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> dict[str, Any]:
-        """``get_samples``, the columns decoded."""
+        """``get_samples``, with the columns decoded."""
         reply = self.get(partition_id, sample_ids, fields)
         return decode_columns(reply.columns, reply.specs, len(sample_ids), self._wire)
 

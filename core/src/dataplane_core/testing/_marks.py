@@ -1,4 +1,4 @@
-"""Marks of a test of the kit: what it proves, its chapter of the contract, its rule, its time limit."""
+"""What the kit records of each of its tests: what it proves, its chapter, its rule and its time limit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def proves(*what: Proof) -> Callable[[_Test], _Test]:
     """Marks a test of the kit with what it proves.
 
     Args:
-        what: The row of the report that the test counts for; further ones must be declared too, or it is not run.
+        what: First the row of the report in which the test counts. If any entry is not declared, the test is skipped.
     """
 
     def mark(test: _Test) -> _Test:
@@ -62,33 +62,33 @@ def lasts(limit_s: float) -> Callable[[_Test], _Test]:
 
 
 def limit_of(test: Any) -> float | None:
-    """Seconds that a test of the kit may take, where that is more than others may."""
+    """The time limit of a test of the kit in seconds, if it has one of its own; otherwise None."""
     limit_s: float | None = getattr(test, _LIMIT_S, None)
     return limit_s
 
 
 def needs_of(test: Any) -> tuple[Proof, ...]:
-    """What a test of the kit proves and needs; empty for a test that is not the kit's."""
+    """What a test of the kit proves and needs. Empty for a test of the author."""
     found: tuple[Proof, ...] = getattr(test, PROVES, ())
     return found
 
 
 def chapter_of(test: Any) -> str | None:
-    """The chapter of the contract that a test of the kit belongs to; None for a test that is not the kit's."""
+    """The chapter of a test of the kit. None for a test of the author."""
     chapter: str | None = getattr(test, CHAPTER, None)
     return chapter
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a test of the kit says of itself.
+    """The rule that a test of the kit tests.
 
     Attributes:
-        text: The sentence that it tests, and where it stands: the contract (docs/contract.md), or a docstring of the
-            hook specs or of `BlobStore`.
-        source: What the sentence stands in, as the text names it: ``Contract``, ``Hook spec`` or ``Blob store``.
-        quotes: The sentences alone, with single quotes in them.
-        check_first: Where a backend that fails is most likely wrong.
+        text: The source, and the quoted sentence that the test proves. The source is the contract
+            (docs/contract.md), or a docstring of the hook specs or of `BlobStore`.
+        source: The name of the source in the text: ``Contract``, ``Hook spec`` or ``Blob store``.
+        quotes: The quoted sentences, in which double quotes have become single quotes.
+        check_first: What to check first in a backend that fails the test.
     """
 
     text: str
@@ -101,7 +101,7 @@ def rule_of(test: Any) -> Rule:
     """The rule that a test of the kit tests, from its docstring."""
     text, _, advice = " ".join((inspect.getdoc(test) or "").split()).partition("Check first: ")
     source, _, quoted = text.strip().partition(": ")
-    # quotes are joined by "and" or "...", which the kit adds
+    # the kit joins several quotes by "and" or "..."
     quotes = re.split(r"' and '|' \.\.\. '", quoted.replace('"', "'").rstrip(".").strip("'"))
     return Rule(text.strip(), source, tuple(quotes), advice)
 
@@ -117,7 +117,7 @@ def declares(cls: type[Backend], need: Proof) -> bool:
 
 
 def label_of(need: Proof) -> str:
-    """How reports call it."""
+    """The name of a proof in reports."""
     return f"scope {need}" if isinstance(need, Scope) else str(need)
 
 

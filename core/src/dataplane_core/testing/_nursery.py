@@ -1,8 +1,8 @@
-"""Starts processes cheaply: forks a process that has imported what clients need, and has no connections.
+"""Starts processes fast: it forks them from a process that has already imported what clients need.
 
-Starting Python and importing torch takes seconds; a fork of a process that has done so takes milliseconds, and holds no
-connection, lock or thread of a client. The process that is forked is spawned afresh for every store under test, so it
-and its forks have the environment of that moment.
+To start Python and import torch takes seconds. To fork a process that has done so takes milliseconds. The process that
+is forked never had a client, so its forks inherit no connection, lock or thread of one. It is started anew for every
+store under test, so it and its forks have the current environment.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from typing import Any, Final
 
 __all__ = ["Nursery"]
 
-#: Seconds that the process may take to start and import torch, or to answer a question, on a loaded machine.
+#: Seconds that the process may take to start and import torch, or to reply, on a loaded machine.
 _START_S: Final = 120.0
-#: Seconds that it may take to be gone when killed.
+#: Seconds that it may take to end after it was killed.
 _END_S: Final = 10.0
 
-#: What a fork runs: it gets its end of a pipe.
+#: The function that a fork runs. It gets the fork's end of a pipe.
 Body = Callable[[Connection], None]
 
 
 class Nursery:
-    """A process to fork others from. Its forks end with it, if they end when their pipe is closed.
+    """A process from which others are forked. Forks that end when their pipe is closed also end with it.
 
-    Used by one thread at a time.
+    Only one thread at a time may use it.
 
     Args:
-        prepare: Called in the process before the first fork; imports what all forks need. Importable by name.
+        prepare: Called in the process before the first fork. It imports what all forks need. It must be importable by
+            name.
     """
 
     def __init__(self, prepare: Callable[[], Any]) -> None:
@@ -45,13 +46,13 @@ class Nursery:
         self._ready = False
 
     def fork(self, body: Body) -> tuple[int, Connection]:
-        """Starts a process that runs ``body`` and ends.
+        """Starts a process that runs ``body`` and then ends.
 
         Args:
-            body: Pickled: importable by name, or a `functools.partial` of what is.
+            body: It is pickled, so it must be importable by name or be a `functools.partial` of such a function.
 
         Returns:
-            Its process id, and this side's end of the pipe to it.
+            Its process id, and the end of the pipe to it for this process.
         """
         if not self._ready:
             self._answer()
@@ -64,16 +65,16 @@ class Nursery:
         return pid, mine
 
     def exit_status(self, pid: int) -> int | None:
-        """A fork's exit status as `os.waitstatus_to_exitcode` has it (-9: killed); None while it runs."""
+        """A fork's exit status as `os.waitstatus_to_exitcode` returns it (-9: killed). None while it runs."""
         status: int | None = self._ask("status", pid)
         return status
 
     def kill(self, pid: int) -> None:
-        """Ends a fork at once, as kill -9 does; returns when it is gone. Nothing to do for one that has ended."""
+        """Kills a fork with SIGKILL, and returns when it is gone. Does nothing if it has already ended."""
         self._ask("kill", pid)
 
     def close(self) -> None:
-        """Ends the process, at once: it holds nothing."""
+        """Kills the process. It holds nothing that it would have to release."""
         self._connection.close()
         self._process.kill()
         self._process.join(_END_S)
@@ -83,11 +84,13 @@ class Nursery:
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self._connection.poll(_START_S), f"the process to fork from did not answer within {_START_S:g} s"
+        assert self._connection.poll(_START_S), (
+            f"the process that forks the test processes did not reply within {_START_S:g} s"
+        )
         try:
             succeeded, reply = self._connection.recv()  # from our own child
         except (EOFError, ConnectionResetError) as error:
-            raise AssertionError("the process to fork from died") from error
+            raise AssertionError("the process that forks the test processes died") from error
         if not succeeded:
             raise reply
         return reply
@@ -126,7 +129,7 @@ def _fork(connection: Connection, body: Body) -> int:
         return pid
     status = 1
     try:
-        connection.close()  # else the forks would keep each other's parent waiting for an end
+        connection.close()  # otherwise the fork would keep its parent's pipe open, and nobody would see the parent end
         body(theirs)
         status = 0
     except BaseException:

@@ -1,5 +1,4 @@
-"""How many examples Hypothesis tries: few and always the same, or, under the profile ``long``, many and random; and the
-seed of what is random in both."""
+"""How many examples Hypothesis tries (few fixed ones; with the profile ``long`` many random ones), and the seed."""
 
 from __future__ import annotations
 
@@ -17,19 +16,19 @@ def is_long() -> bool:
 
 
 def new_seed() -> int:
-    """A seed, printed so that a failing test shows it; ``DATAPLANE_CONFORMANCE_SEED`` sets it."""
+    """The random seed, printed so that a failing test shows it. ``DATAPLANE_CONFORMANCE_SEED`` sets it."""
     seed = int(os.environ.get("DATAPLANE_CONFORMANCE_SEED") or random.SystemRandom().randrange(1_000_000))
     print(f"DATAPLANE_CONFORMANCE_SEED={seed}")
     return seed
 
 
 def kit_settings(max_examples: int, *, stateful_step_count: int = 50, shrink: bool = True) -> settings:
-    """Settings of the kit's own, whatever profile the author's suite loads.
+    """The kit's Hypothesis settings. They do not depend on the profile that the author's tests load.
 
     Args:
-        max_examples: Examples of the short profile; the long one tries 25 times as many.
-        stateful_step_count: Steps of one history of a state machine.
-        shrink: Look for a simpler example of a failure.
+        max_examples: How many examples to try. The profile ``long`` tries 25 times as many.
+        stateful_step_count: The most steps in one run of a state machine.
+        shrink: Whether to look for a simpler example of a failure.
     """
     long = is_long()
     phases = [Phase.explicit, Phase.generate, Phase.target]

@@ -1,4 +1,4 @@
-"""Progress of a run of the kit: tests done, time left, and each failure at once."""
+"""Shows the progress of a run of the kit: tests done, time left, and each failure as it happens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataplane_core.testing._marks import declares, needs_of, rule_of
 
 __all__ = ["Progress", "estimate_s"]
 
-#: Seconds that a test takes on a store of one host, where it is more than most take.
+#: Test -> the seconds that it typically takes on a store of one host, if it takes longer than most tests.
 _TYPICAL_S: Final[Mapping[str, float]] = {
     "test_random_histories_agree_with_the_ledger": 12.0,
     "test_the_store_serves_others_after_every_kill": 12.0,
@@ -30,21 +30,21 @@ _TYPICAL_S: Final[Mapping[str, float]] = {
     "test_reads_see_all_old_or_all_new_cells": 1.0,
 }
 _MOST_TAKE_S: Final = 0.04
-#: The estimate begins with what is typical, as if it had been seen for so many seconds.
+#: How much the estimate trusts the typical times: as much as so many seconds of measured tests.
 _TRUST_S: Final = 3.0
-#: Seconds between two lines where nobody can watch one line change.
+#: Seconds between two progress lines if the output is not a terminal.
 _EVERY_S: Final = 10.0
-#: Seconds between two changes of that one line.
-_BLINK_S: Final = 0.1
+#: Seconds between two changes of the progress line on a terminal.
+_REFRESH_S: Final = 0.1
 
 
 def estimate_s(left_s: float, done_s: float, took_s: float) -> float:
-    """How long the rest takes.
+    """Estimates how many seconds the tests that are left take.
 
     Args:
-        left_s: What the tests that are left take typically.
-        done_s: What those that ran take typically.
-        took_s: What they took here.
+        left_s: The typical time of the tests that are left.
+        done_s: The typical time of the tests that ran.
+        took_s: The measured time of the tests that ran.
     """
     return left_s * (took_s + _TRUST_S) / (done_s + _TRUST_S)
 
@@ -52,7 +52,7 @@ def estimate_s(left_s: float, done_s: float, took_s: float) -> float:
 def _in_words(seconds: float) -> str:
     if seconds < 5:
         return "a few seconds"
-    rounded = int(5 * -(-seconds // 5))  # up, to a multiple of five
+    rounded = int(5 * -(-seconds // 5))  # rounded up to a multiple of five
     return f"{rounded} s" if rounded < 120 else f"{rounded // 60} min {rounded % 60} s"
 
 
@@ -66,11 +66,13 @@ def _typical_s(item: pytest.Item) -> float:
 
 
 class Progress:
-    """A pytest plugin in the place of the dots. On a terminal it is one line that changes, else a line now and then.
+    """A pytest plugin that shows progress instead of dots.
+
+    On a terminal, one line changes. Otherwise it prints a line every few seconds.
 
     Args:
-        config: Has the terminal.
-        clock: Gives the time in seconds.
+        config: The session's config, for its terminal reporter.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, config: pytest.Config, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,20 +81,20 @@ class Progress:
         self._typical_s: dict[str, float] = {}
         self._total = self._ran = self._failed = 0
         self._done_s = 0.0
-        self._began = self._told = 0.0
+        self._began = self._shown = 0.0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Knows what will run."""
+        """Counts the tests and estimates their time."""
         self._typical_s = {item.nodeid: _typical_s(item) for item in session.items}
         self._total = len(session.items)
-        self._began = self._told = self._clock()
+        self._began = self._shown = self._clock()
         if self._total:
             left_s = estimate_s(sum(self._typical_s.values()), 0.0, 0.0)
             self._write(f"{self._total} tests, in about {_in_words(left_s)}, the quick ones first")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """No letters: the outcome counts, and is told by `pytest_runtest_logreport`."""
+        """Suppresses pytest's letters. The outcomes are still counted."""
         if isinstance(report, pytest.TestReport) and not hasattr(report, "wasxfail"):
             if report.when == "call" or not report.passed:
                 return report.outcome, "", report.outcome.upper()
@@ -101,7 +103,7 @@ class Progress:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A failure, at once."""
+        """Prints a failure immediately."""
         if report.failed:
             self._failed += 1
             crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longreprtext)
@@ -109,7 +111,7 @@ class Progress:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """How far it is."""
+        """After each test, prints the rule of a failed test and updates the progress."""
         failed = self._failed
         finished = yield
         if self._failed > failed and needs_of(getattr(item, "obj", None)):
@@ -119,8 +121,8 @@ class Progress:
         self._ran += 1
         self._done_s += self._typical_s.get(item.nodeid, 0.0)
         now = self._clock()
-        if now - self._told >= (_BLINK_S if self._terminal.isatty else _EVERY_S) and self._ran < self._total:
-            self._told = now
+        if now - self._shown >= (_REFRESH_S if self._terminal.isatty else _EVERY_S) and self._ran < self._total:
+            self._shown = now
             left_s = estimate_s(sum(self._typical_s.values()) - self._done_s, self._done_s, now - self._began)
             failures = f", {self._failed} failed" if self._failed else ""
             self._write(f"{self._ran} of {self._total} tests{failures}, about {_in_words(left_s)} left", passing=True)
@@ -132,7 +134,7 @@ class Progress:
         return terminal
 
     def _write(self, line: str, *, passing: bool = False) -> None:
-        """A line that stays, or one that the next takes the place of."""
+        """Writes a line. On a terminal, the next line replaces a ``passing`` one."""
         terminal = self._terminal
         if terminal.isatty:
             terminal.rewrite(line, erase=True)

@@ -1,4 +1,4 @@
-"""The store under test: one connected client for a whole class of tests, and helpers for a test."""
+"""The store under test: one connected client for all tests of a class, and helpers for a single test."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ __all__ = ["BOUNDED_BYTES", "NOT_DECLARED", "NOT_RUN", "Deployment", "Store", "n
 _E = TypeVar("_E", bound=BaseException)
 _R = TypeVar("_R")
 
-#: Opens the reason of a test that is skipped because the backend does not declare what it proves.
+#: Beginning of the skip reason of a test that proves something that the backend does not declare.
 NOT_DECLARED: Final = "not declared: "
-#: Opens the reason of a test that this machine or this author's class cannot run.
+#: Beginning of the skip reason of a test that cannot run on this machine or with this author's class.
 NOT_RUN: Final = "not run: "
 
-#: Room in the store of `Deployment.bounded`.
+#: Capacity of the store of `Deployment.bounded`.
 BOUNDED_BYTES: Final = 640 * 1024
 
-#: Distinct options that one class may have before the kit asks for `store_per_test`.
+#: The most different options of one class. With more, the class must set `store_per_test`.
 _MOST_STORES: Final = 8
 
 
 def not_run(reason: str) -> NoReturn:
-    """Ends a test that cannot be run, with the reason that the report shows."""
+    """Skips a test that cannot be run. The report shows the reason."""
     pytest.skip(f"{NOT_RUN}{reason}")
 
 
 class Deployment:
-    """A connected store with all that was opened on it; closed with the test class (or test) that owns it."""
+    """A connected store, and all clients and processes that use it. It is closed after its test class or test."""
 
     def __init__(self, case: AuthorsClass, backend_class: type[Backend], name: str, options: dict[str, Any]) -> None:
         self.case = case
@@ -73,7 +73,7 @@ class Deployment:
     def of(
         cls, owner: Any, case: AuthorsClass, backend_class: type[Backend], name: str, options: dict[str, Any]
     ) -> Deployment:
-        """The deployment of these options that belongs to a pytest node; connected where there is none."""
+        """The deployment of a pytest node for these options. Connects a new one if there is none yet."""
         known: dict[str, Deployment | Exception] | None = owner.stash.get(_KNOWN, None)
         if known is None:
             known = owner.stash[_KNOWN] = {}
@@ -84,7 +84,7 @@ class Deployment:
             pytest.fail(f"the store could not be connected: {type(found).__name__}: {found}", pytrace=False)
         if found is None:
             if len(known) >= _MOST_STORES:
-                pytest.fail("the fixture 'options' gives other options to every test; set store_per_test = True.")
+                pytest.fail("the fixture 'options' returns different options for each test. Set store_per_test = True.")
             try:
                 found = cls(case, backend_class, name, options)
             except Exception as error:
@@ -116,7 +116,7 @@ class Deployment:
         return connect_backend(self.backend_class, config, bootstrap=bootstrap)
 
     def isolated(self, tag: str, **options: Any) -> DataPlaneClient:
-        """A client of a store of its own, with further options; one per tag and options, closed at the end."""
+        """A client of a separate store with further options. Calls with equal arguments return the same client."""
         key = f"{tag} {sorted(options.items())}"
         if key not in self._clients:
             made = self.case.isolated_options(copy.deepcopy(self.options), f"kit{len(self._clients)}")
@@ -124,15 +124,15 @@ class Deployment:
         return self._clients[key]
 
     def bounded(self, on_full: str) -> DataPlaneClient:
-        """A client of a store of its own with room for `BOUNDED_BYTES`."""
+        """A client of a separate store with a capacity of `BOUNDED_BYTES`."""
         return self.isolated("bounded", capacity_bytes=BOUNDED_BYTES, on_full=on_full)
 
     def attach_options(self) -> dict[str, Any]:
-        """Options of further clients of this store."""
+        """Options with which further clients attach to this store."""
         return self.case.attach_options(copy.deepcopy(self.options), self.client._backend)
 
     def closed_client(self) -> DataPlaneClient:
-        """A client that was closed; one for all tests that only need to be refused."""
+        """A closed client. All tests that only check that it refuses calls share it."""
         if "closed" not in self._clients:
             attach = self.backend_class.scope is not Scope.PROCESS
             options = copy.deepcopy(self.options)
@@ -141,7 +141,7 @@ class Deployment:
         return self._clients["closed"]
 
     def workers(self, count: int) -> list[Worker]:
-        """Clients in processes of their own, attached to the store; kept for the next test that asks."""
+        """Clients in separate processes, attached to the store. They are kept for later tests."""
         for worker in [each for each in self._workers if not each.alive]:
             worker.close()
             self._workers.remove(worker)
@@ -152,15 +152,15 @@ class Deployment:
         return self._workers[:count]
 
     def end_workers(self) -> None:
-        """Ends the processes that `workers` kept."""
+        """Ends the processes that `workers` has kept."""
         while self._workers:
             self._workers.pop().close()
 
     def new_worker(self, options: Mapping[str, Any] | None = None, bootstrap: Bootstrap = False) -> Worker:
-        """A client in a process of its own, which attaches unless told else; whoever asks waits for it and ends it.
+        """A client in a separate process, by default attached to this store. The caller must wait for it and close it.
 
         Args:
-            options: Of another store than this one.
+            options: Options to connect with. Default: those that attach to this store.
             bootstrap: As for `connect`.
         """
         chosen = self.attach_options() if options is None else dict(options)
@@ -173,7 +173,7 @@ class Deployment:
         return Worker(self._nursery, reference, config, bootstrap)
 
     def once(self, make: Callable[[Deployment], _R]) -> _R:
-        """What the first call of ``make(self)`` returned or raised. Several tests check the same result."""
+        """Calls ``make(self)`` once, and returns or raises the same result on every call. Several tests check it."""
         if make not in self._made:
             try:
                 self._made[make] = make(self)
@@ -186,7 +186,7 @@ class Deployment:
         return found
 
     def close(self) -> None:
-        """Ends the processes, then closes the clients, the bootstrapping one last."""
+        """Ends the processes, then closes the clients. The client that bootstrapped is closed last."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.client.close)
             if self._nursery is not None:
@@ -209,14 +209,14 @@ def _close_all(known: dict[str, Deployment | Exception]) -> None:
 
 
 class Store:
-    """What a test of the kit uses.
+    """The store under test, as a test of the kit uses it.
 
     Attributes:
-        client: A client of the store; shared by the tests of a class.
-        backend: The started backend behind it.
+        client: A client of the store, which the tests of a class share.
+        backend: The started backend of this client.
         hooks: The backend's hooks, called directly.
-        faults: The middleware around them: counts calls, and fails them on demand.
-        name: What errors call the backend.
+        faults: A middleware around the hooks that counts calls and injects faults.
+        name: The name of the backend in errors.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -229,7 +229,7 @@ class Store:
         self._partitions: list[tuple[DataPlaneClient, str]] = []
         self._clients: list[DataPlaneClient] = []
 
-    # --- what it is ---------------------------------------------------------------------------------------------------
+    # --- the backend --------------------------------------------------------------------------------------------------
 
     @property
     def case(self) -> AuthorsClass:
@@ -237,18 +237,18 @@ class Store:
         return self.deployment.case
 
     def declares(self, capability: Capability) -> bool:
-        """Whether the backend declares it."""
+        """Whether the backend declares a capability."""
         return capability in self.deployment.backend_class.capabilities
 
     def require(self, *capabilities: Capability | None) -> None:
-        """Ends the test as not declared, unless one of them is declared, or None among them."""
+        """Skips the test as not declared, unless one of the capabilities is declared or None."""
         if not any(each is None or self.declares(each) for each in capabilities):
             pytest.skip(f"{NOT_DECLARED}{' or '.join(map(str, capabilities))}")
 
     def blobs(self) -> BlobStore:
-        """The backend, where it is a `BlobStore`; ends the test as not declared where it is none."""
+        """The backend if it is a `BlobStore`. Otherwise skips the test as not declared."""
         if not isinstance(self.backend, BlobStore):
-            pytest.skip(f"{NOT_DECLARED}blobs: it is no BlobStore")
+            pytest.skip(f"{NOT_DECLARED}blobs: the backend is no BlobStore")
         return self.backend
 
     @property
@@ -259,8 +259,8 @@ class Store:
     # --- clients ------------------------------------------------------------------------------------------------------
 
     def another_client(self, **config: Any) -> DataPlaneClient:
-        """A further client, closed when the test ends: attached to the same store where the scope allows, else with a
-        store of its own."""
+        """A further client, closed when the test ends. It attaches to the same store. With the scope process, which
+        does not allow that, it gets a separate store."""
         if self.scope is Scope.PROCESS:
             options = self.case.isolated_options(copy.deepcopy(self.deployment.options), "another")
             client = self.deployment.connect(options, **config)
@@ -268,11 +268,11 @@ class Store:
         return self.attached_client(**config)
 
     def attached_client(self, **config: Any) -> DataPlaneClient:
-        """A further client of the same store, closed when the test ends; for scopes wider than the process."""
+        """A further client of the same store, closed when the test ends. For scopes wider than one process."""
         return self.keep(self.deployment.connect(self.deployment.attach_options(), bootstrap=False, **config))
 
     def keep(self, client: DataPlaneClient) -> DataPlaneClient:
-        """Closes a client when the test ends."""
+        """Has a client closed when the test ends."""
         self._clients.append(client)
         return client
 
@@ -296,12 +296,12 @@ class Store:
 
         Args:
             fields: Default: ``x``.
-            num_samples: As the client's.
+            num_samples: As for the client's `register_partition`.
             tasks: The consumer tasks.
-            group_size: As the client's ``grpo_group_size``.
-            enums: As the client's.
+            group_size: The client's ``grpo_group_size``.
+            enums: As for the client's `register_partition`.
             partition_id: Default: a new one.
-            client: Default: the shared one.
+            client: Default: the shared client.
 
         Returns:
             The partition's id.
@@ -320,24 +320,24 @@ class Store:
         columns: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> KVBatchMeta:
-        """Puts columns given by name, or as a dict if a name is not an identifier."""
+        """Puts columns. They are keyword arguments, or in ``columns`` if a name is not an identifier."""
         columns = {**(columns or {}), **more}
         fields = batch(len(sample_ids), **columns) if columns else None
         return self.client.put_samples(sample_ids, partition_id, fields, tags)
 
     def get(self, partition_id: str, sample_ids: Sequence[str], *fields: str) -> TensorDict:
-        """Reads columns; default: ``x``."""
+        """Reads columns. Default: ``x``."""
         return self.client.get_samples(sample_ids, partition_id, list(fields or ("x",)))
 
     def claim(
         self, partition_id: str, batch_size: int, *fields: str, task: str = "train", **options: Any
     ) -> KVBatchMeta:
-        """Claims what is ready now; default of the required fields: ``x``."""
+        """Claims what is ready now. Default of the required fields: ``x``."""
         options.setdefault("blocking", False)
         return self.client.claim_meta(partition_id, task, list(fields or ("x",)), batch_size, **options)
 
     def tags_of(self, partition_id: str) -> dict[str, dict[str, Any]]:
-        """Id -> tags, of the samples that hold a cell ``x``; by listing, else by a claim of the task ``train``."""
+        """Id -> tags. Uses a listing if it is declared, otherwise a claim of the task ``train`` that requires ``x``."""
         self.require(Capability.LISTING, Capability.CLAIMS)
         if self.declares(Capability.LISTING):
             meta = self.client.list_samples(partition_id)
@@ -354,10 +354,10 @@ class Store:
             return False
         return True
 
-    # --- past the hooks -----------------------------------------------------------------------------------------------
+    # --- without the hooks --------------------------------------------------------------------------------------------
 
     def raw_payload(self, partition_id: str, sample_id: str, field: str, rank: int) -> bytes:
-        """The bytes of a tensor cell of that rank as the engine holds it, read past hooks and codec."""
+        """The bytes of a tensor cell of this rank as the engine holds it, read without hooks and codec."""
         raw, wire = self.ask_author("raw_get", partition_id, sample_id, field), self.deployment.backend_class.wire
         if wire.bytes:
             return _frame_payload(raw)
@@ -365,7 +365,7 @@ class Store:
         return bits(raw if wire.zero_length_rows or not rank else raw[1:])
 
     def raw_item(self, partition_id: str, sample_id: str, field: str) -> Any:
-        """An object item as the engine holds it, read past hooks and codec."""
+        """An object item as the engine holds it, read without hooks and codec."""
         raw, wire = self.ask_author("raw_get", partition_id, sample_id, field), self.deployment.backend_class.wire
         if wire.bytes:
             return msgpack.unpackb(_frame_payload(raw))
@@ -375,9 +375,10 @@ class Store:
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], int]]:
-        """Yields how many payload bytes the engine holds more than when the block began, counted past the ledger.
+        """Yields a function that returns by how many payload bytes the engine has grown since the block began.
 
-        Of a `BlobStore` for which the author counts nothing, the blobs that were put in the block and are there.
+        It does not use the ledger. For a `BlobStore` without the author's ``held_bytes``, it counts the bytes of the
+        blobs that were put in the block and still exist.
         """
         backend = self.backend
         if isinstance(backend, BlobStore) and not self.case.supplies("held_bytes"):
@@ -388,7 +389,7 @@ class Store:
         yield lambda: self.ask_author("held_bytes") - before
 
     def lose(self, partition_id: str, sample_id: str, field: str) -> None:
-        """Deletes the payload of a cell in the engine, past the ledger."""
+        """Deletes the payload of a cell in the engine. The ledger does not notice it."""
         backend = self.backend
         if isinstance(backend, LedgerBackend) and not self.case.supplies("lose_payload"):
             deadline = time.monotonic() + PROMPT_S
@@ -398,7 +399,7 @@ class Store:
             self.ask_author("lose_payload", partition_id, sample_id, field)
 
     def ask_author(self, name: str, *args: Any) -> Any:
-        """Calls a method that an author may supply; ends the test as not run where this one does not."""
+        """Calls an optional method of the author's class. If it is missing, skips the test as not run."""
         if not self.case.supplies(name):
             not_run(f"the author's class supplies no {name}")
         return getattr(self.case, name)(self.backend, *args)
@@ -409,10 +410,10 @@ class Store:
     def refusal(
         self, error_type: type[_E], *words: str, client: DataPlaneClient | None = None
     ) -> Iterator[pytest.ExceptionInfo[_E]]:
-        """Asserts that the block raises as every error of the data plane must.
+        """Asserts that the block raises an error with all properties of a data-plane error.
 
         Args:
-            error_type: The builtin (or data-plane error) that a user would catch.
+            error_type: The builtin exception or data-plane error that a user would catch.
             words: What the message must contain.
             client: The client that raises.
         """
@@ -433,14 +434,14 @@ class Store:
 
 
 def _frame_payload(frame: Any) -> bytes:
-    """What follows the header of a framed cell: "DPF", version, kind, dtype, rank, 0, and the shape as int64."""
+    """The payload of a frame. Its header is "DPF", version, kind, dtype, rank, 0, and the shape as int64."""
     data = bytes(frame)
     assert data[:3] == b"DPF", f"raw_get returned {data[:8]!r}..., expected a framed cell"
     return data[8 + 8 * data[6] :]
 
 
 def check_error(error: BaseException, backend: str, *words: str) -> None:
-    """Asserts what holds for every error that a client raises."""
+    """Asserts what must hold for every error that a client raises."""
     kind = type(error).__name__
     assert isinstance(error, DataPlaneError), f"{kind} does not derive from DataPlaneError: {error}"
     assert error.backend == backend, f"{kind}.backend is {error.backend!r}, expected {backend!r}"
@@ -449,4 +450,4 @@ def check_error(error: BaseException, backend: str, *words: str) -> None:
     text = str(error)
     assert text, f"{kind} has no message"
     for word in words:
-        assert word in text, f"the message of {kind} does not say {word!r}: {text}"
+        assert word in text, f"the message of {kind} does not contain {word!r}: {text}"

@@ -1,4 +1,4 @@
-"""Waits with time limits. Nothing in the kit sleeps for a fixed time, or hangs if a backend hangs."""
+"""Waits with time limits, so that a test fails and does not hang if a backend hangs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["PROMPT_S", "STARTS_S", "Background", "bounded", "eventually", "in_th
 
 _R = TypeVar("_R")
 
-#: The most seconds that "at once" may take on a loaded machine. The environment variable sets another number.
+#: The most seconds that a call may take that must not wait, on a loaded machine. The environment variable sets it.
 PROMPT_S: Final = float(os.environ.get("DATAPLANE_CONFORMANCE_PROMPT_S", "10"))
-#: The most seconds that a store may take to start there.
+#: The most seconds that a store may take to start on a loaded machine.
 STARTS_S: Final = 60.0
 
 
 class Background:
-    """A call in a thread of its own, whose result or error is fetched later.
+    """A call in a separate thread. `result` returns its result or raises its error.
 
-    The thread is a daemon: one that hangs fails its test and does not keep the process.
+    The thread is a daemon. If it hangs, its test fails, but the process can still end.
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:
@@ -36,17 +36,17 @@ class Background:
         start = time.monotonic()
         try:
             self._result = self._call()
-        except BaseException as error:  # handed to the thread that asks
+        except BaseException as error:  # raised again by result()
             self._error = error
         self.wall_s = time.monotonic() - start
 
     @property
     def running(self) -> bool:
-        """Whether the call has not ended."""
+        """Whether the call is still running."""
         return self._thread.is_alive()
 
     def result(self, within_s: float = PROMPT_S, what: str = "the call") -> Any:
-        """The call's result, or its error.
+        """Returns the call's result or raises its error.
 
         Raises:
             AssertionError: It did not end in time.
@@ -59,13 +59,13 @@ class Background:
 
 
 def bounded(call: Callable[[], _R], within_s: float = PROMPT_S, what: str = "the call") -> _R:
-    """Calls, and fails instead of hanging."""
+    """Makes a call, and fails if it takes too long."""
     result: _R = Background(call).result(within_s, what)
     return result
 
 
 def eventually(condition: Callable[[], _R], within_s: float = PROMPT_S, what: str = "the condition") -> _R:
-    """Polls until the condition is true, and returns it.
+    """Polls until the condition returns something true, and returns that.
 
     Raises:
         AssertionError: It did not become true in time.
@@ -80,7 +80,7 @@ def eventually(condition: Callable[[], _R], within_s: float = PROMPT_S, what: st
 
 
 def in_threads(*calls: Callable[[], Any], within_s: float = 60.0) -> list[Any]:
-    """Starts all calls together, each in a thread of its own; their results in order, or the first error."""
+    """Starts all calls together, each in its own thread. Returns their results in order, or raises the first error."""
     barrier = threading.Barrier(len(calls))
 
     def started(call: Callable[[], Any]) -> Callable[[], Any]:

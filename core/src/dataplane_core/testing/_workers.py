@@ -1,4 +1,4 @@
-"""Clients in processes of their own, attached to the store under test, that do as they are told."""
+"""Clients in separate processes, attached to the store under test. They run functions that the test sends."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["BackendReference", "Worker"]
 
 #: Seconds that a process may take to start, import torch and attach.
 _START_S: Final = 120.0
-#: Seconds that a process may take to end when asked.
+#: Seconds that a process may take to end when it is asked to.
 _END_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class BackendReference:
-    """Where another process finds the backend's class.
+    """How another process finds the backend's class.
 
     Attributes:
-        name: Entry-point name, or what reports call it.
-        module: Its module, or empty where the entry point leads to it.
-        qualname: Its name in the module.
+        name: The entry-point name of the backend, or its name in reports.
+        module: The module of the class. Empty if the class is found by its entry point.
+        qualname: The name of the class in the module.
     """
 
     name: str
@@ -48,7 +48,7 @@ class BackendReference:
 
     def prepare(self) -> None:
         """Imports what a client of the class needs."""
-        importlib.import_module("torch._dynamo")  # as connecting does
+        importlib.import_module("torch._dynamo")  # connecting imports it too
         self.load()
 
     def load(self) -> type[Backend]:
@@ -63,16 +63,16 @@ class BackendReference:
 
 
 class Worker:
-    """One process with an attached client, forked from a process that never had one.
+    """One process with an attached client. It is forked from a process that never had a client.
 
-    Everything sent is pickled: functions must be importable by name. The process ends with `close`, or with this
-    process.
+    Everything that is sent is pickled, so functions must be importable by name. The process ends after `close`, or when
+    this process ends.
 
     Args:
-        nursery: What to fork from.
+        nursery: Forks the process.
         reference: The backend's class.
-        config: What the client connects with.
-        bootstrap: As for `connect`; a process that does more than attach waits for `connect`.
+        config: The config with which the client connects.
+        bootstrap: As for `dataplane_core.connect`. Unless it is False, the process waits for `Worker.connect`.
     """
 
     def __init__(
@@ -88,24 +88,24 @@ class Worker:
         return self._nursery.exit_status(self._pid) is None
 
     def wait_ready(self) -> None:
-        """Waits until the client is attached; raises what attaching raised."""
+        """Waits until the client is connected. Raises the error if it could not connect."""
         self.result(_START_S)
 
     def connect(self) -> None:
-        """Has a process that does more than attach begin; then `wait_ready`."""
+        """Lets a process with ``bootstrap`` begin to connect. Call `wait_ready` afterwards."""
         self._connection.send_bytes(b"now")
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Begins ``function(client, *arguments)`` in the process."""
+        """Starts ``function(client, *arguments)`` in the process."""
         self._connection.send_bytes(pickle.dumps((function, arguments)))
 
     def result(self, within_s: float = 60.0) -> Any:
-        """What the function that was begun returned; raises what it raised.
+        """Returns the result of the function that was started, or raises its error.
 
         Raises:
             AssertionError: It did not end in time, or the process died.
         """
-        assert self._connection.poll(within_s), f"the worker process did not answer within {within_s:g} s"
+        assert self._connection.poll(within_s), f"the worker process did not reply within {within_s:g} s"
         try:
             succeeded, reply = pickle.loads(self._connection.recv_bytes())  # from our own child
         except (EOFError, ConnectionResetError) as error:
@@ -115,16 +115,16 @@ class Worker:
         return reply
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """`start` and `result`."""
+        """Runs a function in the process: `start` and `result`."""
         self.start(function, *arguments)
         return self.result()
 
     def kill(self) -> None:
-        """Ends the process at once, as kill -9 does."""
+        """Kills the process with SIGKILL."""
         self._nursery.kill(self._pid)
 
     def close(self) -> None:
-        """Ends the process: first asks, then kills it."""
+        """Asks the process to end, and kills it if it does not."""
         with contextlib.suppress(OSError):  # it may be gone already
             self._connection.send_bytes(pickle.dumps(None))
         give_up = time.monotonic() + _END_S
@@ -138,7 +138,7 @@ def _serve(connection: Connection, reference: BackendReference, config: dict[str
     try:
         cls, full = reference.load(), DataPlaneConfig.model_validate(config)
         if bootstrap is not False:
-            connection.recv_bytes()  # so that several can be told at the same time
+            connection.recv_bytes()  # so that several processes can begin at the same time
         client = connect_backend(cls, full, bootstrap=bootstrap)
     except Exception as error:
         _reply(connection, False, error)
@@ -167,7 +167,7 @@ def _reply(connection: Connection, succeeded: bool, value: Any) -> None:
     connection.send_bytes(data)
 
 
-# --- what workers do --------------------------------------------------------------------------------------------------
+# --- functions that run in a worker -----------------------------------------------------------------------------------
 
 
 def call(client: DataPlaneClient, method: str, *arguments: Any) -> Any:
@@ -191,7 +191,7 @@ def read_items(client: DataPlaneClient, partition_id: str, sample_ids: list[str]
 
 
 def claim_all(client: DataPlaneClient, partition_id: str, task: str, batch_size: int, within_s: float) -> list[str]:
-    """Claims until the partition can give no more."""
+    """Claims until the partition can give no more. Returns the ids."""
     mine: list[str] = []
     give_up = time.monotonic() + within_s
     while time.monotonic() < give_up:

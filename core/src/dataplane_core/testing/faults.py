@@ -1,6 +1,6 @@
-"""`Faults`: a middleware that counts a backend's calls and makes them fail, stall or come back short, on demand.
+"""`Faults`: a middleware that counts the calls of a backend's hooks and injects errors, delays and truncated replies.
 
-Any backend can be put in it: ``connect({..., "middleware": [Faults()]})``. Unarmed it passes everything through.
+It works with any backend: ``connect({..., "middleware": [Faults()]})``. Without a fault, it changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Faults"]
 
 
 class Faults(Middleware):
-    """Counts hook calls and, where armed, acts before or after them. May be used from several threads."""
+    """Counts hook calls, and injects faults before or after them. Can be used from several threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Faults(Middleware):
 
     @contextmanager
     def counting(self) -> Iterator[list[str]]:
-        """Yields the list of hook names called in the block, in order, by any thread."""
+        """Yields the list of the hooks that any thread calls in the block, in order."""
         log: list[str] = []
         with self._lock:
             self._logs.append(log)
@@ -43,7 +43,7 @@ class Faults(Middleware):
 
     @contextmanager
     def before(self, operation: str, action: Callable[[Any], None]) -> Iterator[None]:
-        """Calls ``action(request)`` before the backend sees the request; what it raises, the client gets."""
+        """Calls ``action(request)`` before the backend gets the request. If it raises, the client gets that error."""
         self._before[operation] = action
         try:
             yield
@@ -52,7 +52,7 @@ class Faults(Middleware):
 
     @contextmanager
     def after(self, operation: str, action: Callable[[Any, Any], Any]) -> Iterator[None]:
-        """Calls ``action(request, reply)`` after the backend replied; its result is the reply."""
+        """Calls ``action(request, reply)`` after the backend has replied. Its result replaces the reply."""
         self._after[operation] = action
         try:
             yield
@@ -81,13 +81,13 @@ class Faults(Middleware):
 
     @contextmanager
     def delay(self, operation: str, duration_s: float) -> Iterator[None]:
-        """Holds every request back for ``duration_s`` seconds."""
+        """Delays every request by ``duration_s`` seconds."""
         with self.before(operation, lambda request: time.sleep(duration_s)):
             yield
 
     @contextmanager
     def late(self, operation: str, allowed_s: float = 0.01) -> Iterator[None]:
-        """Requests reach the backend when their deadline, ``allowed_s`` seconds after the call, has passed."""
+        """Sets the deadline to ``allowed_s`` seconds after the call, and passes the request on after this deadline."""
 
         def act(request: Any) -> None:
             request.deadline = min(request.deadline, time.monotonic() + allowed_s)
@@ -98,13 +98,13 @@ class Faults(Middleware):
 
     @contextmanager
     def truncation(self, num_rows: int = 1, field: str | None = None, operation: str = "get_samples") -> Iterator[None]:
-        """Replies are truncated.
+        """Truncates replies.
 
         Args:
-            num_rows: How many rows are missing: in every column of a read, in the tags and tokens of a claim or a
-                listing, in the number that a put, an ack, a nack or a renewal confirms.
-            field: A read comes back without this column instead.
-            operation: The hook whose replies are cut.
+            num_rows: How many rows to remove: from every column of a read, from the tags and tokens of a claim, from
+                the tags of a listing, or from the number that a put, ack, nack or renew confirms.
+            field: If given, a read returns all rows but not this column.
+            operation: The hook whose replies are truncated.
         """
 
         def act(request: Any, reply: Any) -> Any:
@@ -148,7 +148,7 @@ def _wrapper(operation: str) -> Callable[..., Any]:
         return (yield from self._around(operation, request))
 
     wrap.__name__ = operation
-    wrap.__doc__ = f"Counts ``{operation}`` and applies what is armed."
+    wrap.__doc__ = f"Counts ``{operation}`` and injects the active faults."
     return wrap
 
 

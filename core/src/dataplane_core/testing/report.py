@@ -1,4 +1,4 @@
-"""The report of a conformance run: per capability what passed, failed, deviates, is not declared, and was not run."""
+"""The report of a conformance run: how many tests of each capability passed, failed, deviate or were not run."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ __all__ = ["NOT_SELECTED", "OUTCOMES", "SCHEMA", "Report", "Result", "Row", "rec
 SCHEMA: Final = "dataplane-conformance/1"
 #: The reason of a test that the user deselected.
 NOT_SELECTED: Final = "not selected"
-#: What may become of a test of the kit.
+#: The possible outcomes of a test of the kit.
 OUTCOMES: Final = ("pass", "fail", "deviation", "not declared", "not run")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One test.
+    """The result of one test.
 
     Attributes:
-        name: With its parameters.
+        name: The name of the test, with its parameters.
         chapter: The chapter of the contract.
-        proves: The row it counts for: ``core``, a capability or a scope.
+        proves: The row in which it counts: ``core``, a capability or a scope.
         outcome: One of `OUTCOMES`.
-        reason: Why, where it did not pass.
-        duration_s: Seconds that it took.
-        rule: The sentence that it tests, and where it stands.
-        check_first: Where a backend that fails is most likely wrong.
+        reason: Why it did not pass. Empty if it passed.
+        duration_s: Its duration in seconds.
+        rule: The sentence that it tests, and its source.
+        check_first: What to check first in a backend that fails the test.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """A warning that was raised while tests ran, and did not fail them.
+    """A warning that was raised during the tests and did not make one fail.
 
     Attributes:
-        category: Its class.
-        text: What it says.
-        count: How often it came, whatever numbers and addresses were in it.
-        test: The first test in which it came.
+        category: The name of its class.
+        text: Its text.
+        count: How often it was raised. Texts that differ only in numbers and addresses are counted together.
+        test: The first test in which it was raised.
     """
 
     category: str
@@ -72,7 +72,7 @@ class Warned:
     test: str
 
     def in_words(self) -> str:
-        """One line."""
+        """The warning as one line of text."""
         where = f"in {self.test}" if self.count == 1 else f"{self.count} times, first in {self.test}"
         return f"{self.category}: {self.text} ({where})"
 
@@ -97,19 +97,19 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one class of tests proved about one backend.
+    """What the tests of one class proved about one backend.
 
     Attributes:
-        backend: Entry-point name, or the class's.
-        distribution: What was installed, with its version; empty where the class belongs to none.
+        backend: The entry-point name of the backend, or the name of its class.
+        distribution: The installed distribution that holds the class, with its version. Empty if there is none.
         core_version: Version of dataplane-core.
-        contract_version: The contract that the backend was tested against.
-        scope: As declared.
-        wire: As declared, in words.
-        capabilities: As declared.
-        why_not_declared: What the engine rules out, and why: undeclared capabilities, a wider scope, fewer copies.
-        results: Every test, in the order in which they ran.
-        warnings: What was warned of meanwhile.
+        contract_version: Version of the contract.
+        scope: The declared scope.
+        wire: The declared wire format as text.
+        capabilities: The declared capabilities.
+        why_not_declared: What the engine does not allow -> why: a capability, a wider scope, fewer copies.
+        results: The results of all tests, in the order in which they ran.
+        warnings: The warnings that were raised during the tests.
     """
 
     backend: str
@@ -125,10 +125,10 @@ class Report:
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]], warned: Sequence[tuple[str, str, str]] = ()) -> Report:
-        """The report of the tests of one class, from what the pytest plugin kept.
+        """The report of the tests of one class, from the records of the pytest plugin.
 
         Args:
-            records: The tests.
+            records: One record per test.
             warned: Category, text and test of each warning.
         """
         header = records[0]["header"]
@@ -150,7 +150,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether something ran, and nothing failed."""
+        """Whether at least one test passed and none failed."""
         counts = self.counts
         return not counts["fail"] and counts["pass"] > 0
 
@@ -165,7 +165,7 @@ class Report:
         return Counter(result.outcome for result in self.results)
 
     def rows(self) -> list[Row]:
-        """The table: the core, every capability, every scope wider than the process."""
+        """The rows of the table: the core, every capability, every scope wider than one process."""
         names = [
             "core",
             *map(str, Capability),
@@ -188,7 +188,7 @@ class Report:
     # --- forms --------------------------------------------------------------------------------------------------------
 
     def badge(self) -> str:
-        """One line."""
+        """A summary in one line."""
         counts, rows = self.counts, self.rows()
         proven = [row for row in rows if row.declared and row.verdict == "proven"]
         declared = [row for row in rows if row.declared]
@@ -198,7 +198,7 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values, under `SCHEMA`."""
+        """The report as JSON values, in the format `SCHEMA`."""
         return {
             "schema": SCHEMA,
             "backend": self.backend,
@@ -233,7 +233,7 @@ class Report:
         }
 
     def to_text(self) -> str:
-        """For a terminal."""
+        """The report as plain text."""
         lines = [*self._about(), ""]
         width = max(len(row.name) for row in self.rows())
         lines.append(
@@ -252,7 +252,7 @@ class Report:
         return "\n".join([*lines, "", self.badge()])
 
     def to_markdown(self) -> str:
-        """For documents."""
+        """The report as Markdown."""
         lines = [f"## {self.backend}", "", *(f"- {line}" for line in self._about()[1:]), ""]
         lines += ["| capability | verdict | pass | fail | deviation | not declared | not run |"]
         lines += ["|---|---|---:|---:|---:|---:|---:|"]
@@ -274,8 +274,10 @@ class Report:
         ]
 
     def _lists(self) -> list[tuple[str, list[list[str]]]]:
-        """Failures and deviations one by one, with their rules; why the backend does not declare more; what was not
-        run, by its reason; the warnings. Each entry is its text, then its details.
+        """The lists below the table: title -> entries. An entry is its text, followed by its details.
+
+        Failures and deviations with their rules, why the backend does not declare more, the reasons of tests that were
+        not run, and the warnings.
         """
         lists: list[tuple[str, list[list[str]]]] = []
         for outcome, title in (("fail", "failures"), ("deviation", "deviations")):
@@ -306,7 +308,7 @@ def _named(what: str, text: str) -> list[str]:
 
 
 def _counted(warned: Sequence[tuple[str, str, str]]) -> tuple[Warned, ...]:
-    """Warnings that differ in numbers and addresses only are one."""
+    """Counts the warnings. Texts that differ only in numbers and addresses are counted together."""
     found: dict[tuple[str, str], Warned] = {}
     for category, text, test in warned:
         key = (category, re.sub(r"0x[0-9a-f]+|\d+", "#", text))
@@ -340,7 +342,7 @@ def _escape(text: str) -> str:
 
 
 def record_of(item: Any) -> dict[str, Any]:
-    """What the report needs to know of a collected test, in JSON values."""
+    """What the report needs to know about a collected test, as JSON values."""
     node, rule = item.getparent(pytest.Class), rule_of(item.obj)
     return {
         "class": node.nodeid,
@@ -355,7 +357,7 @@ def record_of(item: Any) -> dict[str, Any]:
 
 @cache
 def _header(case: Any) -> dict[str, Any]:
-    """The same for all tests of a class."""
+    """The part of a record that is the same for all tests of a class."""
     cls: type[Backend] = case.under_test()
     return {
         "backend": case.backend or cls.__name__,
@@ -370,7 +372,7 @@ def _header(case: Any) -> dict[str, Any]:
 
 
 def _more_copies(case: Any) -> dict[str, str]:
-    """Where the author allows more copies of the payload than the kit does: how many, and why."""
+    """The limits of copies of the payload that the author has raised -> why."""
     allowed = {operation: case.copies_allowed(operation) for operation in MOST_COPIES}
     return {
         f"{most:g} copies in {operation}": why
@@ -381,7 +383,7 @@ def _more_copies(case: Any) -> dict[str, str]:
 
 @cache
 def _distribution(package: str) -> str:
-    # an editable install lists no files, but its entry points
+    # an editable install lists its entry points, but no files
     found = [each.distribution for each in find_plugins() if each.target.partition(".")[0].partition(":")[0] == package]
     found += packages_distributions().get(package, [])
     return f"{found[0]} {_version(found[0])}" if found else ""
@@ -395,7 +397,7 @@ def _version(distribution: str) -> str:
 
 
 def unused_deviations(items: Sequence[Any]) -> list[str]:
-    """Deviations that match no collected case, of classes that were collected whole."""
+    """Deviations that match no collected case. Only of classes of which every test was collected."""
     unused = []
     for cls in dict.fromkeys(item.cls for item in items):
         names = [item.name for item in items if item.cls is cls]

@@ -1,6 +1,6 @@
 """The methods of a `BlobStore` called directly: what its docstrings ask of `put`, `get` and `delete`.
 
-All else is core's and built on them, so a fault here shows up anywhere, or only when a read meets a clear.
+Core builds everything else of a `BlobStore` on these methods. A fault in one of them can make any other test fail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MANY: Final = 300
 _LARGE_BYTES: Final = (16 << 20) + 3
 _THREADS: Final = 8
 
-#: What text, C strings, lines or compression would change.
+#: Contents that a conversion to text, a C string, stripped whitespace or compression would change.
 _CONTENTS: Final[dict[str, bytes]] = {
     "one_byte": b"\0",
     "every_byte": bytes(range(256)),
@@ -45,7 +45,7 @@ def _same(found: Any, data: bytes) -> bool:
 
 
 class BlobSuite(Suite, chapter="blobs"):
-    """For backends that derive from `BlobStore`; the others have no such methods."""
+    """The methods of a `BlobStore`. Other backends do not have them, so these tests are skipped for them."""
 
     # --- one blob -----------------------------------------------------------------------------------------------------
 
@@ -53,19 +53,20 @@ class BlobSuite(Suite, chapter="blobs"):
     def test_a_blob_comes_back_byte_for_byte(self, store: Store, content: str) -> None:
         """Blob store: "Stores a blob under a key that was never used before".
 
-        Check first: bytes are kept as bytes: no text, no stripping, no terminating zero, no conversion by the engine.
+        Check first: put and get must not change the bytes. Look for a conversion to text, stripped whitespace, a cut at
+        a zero byte, or a conversion by the engine.
         """
         blobs = store.blobs()
         (key,), data = new_keys(1), _CONTENTS[content]
         blobs.put(key, data)
         found = blobs.get(key)
-        assert _same(found, data), f"get gave {found!r:.80} for {data!r:.80}"
-        assert _same(blobs.get(key), data), "the second get of a blob differs from the first"
+        assert _same(found, data), f"get returned {found!r:.80}. Expected {data!r:.80}"
+        assert _same(blobs.get(key), data), "the second get of a blob returned other bytes than the first"
 
     def test_a_missing_blob_reads_as_none(self, store: Store) -> None:
         """Blob store: "Reads a blob. None if it does not exist."
 
-        Check first: get of a key that is not there returns None; it raises no KeyError, and returns no empty bytes.
+        Check first: for a missing key, get must return None. It must not raise KeyError or return empty bytes.
         """
         blobs = store.blobs()
         (key,) = new_keys(1)
@@ -73,28 +74,30 @@ class BlobSuite(Suite, chapter="blobs"):
             found = blobs.get(key)
         except Exception as error:
             pytest.fail(f"get of a missing key raised {error!r}. Expected None.")
-        assert found is None, f"get of a missing key gave {found!r:.80}. Expected None."
+        assert found is None, f"get of a missing key returned {found!r:.80}. Expected None."
 
     def test_an_empty_blob_is_told_from_a_missing_one(self, store: Store) -> None:
         """Blob store: "data: May be empty." and "Reads a blob. None if it does not exist."
 
-        Check first: a test for truth (`if data`, `data or None`) where `is None` is meant.
+        Check first: get and get_many must test for a missing blob with `is None`. A truth test (`if data`, `data or
+        None`) takes an empty blob for a missing one.
         """
         blobs = store.blobs()
         empty, missing = new_keys(2)
         blobs.put(empty, b"")
         found = blobs.get_many([empty, missing])
-        assert _same(blobs.get(empty), b""), f"get of an empty blob gave {blobs.get(empty)!r}. Expected b''."
-        assert _same(found[0], b""), f"get_many gave {found[0]!r} for an empty blob. Expected b''."
-        assert found[1] is None, f"get_many gave {found[1]!r} for a missing blob. Expected None."
+        assert _same(blobs.get(empty), b""), f"get of an empty blob returned {blobs.get(empty)!r}. Expected b''."
+        assert _same(found[0], b""), f"get_many returned {found[0]!r} for an empty blob. Expected b''."
+        assert found[1] is None, f"get_many returned {found[1]!r} for a missing blob. Expected None."
         blobs.delete(empty)
-        assert blobs.get(empty) is None, "a deleted empty blob is not missing"
+        assert blobs.get(empty) is None, "an empty blob can still be read after delete"
 
     def test_a_deleted_blob_is_gone(self, store: Store) -> None:
         """Blob store: "Deletes a blob. Ignores a key that does not exist." and "Reads a blob. None if it does not
         exist."
 
-        Check first: delete takes the blob away before it returns, and no cache still has it; others stay.
+        Check first: delete must have removed the blob, also from every cache, when it returns. It must not remove other
+        blobs.
         """
         blobs = store.blobs()
         gone, stays = new_keys(2)
@@ -103,13 +106,14 @@ class BlobSuite(Suite, chapter="blobs"):
         assert _same(blobs.get(gone), gone.encode())
         blobs.delete(gone)
         found = blobs.get(gone)
-        assert found is None, f"get of a deleted blob gave {found!r:.80}. Expected None: delete deletes nothing."
-        assert _same(blobs.get(stays), stays.encode()), "delete of one blob took another along"
+        assert found is None, f"get of a deleted blob returned {found!r:.80}. Expected None."
+        assert _same(blobs.get(stays), stays.encode()), "delete of one blob changed or deleted another blob"
 
     def test_deleting_what_is_not_there_is_ignored(self, store: Store) -> None:
         """Blob store: "Deletes a blob. Ignores a key that does not exist."
 
-        Check first: delete of a key that was never put, or was deleted before, returns without an error.
+        Check first: delete must return without an error for a key that was never put, and for a key that was already
+        deleted.
         """
         blobs = store.blobs()
         key, never = new_keys(2)
@@ -119,27 +123,28 @@ class BlobSuite(Suite, chapter="blobs"):
             blobs.delete(key)
             blobs.delete(key)
         except Exception as error:
-            pytest.fail(f"delete of a missing key raised {error!r}. Expected nothing.")
+            pytest.fail(f"delete of a missing key raised {error!r}. Expected no error.")
         assert blobs.get(key) is None
 
     def test_a_blob_of_16_mb(self, store: Store) -> None:
         """Blob store: "Stores a blob under a key that was never used before".
 
-        Check first: size limits and chunks of the engine; a blob is one row of a put, which may be large.
+        Check first: the size limits and the chunking of the engine. A blob holds one row of a put, which may be large.
         """
         blobs = store.blobs()
         (key,), data = new_keys(1), random.Random(7).randbytes(_LARGE_BYTES)
         blobs.put(key, data)
         found = blobs.get(key)
-        assert found is not None, "the blob is not there"
-        assert len(found) == len(data), f"{len(found)} bytes of {len(data)} came back"
-        assert _same(found, data), "the bytes differ"
+        assert found is not None, "get of a blob that was put returned None"
+        assert len(found) == len(data), f"{len(found)} of {len(data)} bytes were read"
+        assert _same(found, data), "the bytes that were read differ from those that were put"
         blobs.delete(key)
 
     def test_keys_do_not_clash(self, store: Store) -> None:
         """Blob store: "key: ASCII letters and digits."
 
-        Check first: keys are compared whole: not shortened, not by prefix, not as numbers.
+        Check first: the engine must compare the whole key. It must not shorten keys, match them by prefix or read them
+        as numbers.
         """
         blobs = store.blobs()
         (base,) = new_keys(1)
@@ -148,28 +153,28 @@ class BlobSuite(Suite, chapter="blobs"):
         for key in keys:
             blobs.put(key, key.encode())
         wrong = [key for key in keys if not _same(blobs.get(key), key.encode())]
-        assert not wrong, f"{of_all(wrong, keys)} hold what another key was put"
+        assert not wrong, f"{of_all(wrong, keys)} do not hold the bytes that were put under their key"
         blobs.delete(keys[0])
         wrong = [key for key in keys[1:] if not _same(blobs.get(key), key.encode())]
-        assert not wrong, f"{of_all(wrong, keys)} went with '{keys[0]}'"
+        assert not wrong, f"{of_all(wrong, keys)} are missing or changed after delete('{keys[0]}')"
 
     # --- many at once -------------------------------------------------------------------------------------------------
 
     def test_put_many_stores_as_put_does(self, store: Store) -> None:
         """Blob store: "Stores several blobs. Override it if the engine can do this faster than one by one."
 
-        Check first: every blob of the batch is there when put_many returns, each under its own key.
+        Check first: when put_many returns, every blob of the batch must be stored under its own key.
         """
         blobs = store.blobs()
         batch = {key: key.encode() * (index % 4) for index, key in enumerate(new_keys(_MANY))}
         blobs.put_many(batch)
         wrong = [key for key, data in batch.items() if not _same(blobs.get(key), data)]
-        assert not wrong, f"{of_all(wrong, batch)} of one put_many do not come back"
+        assert not wrong, f"{of_all(wrong, batch)} of one put_many are missing or changed"
 
     def test_get_many_replies_as_get_does(self, store: Store) -> None:
         """Blob store: "Reads several blobs, in order. Override it if the engine can do this faster than one by one."
 
-        Check first: one reply per key, in the order of the keys, None where one is not there.
+        Check first: get_many must return one reply per key, in the order of the keys, and None for each missing key.
         """
         blobs = store.blobs()
         keys = new_keys(_MANY)
@@ -178,17 +183,17 @@ class BlobSuite(Suite, chapter="blobs"):
             blobs.put(key, key.encode())
         random.Random(11).shuffle(keys)
         found = list(blobs.get_many(keys))
-        assert len(found) == len(keys), f"get_many gave {len(found)} blobs for {len(keys)} keys"
+        assert len(found) == len(keys), f"get_many returned {len(found)} replies for {len(keys)} keys"
         for key, data in zip(keys, found, strict=True):
             if key in there:
-                assert _same(data, key.encode()), f"get_many gave {data!r:.80} for '{key}', which holds its name"
+                assert _same(data, key.encode()), f"get_many returned {data!r:.80} for '{key}'. Expected the key itself"
             else:
-                assert data is None, f"get_many gave {data!r:.80} for a missing key. Expected None."
+                assert data is None, f"get_many returned {data!r:.80} for a missing key. Expected None."
 
     def test_delete_many_deletes_as_delete_does(self, store: Store) -> None:
         """Blob store: "Deletes several blobs. Override it if the engine can do this faster than one by one."
 
-        Check first: missing keys among the others are ignored, and do not end the call.
+        Check first: delete_many must skip missing keys and delete all others. A missing key must not end the call.
         """
         blobs = store.blobs()
         keys = new_keys(_MANY)
@@ -200,17 +205,17 @@ class BlobSuite(Suite, chapter="blobs"):
             left = [key for key in gone if blobs.get(key) is not None]
             blobs.delete_many(gone)
         except Exception as error:
-            pytest.fail(f"delete_many with missing keys raised {error!r}. Expected nothing.")
+            pytest.fail(f"delete_many with missing keys raised {error!r}. Expected no error.")
         assert not left, f"{of_all(left, gone)} are still there after delete_many"
         lost = [key for key in stays if blobs.get(key) is None]
-        assert not lost, f"{of_all(lost, stays)} went along, though delete_many did not name them"
+        assert not lost, f"{of_all(lost, stays)} are gone, although delete_many did not name them"
 
     # --- several at once ----------------------------------------------------------------------------------------------
 
     def test_blobs_from_several_threads(self, store: Store) -> None:
         """Contract: "Thread-safe: one client may be used from several threads."
 
-        Check first: connections, cursors, buffers and names of temporary files that threads share.
+        Check first: what the threads of a client share: connections, cursors, buffers and the names of temporary files.
         """
         blobs = store.blobs()
 
@@ -232,13 +237,16 @@ class BlobSuite(Suite, chapter="blobs"):
             return run
 
         wrong = [key for found in in_threads(*(work(number) for number in range(_THREADS))) for key in found]
-        assert not wrong, f"with {_THREADS} threads at work, blobs read wrong or stayed: {preview(wrong)}"
+        assert not wrong, (
+            f"with {_THREADS} threads, blobs were read wrong or were still there after delete: {preview(wrong)}"
+        )
 
     @proves(Scope.HOST)
     def test_blobs_are_seen_by_every_client(self, store: Store) -> None:
         """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
 
-        Check first: nothing waits in a client's memory, to be written later; no client caches what others delete.
+        Check first: put must not return while the blob is only in the client's memory. A client must not cache blobs,
+        because other clients can delete them.
         """
         blobs = store.blobs()
         other = store.attached_client()._backend
@@ -248,15 +256,15 @@ class BlobSuite(Suite, chapter="blobs"):
                 writer.put(key, key.encode())
                 assert _same(reader.get(key), key.encode()), "another client does not see a blob that was put"
                 reader.delete(key)
-                assert writer.get(key) is None, "a blob that another client deleted is still read"
+                assert writer.get(key) is None, "a blob that another client deleted can still be read"
                 key += "x"
         (worker,) = store.deployment.workers(1)
         here, there = new_keys(2)
         blobs.put(here, here.encode())
         found = worker.run(_workers.call_backend, "get_many", [here, there])
-        assert _same(found[0], here.encode()), "another process does not see a blob that was put"
+        assert _same(found[0], here.encode()), "another process does not see a blob that this client put"
         assert found[1] is None
         worker.run(_workers.call_backend, "put_many", {there: there.encode()})
-        assert _same(blobs.get(there), there.encode()), "a blob that another process put is not seen"
+        assert _same(blobs.get(there), there.encode()), "this client does not see a blob that another process put"
         worker.run(_workers.call_backend, "delete", here)
-        assert blobs.get(here) is None, "a blob that another process deleted is still read"
+        assert blobs.get(here) is None, "a blob that another process deleted can still be read"

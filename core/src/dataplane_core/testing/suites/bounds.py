@@ -1,4 +1,4 @@
-"""No call hangs."""
+"""Deadlines and timeouts: no call hangs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ _HOOKS: dict[str, tuple[Callable[[Store, str], Any], Capability | None]] = {
 
 
 class BoundSuite(Suite, chapter="bounds"):
-    """Deadlines."""
+    """Deadlines and timeouts."""
 
     @pytest.mark.parametrize("hook", list(_HOOKS))
     def test_hooks_heed_their_deadline(self, store: Store, hook: str) -> None:
         """Hook spec: "must return or raise before deadline."
 
-        Check first: every wait inside the hook ends by request.deadline; here it has passed before the call.
+        Check first: every wait inside the hook must end at request.deadline. In this test the deadline has already
+        passed when the hook is called.
         """
         call, capability = _HOOKS[hook]
         store.require(capability)
@@ -49,14 +50,14 @@ class BoundSuite(Suite, chapter="bounds"):
         running = Background(lambda: call(store, partition))
         with contextlib.suppress(DataPlaneError):
             running.result(what=f"hook '{hook}' with a deadline in the past")
-        # and the store still answers
+        # the store must still answer
         again = store.register("x")
         bounded(lambda: store.put(again, ["a"], x=torch.zeros(1)), what="a put after a deadline was missed")
 
     def test_deadlines_follow_the_config(self, store: Store) -> None:
         """Contract: "Every call ends by its deadline: op_timeout_s of the config".
 
-        Check first: nothing in the backend; core sets request.deadline, on the clock of time.monotonic.
+        Check first: core, not the backend: core sets request.deadline, on the clock of time.monotonic.
         """
         partition = store.register("x")
         left: dict[str, float] = {}
@@ -74,12 +75,14 @@ class BoundSuite(Suite, chapter="bounds"):
             store.client.clear_samples(["a"], partition)
         limit_s = store.client.config.op_timeout_s
         for operation in operations:
-            assert 0.5 * limit_s < left[operation] <= limit_s, f"{operation} has {left[operation]:.1f} s of {limit_s}"
+            assert 0.5 * limit_s < left[operation] <= limit_s, (
+                f"{operation} got a deadline in {left[operation]:.1f} s. Expected about {limit_s} s"
+            )
 
     def test_a_read_of_missing_data_does_not_wait(self, store: Store) -> None:
         """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs."
 
-        Check first: get_samples raises MissingDataError at once; it does not wait for a producer.
+        Check first: get_samples must raise MissingDataError immediately. It must not wait for a producer.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -95,7 +98,7 @@ class BoundSuite(Suite, chapter="bounds"):
     def test_a_claim_ends_by_its_timeout(self, store: Store) -> None:
         """Contract: "or timeout_s of a blocking claim. No call hangs."
 
-        Check first: the claim hook answers at once; the client counts the time.
+        Check first: the claim hook must return immediately. The client waits and repeats the call until the timeout.
         """
         partition = store.register("x")
         start = time.monotonic()
@@ -107,7 +110,8 @@ class BoundSuite(Suite, chapter="bounds"):
     def test_a_waiting_claim_holds_nobody_up(self, store: Store) -> None:
         """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."
 
-        Check first: no lock, connection or single thread is held while a claim waits.
+        Check first: while a client waits for a claim, the backend must not hold a lock or a connection, or occupy the
+        only thread.
         """
         partition = store.register("x", tasks=["train", "eval"])
         waiting = [Background(lambda: store.claim(partition, 9, blocking=True, timeout_s=60)) for _ in range(4)]
@@ -128,7 +132,8 @@ class BoundSuite(Suite, chapter="bounds"):
     def test_one_bad_request_holds_nobody_up(self, store: Store) -> None:
         """Contract: "No call hangs."
 
-        Check first: a request that fails in the engine leaves the engine's loop and sockets usable.
+        Check first: after a request that fails in the engine, the event loop and the sockets of the engine must still
+        be usable.
         """
         partition = store.register("x")
         store.put(partition, ids(2), x=torch.arange(2))

@@ -1,4 +1,4 @@
-"""What is declared: readable, consistent, and what is not declared is refused."""
+"""The declarations of a backend are readable and consistent. Operations that it does not declare are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _leased(partition: str) -> KVBatchMeta:
     return KVBatchMeta(partition, "train", ["s0"], lease_tokens=["token"])
 
 
-#: How each operation is asked for, on a partition ``p`` with the samples s0 and s1.
+#: Capability -> a call that needs it, on a partition ``p`` with the samples s0 and s1.
 _ASK: dict[Capability, list[Callable[[DataPlaneClient, str], Any]]] = {
     Capability.CLAIMS: [
         lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False),
@@ -51,7 +51,7 @@ _ASK: dict[Capability, list[Callable[[DataPlaneClient, str], Any]]] = {
 
 
 class CapabilitySuite(Suite, chapter="capabilities"):
-    """Declarations, both ways."""
+    """What a backend declares, and what it does not declare."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One case per operation that is not declared."""
@@ -62,19 +62,23 @@ class CapabilitySuite(Suite, chapter="capabilities"):
     def test_reasons_are_given_only_for_what_is_not_declared(self, store: Store) -> None:
         """Contract: "Capabilities (capabilities.py) are of two kinds."
 
-        Check first: the keys of the class attribute why_not_declared: capabilities that are not declared, or "scope".
+        Check first: the keys of the class attribute why_not_declared. Each must be a capability that the backend does
+        not declare, or "scope".
         """
         cls = store.deployment.backend_class
         departs = {str(each) for each in Capability} - {str(each) for each in cls.capabilities} | {"scope"}
         wrong = sorted(map(str, set(map(str, cls.why_not_declared)) - departs))
-        assert not wrong, f"why_not_declared speaks of {', '.join(wrong)}, which is declared or no capability"
+        assert not wrong, (
+            f"why_not_declared has the keys {', '.join(wrong)}, which are declared or are not capabilities"
+        )
         assert all(why.strip() for why in cls.why_not_declared.values())
 
     def test_undeclared_operations_are_refused(self, store: Store, undeclared: Capability | None) -> None:
         """Contract: "Operations, refused with UnsupportedOperationError where undeclared: claims, groups, leases,
         tag_filters, capacity, listing, overwrite."
 
-        Check first: capabilities; core refuses all but an overwrite, which the put hook refuses itself.
+        Check first: the class attribute capabilities. Core refuses every undeclared operation except an overwrite,
+        which the put_samples hook must refuse itself.
         """
         if undeclared is None:
             return
@@ -82,7 +86,9 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         store.put(partition, ids(2), [{"n": 1}, {"n": 2}], x=torch.arange(2))
         if undeclared is Capability.CAPACITY:
             fields = type(store.backend).Config.model_fields
-            assert "capacity_bytes" not in fields, "an option 'capacity_bytes' is taken, but 'capacity' is not declared"
+            assert "capacity_bytes" not in fields, (
+                "Config has the option 'capacity_bytes', but the backend does not declare 'capacity'"
+            )
             return
         for ask in _ASK[undeclared]:
             with store.refusal(UnsupportedOperationError) as caught:
@@ -94,7 +100,8 @@ class CapabilitySuite(Suite, chapter="capabilities"):
     def test_the_class_fits_the_hook_specs(self, store: Store) -> None:
         """Contract: "Capabilities (capabilities.py) are of two kinds."
 
-        Check first: the operations that the capabilities call for are there, each taking (self, request).
+        Check first: the class must have a method for every operation of its capabilities. Each must take (self,
+        request).
         """
         cls = type(store.backend)
         check_backend_class(cls, store.name)
@@ -105,7 +112,7 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         """Contract: "Guarantees, tested only where declared: scope (process, host, cluster), durable, fenced,
         atomic_overwrite, no_pickle."
 
-        Check first: wire, capabilities, scope and Config are class attributes of the right types.
+        Check first: wire, capabilities, scope and Config must be class attributes of the right types.
         """
         cls = type(store.backend)
         assert isinstance(cls.wire, WireFormat)
@@ -117,7 +124,8 @@ class CapabilitySuite(Suite, chapter="capabilities"):
     def test_operations_that_build_on_claims_declare_them(self, store: Store) -> None:
         """Contract: "groups: with grpo_group_size g, whole groups only" ... "leases: with lease_s, a claim".
 
-        Check first: groups and leases are about claims, so claims must be declared too.
+        Check first: the class attribute capabilities. Groups and leases are features of claims, so a backend that
+        declares them must declare claims too.
         """
         declared = type(store.backend).capabilities
         for capability in (Capability.GROUPS, Capability.LEASES):

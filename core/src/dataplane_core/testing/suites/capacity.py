@@ -1,4 +1,4 @@
-"""`capacity_bytes` and `on_full`: bounded, and never at the cost of what nobody has consumed."""
+"""The options `capacity_bytes` and `on_full`: the store stays within its bytes and evicts nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dataplane_core.testing._timing import PROMPT_S, Background
 __all__ = ["CapacitySuite"]
 
 _ROWS_THAT_FIT = 8
-#: Eight rows fit in, with some overhead of the engine's own, but not twelve.
+#: The store has room for eight rows and some overhead of the engine, but not for twelve rows.
 _ROW = BOUNDED_BYTES // 10
 
 
@@ -41,12 +41,13 @@ def _put(client: DataPlaneClient, partition: str, names: list[str], value: int =
 
 
 class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
-    """A store of its own with room for eight rows."""
+    """These tests use a separate store with room for eight rows."""
 
     def test_a_full_store_raises(self, store: Store) -> None:
         """Contract: "capacity_bytes with on_full: block | raise."
 
-        Check first: the put reserves its bytes before it stores anything, and raises CapacityExceededError.
+        Check first: the put must reserve its bytes before it stores anything. If they do not fit, it must raise
+        CapacityExceededError.
         """
         client, partition = _full(store)
         with store.refusal(RuntimeError) as caught:
@@ -59,7 +60,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
     def test_nothing_is_evicted(self, store: Store) -> None:
         """Contract: "Never evicts a sample that a task has not been given."
 
-        Check first: a full store refuses; an engine that evicts by itself must be told not to.
+        Check first: a full store must refuse the put. If the engine evicts data by default, switch that off.
         """
         client, partition = _full(store)
         for _ in range(3):
@@ -74,7 +75,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
     def test_cleared_samples_make_room(self, store: Store) -> None:
         """Contract: "capacity_bytes with on_full: block | raise."
 
-        Check first: a clear gives the bytes of its rows back before it returns.
+        Check first: when a clear of samples returns, the bytes of its rows must be free.
         """
         client, partition = _full(store)
         client.clear_samples(ids(4), partition)
@@ -84,7 +85,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
     def test_cleared_partitions_make_room(self, store: Store) -> None:
         """Contract: "capacity_bytes with on_full: block | raise."
 
-        Check first: clearing or registering a partition gives the bytes of all its rows back.
+        Check first: a clear or a new registration of a partition must free the bytes of all its rows.
         """
         client, partition = _full(store)
         client.register_partition(partition, ["x"], None, ["train"])
@@ -97,7 +98,8 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
     def test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room(self, store: Store) -> None:
         """Contract: "never a part of a row or bytes of another" and "capacity_bytes with on_full: block | raise."
 
-        Check first: whether a put fits is judged once, where it is made; no client judges it again by its own options.
+        Check first: only the client that puts may decide whether its put fits. Other clients must not check it again
+        with their own options.
         """
         client, partition = _full(store)
         with store.refusal(RuntimeError):
@@ -109,16 +111,17 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         try:
             other = store.deployment.connect({**options, "capacity_bytes": 2 * BOUNDED_BYTES}, bootstrap=False)
         except DataPlaneError:
-            return  # no client has other room
+            return  # clients cannot have different capacities
         with other:
             for each in (client, other):
                 found = each.get_samples(["n0", "n1", "s7"], partition, ["x"])["x"]
-                assert found[:, 0].tolist() == [2, 3, 1], "a row of another put was read"
+                assert found[:, 0].tolist() == [2, 3, 1], "a read returned a row of another put"
 
     def test_room_does_not_leak(self, store: Store) -> None:
         """Contract: "capacity_bytes with on_full: block | raise."
 
-        Check first: refused puts give back what they reserved, and clears what they freed, to the byte.
+        Check first: a refused put must free exactly the bytes that it reserved. A clear must free exactly the bytes of
+        its rows.
         """
         client, partition = _full(store)
         for _ in range(25):
@@ -135,7 +138,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
     def test_overwrites_take_no_room_for_long(self, store: Store) -> None:
         """Contract: "capacity_bytes with on_full: block | raise."
 
-        Check first: an overwrite gives the bytes of the cells that it replaced back.
+        Check first: an overwrite must free the bytes of the cells that it replaced.
         """
         client, partition = _full(store)
         client.clear_samples(ids(4), partition)
@@ -146,7 +149,8 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
     def test_a_put_that_can_never_fit_says_so(self, store: Store) -> None:
         """Contract: "No call hangs."
 
-        Check first: more than capacity_bytes in one put raises at once, also where full stores block.
+        Check first: a put of more than capacity_bytes must raise immediately, also where the option on_full makes a put
+        wait.
         """
         for on_full in ("raise", "block"):
             client, partition = _full(store, on_full)
@@ -161,7 +165,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
     def test_a_blocked_put_goes_on_when_there_is_room(self, store: Store) -> None:
         """Contract: "capacity_bytes with on_full: block | raise."
 
-        Check first: a put that waits looks again until its deadline.
+        Check first: a put that waits must check for free room again and again until its deadline.
         """
         client, partition = _full(store, "block")
         waiting = Background(lambda: _put(client, partition, ids(4, "n")))
@@ -178,7 +182,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
     def test_a_blocked_put_ends_by_its_deadline(self, store: Store) -> None:
         """Contract: "Every call ends by its deadline: op_timeout_s of the config".
 
-        Check first: a put that waits raises OperationTimeoutError by request.deadline, and writes nothing.
+        Check first: a put that waits must raise OperationTimeoutError at request.deadline, and must write nothing.
         """
         client, partition = _full(store, "block")
         hooks = type(store.hooks)(client._backend, 0.3)
@@ -195,16 +199,17 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
     def test_a_large_put_is_not_starved_by_small_ones(self, store: Store) -> None:
         """Contract: "Puts that wait for room get it in the order in which they came, within a bound".
 
-        Check first: what becomes free is kept for the put that waits longest; a later one that would fit waits too.
+        Check first: room that becomes free must be kept for the put that has waited longest. A later put must wait too,
+        even if it would fit.
         """
         client, partition = _full(store, "block")
         large = Background(lambda: _put(client, partition, ids(6, "large")))
         small: list[Background] = []
         try:
-            for number in range(_ROWS_THAT_FIT):  # each row that is cleared has a small put that would take its place
+            for number in range(_ROWS_THAT_FIT):  # after each clear, a small put would fit into the room of the row
                 client.clear_samples([f"s{number}"], partition)
                 small.append(Background(partial(_put, client, partition, [f"small{number}"])))
-                with contextlib.suppress(AssertionError):  # it waits, as it should
+                with contextlib.suppress(AssertionError):  # the small put must wait
                     small[-1].result(0.5)
             large.result(what="a large put among small ones")
         finally:

@@ -1,4 +1,4 @@
-"""`claim_meta`: each ready sample to each task once, in order of first write."""
+"""`claim_meta`: gives each ready sample to each task once, in the order of first write."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LONG_S = 60.0
 
 
 class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
-    """Claims without groups, leases or filters."""
+    """Claims without groups, leases or tag filters."""
 
     # --- what is handed out -------------------------------------------------------------------------------------------
 
     def test_each_sample_is_given_once(self, store: Store) -> None:
         """Contract: "Across all clients and processes no sample is given to a task twice."
 
-        Check first: choosing samples and marking them as given is one atomic step.
+        Check first: the store must choose samples and mark them as given in one atomic step.
         """
         partition = store.register("x")
         store.put(partition, ids(10), x=torch.arange(10))
@@ -42,7 +42,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_each_task_has_its_own_cursor(self, store: Store) -> None:
         """Contract: "Task: a named consumer with its own cursor."
 
-        Check first: what was given is kept per task.
+        Check first: the store must record per task which samples it gave.
         """
         partition = store.register("x", tasks=["train", "eval"])
         store.put(partition, ids(4), x=torch.arange(4))
@@ -53,7 +53,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_only_ready_samples_are_given(self, store: Store) -> None:
         """Contract: "Hands out samples whose required fields are all produced and that task_name has not been given."
 
-        Check first: readiness is judged on every required field, whichever put brought it.
+        Check first: a sample is ready when all required fields are produced. The fields may come from different puts.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(4), x=torch.arange(4))
@@ -66,8 +66,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_required_fields_share_one_cursor(self, store: Store) -> None:
         """Contract: "that task_name has not been given".
 
-        Check first: a sample given for some fields is not given again to that task for others, nor when fields are
-        added.
+        Check first: the cursor must not depend on the required fields. A sample that a task has been given must not be
+        given to it again for other or additional fields.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -78,7 +78,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_fields_beyond_the_registered_may_be_required(self, store: Store) -> None:
         """Contract: "further fields may be written (multimodal extras ride along)."
 
-        Check first: readiness knows every field that was written, not only those of the registration.
+        Check first: the check for readiness must know every field that was written, not only the registered ones.
         """
         partition = store.register("x")
         store.put(partition, ids(2), x=torch.arange(2))
@@ -90,8 +90,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_claims_come_in_order_of_first_write(self, store: Store) -> None:
         """Contract: "Order: by first write."
 
-        Check first: rows are numbered as they are first written, within a put in the order of its ids; names do not
-        sort.
+        Check first: the store must number rows when they are first written, within a put in the order of its ids. It
+        must not sort by id.
         """
         partition = store.register("x")
         order = ["z", "a", "m10", "m9", "b", "y"]
@@ -103,7 +103,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_tags_alone_are_a_first_write(self, store: Store) -> None:
         """Contract: "A put of tags alone makes the sample; it counts as written, in order, and for num_samples."
 
-        Check first: the row is numbered, and its id counted, by whatever put names it first.
+        Check first: the first put that names an id must number its row and count the id, even if the put holds only
+        tags.
         """
         partition = store.register("x", num_samples=3)
         store.put(partition, ["b"], [{"n": 1}])
@@ -117,7 +118,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_completion_does_not_change_the_order(self, store: Store) -> None:
         """Contract: "Order: by first write."
 
-        Check first: a row keeps the number of its first write when later puts make it ready.
+        Check first: a row must keep the number of its first write when a later put makes it ready.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(5), x=torch.arange(5))
@@ -128,7 +129,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_a_thousand_claims_in_order(self, store: Store) -> None:
         """Contract: "Order: by first write."
 
-        Check first: numbers of rows compare as numbers, not as text.
+        Check first: the store must sort row numbers as numbers, not as text.
         """
         partition = store.register("x")
         for start in range(0, 1200, 300):
@@ -143,7 +144,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_claims_bring_tags(self, store: Store) -> None:
         """Contract: "Tags come along; sequence_lengths is filled from the tag input_lengths where all have it."
 
-        Check first: the reply's tags align with its sample ids.
+        Check first: Claim.tags must have one entry per sample id, in the same order.
         """
         partition = store.register("x")
         tags = [{"input_lengths": 5 + index, "n": str(index)} for index in range(4)]
@@ -160,20 +161,20 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_metas_travel(self, store: Store) -> None:
         """Contract: "Pickles (Ray ships it) and stays small: no tensors in it."
 
-        Check first: tags, tokens and ids of the reply are plain Python values.
+        Check first: the tags, lease tokens and ids in the reply must be plain Python values, which can be pickled.
         """
         partition = store.register("x")
         store.put(partition, ids(100), [{"n": index} for index in range(100)], x=torch.zeros(100, 1000))
         meta = store.claim(partition, 100)
         data = pickle.dumps(meta)
         assert len(data) < 10_000
-        assert pickle.loads(data) == meta  # from this process
+        assert pickle.loads(data) == meta  # pickled by this process
         assert store.client.get_data(pickle.loads(data)).batch_size == torch.Size([100])
 
     def test_a_claimed_meta_reads_its_data(self, store: Store) -> None:
         """Contract: "get_data(meta, select_fields=None): get_samples by meta."
 
-        Check first: a claim gives out samples; it does not remove them.
+        Check first: a claim must not remove the samples that it gives.
         """
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -185,7 +186,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_nonblocking_takes_what_is_ready(self, store: Store) -> None:
         """Contract: "Non-blocking: what is ready now, up to batch_size, perhaps none."
 
-        Check first: without all_or_nothing the hook hands out fewer than asked for.
+        Check first: without all_or_nothing, the claim hook must give the samples that are ready, even if they are fewer
+        than batch_size.
         """
         partition = store.register("x")
         empty = store.claim(partition, 4)
@@ -198,7 +200,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_dp_rank_is_reserved(self, store: Store) -> None:
         """Contract: "dp_rank is reserved: any value but None is refused."
 
-        Check first: nothing in the backend; it never sees dp_rank.
+        Check first: core, not the backend: dp_rank never reaches the backend.
         """
         partition = store.register("x")
         store.put(partition, ids(2), x=torch.arange(2))
@@ -212,7 +214,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_blocking_waits_until_enough_are_ready(self, store: Store) -> None:
         """Contract: "Blocking: waits until batch_size are ready".
 
-        Check first: with all_or_nothing the hook takes nothing until it can give batch_size.
+        Check first: with all_or_nothing, the claim hook must give no sample until it can give batch_size samples.
         """
         partition = store.register("x")
         waiting = Background(lambda: store.claim(partition, 4, blocking=True, timeout_s=_LONG_S))
@@ -224,19 +226,21 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_a_waiting_claim_takes_nothing(self, store: Store) -> None:
         """Contract: "Blocking: waits until batch_size are ready".
 
-        Check first: with all_or_nothing the hook takes nothing until it can give batch_size.
+        Check first: with all_or_nothing, the claim hook must give no sample, and mark none as given, until it can give
+        batch_size samples.
         """
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3))
         with store.refusal(TimeoutError):
             store.claim(partition, 4, blocking=True, timeout_s=0.1)
-        assert store.claim(partition, 4).sample_ids == ids(3), "a claim that timed out took samples along"
+        assert store.claim(partition, 4).sample_ids == ids(3), "a claim that timed out marked samples as given"
 
     def test_blocking_gives_the_tail(self, store: Store) -> None:
         """Contract: "or until the partition can give no more (num_samples distinct ids were written, cleared ones
         included, and fewer remain), and then returns those".
 
-        Check first: with all_or_nothing, fewer than batch_size are handed out once num_samples ids were written.
+        Check first: with all_or_nothing, the claim hook must give the remaining samples, even if they are fewer than
+        batch_size, once num_samples ids were written.
         """
         partition = store.register("x", num_samples=5)
         store.put(partition, ids(3), x=torch.arange(3))
@@ -250,7 +254,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_an_exhausted_partition_gives_empty_claims(self, store: Store) -> None:
         """Contract: "or until the partition can give no more".
 
-        Check first: Claim.exhausted is set also when nothing remains; consumers end their loops by it.
+        Check first: the claim hook must set Claim.exhausted also when no sample remains. Consumers end their loops by
+        it.
         """
         partition = store.register("x", num_samples=2)
         store.put(partition, ids(2), x=torch.arange(2))
@@ -262,7 +267,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_cleared_samples_count_for_the_tail(self, store: Store) -> None:
         """Contract: "num_samples distinct ids were written, cleared ones included, and fewer remain".
 
-        Check first: ids are counted when they are first written; a clear does not take them off the count.
+        Check first: the store must count an id when it is first written. A clear must not reduce this count.
         """
         partition = store.register("x", num_samples=4)
         store.put(partition, ids(4), x=torch.arange(4))
@@ -273,7 +278,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_an_id_written_twice_counts_once(self, store: Store) -> None:
         """Contract: "num_samples distinct ids were written".
 
-        Check first: distinct ids are counted, not puts or rows.
+        Check first: the store must count distinct ids, not puts or rows.
         """
         partition = store.register("x", "y", num_samples=3)
         store.put(partition, ids(2), x=torch.arange(2))
@@ -286,7 +291,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_the_tail_waits_for_required_fields(self, store: Store) -> None:
         """Contract: "Hands out samples whose required fields are all produced".
 
-        Check first: a partition of which all ids were written can still give samples whose fields come later.
+        Check first: the claim hook must not treat the partition as finished only because num_samples ids were written.
+        Samples that lack a required field can become ready later.
         """
         partition = store.register("x", "y", num_samples=3)
         store.put(partition, ids(3), x=torch.arange(3))
@@ -299,7 +305,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_without_num_samples_there_is_no_tail(self, store: Store) -> None:
         """Contract: "num_samples tells claims when the last, smaller batch is complete; None: never."
 
-        Check first: num_samples None never makes a claim exhausted.
+        Check first: if the partition was registered with num_samples=None, the claim hook must never set
+        Claim.exhausted.
         """
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -310,7 +317,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         """Contract: "past timeout_s, a TimeoutError subclass that says how many were ready and which fields the next
         ones miss".
 
-        Check first: with explain, the hook fills Claim.num_ready and Claim.shortfall.
+        Check first: if the request has explain set, the claim hook must fill Claim.num_ready and Claim.shortfall.
         """
         partition = store.register("x", "y", "z")
         store.put(partition, ids(5), x=torch.arange(5))
@@ -332,7 +339,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_a_timeout_of_zero_asks_once(self, store: Store) -> None:
         """Contract: "past timeout_s, a TimeoutError subclass".
 
-        Check first: nothing in the backend; the client asks at least once.
+        Check first: core, not the backend: the client must call the claim hook at least once.
         """
         partition = store.register("x")
         with store.refusal(TimeoutError):
@@ -343,7 +350,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_a_claim_of_a_cleared_partition_ends_at_once(self, store: Store) -> None:
         """Contract: "the partition cleared meanwhile: KeyError at once."
 
-        Check first: the claim hook raises UnknownPartitionError as soon as the partition is gone.
+        Check first: the claim hook must raise UnknownPartitionError as soon as the partition is cleared.
         """
         partition = store.register("x")
         waiting = Background(lambda: store.claim(partition, 1, blocking=True, timeout_s=_LONG_S))
@@ -358,7 +365,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_a_batch_size_below_1_is_refused(self, store: Store, batch_size: int) -> None:
         """Contract: "A batch size below 1: ValueError."
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = store.register("x")
         with store.refusal(ValueError, "batch_size"):
@@ -368,7 +375,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_unknown_partition_or_task_is_refused(self, store: Store, blocking: bool) -> None:
         """Contract: "Unknown partition or task: KeyError."
 
-        Check first: the claim hook raises UnknownPartitionError and UnknownTaskError; it makes no task.
+        Check first: the claim hook must raise UnknownPartitionError or UnknownTaskError. It must not create the task.
         """
         partition, unknown = store.register("x"), store.new_id()
         store.put(partition, ["a"], x=torch.zeros(1))
@@ -382,7 +389,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_claim_hook_never_waits(self, store: Store) -> None:
         """Hook spec: "The hook never waits: the client asks again until its deadline."
 
-        Check first: with nothing ready the hook returns an empty Claim at once; the client does the waiting.
+        Check first: if nothing is ready, the claim hook must return an empty Claim immediately. The client waits.
         """
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.zeros(1))
@@ -397,7 +404,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         """Hook spec: "Hand out batch_size samples or none; but hand out the rest if the partition can give no more than
         that."
 
-        Check first: all_or_nothing, and Claim.exhausted.
+        Check first: how the claim hook treats ClaimRequest.all_or_nothing, and when it sets Claim.exhausted.
         """
         partition = store.register("x", num_samples=4)
         store.put(partition, ids(3), x=torch.arange(3))
@@ -413,7 +420,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_claim_hook_explains_itself(self, store: Store) -> None:
         """Hook spec: "Why the other samples are not handed out (if explain was set and this claim hands out none)."
 
-        Check first: with explain, num_ready and shortfall are filled although nothing is handed out.
+        Check first: if the request has explain set, the claim hook must fill num_ready and shortfall, although it gives
+        no sample.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -427,7 +435,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_claim_hook_raises_its_own_errors(self, store: Store) -> None:
         """Hook spec: "UnknownPartitionError, UnknownTaskError: Not registered."
 
-        Check first: the hook raises dataplane_core.errors itself; core wraps anything else in BackendError.
+        Check first: the hook itself must raise the errors of dataplane_core.errors. Core wraps any other exception in a
+        BackendError.
         """
         partition = store.register("x")
         with pytest.raises(UnknownTaskError):
@@ -444,7 +453,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_a_waiting_claim_is_asked_anew_each_time(self, store: Store) -> None:
         """Contract: "Each question of a waiting claim is a request of its own, which middleware may change."
 
-        Check first: nothing in the backend, unless it keeps what it was asked with.
+        Check first: the backend must not keep or change a request after the claim hook has returned. All else in this
+        test is core's.
         """
         partition = store.register("x", "y")
         asked: list[list[str]] = []
@@ -455,16 +465,17 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
 
         with store.faults.before("claim", change):
             waiting = Background(lambda: store.claim(partition, 1, blocking=True, timeout_s=_LONG_S))
-            eventually(lambda: len(asked) >= 3, what="the third question of a waiting claim")
+            eventually(lambda: len(asked) >= 3, what="the third request of a waiting claim")
             store.put(partition, ["a"], x=torch.zeros(1), y=torch.zeros(1))
             assert waiting.result(what="the claim").sample_ids == ["a"]
-        assert set(map(tuple, asked)) == {("x",)}, "a question was asked with what middleware made of the one before"
+        assert set(map(tuple, asked)) == {("x",)}, "a request contains what middleware changed in an earlier request"
 
     @proves(Capability.CLAIMS, Capability.LEASES)
     def test_a_timeout_says_who_holds_the_samples(self, store: Store) -> None:
         """Contract: "samples under a lease, with who holds the first of them and for how long still".
 
-        Check first: Shortfall.num_leased and leased, from ClaimRequest.holder; samples acked are not counted.
+        Check first: Shortfall.num_leased and Shortfall.leased, which name holders by ClaimRequest.holder. Acked samples
+        must not be counted.
         """
         partition = store.register("x")
         store.put(partition, ids(6), x=torch.arange(6))
@@ -484,7 +495,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_a_timeout_counts_what_the_filter_passes_over(self, store: Store) -> None:
         """Contract: "samples that the tag filter passes over".
 
-        Check first: Shortfall.num_not_matching; a sample that does not match counts here, whatever else it lacks.
+        Check first: Shortfall.num_not_matching. A sample that does not match the filter must be counted here, even if
+        it also lacks fields.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(5), [{"v": number} for number in range(5)], x=torch.arange(5))
@@ -499,8 +511,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_a_timeout_names_groups_that_are_not_whole(self, store: Store) -> None:
         """Contract: "samples of groups that lack a member, or have lost one".
 
-        Check first: Shortfall.num_incomplete and incomplete_groups; a whole group that waits for a field of one member
-        counts, with all its members, as lacking fields.
+        Check first: Shortfall.num_incomplete and Shortfall.incomplete_groups. If a group has all its members, but a
+        member lacks a field, all its members must be counted as lacking fields.
         """
         partition = store.register("x", "y", group_size=2)
         store.put(partition, ["whole_g0", "whole_g1", "part_g0", "late_g0", "late_g1"], x=torch.arange(5))
@@ -516,7 +528,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     def test_large_groups_are_written_and_given_whole(self, store: Store) -> None:
         """Contract: "whole groups only".
 
-        Check first: limits of the engine on the number of arguments or results of one call.
+        Check first: the engine's limits on the number of arguments or results of one call.
         """
         size = 9000
         partition = store.register("x", group_size=size)

@@ -1,4 +1,4 @@
-"""`clear_samples`: what it drops is gone, and nothing else."""
+"""`clear_samples`: it deletes exactly the samples or the partition that it names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ClearSuite(Suite, chapter="clear"):
     def test_cleared_rows_are_gone(self, store: Store) -> None:
         """Contract: "ids: drops those rows with their tags and cursors; ids not there are ignored."
 
-        Check first: the rows are gone when clear_samples returns, for every field; the others stay.
+        Check first: when clear_samples returns, the rows must be gone, with all their fields. The other rows must stay.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(5), x=torch.arange(5), y=jagged([torch.arange(index) for index in range(5)]))
@@ -35,7 +35,7 @@ class ClearSuite(Suite, chapter="clear"):
     def test_cleared_tags_are_gone(self, store: Store) -> None:
         """Contract: "ids: drops those rows with their tags and cursors".
 
-        Check first: an id that is written again starts without tags.
+        Check first: a clear must delete the tags. An id that is written again must start without tags.
         """
         partition = store.register("x")
         store.put(partition, ids(2), [{"old": 1}] * 2, x=torch.arange(2))
@@ -47,7 +47,8 @@ class ClearSuite(Suite, chapter="clear"):
     def test_cleared_cursors_are_gone(self, store: Store) -> None:
         """Contract: "ids: drops those rows with their tags and cursors".
 
-        Check first: an id that is written again is a new sample, at the end of the order, that no task was given.
+        Check first: a clear must delete what the cursors record of the sample. An id that is written again is a new
+        sample, last in the order, which no task has been given.
         """
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -61,7 +62,7 @@ class ClearSuite(Suite, chapter="clear"):
     def test_cleared_samples_are_not_given(self, store: Store) -> None:
         """Contract: "ids: drops those rows with their tags and cursors".
 
-        Check first: ready samples that were queued for claims leave the queue when they are cleared.
+        Check first: a clear must remove its samples from every queue or index of ready samples.
         """
         partition = store.register("x")
         store.put(partition, ids(4), x=torch.arange(4))
@@ -71,7 +72,7 @@ class ClearSuite(Suite, chapter="clear"):
     def test_ids_not_there_are_ignored(self, store: Store) -> None:
         """Contract: "ids not there are ignored."
 
-        Check first: one unknown id does not keep the others from being cleared.
+        Check first: clear_samples must skip unknown ids and clear all others.
         """
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -84,7 +85,7 @@ class ClearSuite(Suite, chapter="clear"):
     def test_rows_of_tags_alone_can_be_cleared(self, store: Store) -> None:
         """Contract: "ids: drops those rows with their tags and cursors".
 
-        Check first: rows without any cell, and rows of different fields, in one clear.
+        Check first: clear_samples must accept rows without cells, and rows with different fields, in one call.
         """
         partition = store.register("x", "y")
         store.put(partition, ["tags"], [{"n": 1}])
@@ -99,8 +100,8 @@ class ClearSuite(Suite, chapter="clear"):
     def test_ids_may_be_used_again(self, store: Store) -> None:
         """Contract: "ids: drops those rows with their tags and cursors".
 
-        Check first: an id that is written again never shows the old cells; keys or indexes that the engine uses again
-        are the usual fault.
+        Check first: whether the backend uses keys or indexes again after a clear. An id that is written again must
+        never show its old cells.
         """
         partition, other = store.register("x", "y"), store.register("x")
         store.put(other, ids(3), x=torch.arange(3) + 100)
@@ -118,7 +119,8 @@ class ClearSuite(Suite, chapter="clear"):
     def test_a_cleared_partition_is_gone(self, store: Store) -> None:
         """Contract: "None: drops the whole partition, schema included, whoever wrote it."
 
-        Check first: every operation on it raises UnknownPartitionError until it is registered again.
+        Check first: after the clear, every operation on the partition must raise UnknownPartitionError until it is
+        registered again.
         """
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -138,7 +140,8 @@ class ClearSuite(Suite, chapter="clear"):
     def test_a_cleared_partition_starts_afresh(self, store: Store) -> None:
         """Contract: "None: drops the whole partition, schema included, whoever wrote it."
 
-        Check first: a partition registered after a clear has no rows, and its fields no dtype.
+        Check first: a partition that is registered after a clear must have no rows, and its fields must have no dtype
+        yet.
         """
         partition = store.register("x")
         store.put(partition, ids(3), [{"old": 1}] * 3, x=torch.arange(3))
@@ -152,7 +155,8 @@ class ClearSuite(Suite, chapter="clear"):
     def test_other_partitions_stay(self, store: Store) -> None:
         """Contract: "Sample: a row, by a string id unique in its partition."
 
-        Check first: rows are addressed by partition and id together, in clears too; prefixes of names are no partition.
+        Check first: a clear must address rows by partition and id together. It must not select a partition by a prefix
+        of its name.
         """
         base = store.new_id()
         first, second, third = (store.register("x", partition_id=base + end) for end in ("", "-2", "/x"))
@@ -166,7 +170,8 @@ class ClearSuite(Suite, chapter="clear"):
     def test_an_unknown_partition_is_nothing_to_do(self, store: Store) -> None:
         """Contract: "Unknown partition: nothing to do."
 
-        Check first: clear_samples of a partition that is not there replies, and does not make it.
+        Check first: for an unknown partition, clear_samples must return a reply. It must not raise, and must not create
+        the partition.
         """
         unknown = store.new_id()
         store.client.clear_samples(None, unknown)
@@ -177,7 +182,7 @@ class ClearSuite(Suite, chapter="clear"):
     def test_clear_of_many_rows(self, store: Store) -> None:
         """Contract: "ids: drops those rows with their tags and cursors".
 
-        Check first: batch limits of the engine.
+        Check first: the engine's limits on the size of one call.
         """
         partition = store.register("x")
         store.put(partition, ids(1500), x=torch.arange(1500))
@@ -190,7 +195,7 @@ class ClearSuite(Suite, chapter="clear"):
         """Hook spec: "Drops rows with their tags and cursors, or the whole partition. Ignores samples that are not
         there."
 
-        Check first: ClearReply.num_samples counts the rows that were there.
+        Check first: ClearReply.num_samples must be the number of rows that existed and were cleared.
         """
         partition = store.register("x")
         store.put(partition, ids(5), x=torch.arange(5))

@@ -1,4 +1,4 @@
-"""`check_consumption_status`: whether every task was given everything."""
+"""`check_consumption_status`: whether every task has been given every sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
     def test_an_empty_partition_is_not_consumed(self, store: Store) -> None:
         """Contract: "False while it holds none, and for an unknown task."
 
-        Check first: zero of zero samples is not everything.
+        Check first: the comparison of counts in the check_consumption hook. A partition without samples must not count
+        as consumed.
         """
         partition = store.register("x")
         assert not _consumed(store, partition)
@@ -36,7 +37,8 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
     def test_an_unknown_task_has_consumed_nothing(self, store: Store) -> None:
         """Contract: "False while it holds none, and for an unknown task."
 
-        Check first: no error, and False for the whole question, even where the other tasks are done.
+        Check first: check_consumption must not raise for an unknown task. It must reply consumed=False, even if the
+        other tasks have consumed everything.
         """
         partition = store.register("x")
         store.put(partition, ids(2), x=torch.arange(2))
@@ -48,7 +50,8 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
     def test_every_sample_counts(self, store: Store) -> None:
         """Contract: "every task has been given (leased claims: has acked) every sample that the partition holds."
 
-        Check first: samples are compared, not counts of claims; a sample without the claimed fields is held, too.
+        Check first: compare the samples, not the number of claims. A sample that lacks the fields of the claims belongs
+        to the partition too.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -64,7 +67,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
     def test_every_task_counts(self, store: Store) -> None:
         """Contract: "every task has been given (leased claims: has acked) every sample that the partition holds."
 
-        Check first: one task that is behind makes the answer False.
+        Check first: the reply must be consumed=False if any of the tasks has not consumed everything.
         """
         partition = store.register("x", tasks=["train", "eval"])
         store.put(partition, ids(2), x=torch.arange(2))
@@ -77,7 +80,8 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
     def test_cleared_samples_no_longer_count(self, store: Store) -> None:
         """Contract: "every sample that the partition holds."
 
-        Check first: clearing takes a sample off both sides: what is held, and what was given.
+        Check first: a clear must remove a sample from both numbers: the samples that the partition holds, and the
+        samples that the task has been given.
         """
         partition = store.register("x")
         store.put(partition, ids(4), x=torch.arange(4))
@@ -93,7 +97,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
     def test_leased_samples_count_when_acked(self, store: Store) -> None:
         """Contract: "every task has been given (leased claims: has acked) every sample that the partition holds."
 
-        Check first: a lease alone is not consumption; an ack is.
+        Check first: a leased sample must count as consumed only after its ack.
         """
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -111,7 +115,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
         """Hook spec: "Answers from the store's own state. False for an unknown partition or task, and while no sample
         is held."
 
-        Check first: the hook replies ConsumptionReply(consumed=False); it does not raise.
+        Check first: the check_consumption hook must reply ConsumptionReply(consumed=False). It must not raise.
         """
         partition = store.register("x")
         assert store.hooks.consumed(store.new_id()).consumed is False

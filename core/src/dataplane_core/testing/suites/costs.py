@@ -1,6 +1,6 @@
 """What an operation costs, in numbers that do not depend on the machine: hook calls, and copies of the payload.
 
-Times are in the report; no test asserts one.
+The report holds the times of the tests. No test asserts a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["CostSuite"]
 
 _ROWS = 32
 
-#: Operation -> the client's call on a partition of `_ROWS` samples with a claim on a lease, the hook, what it needs.
+#: Operation -> the client's call on a partition of `_ROWS` samples with a leased claim, its hook, its capability.
 _CALLS: dict[str, tuple[Callable[[DataPlaneClient, str, KVBatchMeta | None], Any], str, Capability | None]] = {
     "register_partition": (
         lambda c, p, held: c.register_partition(p, ["x", "y"], None, ["train"]),
@@ -60,12 +60,12 @@ def _no_lease() -> KVBatchMeta:
 
 
 class CostSuite(Suite, chapter="costs"):
-    """Counts."""
+    """Hook calls and copies of the payload."""
 
     def test_put_costs_one_hook_call(self, store: Store) -> None:
         """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read".
 
-        Check first: nothing in the backend; hooks are called once per batch, never per tensor or per row.
+        Check first: core, not the backend: core must call the hook once per batch, not once per tensor or row.
         """
         partition = store.register("x")
         with store.faults.counting() as calls:
@@ -77,7 +77,8 @@ class CostSuite(Suite, chapter="costs"):
     def test_an_operation_costs_one_hook_call(self, store: Store, operation: str) -> None:
         """Contract: "A backend's hooks get unique, non-empty ids and columns encoded in its wire format."
 
-        Check first: nothing in the backend; one call of the client is one call of the hook, whatever the batch.
+        Check first: core, not the backend: one call of the client must be one call of the hook, whatever the size of
+        the batch.
         """
         call, hook, capability = _CALLS[operation]
         store.require(capability)
@@ -93,14 +94,16 @@ class CostSuite(Suite, chapter="costs"):
         """Contract: "The caller may reuse its tensors as soon as put returns." and "what comes back is contiguous,
         detached and owned by the caller."
 
-        Check first: one copy each is due; conversions on the way to the engine and back (tensor to bytes, bytes to
-        message) hold the payload once more. Where the engine cannot do with less, raise most_copies, with the reason.
+        Check first: the conversions between a column and the engine's format (tensor to bytes, bytes to message). Each
+        one holds a further copy of the payload; one copy is always needed. If the engine needs more copies than the kit
+        allows, raise most_copies and give the reason.
         """
         partition = store.register("x", "y")
         rows = [torch.randn(64 + index, 128) for index in range(_ROWS)]
         fields = batch(_ROWS, x=torch.randn(_ROWS, 16384), y=jagged(rows))
         payload_bytes = 4 * (_ROWS * 16384 + sum(row.numel() for row in rows))
-        store.client.put_samples(ids(_ROWS, "first"), partition, fields)  # what is allocated once is not counted
+        # the first calls make allocations that later ones do not; they are not counted
+        store.client.put_samples(ids(_ROWS, "first"), partition, fields)
         store.get(partition, ids(_ROWS, "first"), "x", "y")
         _, put = allocated(lambda: store.client.put_samples(ids(_ROWS), partition, fields))
         order = ids(_ROWS)[::-1]

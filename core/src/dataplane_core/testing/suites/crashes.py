@@ -1,6 +1,7 @@
 """Processes killed while they put and claim, at random moments, over and over: what must hold afterwards.
 
-The kills happen once; every test judges what was found. For scopes wider than one process.
+The processes are killed once for all tests of the class. Each test checks one property of what was found then.
+For scopes wider than one process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataplane_core.testing._store import Store
 
 __all__ = ["CrashSuite"]
 
-#: Seconds: the first test of a class that asks has the kills done.
+#: Time limit in seconds. The first of these tests does all the kills.
 _LIMIT_S = 900.0
 
 
@@ -42,7 +43,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
     def test_the_store_serves_others_after_every_kill(self, store: Store) -> None:
         """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs."
 
-        Check first: locks and reservations that a client takes in the store; a killed client gives none back.
+        Check first: locks and reservations that a client takes in the store. A killed client does not release them.
         """
         found = _after(store)
         assert found.unusable is None, f"{found.unusable} (seed {found.seed})"
@@ -52,7 +53,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         """Contract: "The first write of a set of fields is atomic per sample: no reader or claim sees half of it, or
         its data without its tags".
 
-        Check first: production is flipped in one step, after all cells and tags are there.
+        Check first: the put must mark its cells as produced in one step, after all cells and tags are stored.
         """
         found = _usable(store)
         half = {name: fields for name, fields in found.found.items() if 0 < len(fields) < 3}
@@ -60,7 +61,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
             f"{len(half)} samples of killed producers are there in part: "
             f"{preview(f'{name} has {sorted(fields)}' for name, fields in half.items())} (seed {found.seed})"
         )
-        assert not found.wrong, f"these samples are not what was put: {preview(found.wrong)} (seed {found.seed})"
+        assert not found.wrong, f"these samples differ from what was put: {preview(found.wrong)} (seed {found.seed})"
         if found.listed is not None:
             bare = [name for name in found.listed if not found.found.get(name)]
             assert not bare, f"listed, but without cells: {preview(bare)} (seed {found.seed})"
@@ -69,21 +70,24 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
     def test_killed_producers_lose_no_committed_sample(self, store: Store) -> None:
         """Contract: "Returns only when the write is committed and visible to every other client".
 
-        Check first: nothing that put_samples confirmed is still on its way in the process of the client.
+        Check first: when put_samples returns, no data of the put may still wait in the client's process.
         """
         found = _usable(store)
         lost = [name for name in found.confirmed if not found.found[name]]
-        assert not lost, f"puts returned, and {preview(lost)} are gone with their process (seed {found.seed})"
+        assert not lost, f"put_samples returned, and {preview(lost)} are gone with their process (seed {found.seed})"
 
     @lasts(_LIMIT_S)
     def test_what_a_killed_producer_was_putting_can_be_put_again(self, store: Store) -> None:
         """Contract: "a timeout or lost connection raises and never reports success (the write may then have happened or
         not)."
 
-        Check first: what a put reserved before it was killed holds up nobody who puts the same samples.
+        Check first: what a put reserves in the store. If its client is killed, a later put of the same samples must not
+        wait or fail because of it.
         """
         found = _usable(store)
-        assert found.retried is None, f"a put of what a killed process was putting: {found.retried} ({found.seed})"
+        assert found.retried is None, (
+            f"a new put of the samples that a killed process was putting failed: {found.retried} (seed {found.seed})"
+        )
 
     @lasts(_LIMIT_S)
     @proves(Scope.HOST, Capability.CLAIMS)
@@ -91,7 +95,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         """Contract: "Across all clients and processes no sample is given to a task twice." and "Without a lease,
         delivery is at most once: if the reply to a claim is lost, its rows are lost to the task."
 
-        Check first: what was given is marked in the store, in the step that chooses it.
+        Check first: the store must mark samples as given in the same step that chooses them.
         """
         found = _usable(store)
         given = found.given + found.taken[PLAIN]
@@ -99,7 +103,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         assert not twice, f"given to two consumers: {preview(twice)} (seed {found.seed})"
         lost = {name for name, fields in found.found.items() if fields} - set(given)
         assert len(lost) <= MOST_LOST, (
-            f"{len(lost)} samples were given to nobody. Expected at most the {MOST_LOST} of one claim per kill, whose "
+            f"{len(lost)} samples were given to nobody. Expected at most {MOST_LOST}, one claim per kill, whose "
             f"reply a killed consumer never saw (seed {found.seed})"
         )
 
@@ -109,14 +113,15 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         """Contract: "with lease_s, a claim that is neither acked nor renewed in time goes back to the pool." and "two
         holders never both succeed."
 
-        Check first: leases run out by the store's clock, whatever became of their holder; an ack settles for good.
+        Check first: leases must end by the store's clock, also if their holder is dead. An acked sample must never go
+        back to the pool.
         """
         found = _usable(store)
         acked = found.acked + found.taken[LEASED]
         twice = _repeated(acked)
         assert not twice, f"two holders acked {preview(twice)} (seed {found.seed})"
-        # a victim may have been killed between its ack and the note of it
+        # a victim may have been killed after its ack and before it recorded the ack
         there = {name for name, fields in found.found.items() if fields}
         lost = sorted(there - set(acked) - set(found.acking))
-        assert not lost, f"{len(lost)} samples never came back from killed holders: {preview(lost)} ({found.seed})"
+        assert not lost, f"{len(lost)} samples never came back from killed holders: {preview(lost)} (seed {found.seed})"
         assert found.consumed[LEASED], f"the partition never counts as consumed (seed {found.seed})"

@@ -1,4 +1,4 @@
-"""Errors: what each derives from, what it carries, and that it travels."""
+"""Errors: their base classes, their attributes and messages, and that they can be pickled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _overfill(store: Store) -> None:
     client.put_samples(["b"], store.register("x", client=client), batch(1, x=large))
 
 
-#: What a user does wrong, what they would catch, and the capability it needs.
+#: A user's mistake -> the call, the builtin exception that the user would catch, the capability that the call needs.
 _CASES: dict[str, tuple[Callable[[Store, str], Any], type[Exception], Capability | None]] = {
     "put_unknown_partition": (lambda s, p: s.put(p + "?", ["b"], x=torch.zeros(1)), KeyError, None),
     "put_other_dtype": (lambda s, p: s.put(p, ["b"], x=torch.zeros(1, dtype=torch.int8)), ValueError, None),
@@ -63,22 +63,25 @@ def _ready(store: Store, case: str) -> str:
 
 
 class ErrorSuite(Suite, chapter="errors"):
-    """Every failure is a data-plane error and the builtin that a user would catch."""
+    """Every failure is a data-plane error and also the builtin exception that a user would catch."""
 
     @pytest.mark.parametrize("case", list(_CASES))
     def test_errors_are_of_the_hierarchy(self, store: Store, case: str) -> None:
         """Contract: "Errors derive from DataPlaneError, which carries backend, retryable, hint, survives pickling, and
         keeps its cause."
 
-        Check first: raise the errors of dataplane_core.errors; each is also the builtin that a user would catch.
+        Check first: raise the errors of dataplane_core.errors. Each of them is also the builtin exception that a user
+        would catch.
         """
         partition = _ready(store, case)
         call, builtin, _ = _CASES[case]
         with pytest.raises(DataPlaneError) as caught:
             call(store, partition)
-        assert isinstance(caught.value, builtin), f"{type(caught.value).__name__} is no {builtin.__name__}"
+        assert isinstance(caught.value, builtin), (
+            f"{type(caught.value).__name__} does not derive from {builtin.__name__}"
+        )
         assert not isinstance(caught.value, BackendError), (
-            f"the backend raised something else: {caught.value.__cause__!r}"
+            f"the backend raised an error that is no data-plane error: {caught.value.__cause__!r}"
         )
         check_error(caught.value, store.name)
 
@@ -87,7 +90,7 @@ class ErrorSuite(Suite, chapter="errors"):
         """Contract: "Errors derive from DataPlaneError, which carries backend, retryable, hint, survives pickling, and
         keeps its cause."
 
-        Check first: an error class of your own keeps what it needs in attributes and passes its message to
+        Check first: an error class of your own must keep its values as attributes and pass its message to
         DataPlaneError.
         """
         partition = _ready(store, case)
@@ -99,15 +102,15 @@ class ErrorSuite(Suite, chapter="errors"):
         assert type(copied) is type(error)
         assert str(copied) == str(error)
         assert (copied.backend, copied.retryable, copied.hint) == (error.backend, error.retryable, error.hint)
-        assert vars(copied) == vars(error), "attributes were lost"
-        assert isinstance(copied.__cause__, OSError), "the cause was lost"
+        assert vars(copied) == vars(error), "pickling changed the attributes"
+        assert isinstance(copied.__cause__, OSError), "pickling lost the cause"
         assert copied.__cause__.args == error.__cause__.args
 
     @pytest.mark.parametrize("case", list(_CASES))
     def test_messages_are_sentences(self, store: Store, case: str) -> None:
         """Contract: "Errors derive from DataPlaneError".
 
-        Check first: no repr of a message: a KeyError's own __str__ would print one.
+        Check first: whether the message is a repr of text, in quotes. This happens with the __str__ of KeyError.
         """
         partition = _ready(store, case)
         with pytest.raises(DataPlaneError) as caught:
@@ -121,7 +124,8 @@ class ErrorSuite(Suite, chapter="errors"):
         """Contract: "Errors derive from DataPlaneError, which carries backend, retryable, hint, survives pickling, and
         keeps its cause."
 
-        Check first: nothing in the backend; core wraps what is no data-plane error, and chains it.
+        Check first: core, not the backend: core must wrap an error that is not a data-plane error, and keep it as the
+        cause.
         """
         partition = store.register("x")
         cause = OSError(28, "No space left on device")
@@ -139,7 +143,7 @@ class ErrorSuite(Suite, chapter="errors"):
         """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read, row and
         field counts of every reply".
 
-        Check first: every hook returns its reply type; None is not a reply.
+        Check first: every hook must return its reply type. None is not a reply.
         """
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.zeros(1))
@@ -155,7 +159,7 @@ class ErrorSuite(Suite, chapter="errors"):
     def test_a_client_works_after_errors(self, store: Store) -> None:
         """Contract: "Every call ends by its deadline: op_timeout_s of the config".
 
-        Check first: a failed operation leaves its connection, locks and thread pool usable.
+        Check first: after a failed operation, the connection, the locks and the thread pool must be usable.
         """
         partition = store.register("x")
         for number in range(10):
@@ -172,7 +176,7 @@ class ErrorSuite(Suite, chapter="errors"):
         """Contract: "a timeout or lost connection raises and never reports success (the write may then have happened or
         not)."
 
-        Check first: nothing in the backend; the fault is put around its hook.
+        Check first: core, not the backend: a middleware around the backend's hook injects the fault.
         """
         partition = store.register("x")
         fault = store.faults.error_before if moment == "before" else store.faults.error_after
@@ -189,7 +193,7 @@ class ErrorSuite(Suite, chapter="errors"):
     def test_a_short_reply_is_refused(self, store: Store, lost: str) -> None:
         """Contract: "row and field counts of every reply" ... "never fewer rows."
 
-        Check first: nothing in the backend; the fault is put around its hook.
+        Check first: core, not the backend: a middleware around the backend's hook injects the fault.
         """
         partition = store.register("x", "y", "o")
         fields = batch(3, x=torch.arange(3), y=torch.zeros(3, 2))

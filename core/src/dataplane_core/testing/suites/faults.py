@@ -1,5 +1,6 @@
-"""Faults around every operation: an error before the backend was reached, a reply that is lost, a deadline that has
-passed, a reply that is cut. What the client makes of them, and that calling again loses and doubles nothing."""
+"""Faults around every operation: an error before the backend gets the request, a lost reply, a deadline that has
+passed, a truncated reply. The tests check what the client raises, and that a second call neither loses nor doubles a
+sample."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ _SHORT_S = 0.1
 
 @dataclass
 class _Scene:
-    """A partition with samples s0, s1 and s2 (x and tag n: 0, 1, 2); s0 and s1 are held on a lease where asked for."""
+    """A partition with the samples s0, s1 and s2 (field x and tag n: 0, 1, 2). If asked for, s0 and s1 are leased."""
 
     store: Store
     partition: str
@@ -47,11 +48,11 @@ class _Scene:
         operation(self.held, *arguments)
 
     def settle_again(self, operation: Callable[..., Any], *arguments: Any) -> None:
-        with suppress(LeaseExpiredError):  # the first call went through
+        with suppress(LeaseExpiredError):  # the first call succeeded
             self.settle(operation, *arguments)
 
     def given(self, count: int = 9) -> list[str]:
-        """What the task is given now."""
+        """The ids that a claim gives to the task now."""
         return self.store.claim(self.partition, count).sample_ids
 
     def holds(self, **cells: int) -> None:
@@ -59,10 +60,10 @@ class _Scene:
         found = self.store.get(self.partition, list(cells))["x"].tolist()
         assert dict(zip(cells, found, strict=True)) == cells
         for name in ("s0", "s1", "s2", "new"):
-            assert name in cells or not self.store.has(self.partition, name), f"'{name}' is there"
+            assert name in cells or not self.store.has(self.partition, name), f"'{name}' exists, but was not put"
         if self.store.declares(Capability.LISTING):
             meta = self.store.client.list_samples(self.partition)
-            assert meta.sample_ids == list(cells), "samples are listed more or less than once"
+            assert meta.sample_ids == list(cells), "the list does not hold every sample once"
             assert meta.tags == [{"n": number} for number in cells.values()]
 
 
@@ -83,11 +84,11 @@ def _put(scene: _Scene) -> None:
 def _was_put(scene: _Scene) -> None:
     try:
         _put(scene)
-    except UnsupportedOperationError:  # it was written, and this store overwrites nothing
+    except UnsupportedOperationError:  # the first put was committed, and this store does not overwrite
         assert not scene.store.declares(Capability.OVERWRITE)
     scene.holds(s0=0, s1=1, s2=2, new=3)
     if scene.store.declares(Capability.CLAIMS):
-        assert scene.given() == [*ids(3), "new"], "a sample was lost or doubled for consumers"
+        assert scene.given() == [*ids(3), "new"], "consumers are given a sample twice or not at all"
 
 
 def _put_tags(scene: _Scene) -> None:
@@ -104,8 +105,8 @@ def _get(scene: _Scene) -> None:
 
 
 def _claimed(scene: _Scene) -> None:
-    # without a lease, if the reply to a claim is lost, its rows are lost to the task: all of it was given, or none
-    assert scene.given() in (ids(3), []), "part of a claim was given"
+    # without a lease, the samples of a claim whose reply is lost are lost to the task: all of them, or none
+    assert scene.given() in (ids(3), []), "only a part of the claim was given"
     assert scene.given() == []
     assert scene.store.client.check_consumption_status(scene.partition, ["train"])
 
@@ -133,7 +134,7 @@ def _acked(scene: _Scene) -> None:
 
 def _nacked(scene: _Scene) -> None:
     scene.settle_again(scene.store.client.nack)
-    assert scene.given() == ids(3), "a sample that was given back was lost or doubled"
+    assert scene.given() == ids(3), "a sample that went back to the pool is given twice or not at all"
 
 
 def _renewed(scene: _Scene) -> None:
@@ -173,14 +174,14 @@ def _list(scene: _Scene) -> None:
 
 @dataclass(frozen=True)
 class _Case:
-    """An operation under fault.
+    """An operation and how to test it under a fault.
 
     Attributes:
         hook: The hook that fails.
         call: The client's call.
-        again: Calls again, and asserts that it is as if it had been called once.
-        needs: What must be declared.
-        holds: Whether it settles leases.
+        again: Calls the operation again, and asserts that the result is that of one call.
+        needs: The capabilities that it needs.
+        holds: Whether it settles leases, so that s0 and s1 must be leased first.
     """
 
     hook: str
@@ -206,7 +207,7 @@ _CASES: dict[str, _Case] = {
     "list_samples": _Case("list_samples", _list, _list, Capability.LISTING),
 }
 
-#: Operations whose replies count or align rows.
+#: Operations whose replies hold a number of rows, or one entry per row.
 _COUNTED = ["put_samples", "put_samples_of_tags", "claim_meta", "claim_meta_on_a_lease", "ack", "nack", "renew"]
 _COUNTED += ["list_samples"]
 
@@ -221,14 +222,15 @@ def _scene(store: Store, case: _Case) -> _Scene:
 
 
 class FaultSuite(Suite, chapter="faults"):
-    """Errors before and after the commit, lateness, truncation."""
+    """Errors before and after the commit, late requests, truncated replies."""
 
     @pytest.mark.parametrize("name", list(_CASES))
     def test_an_error_before_surfaces_and_changes_nothing(self, store: Store, name: str) -> None:
         """Contract: "Errors derive from DataPlaneError, which carries backend, retryable, hint, survives pickling, and
         keeps its cause."
 
-        Check first: nothing in the backend: the fault is in front of its hook. The second call is the first it sees.
+        Check first: core, not the backend: a middleware raises the error before the hook is called. The backend gets
+        only the second call.
         """
         case = _CASES[name]
         scene = _scene(store, case)
@@ -238,7 +240,7 @@ class FaultSuite(Suite, chapter="faults"):
             store.refusal(BackendError, case.hook, "Connection reset") as caught,
         ):
             case.call(scene)
-        assert caught.value.__cause__ is cause, "the cause was lost"
+        assert caught.value.__cause__ is cause, "the error lost its cause"
         case.again(scene)
 
     @pytest.mark.parametrize("name", list(_CASES))
@@ -246,7 +248,8 @@ class FaultSuite(Suite, chapter="faults"):
         """Contract: "a timeout or lost connection raises and never reports success (the write may then have happened or
         not)." and "Without a lease, delivery is at most once".
 
-        Check first: the operation, called twice: the second must leave what one call leaves, or be refused as done.
+        Check first: what the backend does when it gets the same operation twice. The second call must leave the same
+        state as one call, or be refused because the operation is already done.
         """
         case = _CASES[name]
         scene = _scene(store, case)
@@ -256,7 +259,7 @@ class FaultSuite(Suite, chapter="faults"):
             store.refusal(ConnectionError, "the reply was lost") as caught,
         ):
             case.call(scene)
-        assert caught.value is lost, "an error of the data plane was replaced"
+        assert caught.value is lost, "a data-plane error was replaced by another error"
         assert caught.value.retryable
         case.again(scene)
 
@@ -265,8 +268,8 @@ class FaultSuite(Suite, chapter="faults"):
         """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs." and "(the write
         may then have happened or not)".
 
-        Check first: the hook's way when request.deadline has passed: it raises OperationTimeoutError, or is done in no
-        time; and what it sent before it gave up does not act on what comes later.
+        Check first: what the hook does when request.deadline has passed. It must raise OperationTimeoutError, or finish
+        immediately. After it has raised, nothing that it sent to the engine may change later operations.
         """
         case = _CASES[name]
         scene = _scene(store, case)
@@ -279,7 +282,7 @@ class FaultSuite(Suite, chapter="faults"):
         """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read, row and
         field counts of every reply".
 
-        Check first: nothing in the backend; the fault is put around its hook.
+        Check first: core, not the backend: a middleware around the backend's hook injects the fault.
         """
         case = _CASES[name]
         scene = _scene(store, case)
@@ -293,10 +296,11 @@ class FaultSuite(Suite, chapter="faults"):
     def test_a_cell_that_is_cut_is_refused(self, store: Store) -> None:
         """Contract: "What comes back: dtype and values bit for bit".
 
-        Check first: nothing in the backend; core compares each cell with what its field's first write fixed.
+        Check first: core, not the backend: core compares each cell with the field spec that the first write of the
+        field fixed.
         """
         if not store.deployment.backend_class.wire.bytes:
-            pytest.skip(f"{NOT_DECLARED}cells as framed bytes")  # tensors come whole; their rows are counted above
+            pytest.skip(f"{NOT_DECLARED}cells as framed bytes")  # the test above cuts rows of whole tensors
         partition = store.register("x", "o")
         store.put(partition, ids(2), x=torch.arange(6).view(2, 3), o=as_objects({"a": [1, 2]}, "text"))
 
@@ -315,7 +319,7 @@ class FaultSuite(Suite, chapter="faults"):
     def test_a_put_that_is_delayed_holds_up_nobody(self, store: Store) -> None:
         """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."
 
-        Check first: nothing in the backend; no lock is held around a hook.
+        Check first: core, not the backend: core must hold no lock while it calls a hook.
         """
         scene = _scene(store, _CASES["get_samples"])
         go_on = threading.Event()

@@ -1,4 +1,4 @@
-"""`get_samples` and `get_data`: exactly the rows asked for, or an error."""
+"""`get_samples` and `get_data`: they return exactly the requested rows, or raise an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GetSuite(Suite, chapter="get"):
     def test_get_repeats_rows(self, store: Store) -> None:
         """Contract: "Exactly one row per id given, in that order, repeats included."
 
-        Check first: nothing in the backend; core asks for each id once and repeats the rows.
+        Check first: core, not the backend: core requests each id once, and repeats the rows in the result.
         """
         partition = store.register("x", "o")
         rows = [torch.full((index + 1,), index) for index in range(3)]
@@ -55,7 +55,7 @@ class GetSuite(Suite, chapter="get"):
     def test_get_joins_rows_of_many_puts(self, store: Store) -> None:
         """Contract: "Exactly one row per id given, in that order".
 
-        Check first: rows that were written apart are brought together, whatever put each field came with.
+        Check first: the hook must join rows and fields that different puts wrote.
         """
         partition = store.register("x", "y", "o")
         for index in range(6):
@@ -73,7 +73,8 @@ class GetSuite(Suite, chapter="get"):
         """Contract: "rows of equal shape stacked dense, else one torch.jagged nested tensor (with its min and max
         length known), rows of length 0 among them".
 
-        Check first: the container follows the rows that are read, not those that were written together.
+        Check first: the choice between a dense and a jagged column must depend on the rows that are read, not on the
+        puts that wrote them.
         """
         partition = store.register("x")
         rows = [torch.arange(2), torch.arange(3), torch.arange(0), torch.arange(3) + 5]
@@ -89,7 +90,8 @@ class GetSuite(Suite, chapter="get"):
         """Contract: "A missing sample or a cell not yet produced: a KeyError subclass that names the first few and
         counts the rest; never fewer rows."
 
-        Check first: compare what the engine returned with what was asked for, and raise MissingDataError.
+        Check first: compare the rows that the engine returned with the requested ids. Raise MissingDataError with the
+        ids that are missing.
         """
         partition = store.register("x")
         store.put(partition, ids(5), x=torch.arange(5))
@@ -103,7 +105,8 @@ class GetSuite(Suite, chapter="get"):
     def test_get_of_only_missing_samples_raises(self, store: Store) -> None:
         """Contract: "A missing sample or a cell not yet produced: a KeyError subclass".
 
-        Check first: an empty reply of the engine is no reply.
+        Check first: if the engine returns nothing, the hook must raise MissingDataError. It must not return an empty
+        reply.
         """
         partition = store.register("x")
         with store.refusal(KeyError, "'a'"):
@@ -116,7 +119,8 @@ class GetSuite(Suite, chapter="get"):
         """Contract: "A missing sample or a cell not yet produced: a KeyError subclass that names the first few and
         counts the rest; never fewer rows."
 
-        Check first: every field asked for must be there for every row; a silently dropped field is the worst reply.
+        Check first: every requested field must exist for every row. Look for a field that the hook drops without an
+        error.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(6), x=torch.arange(6))
@@ -130,7 +134,8 @@ class GetSuite(Suite, chapter="get"):
     def test_get_names_what_is_missing_behind_a_large_row(self, store: Store) -> None:
         """Contract: "A missing sample or a cell not yet produced: a KeyError subclass".
 
-        Check first: engines that send small rows another way than large ones look at every row before they choose.
+        Check first: an engine that sends small rows in another way than large ones must check all rows before it
+        chooses the way.
         """
         partition = store.register("x", "y")
         store.put(partition, ["large"], x=torch.zeros(1, 1 << 16, dtype=torch.uint8))
@@ -145,7 +150,7 @@ class GetSuite(Suite, chapter="get"):
     def test_get_names_what_is_missing_at_the_end_of_many(self, store: Store) -> None:
         """Contract: "A missing sample or a cell not yet produced: a KeyError subclass".
 
-        Check first: the last of the ids is looked at as the first is, however many there are.
+        Check first: the hook must check all requested ids up to the last, however many there are.
         """
         partition = store.register("x", "y")
         there = ids(999)
@@ -161,7 +166,8 @@ class GetSuite(Suite, chapter="get"):
     def test_get_of_a_field_that_nobody_wrote_raises(self, store: Store) -> None:
         """Contract: "A missing sample or a cell not yet produced: a KeyError subclass".
 
-        Check first: a field without any cell has no schema yet; that is a missing cell like any other.
+        Check first: a field that nobody wrote has no field spec yet. The hook must treat its cells like any other
+        missing cells.
         """
         partition = store.register("x", "y")
         store.put(partition, ["a"], x=torch.zeros(1))
@@ -175,7 +181,7 @@ class GetSuite(Suite, chapter="get"):
     def test_select_fields_is_required(self, store: Store) -> None:
         """Contract: "select_fields is required; there is no "all"."
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.zeros(1))
@@ -189,7 +195,7 @@ class GetSuite(Suite, chapter="get"):
     def test_get_without_ids_does_no_io(self, store: Store) -> None:
         """Contract: "Empty ids: an empty TensorDict of batch size 0."
 
-        Check first: nothing in the backend; core answers.
+        Check first: core, not the backend: core must return the empty result without a call of the hook.
         """
         partition = store.register("x")
         with store.faults.counting() as calls:
@@ -201,7 +207,7 @@ class GetSuite(Suite, chapter="get"):
     def test_get_advances_no_cursor(self, store: Store) -> None:
         """Contract: "Advances no cursor."
 
-        Check first: reads do not touch what tasks were given.
+        Check first: a read must not change what is recorded of the tasks.
         """
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -214,7 +220,7 @@ class GetSuite(Suite, chapter="get"):
         """Contract: "get_data(meta, select_fields=None): get_samples by meta. Fields: select_fields, else meta.fields,
         else ValueError."
 
-        Check first: nothing in the backend; core reads.
+        Check first: core, not the backend: core reads the rows of the meta with get_samples.
         """
         partition = store.register("x", "y")
         meta = store.put(partition, ids(3), x=torch.arange(3), y=torch.ones(3))
@@ -230,7 +236,7 @@ class GetSuite(Suite, chapter="get"):
     def test_what_comes_back_is_owned_by_the_caller(self, store: Store) -> None:
         """Contract: "what comes back is contiguous, detached and owned by the caller."
 
-        Check first: the get hook returns memory of its own, not the store's.
+        Check first: the get_samples hook must return new memory, not the memory of the store.
         """
         partition = store.register("x", "y", "o")
         rows = [torch.tensor([1, 2]), torch.tensor([3])]
@@ -249,7 +255,7 @@ class GetSuite(Suite, chapter="get"):
     def test_rows_of_one_read_are_independent(self, store: Store) -> None:
         """Contract: "owned by the caller."
 
-        Check first: repeated rows are copies, dense and jagged alike.
+        Check first: repeated rows must be copies, in dense and in jagged columns.
         """
         partition = store.register("x")
         store.put(partition, ids(2), x=torch.arange(4).view(2, 2))
@@ -262,7 +268,7 @@ class GetSuite(Suite, chapter="get"):
     def test_get_hook_returns_the_rows_asked_for(self, store: Store) -> None:
         """Hook spec: "Reads exactly one row per id in every column asked for."
 
-        Check first: the order of request.sample_ids; core repairs nothing.
+        Check first: the rows must be in the order of request.sample_ids. Core does not reorder them.
         """
         partition = store.register("x", "o")
         rows = [torch.full((index % 3,), index) for index in range(8)]
@@ -277,7 +283,7 @@ class GetSuite(Suite, chapter="get"):
     def test_get_hook_returns_the_columns_asked_for(self, store: Store) -> None:
         """Hook spec: "Field -> the spec fixed by the field's first write."
 
-        Check first: WireBatch holds a column and a spec for every field of the request.
+        Check first: the WireBatch must hold a column and a field spec for every field of the request.
         """
         partition = store.register("x", "y", "z")
         store.put(partition, ids(2), x=torch.zeros(2, 3, 4, dtype=torch.bfloat16), y=as_objects(1, 2), z=torch.ones(2))
@@ -291,7 +297,8 @@ class GetSuite(Suite, chapter="get"):
     def test_get_hook_raises_its_own_errors(self, store: Store) -> None:
         """Hook spec: "MissingDataError: Names the first missing samples or cells, and counts the rest."
 
-        Check first: the hook raises dataplane_core.errors itself; core wraps anything else in BackendError.
+        Check first: the hook itself must raise the errors of dataplane_core.errors. Core wraps any other exception in a
+        BackendError.
         """
         partition = store.register("x", "y")
         store.hooks.put(partition, ["a"], batch(1, x=torch.zeros(1)))
@@ -306,8 +313,9 @@ class GetSuite(Suite, chapter="get"):
         """Contract: "Payload that the store has lost: LostSamplesError at once, with the samples and fields, and not
         retryable."
 
-        Check first: a read that finds the payload gone asks again where it lies; told the same place, it is lost.
-        An author's lose_payload touches no other put.
+        Check first: if a read finds that payload is missing, it must look up its ref again. If the ref is the same, the
+        payload is lost, and the read must name it. Check also that lose_payload of your test class deletes payload of
+        one put only.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(3), x=torch.arange(3))

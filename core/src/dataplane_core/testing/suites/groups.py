@@ -1,4 +1,4 @@
-"""GRPO groups: whole groups only."""
+"""GRPO groups: a claim gives whole groups only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         """Contract: "with grpo_group_size g, whole groups only; a group is the g samples whose ids are equal up
         to the last _g."
 
-        Check first: a group becomes claimable when its last member is ready, not before.
+        Check first: a group must become claimable when its last member is ready, not before.
         """
         partition = store.register("x", group_size=3)
         store.put(partition, ["a_g0", "b_g0", "a_g1", "b_g1"], x=torch.arange(4))
@@ -40,7 +40,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     def test_groups_wait_for_every_required_field(self, store: Store) -> None:
         """Contract: "Hands out samples whose required fields are all produced".
 
-        Check first: a group is ready when all of its members have all of the required fields.
+        Check first: a group is ready when all its members have all required fields.
         """
         partition = store.register("x", "y", group_size=2)
         store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1"], x=torch.arange(4))
@@ -51,7 +51,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     def test_claims_never_split_a_group(self, store: Store) -> None:
         """Contract: "whole groups only".
 
-        Check first: groups are handed out as units; members of one group stand next to each other.
+        Check first: a claim must give whole groups. The members of a group must be next to each other.
         """
         partition = store.register("x", group_size=2)
         order = ["a_g0", "b_g0", "c_g0", "c_g1", "b_g1", "a_g1"]
@@ -63,7 +63,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     def test_groups_come_in_order_of_first_write(self, store: Store) -> None:
         """Contract: "Order: by first write."
 
-        Check first: a group stands where its first member was first written.
+        Check first: the place of a group in the order is the place of the member that was written first.
         """
         partition = store.register("x", group_size=2)
         store.put(partition, ["z_g1", "a_g0"], x=torch.arange(2))
@@ -76,7 +76,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     def test_the_last_mark_counts(self, store: Store) -> None:
         """Contract: "a group is the g samples whose ids are equal up to the last _g."
 
-        Check first: split at the last _g of the id.
+        Check first: split the id at its last _g.
         """
         partition = store.register("x", group_size=2)
         store.put(partition, ["a_g0_g0", "a_g1_g0", "a_g0_g1", "v7_p3_gx", "v7_p3_g"], x=torch.arange(5))
@@ -85,7 +85,8 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     def test_an_id_without_a_mark_is_refused(self, store: Store) -> None:
         """Contract: "An id without _g or a surplus member: ValueError at put."
 
-        Check first: the put hook checks ids against the group size before anything is stored.
+        Check first: if the partition has a group size, the put_samples hook must check the ids before it stores
+        anything.
         """
         partition = store.register("x", group_size=2)
         with store.refusal(ValueError, "lonely", "_g"):
@@ -97,7 +98,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     def test_a_surplus_member_is_refused(self, store: Store) -> None:
         """Contract: "An id without _g or a surplus member: ValueError at put."
 
-        Check first: members are counted with those of the same put; a later put of a known member is no surplus.
+        Check first: count the new members of the put itself too. A later put of a known member is not a surplus.
         """
         partition = store.register("x", "y", group_size=2)
         with store.refusal(ValueError, "'a'"):
@@ -112,7 +113,8 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     def test_a_group_with_a_cleared_member_is_never_given(self, store: Store) -> None:
         """Contract: "A group with a cleared member is never given."
 
-        Check first: a clear marks the group for good, complete or not; writing the member again does not mend it.
+        Check first: a clear of a member must close its group for good, whether the group was complete or not. Writing
+        the member again must not open it.
         """
         partition = store.register("x", group_size=2)
         store.put(partition, ["a_g0", "a_g1", "b_g0", "c_g0", "c_g1"], x=torch.arange(5))
@@ -125,7 +127,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     def test_batch_sizes_are_multiples(self, store: Store) -> None:
         """Contract: "batch_size not a multiple of g: ValueError."
 
-        Check first: the claim hook refuses it with InvalidRequestError.
+        Check first: the claim hook must raise InvalidRequestError if batch_size is not a multiple of the group size.
         """
         partition = store.register("x", group_size=3)
         for blocking in (True, False):
@@ -135,7 +137,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     def test_blocking_claims_wait_for_whole_groups(self, store: Store) -> None:
         """Contract: "Blocking: waits until batch_size are ready".
 
-        Check first: members of incomplete groups do not count as ready.
+        Check first: members of incomplete groups must not count as ready.
         """
         partition = store.register("x", group_size=2)
         store.put(partition, ["a_g0", "a_g1", "b_g0", "c_g0"], x=torch.arange(4))
@@ -150,7 +152,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         """Contract: "or until the partition can give no more (num_samples distinct ids were written, cleared ones
         included, and fewer remain), and then returns those".
 
-        Check first: groups that can never be given (a cleared member) do not keep a claim waiting.
+        Check first: a group with a cleared member can never be given. A claim must not wait for it.
         """
         partition = store.register("x", group_size=2, num_samples=6)
         store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1", "c_g0", "c_g1"], x=torch.arange(6))
@@ -163,7 +165,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     def test_each_task_is_given_every_group(self, store: Store) -> None:
         """Contract: "Task: a named consumer with its own cursor."
 
-        Check first: what was given is kept per task.
+        Check first: the store must record per task which groups it gave.
         """
         partition = store.register("x", tasks=["train", "eval"], group_size=2)
         store.put(partition, ["a_g0", "a_g1"], x=torch.arange(2))
@@ -173,7 +175,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     def test_a_partition_without_groups_takes_any_ids(self, store: Store) -> None:
         """Contract: "with grpo_group_size g, whole groups only".
 
-        Check first: ids are only read as groups where the registration has a group size.
+        Check first: the backend must look for _g in ids only if the registration has a group size.
         """
         partition = store.register("x")
         store.put(partition, ["a_g0", "b", "a_g1", "a_g2"], x=torch.arange(4))
@@ -183,7 +185,8 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     def test_groups_are_leased_and_given_back_whole(self, store: Store) -> None:
         """Contract: "ack(meta), nack(meta), renew(meta, lease_s): all rows or none".
 
-        Check first: a group that goes back to the pool is given again as a whole; part of a claim may be acked.
+        Check first: a group that goes back to the pool must be given again as a whole. A consumer may ack some groups
+        of a claim and keep the others.
         """
         partition = store.register("x", group_size=2)
         store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1"], x=torch.arange(4))
@@ -197,7 +200,8 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         """Contract: "In a partition with groups, a group is acked, nacked and renewed as a whole (ValueError
         otherwise)."
 
-        Check first: compare the rows of the request with those of the group that the task holds, before any is changed.
+        Check first: before any row is changed, compare the rows of the request with those of the group that the task
+        holds.
         """
         partition = store.register("x", group_size=2)
         store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1"], x=torch.arange(4))
@@ -216,7 +220,8 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         """Hook spec: "InvalidRequestError: An id has no _g, or a group would have too many members. Nothing is
         written."
 
-        Check first: the hook raises dataplane_core.errors itself; core wraps anything else in BackendError.
+        Check first: the hook itself must raise the errors of dataplane_core.errors. Core wraps any other exception in a
+        BackendError.
         """
         partition = store.register("x", group_size=1)
         with pytest.raises(InvalidRequestError):

@@ -30,11 +30,11 @@ _NAMES = ids(16)
 
 
 def _overlap(store: Store, act: Callable[[str], None], check: Callable[[str], None]) -> None:
-    """Runs ``act`` on a partition at moments spread over the duration of a put into 16 of its known samples."""
+    """Repeats a put into 16 known samples, and each time runs ``act`` at another moment of the put."""
 
     def put(partition: str) -> float:
         start = time.monotonic()
-        with contextlib.suppress(DataPlaneError):  # a put that meets a clear may fail
+        with contextlib.suppress(DataPlaneError):  # a put that overlaps a clear may fail
             store.put(partition, _NAMES, [{"new": 1}] * 16, y=torch.full((16, 64), 7))
         return time.monotonic() - start
 
@@ -54,21 +54,21 @@ def _overlap(store: Store, act: Callable[[str], None], check: Callable[[str], No
 
 
 def _whole_or_nothing(store: Store, partition: str) -> bool:
-    """Asserts that the put of `_overlap` is there as a whole or not at all; says which."""
+    """Asserts that the put of `_overlap` is there as a whole or not at all. Returns whether it is there."""
     there = [name for name in _NAMES if store.has(partition, name, "y")]
     assert there in ([], _NAMES), f"{len(there)} of 16 rows of a put that overlapped a clear are there"
-    assert not any(store.has(partition, name, "x") for name in _NAMES), "cleared cells came back"
+    assert not any(store.has(partition, name, "x") for name in _NAMES), "cleared cells can be read again"
     return bool(there)
 
 
 class GuaranteeSuite(Suite, chapter="guarantees"):
-    """What a backend promises beyond the operations."""
+    """Capabilities that are guarantees, not operations."""
 
     @proves(Capability.NO_PICKLE)
     def test_nothing_is_unpickled(self, store: Store) -> None:
         """Contract: "Core and its codec never unpickle. A backend whose transport does lacks no_pickle".
 
-        Check first: the transport and the storage of the engine; multiprocessing and Ray both unpickle.
+        Check first: the transport and the storage of the engine. Multiprocessing and Ray, for example, both unpickle.
         """
         partition = store.register("x", "o")
         columns = {"x": jagged([torch.arange(2), torch.arange(5)]), "o": as_objects({"a": [1]}, torch.arange(3))}
@@ -81,38 +81,40 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
             if store.declares(Capability.LISTING):
                 store.client.list_samples(partition)
             store.client.clear_samples(["s0"], partition)
-        assert not calls, f"unpickled in {calls[0]}"
+        assert not calls, f"data was unpickled in {calls[0]}"
 
     @proves(Capability.DURABLE)
     def test_committed_puts_survive_a_crash(self, store: Store) -> None:
         """Contract: "Guarantees, tested only where declared: scope (process, host, cluster), durable, fenced,
         atomic_overwrite, no_pickle."
 
-        Check first: a committed put survives the death of the store's processes: the engine's persistence is on, and
-        synchronous; restart kills with -9, not politely.
+        Check first: the persistence of the engine must be switched on and synchronous. Check also that restart of your
+        test class kills the store's processes with kill -9.
         """
         partition = store.register("x", "o")
         store.put(partition, ids(50), [{"n": n} for n in range(50)], x=torch.arange(50), o=as_objects(*range(50)))
         given = store.claim(partition, 10).sample_ids if store.declares(Capability.CLAIMS) else []
-        store.deployment.end_workers()  # a restart may put other files under what has them open
+        store.deployment.end_workers()  # a restart may replace files that the workers have open
         store.ask_author("restart")
         assert store.get(partition, ids(50))["x"].tolist() == list(range(50))
         if given:
-            assert store.claim(partition, 50).sample_ids == ids(50)[10:], "claims were forgotten or lost in the crash"
+            assert store.claim(partition, 50).sample_ids == ids(50)[10:], (
+                "after the crash, claimed samples are given again, or others are lost"
+            )
 
     @proves(Capability.FENCED)
     def test_puts_that_overlap_clears_are_whole_or_nothing(self, store: Store) -> None:
         """Contract: "A put that overlaps a clear or a re-registration of the same sample is safe only with fenced".
 
-        Check first: the commit checks, atomically, that the rows and the registration are those that the put began
-        with.
+        Check first: the commit must check, in the same atomic step, that the rows and the registration are still those
+        with which the put began.
         """
 
         def check(partition: str) -> None:
             there = _whole_or_nothing(store, partition)
             if there and store.declares(Capability.LISTING):
                 meta = store.client.list_samples(partition)
-                assert meta.tags == [{"new": 1}] * 16, "a cleared sample came back with its old tags"
+                assert meta.tags == [{"new": 1}] * 16, "a sample that was cleared has its old tags"
 
         _overlap(store, lambda partition: store.client.clear_samples(_NAMES, partition), check)
 
@@ -120,7 +122,8 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
     def test_puts_that_overlap_a_registration_are_whole_or_nothing(self, store: Store) -> None:
         """Contract: "A put that overlaps a clear or a re-registration of the same sample is safe only with fenced".
 
-        Check first: a put belongs to the registration that it began in; it commits there or fails.
+        Check first: the commit must check that the registration is still the one in which the put began. Otherwise the
+        put must fail.
         """
 
         def check(partition: str) -> None:
@@ -134,7 +137,7 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
     def test_reads_see_all_old_or_all_new_cells(self, store: Store) -> None:
         """Contract: "a read that overlaps an overwrite may mix old and new cells unless atomic_overwrite."
 
-        Check first: a read takes, per sample, all its cells from one committed state.
+        Check first: a read must take all cells of a sample from one committed state.
         """
         partition = store.register("x", "y", "o")
         names = ids(8)
@@ -171,7 +174,7 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
 
 @contextmanager
 def _unpickling_is_reported() -> Iterator[list[str]]:
-    """Yields the places that unpickle in the block, wherever they imported the functions to."""
+    """Yields a list of the places that unpickle data in the block, also with functions that were imported by name."""
     calls: list[str] = []
 
     def reporting(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The journal of a `BlobStore`, called directly: `append` takes each place once, `read` gives the records in order."""
+"""The journal of a `BlobStore`, called directly: `append` fills each place once, `read` returns records in order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dataplane_core.testing._timing import in_threads
 
 __all__ = ["JournalSuite"]
 
-#: Enough that numbers as text, or pages of a hundred, come out of order.
+#: Enough records to find numbers that are sorted as text, and pages of a hundred.
 _RECORDS: Final = 230
 _WRITERS: Final = 4
-#: More than one digit, so that numbers as text come out of order.
+#: A number of two digits, to find numbers that are sorted as text.
 _TRIMMED: Final = 12
 _PLACES: Final = 40
 
@@ -36,11 +36,13 @@ def _records(backend: BlobStore, from_seq: int) -> list[bytes]:
 
 
 def _journals(store: Store, tag: str = "journal") -> tuple[BlobStore, BlobStore]:
-    """Two clients of one store, whose journal nobody else writes."""
+    """Two clients of one store. Nobody else writes its journal."""
     store.blobs()
     case, options = store.case, store.deployment.options
     if case.isolated_options(dict(options), tag) == options:
-        not_run("the author's class supplies no isolated_options, and the journal of the store would be spoilt")
+        not_run(
+            "the author's class supplies no isolated_options, and this test would damage the shared store's journal"
+        )
     client = store.deployment.isolated(tag)
     attach = case.attach_options(dict(client.config.options), client._backend)
     other = store.keep(store.deployment.connect(attach, bootstrap=False))
@@ -51,9 +53,9 @@ def _journals(store: Store, tag: str = "journal") -> tuple[BlobStore, BlobStore]
 
 
 def _trimmed(store: Store, tag: str) -> tuple[tuple[BlobStore, BlobStore], int, list[bytes]]:
-    """Two clients of a store of which the first half of the records was trimmed, its first place and all records."""
+    """Two clients of a store whose first half of records was trimmed; the place of the first record; all records."""
     if type(store.blobs()).trim is BlobStore.trim:
-        not_run("the author's class does not override trim: its journal grows for ever")
+        not_run("the author's class does not override trim: its journal is never trimmed")
     journals = _journals(store, tag)
     begin = _end(journals[0])
     records = [f"record {number}".encode() for number in range(2 * _TRIMMED)]
@@ -64,14 +66,14 @@ def _trimmed(store: Store, tag: str) -> tuple[tuple[BlobStore, BlobStore], int, 
 
 
 class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
-    """For a `BlobStore` of several processes, on a store of its own: what is appended here is no call of the ledger."""
+    """For a `BlobStore` that several processes use. On a separate store, because these records are not the ledger's."""
 
     def test_a_place_in_the_journal_is_taken_once(self, store: Store) -> None:
         """Blob store: "Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is
         or was taken."
 
-        Check first: append inserts where nothing is, and never replaces; it tells by its own reply, not by a look
-        before.
+        Check first: append must insert a record only if the place is free, and must never replace one. It must decide
+        this in the insert itself, not by a read before the insert.
         """
         backend, another = _journals(store)
         place = _end(backend)
@@ -79,18 +81,18 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         for each in (backend, another):
             assert not each.append(place, b"second"), "append to a taken place returned True"
             assert not each.append(place, b"first"), (
-                "append of a record that stands there already returned True: it is another client's, which looks the "
-                "same"
+                "append to a taken place returned True because the place holds the same bytes. They may be another "
+                "client's record"
             )
-        assert _records(backend, place) == [b"first"], "a taken place was written again"
+        assert _records(backend, place) == [b"first"], "append replaced the record of a taken place"
         assert another.append(place + 1, b"first"), "append to a free place returned False"
         assert _records(backend, place) == [b"first", b"first"]
 
     def test_the_journal_reads_in_order_from_any_place(self, store: Store) -> None:
         """Blob store: "The journal's records from ``from_seq`` on, in order. Empty if there are no more."
 
-        Check first: records are ordered by number, not by text or by time; all are given, however many; a read from
-        the end is empty and no error.
+        Check first: read must sort the records by number, not by text or by time, and must return all of them. A read
+        from the end must return an empty list and no error.
         """
         backend, _ = _journals(store)
         begin = _end(backend)
@@ -104,33 +106,36 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
             except Exception as error:
                 pytest.fail(f"read({begin + start}) of {begin + _RECORDS} records raised {error!r}.")
             assert len(found) == len(records[start:]), (
-                f"read({begin + start}) gave {len(found)} of {len(records[start:])} records"
+                f"read({begin + start}) returned {len(found)} of {len(records[start:])} records"
             )
             wrong = [index for index, record in enumerate(found) if record != records[start + index]]
-            assert not wrong, f"read({begin + start}): the records at {preview(wrong)} are not in their order"
+            assert not wrong, f"read({begin + start}): the records at {preview(wrong)} are out of order"
 
     def test_other_clients_read_what_was_appended(self, store: Store) -> None:
         """Blob store: "Every process replays it through the same deterministic ledger, so all agree on what was
         written, claimed and acked".
 
-        Check first: append returns when every process can read the record; read asks the store, not a copy of it.
+        Check first: append must not return before every process can read the record. read must ask the store. It must
+        not use a local copy.
         """
         backend, another = _journals(store)
         place = _end(backend)
-        assert _end(another) == place, "two clients see journals of different length"
+        assert _end(another) == place, "the two clients read different numbers of records"
         for number, (writer, reader) in enumerate(itertools.islice(itertools.cycle([(0, 1), (1, 0)]), 12)):
             stores = (backend, another)
             record = f"record {number}".encode()
             assert stores[writer].append(place + number, record)
             assert _records(stores[reader], place + number) == [record], "another client does not read the record"
-            assert not stores[reader].append(place + number, b"late"), "another client's place was taken"
+            assert not stores[reader].append(place + number, b"late"), (
+                "append to a place that another client has taken returned True"
+            )
 
     def test_racing_appends_take_each_place_once(self, store: Store) -> None:
         """Blob store: "Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is
         or was taken."
 
-        Check first: the store decides in one step who takes a place: a unique key, an exclusive create, a
-        transaction; a reader meanwhile sees whole records, without a gap.
+        Check first: the store must decide in one atomic step which append takes a place, for example with a unique key,
+        an exclusive create or a transaction. A concurrent reader must see whole records without a gap.
         """
         backend, another = _journals(store)
         begin = _end(backend)
@@ -159,7 +164,9 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
                 last = done.is_set()
                 for index, record in enumerate(_records(another, begin)):
                     place = record.partition(b" ")[0]
-                    assert place == str(begin + index).encode(), f"place {begin + index} reads {record!r:.40}"
+                    assert place == str(begin + index).encode(), (
+                        f"the record at place {begin + index} is {record!r:.40}"
+                    )
                 if last:
                     return []
 
@@ -167,16 +174,20 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         winners = in_threads(*writers, reader)[:-1]
         for place in range(begin, begin + _PLACES):
             won = [number for number, taken in enumerate(winners) if place in taken]
-            assert len(won) == 1, f"place {place} was taken by {len(won)} of {_WRITERS} that raced for it"
+            assert len(won) == 1, (
+                f"append to place {place} returned True for {len(won)} of {_WRITERS} writers. Expected one"
+            )
             (record,) = _records(backend, place)[:1]
-            assert record == f"{place} by {won[0]}".encode(), f"place {place} holds {record!r}, not its winner's record"
+            assert record == f"{place} by {won[0]}".encode(), (
+                f"place {place} holds {record!r}, which is not the record of the writer that took it"
+            )
 
     def test_a_trimmed_journal_begins_where_it_was_told(self, store: Store) -> None:
         """Blob store: "Drops the records below ``before_seq``" and "If the journal was trimmed beyond ``from_seq``, the
         records that are kept."
 
-        Check first: the record with the number itself stays; a read from below it is not empty, and no error; numbers
-        do not shift.
+        Check first: trim must keep the record with the given number. A read from a lower number must return the records
+        that are left and raise no error. The numbers of the records must not change.
         """
         journals, begin, records = _trimmed(store, "trim")
         for backend in journals:
@@ -184,38 +195,41 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
                 expected = records[max(start - begin, _TRIMMED) :]
                 found = _records(backend, start)
                 assert found == expected, (
-                    f"read({start}) gave {len(found)} records, {preview(found[:1]) or 'none'} first, after "
+                    f"read({start}) returned {len(found)} records, {preview(found[:1]) or 'none'} first, after "
                     f"trim({begin + _TRIMMED}). Expected {len(expected)}, {expected[0]!r} first"
                 )
 
     def test_a_journal_is_trimmed_to_the_same_or_a_lower_number_without_a_change(self, store: Store) -> None:
         """Blob store: "A call for records that were already dropped changes nothing."
 
-        Check first: a trim to a lower number does not set back where the journal begins, which `read` and `append` look
-        at; a record that is gone is no error. Two clients may trim at once, and the slower one then asks for less.
+        Check first: a trim to a lower number must not move the beginning of the journal back, which `read` and `append`
+        compare with. It must raise no error for a record that is already deleted. Two clients may trim at the same
+        time, and the slower one may then ask for the lower number.
         """
         journals, begin, records = _trimmed(store, "again")
         kept, free = records[_TRIMMED:], begin + len(records)
         for backend in journals:
             for number in (begin + _TRIMMED, begin + _TRIMMED - 3, 0):
-                told = f"trim({number}) of a journal that begins with record {begin + _TRIMMED}"
+                trimming = f"trim({number}) of a journal that begins with record {begin + _TRIMMED}"
                 try:
                     backend.trim(number)
                 except Exception as error:
-                    pytest.fail(f"{told} raised {error!r}. Expected that it does nothing.")
+                    pytest.fail(f"{trimming} raised {error!r}. Expected no error and no change.")
                 for each in journals:
-                    assert _records(each, 0) == kept, f"{told} changed what read(0) gives"
+                    assert _records(each, 0) == kept, f"{trimming} changed the records that read(0) returns"
                     for place in (begin, begin + _TRIMMED - 1):
-                        assert not each.append(place, b"late"), f"append to place {place} returned True after {told}"
-        assert journals[0].append(free, b"next"), f"append to the next place, {free}, returned False after such trims"
+                        assert not each.append(place, b"late"), (
+                            f"append to place {place} returned True after {trimming}"
+                        )
+        assert journals[0].append(free, b"next"), f"append to the next place, {free}, returned False after these trims"
         assert _records(journals[1], 0) == [*kept, b"next"]
 
     def test_a_trimmed_place_stays_taken(self, store: Store) -> None:
         """Blob store: "False if ``seq`` is or was taken."
 
-        Check first: append compares with the highest number, or with where the journal begins, and not only with the
-        records that are there. Else a process that was suspended appends under the number that it knew, and its call
-        is lost.
+        Check first: append must compare the number with the highest number or with the beginning of the journal, not
+        only with the records that are left. Otherwise a process that was suspended appends under an old number, and its
+        call is lost.
         """
         journals, begin, records = _trimmed(store, "taken")
         for backend in journals:

@@ -1,4 +1,4 @@
-"""Leases: a claim that nobody settles goes back to the pool, and two holders never both succeed."""
+"""Leases: samples that nobody settles go back to the pool, and two holders never both succeed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dataplane_core.testing._timing import bounded, eventually
 
 __all__ = ["LeaseSuite"]
 
-#: A lease that outlives every test, and one that a test waits out.
+#: The duration of a lease that does not expire during a test, and of one that a test waits for.
 _LONG_S = 600.0
 _SHORT_S = 0.1
 
 
 def _wait_out(lease_s: float = _SHORT_S) -> None:
-    """Until a lease taken before this call has run out on every clock."""
+    """Waits until every lease of `_SHORT_S` that was taken before this call has expired on every clock."""
     time.sleep(lease_s + 0.05)
 
 
@@ -47,7 +47,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_leased_claims_carry_tokens(self, store: Store) -> None:
         """Contract: "tags and lease_tokens align 1:1 with the ids".
 
-        Check first: Claim.lease_tokens has one str per id where a lease was asked for, else it is None.
+        Check first: Claim.lease_tokens must hold one str per id if the request has lease_s. Otherwise it must be None.
         """
         partition = _filled(store)
         meta = store.claim(partition, 3, lease_s=_LONG_S)
@@ -59,7 +59,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_leased_samples_are_not_given_again(self, store: Store) -> None:
         """Contract: "Across all clients and processes no sample is given to a task twice."
 
-        Check first: a lease holds a sample until it is settled or runs out.
+        Check first: a leased sample must not be given again until its lease is settled or has expired.
         """
         partition = _filled(store)
         assert store.claim(partition, 3, lease_s=_LONG_S).sample_ids == ids(3)
@@ -69,7 +69,8 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_unsettled_leases_go_back(self, store: Store) -> None:
         """Contract: "with lease_s, a claim that is neither acked nor renewed in time goes back to the pool."
 
-        Check first: run-out leases are collected when samples are claimed; nobody has to call anything.
+        Check first: the claim hook itself must return samples with expired leases to the pool. No other call must be
+        needed for it.
         """
         partition = _filled(store)
         lost = store.claim(partition, 2, lease_s=_SHORT_S)
@@ -79,15 +80,15 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
             what="the return of a lost claim",
         )
         assert isinstance(again, KVBatchMeta)
-        assert again.sample_ids == ids(4), "returned samples lost their place in the order"
+        assert again.sample_ids == ids(4), "samples that went back to the pool lost their places in the order"
         assert again.lease_tokens is not None
         assert lost.lease_tokens is not None
-        assert not set(again.lease_tokens) & set(lost.lease_tokens), "a token was given out twice"
+        assert not set(again.lease_tokens) & set(lost.lease_tokens), "a lease token was used twice"
 
     def test_blocking_claims_wake_when_leases_run_out(self, store: Store) -> None:
         """Contract: "a claim that is neither acked nor renewed in time goes back to the pool."
 
-        Check first: a claim that waits sees the samples of leases that run out meanwhile.
+        Check first: a claim that waits must get samples whose leases expire while it waits.
         """
         partition = _filled(store)
         store.claim(partition, 4, lease_s=_SHORT_S)
@@ -96,7 +97,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_acked_samples_never_go_back(self, store: Store) -> None:
         """Contract: "a claim that is neither acked nor renewed in time goes back to the pool."
 
-        Check first: an ack settles the sample for good.
+        Check first: after an ack, the sample must never go back to the pool, also after the lease time is over.
         """
         partition = _filled(store)
         store.client.ack(store.claim(partition, 4, lease_s=1.0))
@@ -107,7 +108,8 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         """Contract: "LeaseExpiredError names the ids whose token is no longer valid, so two holders never both
         succeed."
 
-        Check first: an ack compares the token and the time; a lease that ran out is void even if nobody claimed since.
+        Check first: ack must compare the lease token and the time. It must refuse an expired lease, even if no other
+        consumer has claimed the sample since.
         """
         partition = _filled(store)
         meta = store.claim(partition, 2, lease_s=_SHORT_S)
@@ -121,7 +123,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         """Contract: "LeaseExpiredError names the ids whose token is no longer valid, so two holders never both
         succeed."
 
-        Check first: every claim gives a new token, and ack, nack and renew compare it.
+        Check first: every claim must give new lease tokens. ack, nack and renew must compare them.
         """
         partition = _filled(store)
         first = store.claim(partition, 4, lease_s=_SHORT_S)
@@ -140,7 +142,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         """Contract: "ack(meta), nack(meta), renew(meta, lease_s): all rows or none; LeaseExpiredError names the ids
         whose token is no longer valid".
 
-        Check first: check every token before the first row is changed, in one atomic step.
+        Check first: check all lease tokens of the request before any row is changed, in one atomic step.
         """
         partition = _filled(store)
         lost = store.claim(partition, 2, lease_s=_SHORT_S)
@@ -150,14 +152,18 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         for settle in _settlers(store):
             with store.refusal(LeaseExpiredError) as caught:
                 settle(both)
-            assert sorted(caught.value.sample_ids) == ["s0", "s1"], "the ids of valid tokens are named, too"
-        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s0", "s1"], "a refused nack gave samples back"
+            assert sorted(caught.value.sample_ids) == ["s0", "s1"], (
+                "LeaseExpiredError does not name exactly the ids whose tokens are invalid"
+            )
+        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s0", "s1"], (
+            "a refused nack returned samples to the pool"
+        )
         store.client.ack(held)
 
     def test_nack_gives_back_at_once(self, store: Store) -> None:
         """Contract: "nack(meta)".
 
-        Check first: nacked samples are claimable when nack returns, in their old order.
+        Check first: when nack returns, its samples must be claimable again, at their old places in the order.
         """
         partition = _filled(store)
         meta = store.claim(partition, 3, lease_s=_LONG_S)
@@ -167,7 +173,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_renew_extends_the_lease(self, store: Store) -> None:
         """Contract: "a claim that is neither acked nor renewed in time goes back to the pool."
 
-        Check first: renew sets the time to lease_s from now; the old time no longer counts.
+        Check first: renew must set the end of the lease to lease_s seconds from now. The old end must no longer count.
         """
         partition = _filled(store)
         meta = store.claim(partition, 4, lease_s=1.5)
@@ -179,7 +185,8 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_renew_may_shorten_the_lease(self, store: Store) -> None:
         """Hook spec: "Extend leases to lease_s seconds from now."
 
-        Check first: renew sets the time; it does not keep the later of two.
+        Check first: renew must always set the new end of the lease. It must not keep the later one of the old and the
+        new end.
         """
         partition = _filled(store)
         meta = store.claim(partition, 2, lease_s=_LONG_S)
@@ -192,7 +199,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_settled_leases_are_over(self, store: Store, operation: str) -> None:
         """Contract: "LeaseExpiredError names the ids whose token is no longer valid".
 
-        Check first: an ack ends the token; nothing can bring an acked sample back.
+        Check first: an ack must end the lease. A later nack or renew must not bring the sample back.
         """
         partition = _filled(store)
         meta = store.claim(partition, 2, lease_s=_LONG_S)
@@ -205,7 +212,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_a_nacked_token_is_void(self, store: Store) -> None:
         """Contract: "LeaseExpiredError names the ids whose token is no longer valid".
 
-        Check first: a nack ends the token.
+        Check first: a nack must end the lease. Its token must be refused from then on.
         """
         partition = _filled(store)
         meta = store.claim(partition, 2, lease_s=_LONG_S)
@@ -216,7 +223,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_acks_may_be_for_part_of_a_claim(self, store: Store) -> None:
         """Contract: "A part of a claim can be acked."
 
-        Check first: tokens are checked per sample; the rest of the claim stays leased.
+        Check first: check the lease token of each sample on its own. The other samples of the claim must stay leased.
         """
         partition = _filled(store)
         meta = store.claim(partition, 4, lease_s=_LONG_S)
@@ -231,7 +238,8 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_acking_again_succeeds(self, store: Store) -> None:
         """Contract: "Acking again with the same token succeeds, since the first reply may have been lost."
 
-        Check first: an ack keeps the token with the settled sample; the second one changes nothing.
+        Check first: the store must keep the token of an acked sample. A second ack with this token must succeed and
+        change nothing.
         """
         partition = _filled(store)
         meta = store.claim(partition, 4, lease_s=_LONG_S)
@@ -246,7 +254,8 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         """Contract: "Samples leased to another holder count as given: a blocking claim that finds nothing else returns
         what remains, perhaps nothing."
 
-        Check first: with all num_samples written, a blocking claim does not wait for the leases of others.
+        Check first: once num_samples ids were written, a blocking claim must not wait for samples that others hold on a
+        lease.
         """
         partition = store.register("x", num_samples=4)
         store.put(partition, ids(4), x=torch.arange(4))
@@ -263,7 +272,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_metas_of_several_claims_settle_together(self, store: Store) -> None:
         """Contract: "ack(meta), nack(meta), renew(meta, lease_s): all rows or none".
 
-        Check first: one request may carry different tokens.
+        Check first: one request may carry the lease tokens of several claims.
         """
         partition = _filled(store)
         metas = [store.claim(partition, 2, lease_s=_LONG_S) for _ in range(2)]
@@ -273,7 +282,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_each_task_leases_on_its_own(self, store: Store) -> None:
         """Contract: "Task: a named consumer with its own cursor."
 
-        Check first: leases are kept per task; a token of one task is nothing to another.
+        Check first: the store must record leases per task. It must refuse a token of another task.
         """
         partition = store.register("x", tasks=["train", "eval"])
         store.put(partition, ids(2), x=torch.arange(2))
@@ -290,7 +299,8 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_cleared_samples_end_their_leases(self, store: Store) -> None:
         """Contract: "drops those rows with their tags and cursors".
 
-        Check first: a cleared sample that was written again is a new one; the old token is void.
+        Check first: a clear must end the leases of its samples. An id that is written again is a new sample, and the
+        old token must be refused.
         """
         partition = _filled(store, 2)
         meta = store.claim(partition, 2, lease_s=_LONG_S)
@@ -308,7 +318,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         """Contract: "Without a lease, delivery is at most once: if the reply to a claim is lost, its rows are lost
         to the task."
 
-        Check first: a claim without lease_s never goes back to the pool.
+        Check first: samples of a claim without lease_s must never go back to the pool.
         """
         partition = _filled(store)
         with store.faults.error_after("claim", ConnectionError("the reply was lost")), pytest.raises(RuntimeError):
@@ -318,7 +328,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_with_a_lease_a_lost_reply_loses_nothing(self, store: Store) -> None:
         """Contract: "with lease_s, a claim that is neither acked nor renewed in time goes back to the pool."
 
-        Check first: the lease begins in the store, whoever gets the reply.
+        Check first: the lease must begin in the store when the claim is made, even if the client never gets the reply.
         """
         partition = _filled(store)
         with store.faults.error_after("claim", ConnectionError("the reply was lost")), pytest.raises(RuntimeError):
@@ -329,7 +339,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_metas_without_tokens_are_refused(self, store: Store) -> None:
         """Contract: "ack(meta), nack(meta), renew(meta, lease_s)".
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = _filled(store)
         meta = store.claim(partition, 2)
@@ -341,7 +351,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_leases_are_of_some_seconds(self, store: Store, lease_s: float) -> None:
         """Contract: "Core does once, for all backends: argument checks".
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = _filled(store)
         with store.refusal(ValueError, "lease_s"):
@@ -353,7 +363,8 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_lease_hooks_raise_their_own_errors(self, store: Store) -> None:
         """Hook spec: "LeaseExpiredError: Names the ids whose token is no longer valid."
 
-        Check first: the hook raises dataplane_core.errors itself; core wraps anything else in BackendError.
+        Check first: the hook itself must raise the errors of dataplane_core.errors. Core wraps any other exception in a
+        BackendError.
         """
         partition = _filled(store)
         claim = store.hooks.claim(partition, 2, lease_s=_LONG_S)
@@ -374,7 +385,8 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_lease_tokens_are_those_that_the_claim_drew(self, store: Store) -> None:
         """Hook spec: "The lease token of the samples that this claim hands out: random bits drawn by the client".
 
-        Check first: tokens are not counted in the store, which may come back from an older state and count again.
+        Check first: use the lease token of the request. Do not count them in the store: a store that is restored to an
+        older state would give out the same tokens again.
         """
         partition = _filled(store)
         drawn: list[str] = []

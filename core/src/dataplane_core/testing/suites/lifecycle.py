@@ -27,7 +27,7 @@ from dataplane_core.testing._workers import bootstrapped, call, read_items
 
 __all__ = ["LifecycleSuite"]
 
-#: Seconds by which the owner of a store is late.
+#: Seconds that the owner of a store starts later than the client that attaches.
 _LATE_S: Final = 0.3
 #: Processes that connect at the same time.
 _AT_ONCE: Final = 3
@@ -50,7 +50,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_close_is_idempotent(self, store: Store) -> None:
         """Contract: "close(): idempotent."
 
-        Check first: stop is called once; it must also work after a failed start.
+        Check first: the stop method. Core calls it once. It must also work if start failed.
         """
         client = store.another_client()
         client.close()
@@ -62,7 +62,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_a_closed_client_refuses(self, store: Store, operation: str) -> None:
         """Contract: "Later calls raise ClientClosedError."
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         call, capability = _OPERATIONS[operation]
         store.require(capability)
@@ -73,7 +73,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_a_client_is_a_context_manager(self, store: Store) -> None:
         """Contract: "close(): idempotent. Later calls raise ClientClosedError."
 
-        Check first: nothing in the backend; core closes.
+        Check first: core, not the backend: core closes the client at the end of the with block.
         """
         with store.another_client() as client:
             partition = store.register("x", client=client)
@@ -85,7 +85,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_close_ends_waiting_claims(self, store: Store) -> None:
         """Contract: "Later calls raise ClientClosedError." and "No call hangs."
 
-        Check first: a hook that waits inside the backend keeps close waiting, too.
+        Check first: the claim hook must return immediately. A hook that waits inside the backend also delays close.
         """
         client = store.another_client()
         partition = store.register("x", client=client)
@@ -99,7 +99,8 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         """Contract: "The client that bootstrapped a backend ends what it started, by process id or its own actors, and
         nothing else; attached clients leave it running."
 
-        Check first: stop ends this client's own connection; no global state, no kill by name.
+        Check first: stop must end only this client's own connection. Look for global state, and for processes that are
+        killed by name.
         """
         partition = store.register("x")
         store.put(partition, ids(2), x=torch.arange(2))
@@ -114,7 +115,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_pickling_a_client_is_refused(self, store: Store) -> None:
         """Contract: "Pickling a client, or using it after a fork: refused with a clear error."
 
-        Check first: nothing in the backend; core refuses.
+        Check first: core, not the backend: core refuses to pickle a client.
         """
         with store.refusal(TypeError, "pickle"):
             pickle.dumps(store.client)
@@ -122,7 +123,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_a_fork_cannot_use_the_client(self, store: Store) -> None:
         """Contract: "Pickling a client, or using it after a fork: refused with a clear error."
 
-        Check first: nothing in the backend; core compares process ids.
+        Check first: core, not the backend: core compares process ids.
         """
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.tensor([1]))
@@ -134,26 +135,28 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
                 reply = f"refused: {error}"
             else:
                 reply = "worked"
-            store.client.close()  # must not end what the parent started
+            store.client.close()  # this must not stop what the parent started
             return reply
 
         assert "refused" in _forked(in_child)
-        assert store.get(partition, ["a"])["x"].tolist() == [1], "the fork's close reached the parent's store"
+        assert store.get(partition, ["a"])["x"].tolist() == [1], (
+            "close in the fork stopped or changed the parent's store"
+        )
 
     @proves(Scope.HOST)
     def test_a_fork_opens_a_client_of_its_own(self, store: Store) -> None:
         """Contract: "A fork opens a client of its own; where the engine does not survive a fork (opens_in_forks of the
         backend's class), connect refuses there at once and says to spawn."
 
-        Check first: locks, threads and connections that start finds in the class or the module are the parent's; set
-        opens_in_forks = False where the engine keeps such.
+        Check first: locks, threads and connections that are stored in the class or the module. In a fork they are
+        copies of the parent's and do not work. If the engine keeps such things, set opens_in_forks = False.
         """
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.tensor([7]))
         options = store.deployment.attach_options()
 
         def in_child() -> str:
-            torch.set_num_threads(1)  # the parent's threads are not here
+            torch.set_num_threads(1)  # a fork does not have the parent's threads
             try:
                 client = store.deployment.connect(options, bootstrap=False)
             except BackendUnavailableError as error:
@@ -170,7 +173,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_a_client_says_what_it_is(self, store: Store) -> None:
         """Contract: "Capabilities (capabilities.py) are of two kinds."
 
-        Check first: wire, capabilities and scope are class attributes, readable without connecting.
+        Check first: wire, capabilities and scope must be class attributes, readable without a connection.
         """
         cls = store.deployment.backend_class
         assert store.client.capabilities == cls.capabilities
@@ -181,7 +184,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_unknown_options_are_refused(self, store: Store) -> None:
         """Contract: "Bootstrapping over a running instance of other options: an error."
 
-        Check first: the Config model forbids extra keys, so that a misspelt option is not ignored.
+        Check first: the Config model must forbid extra keys. Otherwise a misspelt option is ignored.
         """
         with pytest.raises(ConfigError, match="no_such_option_of_the_kit"):
             store.deployment.connect({**store.deployment.options, "no_such_option_of_the_kit": 1})
@@ -191,7 +194,8 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_attaching_within_one_process_is_refused(self, store: Store) -> None:
         """Contract: "and fails clearly, within its deadline, when there is nothing to attach to."
 
-        Check first: the class attribute scope. Wider scopes are tested to attach.
+        Check first: the class attribute scope. With the scope process, core must refuse to attach. With a wider scope,
+        attaching must work.
         """
         if store.scope is not Scope.PROCESS:
             store.attached_client().close()
@@ -204,7 +208,8 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_attaching_to_nothing_fails_clearly(self, store: Store) -> None:
         """Contract: "and fails clearly, within its deadline, when there is nothing to attach to."
 
-        Check first: start(bootstrap=False) raises BackendUnavailableError by its deadline.
+        Check first: if no store is running, start(bootstrap=False) must raise BackendUnavailableError before its
+        deadline.
         """
         absent = store.case.absent_options(dict(store.deployment.options)) or not_run(
             "the author's class supplies no absent_options"
@@ -224,8 +229,8 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         """Contract: "connect(config, bootstrap=False) waits up to attach_wait_s (10 s) of the config for an owner that
         is not there yet".
 
-        Check first: where nothing runs, start(bootstrap=False) raises a BackendUnavailableError that is retryable;
-        core then starts another object of the class.
+        Check first: if no store is running, start(bootstrap=False) must raise a BackendUnavailableError with
+        retryable=True. Core then tries again with a new object of the class.
         """
         fresh = store.case.isolated_options(store.deployment.attach_options(), "late")
         waiting = Background(lambda: store.deployment.connect(fresh, bootstrap=False, attach_wait_s=STARTS_S))
@@ -239,7 +244,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_auto_attaches_where_something_runs(self, store: Store) -> None:
         """Contract: "bootstrap="auto" attaches, or bootstraps where nothing runs".
 
-        Check first: start(bootstrap=False), which core calls first.
+        Check first: start(bootstrap=False), which core calls first. It must attach if a store is running.
         """
         if store.scope is Scope.PROCESS:
             isolated = store.case.isolated_options(dict(store.deployment.options), "auto")
@@ -257,8 +262,9 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         """Contract: "of several processes that ask at the same time exactly one bootstraps, and the others attach to
         it."
 
-        Check first: where the attribute exclusive is set, start(bootstrap=True) raises AlreadyRunningError unless it
-        was this very call that made the store; with retryable=True, so that core attaches to what the other made.
+        Check first: if the class sets exclusive, start(bootstrap=True) must raise AlreadyRunningError unless this call
+        itself created the store. The error must have retryable=True, so that core attaches to the store of the other
+        process.
         """
         fresh = store.case.isolated_options(store.deployment.attach_options(), "auto")
         with contextlib.ExitStack() as ended:
@@ -269,7 +275,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
                 worker.wait_ready()
             owners = [worker for worker in workers if worker.run(bootstrapped)]
             for worker in sorted(workers, key=lambda each: each not in owners):
-                ended.callback(worker.close)  # the owner last
+                ended.callback(worker.close)  # the owner is closed last
             assert len(owners) == 1, f"{len(owners)} of {_AT_ONCE} processes bootstrapped"
             workers[0].run(call, "register_partition", "p", ["x"], None, ["train"])
             for number, worker in enumerate(workers):
@@ -280,7 +286,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_bootstrapping_over_other_options_is_refused(self, store: Store) -> None:
         """Contract: "Bootstrapping over a running instance of other options: an error."
 
-        Check first: start(bootstrap=True) compares the options with those of the instance that runs.
+        Check first: start(bootstrap=True) must compare its options with those of the store that is running.
         """
         conflicting = store.case.conflicting_options(dict(store.deployment.options)) or not_run(
             "the author's class supplies no conflicting_options"
@@ -295,7 +301,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_attached_clients_share_the_store(self, store: Store) -> None:
         """Contract: "Returns only when the write is committed and visible to every other client".
 
-        Check first: the attach options lead to the same store, and its state is not cached in clients.
+        Check first: the attach options must lead to the same store. A client must not cache the state of the store.
         """
         other = store.attached_client()
         partition = store.register("x")
@@ -313,7 +319,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_attached_clients_leave_the_store_running(self, store: Store) -> None:
         """Contract: "attached clients leave it running."
 
-        Check first: stop of an attached client closes its own connections only.
+        Check first: stop of an attached client must close only its own connections.
         """
         partition = store.register("x")
         for number in range(3):
@@ -324,12 +330,12 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
 
 
 def _forked(call: Callable[[], str]) -> str:
-    """Calls in a fork of this process and returns what it said."""
+    """Runs a function in a fork of this process and returns its reply."""
     if not hasattr(os, "fork"):
         not_run("this platform has no fork")
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the child calls next to nothing, whatever threads there are
+        warnings.simplefilter("ignore")  # Python warns of forks with threads; the child calls very little
         pid = os.fork()
     if pid == 0:
         try:

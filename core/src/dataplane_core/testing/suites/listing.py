@@ -16,12 +16,13 @@ __all__ = ["ListingSuite"]
 
 
 class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
-    """Listings."""
+    """Lists of the samples of a partition."""
 
     def test_listing_gives_ids_and_tags(self, store: Store) -> None:
         """Contract: "list_samples(partition_id, tag_filter=None) -> meta (listing): ids and tags, no data."
 
-        Check first: SampleList aligns tags with ids; a sample without tags has an empty dict.
+        Check first: SampleList.tags must have one entry per id, in the same order. A sample without tags has an empty
+        dict.
         """
         partition = store.register("x")
         assert store.client.list_samples(partition).sample_ids == []
@@ -35,7 +36,7 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
     def test_listing_holds_every_sample(self, store: Store) -> None:
         """Contract: "ids and tags, no data."
 
-        Check first: samples that are incomplete, or have tags alone, are listed too.
+        Check first: the list must also hold samples that lack fields and samples that have only tags.
         """
         partition = store.register("x", "y")
         store.put(partition, ["complete"], x=torch.zeros(1), y=torch.zeros(1))
@@ -46,7 +47,7 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
     def test_listing_of_many_samples(self, store: Store) -> None:
         """Hook spec: "Ids in order of first write, with their tags."
 
-        Check first: page sizes of the engine.
+        Check first: the page size of the engine. The hook must read all pages.
         """
         partition = store.register("x")
         store.put(partition, ids(1500)[::-1], [{"n": index} for index in range(1500)], x=torch.arange(1500))
@@ -59,7 +60,7 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
     def test_listing_advances_no_cursor(self, store: Store) -> None:
         """Contract: "ids and tags, no data."
 
-        Check first: a listing reads; given samples are listed like any other.
+        Check first: a listing must change nothing. It must also hold samples that a task has already been given.
         """
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -71,7 +72,7 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
     def test_listing_of_an_unknown_partition_is_refused(self, store: Store) -> None:
         """Contract: "Unknown partition: KeyError."
 
-        Check first: list_samples raises UnknownPartitionError; it does not return an empty list.
+        Check first: list_samples must raise UnknownPartitionError. It must not return an empty list.
         """
         unknown = store.new_id()
         with store.refusal(KeyError, unknown):
@@ -82,7 +83,7 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
     def test_a_listing_is_owned_by_the_caller(self, store: Store) -> None:
         """Contract: "owned by the caller."
 
-        Check first: the hook returns copies of the tags.
+        Check first: the list_samples hook must return copies of the tags.
         """
         partition = store.register("x")
         store.put(partition, ["a"], [{"n": 1}], x=torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Random histories, checked against `dataplane_core.ledger.ledger.Ledger` and a dict of values."""
+"""Random sequences of calls. The results are compared with a model: a `Ledger` and a dict of values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FILTERS = [None, None, None, None, {"v": (">=", 2)}, {"v": 1}, {"late": True}]
 _LONG_S = 3600.0
 _SHORT_S = 0.02
 
-#: What may happen next, by weight.
+#: The operations, each as often as its weight.
 _ACTIONS: dict[str, int] = {
     "put": 6,
     "get": 3,
@@ -66,9 +66,9 @@ _sizes = st.sampled_from([None, 6, 12])
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One partition of a real store next to a ledger that is told the same.
+    """One partition of a real store, and a ledger that gets the same calls.
 
-    The ledger's clock is virtual: leases are far longer than any run, but for those that are waited out.
+    The ledger's clock is virtual. Leases are far longer than any run, except those whose end the machine waits for.
     """
 
     def __init__(self, store: Store) -> None:
@@ -90,39 +90,39 @@ class StoreMachine(RuleBasedStateMachine):
         """The first registration."""
         self.register(grouped, num_samples)
 
-    # One rule that draws the action: with a rule per action, Hypothesis leaves most of them out of most histories,
-    # which finds little where every claim needs puts before it.
+    # One rule draws the action. With one rule per action, Hypothesis would leave most actions out of most sequences.
+    # Such a sequence finds little, because every claim needs puts before it.
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        """One operation on store and model."""
+        """One operation on the store and the model."""
         getattr(self, data.draw(self.actions, "action"))(data)
 
     # --- registration -------------------------------------------------------------------------------------------------
 
     def register(self, grouped: bool, num_samples: int | None) -> None:
-        """Registers with store and model; what was known is void."""
+        """Registers the partition in the store and the model. Forgets everything about the earlier registration."""
         self.group_size = 2 if grouped and self.store.declares(Capability.GROUPS) else None
         self.client.register_partition(self.partition, _FIELDS, num_samples, _TASKS, self.group_size)
-        self.tell(commands.Register(self.partition, _FIELDS, num_samples, _TASKS, self.group_size, {}, new_id()))
+        self.call_model(commands.Register(self.partition, _FIELDS, num_samples, _TASKS, self.group_size, {}, new_id()))
         self.values.clear()
 
-    def tell(self, command: Command[Reply]) -> Reply:
-        """Tells the model; its answer."""
+    def call_model(self, command: Command[Reply]) -> Reply:
+        """Makes the call on the model, and returns its reply."""
         return self.model.apply(command, self.now)
 
     def start_afresh(self, data: st.DataObject) -> None:
-        """Clears the partition or not, and registers it again."""
+        """Registers the partition again, sometimes after a clear."""
         if not data.draw(_rarely, "now"):
             return
         if data.draw(st.booleans(), "cleared first"):
             self.client.clear_samples(None, self.partition)
-            self.tell(commands.Clear(self.partition, None))
+            self.call_model(commands.Clear(self.partition, None))
         self.register(data.draw(_rarely, "grouped"), data.draw(_sizes, "num_samples"))
 
     # --- writes -------------------------------------------------------------------------------------------------------
 
     def put(self, data: st.DataObject) -> None:
-        """New cells, overwrites, or a column of another dtype; perhaps with tags."""
+        """Puts new cells, overwrites, or a column of another dtype, sometimes with tags."""
         ids, fields = data.draw(_some_ids, "ids"), data.draw(_some_fields, "fields")
         made = {field: self.cells(field, len(ids)) for field in fields}
         specs = {field: _SPECS[field] for field in fields}
@@ -151,43 +151,43 @@ class StoreMachine(RuleBasedStateMachine):
         return as_objects(*items), items
 
     def put_tags(self, data: st.DataObject) -> None:
-        """Tags alone."""
+        """Puts tags without fields."""
         ids = data.draw(_some_ids, "ids")
         self.write(ids, {}, {}, [{"v": data.draw(st.integers(0, 3), "v"), "late": True}] * len(ids))
 
     def write(self, ids: list[str], columns: dict[str, Any], specs: dict[str, FieldSpec], tags: Any) -> bool:
-        """Puts to the model, then to the store; says whether both accepted."""
+        """Puts to the model and to the store. Returns whether both accepted the put."""
         begin = commands.BeginPut(self.partition, ids, specs, [0] * len(ids), tags, ttl_s=1e9)
-        _, expected = _attempt(lambda: self.tell(commands.CommitPut(self.tell(begin))))
+        _, expected = _attempt(lambda: self.call_model(commands.CommitPut(self.call_model(begin))))
         _, found = _attempt(lambda: self.store.put(self.partition, ids, tags, columns))
         _agree(expected, found, "put_samples")
         return expected is None
 
     def clear(self, data: st.DataObject) -> None:
-        """Some samples, there or not."""
+        """Clears some samples, which may not exist."""
         ids = data.draw(_few_ids, "ids")
         self.client.clear_samples(ids, self.partition)
-        self.tell(commands.Clear(self.partition, ids))
+        self.call_model(commands.Clear(self.partition, ids))
         for key in [key for key in self.values if key[0] in ids]:
             del self.values[key]
 
     # --- reads --------------------------------------------------------------------------------------------------------
 
     def get(self, data: st.DataObject) -> None:
-        """Repeats included; a missing cell refuses the whole read."""
+        """Reads samples, some of them twice. If a cell is missing, the whole read must fail."""
         fields = data.draw(_some_fields, "fields")
         ready = [each for each in _IDS if all((each, field) in self.values for field in fields)]
         choice = _IDS if data.draw(_rarely, "any") or not ready else ready
         ids = data.draw(st.lists(st.sampled_from(choice), min_size=1, max_size=6), "ids")
         found, error = _attempt(lambda: self.store.get(self.partition, ids, *fields))
         if set(ids) <= set(ready):
-            assert error is None, f"a read of cells that are there was refused: {error}"
+            assert error is None, f"a read of existing cells raised an error: {error}"
             self.compare(found, ids, fields)
         else:
             assert isinstance(error, KeyError), f"a read of missing cells of {ids} did not raise KeyError: {error!r}"
 
     def compare(self, found: Any, ids: list[str], fields: list[str]) -> None:
-        """Every cell against its last write."""
+        """Compares every cell with its last write."""
         for field in fields:
             expected = [self.values[sample_id, field] for sample_id in ids]
             if field == "o":
@@ -198,27 +198,27 @@ class StoreMachine(RuleBasedStateMachine):
                 check_column(found[field], expected)
 
     def draw_filter(self, data: st.DataObject) -> Any:
-        """A tag filter, mostly none."""
+        """A tag filter, or in most cases None."""
         return data.draw(st.sampled_from(_FILTERS), "filter") if self.store.declares(Capability.TAG_FILTERS) else None
 
     def listing(self, data: st.DataObject) -> None:
-        """Ids in order, and tags."""
+        """Compares the listed ids, their order and their tags with the model."""
         tag_filter = self.draw_filter(data)
-        expected = self.tell(commands.ListSamples(self.partition, check_tag_filter(tag_filter)))
+        expected = self.call_model(commands.ListSamples(self.partition, check_tag_filter(tag_filter)))
         meta = self.client.list_samples(self.partition, tag_filter)
         assert meta.sample_ids == list(expected.sample_ids)
         assert meta.tags == list(expected.tags)
 
     def consumption(self, data: st.DataObject) -> None:
-        """True or False, as the model says."""
+        """Compares the consumption status with the model."""
         tasks = data.draw(st.lists(st.sampled_from([*_TASKS, "nobody"]), min_size=1, max_size=2, unique=True), "tasks")
-        expected = self.tell(commands.Consumed(self.partition, tasks))
+        expected = self.call_model(commands.Consumed(self.partition, tasks))
         assert self.client.check_consumption_status(self.partition, tasks) == expected
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
     def claim(self, data: st.DataObject) -> None:
-        """All or nothing, or what is there; leased for long, or until the lease has run out, or for good."""
+        """Claims with or without all_or_nothing; without a lease, with a long one or with a short one that expires."""
         task, fields = data.draw(st.sampled_from(_TASKS), "task"), data.draw(_some_fields, "fields")
         batch_size = data.draw(st.integers(1, 4), "units") * (self.group_size or 1)
         blocking, tag_filter = data.draw(_rarely, "blocking"), self.draw_filter(data)
@@ -230,7 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
             "tag_filter": check_tag_filter(tag_filter),
         }
         claim = commands.ClaimSamples(self.partition, task, fields, batch_size, token=new_id(), explain=True, **asked)
-        expected = self.tell(claim)
+        expected = self.call_model(claim)
         note(f"the ledger gives {list(expected.sample_ids)}, exhausted: {expected.exhausted}")
         meta, error = _attempt(
             lambda: self.client.claim_meta(
@@ -245,9 +245,9 @@ class StoreMachine(RuleBasedStateMachine):
             )
         )
         if blocking and not expected.sample_ids and not expected.exhausted:
-            assert isinstance(error, TimeoutError), f"a claim that should wait did not: {meta or error!r}"
+            assert isinstance(error, TimeoutError), f"a claim that should time out did not: {meta or error!r}"
             return
-        assert error is None, f"a claim was refused: {error}"
+        assert error is None, f"a claim raised an error: {error}"
         assert meta is not None
         assert meta.sample_ids == list(expected.sample_ids)
         assert meta.tags == list(expected.tags)
@@ -258,11 +258,11 @@ class StoreMachine(RuleBasedStateMachine):
             self.claims.append((meta, list(expected.lease_tokens)))
         self.compare(self.client.get_data(meta), meta.sample_ids, fields)
         if lease_s == _SHORT_S:
-            time.sleep(1.5 * _SHORT_S)  # until it has run out
+            time.sleep(1.5 * _SHORT_S)  # until the lease has expired
             self.now += 2 * _SHORT_S
 
     def settle(self, data: st.DataObject) -> None:
-        """A claim, or part of one, whose leases may be held, settled, run out or cleared."""
+        """Settles a claim or a part of it. Its leases may be valid, settled, expired or cleared."""
         if not self.claims:
             return
         meta, tokens = self.claims[-1 - data.draw(st.integers(0, min(3, len(self.claims) - 1)), "claims ago")]
@@ -272,15 +272,15 @@ class StoreMachine(RuleBasedStateMachine):
         part, tokens = meta.subset(places), [tokens[place] for place in places]
         settle = data.draw(st.sampled_from([commands.Ack, commands.Ack, commands.Nack, commands.Renew]), "settle by")
         extra = (_LONG_S,) if settle is commands.Renew else ()
-        told: commands.Settle = settle(self.partition, part.task_name, part.sample_ids, tokens, *extra)
-        _, expected = _attempt(lambda: self.tell(told))
-        _, found = _attempt(lambda: getattr(self.client, told.op)(part, *extra))
-        _agree(expected, found, told.op)
+        command: commands.Settle = settle(self.partition, part.task_name, part.sample_ids, tokens, *extra)
+        _, expected = _attempt(lambda: self.call_model(command))
+        _, found = _attempt(lambda: getattr(self.client, command.op)(part, *extra))
+        _agree(expected, found, command.op)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Every cell once more; then the partition goes."""
+        """Compares every cell once more, then clears the partition."""
         for field in _FIELDS:
             ids = [sample_id for sample_id in _IDS if (sample_id, field) in self.values]
             if ids:
@@ -289,7 +289,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def _attempt(call: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """The result, or the refusal."""
+    """The result of a call, or the error that it raised."""
     try:
         return call(), None
     except DataPlaneError as error:
@@ -297,33 +297,33 @@ def _attempt(call: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 
 
 def _agree(expected: Exception | None, found: Exception | None, operation: str) -> None:
-    """Both succeeded, or both refused with what a user would catch alike."""
+    """Asserts that both succeeded, or that both raised errors of the same builtin type."""
     if expected is None:
         assert found is None, f"{operation} should have succeeded: {found}"
         return
-    assert found is not None, f"{operation} should have been refused: {expected}"
-    assert _builtin(found) is _builtin(expected), f"{operation} was refused with {found!r}, expected {expected!r}"
+    assert found is not None, f"{operation} succeeded, but should have raised: {expected}"
+    assert _builtin(found) is _builtin(expected), f"{operation} raised {found!r}, expected {expected!r}"
     if isinstance(expected, LeaseExpiredError):
-        assert isinstance(found, LeaseExpiredError), f"{operation} was refused with {found!r}, expected {expected!r}"
+        assert isinstance(found, LeaseExpiredError), f"{operation} raised {found!r}, expected {expected!r}"
         assert sorted(found.sample_ids) == sorted(expected.sample_ids)
 
 
 def _builtin(error: BaseException) -> type:
-    """The builtin that a user would catch."""
+    """The builtin exception that a user would catch."""
     return next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
 
 
 class MachineSuite(Suite, chapter="machine"):
-    """The contract as a whole, by example histories that Hypothesis finds."""
+    """The contract as a whole, tested by sequences of calls that Hypothesis draws."""
 
     def test_random_histories_agree_with_the_ledger(self, store: Store) -> None:
         """Contract: "What every client promises, on every backend; the conformance kit tests it word for word."
 
-        Check first: the history that Hypothesis prints: replay it by hand against
-        dataplane_core.ledger.ledger.Ledger.
+        Check first: the sequence of calls that Hypothesis prints. Repeat it by hand on your store and on a
+        dataplane_core.ledger.ledger.Ledger, and look for the first call after which they differ.
         """
-        machine: Any = functools.partial(StoreMachine, store)  # any callable that makes a machine will do
-        # short histories first, in place of shrinking, which takes minutes on a real store
+        machine: Any = functools.partial(StoreMachine, store)  # Hypothesis accepts any callable that makes a machine
+        # short sequences first, instead of shrinking, which takes minutes on a real store
         for steps, examples in ((5, 40), (15, 30), (40, 30)):
             run_state_machine_as_test(
                 machine, settings=kit_settings(examples, stateful_step_count=steps, shrink=is_long())

@@ -1,4 +1,4 @@
-"""Every dtype in every layout, bit for bit; and object columns of the closed set."""
+"""Columns of every dtype in every layout, and object columns of every type that the contract allows."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _check_batch(store: Store, data: st.DataObject) -> None:
 
 
 class MatrixSuite(Suite, chapter="matrix"):
-    """dtype x layout x shape."""
+    """Every dtype, layout and shape."""
 
     @pytest.mark.parametrize(("dtype", "layout"), cases(), ids=[f"{_name(d)}-{layout}" for d, layout in cases()])
     def test_columns_come_back_bit_for_bit(self, store: Store, dtype: torch.dtype, layout: str) -> None:
@@ -114,8 +114,8 @@ class MatrixSuite(Suite, chapter="matrix"):
         bool, complex, bfloat16 and float8 dtypes; rows of equal shape stacked dense, else one torch.jagged nested
         tensor (with its min and max length known), rows of length 0 among them; (N,) stays (N,), (N, 1) stays (N, 1)".
 
-        Check first: the backend's WireFormat (dtypes, promote_1d, zero_length_rows, ragged): declare what the engine
-        cannot carry, and core encodes it.
+        Check first: the WireFormat of the backend (dtypes, promote_1d, zero_length_rows, ragged). It must declare only
+        what the engine can carry. Core encodes the rest.
         """
         column, rows = LAYOUTS[layout](dtype, 7)
         partition = store.register("x")
@@ -133,7 +133,7 @@ class MatrixSuite(Suite, chapter="matrix"):
     def test_nan_payloads_survive(self, store: Store, dtype: torch.dtype) -> None:
         """Contract: "dtype and values bit for bit (NaN payloads too)".
 
-        Check first: nothing on the way converts values; bytes are copied.
+        Check first: no step may convert the values. It must copy their bytes.
         """
         width = dtype.itemsize
         exponent = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}.get(dtype, 0x7FF << 52)
@@ -148,7 +148,8 @@ class MatrixSuite(Suite, chapter="matrix"):
     def test_dtypes_ride_side_by_side(self, store: Store, dtype: torch.dtype) -> None:
         """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape".
 
-        Check first: nothing that is kept per field leaks into the next one of the same put.
+        Check first: what the hook keeps per field, such as a dtype or a shape, must not be used for the next field of
+        the same put.
         """
         partition = store.register("x")
         other = DTYPES[(DTYPES.index(dtype) + 1) % len(DTYPES)]
@@ -166,7 +167,8 @@ class MatrixSuite(Suite, chapter="matrix"):
     def test_every_dtype_joins_across_puts(self, store: Store, dtype: torch.dtype) -> None:
         """Contract: "Exactly one row per id given, in that order" and "dtype and values bit for bit".
 
-        Check first: the operators that join and pick rows; torch lacks some for uint16 to uint64, float8 and complex32.
+        Check first: the torch operators that join and select rows. Some of them do not support uint16 to uint64, float8
+        and complex32.
         """
         partition = store.register("x")
         rows = [random_cells(dtype, (length, 2), place) for place, length in enumerate((3, 3, 0, 1, 3, 3))]
@@ -185,7 +187,8 @@ class MatrixSuite(Suite, chapter="matrix"):
     def test_objects_come_back_equal(self, store: Store, kind: str, make: Callable[..., Any]) -> None:
         """Contract: "object columns with equal items."
 
-        Check first: wire.objects: native items are kept as they are, encoded ones as bytes; None is an item, not a gap.
+        Check first: wire.objects. Native items must be stored as they are, encoded items as bytes. The item None must
+        not be taken for a missing cell.
         """
         items = _ITEMS[kind]
         partition = store.register("o")
@@ -193,14 +196,14 @@ class MatrixSuite(Suite, chapter="matrix"):
         found = items_of(store.get(partition, ids(len(items)), "o")["o"])
         assert len(found) == len(items)
         for index, (read, written) in enumerate(zip(found, items, strict=True)):
-            assert same_items(read, written), f"item {index} came back as {read!r}, not {written!r}"
+            assert same_items(read, written), f"item {index} was read as {read!r}, expected {written!r}"
         (last,) = items_of(store.get(partition, [f"s{len(items) - 1}"], "o")["o"])
         assert same_items(last, items[-1])
 
     def test_any_batch_comes_back(self, store: Store) -> None:
         """Contract: "What comes back: dtype and values bit for bit".
 
-        Check first: the smallest batch that Hypothesis prints; put it in an example of its own.
+        Check first: the smallest failing batch, which Hypothesis prints. Put it in a script of your own.
         """
         _check_batch(store)
 
@@ -211,7 +214,8 @@ class MatrixSuite(Suite, chapter="matrix"):
     def test_the_engine_holds_what_was_put(self, store: Store, dtype: torch.dtype, layout: str) -> None:
         """Contract: "dtype and values bit for bit".
 
-        Check first: raw_get reads the cell of that sample; a codec bug on both sides would cancel out without it.
+        Check first: raw_get of your test class must read the cell of that sample. If it does, look at the encoding:
+        this test finds an error in the encoding that the decoding undoes.
         """
         column, rows = LAYOUTS[layout](dtype, 11)
         partition = store.register("x")
@@ -224,7 +228,8 @@ class MatrixSuite(Suite, chapter="matrix"):
     def test_the_engine_holds_the_objects_put(self, store: Store) -> None:
         """Contract: "object columns with equal items."
 
-        Check first: raw_get reads the cell of that sample; a codec bug on both sides would cancel out without it.
+        Check first: raw_get of your test class must read the cell of that sample. If it does, look at the encoding:
+        this test finds an error in the encoding that the decoding undoes.
         """
         items = [None, {"a": [1, 2.5, "x", b"y"]}, "text"]
         partition = store.register("o")

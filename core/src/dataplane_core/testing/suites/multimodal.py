@@ -1,4 +1,4 @@
-"""Columns that ride along with the tokens though nobody registered them: images, their grids, routing of experts.
+"""Columns beside the tokens that were not registered: images, their grids, and the experts of each token.
 
 Shape legend: ``N`` samples, ``S_i`` tokens, ``P_i`` patches and ``G_i`` images of sample i.
 """
@@ -16,7 +16,7 @@ from dataplane_core.testing._store import Store
 
 __all__ = ["MultimodalSuite"]
 
-#: Images per sample: none, one, or several; each of 4 patches and upwards.
+#: Images per sample: none, one or several. Each image has at least 4 patches.
 _GRIDS: tuple[list[list[int]], ...] = ([[1, 2, 2]], [], [[1, 4, 2], [1, 2, 2], [1, 2, 6]], [[2, 2, 2]], [])
 _TOKENS = (7, 3, 12, 9, 1)
 
@@ -43,13 +43,13 @@ def _images(seed: int) -> dict[str, list[torch.Tensor]]:
 
 
 class MultimodalSuite(Suite, chapter="multimodal"):
-    """Extras beside the tokens."""
+    """Multimodal columns beside the token columns."""
 
     def test_images_ride_with_the_tokens(self, store: Store) -> None:
         """Contract: "fields is what producers are expected to write; further fields may be written (multimodal extras
         ride along)." and "The first dim after the batch may differ per row."
 
-        Check first: columns that were not registered, with dims after the ragged one, and rows without any image.
+        Check first: columns that were not registered, jagged columns with trailing dims, and rows without any image.
         """
         partition = store.register("input_ids", "token_mask", num_samples=len(_TOKENS))
         names = ids(len(_TOKENS))
@@ -62,7 +62,7 @@ class MultimodalSuite(Suite, chapter="multimodal"):
         for name, rows in {**tokens, **images}.items():
             check_column(found[name], [rows[place] for place in order])
         assert items_of(found["turns"]) == [turns[place] for place in order]
-        # samples without an image, and one alone: the container follows the rows that are asked for
+        # reads of samples without an image and of one sample: the container depends on the rows that are read
         bare = store.get(partition, ["s1", "s4"], *images)
         for name, rows in images.items():
             check_column(bare[name], [rows[1], rows[4]])
@@ -71,7 +71,8 @@ class MultimodalSuite(Suite, chapter="multimodal"):
     def test_images_may_come_later_and_from_another(self, store: Store) -> None:
         """Contract: "A put may add fields to known samples".
 
-        Check first: a claim that requires a column which nobody registered is ready when that column is there.
+        Check first: a claim may require a field that was not registered. It must give a sample once that field is
+        produced.
         """
         store.require(Capability.CLAIMS)
         partition = store.register("input_ids", num_samples=len(_TOKENS))
@@ -82,7 +83,7 @@ class MultimodalSuite(Suite, chapter="multimodal"):
         late = {name: jagged([rows[place] for place in (3, 0, 2)]) for name, rows in images.items()}
         store.put(partition, ["s3", "s0", "s2"], columns=late)
         meta = store.claim(partition, 5, "input_ids", "pixel_values", "image_grid_thw")
-        assert meta.sample_ids == ["s0", "s2", "s3"], "samples without the images that were asked for were given"
+        assert meta.sample_ids == ["s0", "s2", "s3"], "a claim that requires images gave samples without images"
         found = store.client.get_data(meta)
         for name, rows in {"input_ids": tokens["input_ids"], **images}.items():
             check_column(found[name], [rows[place] for place in (0, 2, 3)])
@@ -90,7 +91,7 @@ class MultimodalSuite(Suite, chapter="multimodal"):
     def test_routed_experts_come_back_per_token(self, store: Store) -> None:
         """Contract: "dtype and values bit for bit".
 
-        Check first: int64 beyond 32 bits, in a column of rank 3 per sample whose first dim differs.
+        Check first: int64 values of more than 32 bits, and cells of rank 3 whose first dim differs per sample.
         """
         partition = store.register("input_ids", "routed_experts")
         names = ids(len(_TOKENS))

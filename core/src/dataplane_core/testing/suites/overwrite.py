@@ -1,4 +1,4 @@
-"""Overwrites: the last committed write wins, and changes nothing else."""
+"""Overwrites: the last committed write of a cell wins, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
     def test_the_last_write_wins(self, store: Store) -> None:
         """Contract: "with overwrite, replace cells (last committed write wins)."
 
-        Check first: a read finds the newest cell, whatever it is called in the engine.
+        Check first: a read must find the newest cell, under whatever key the engine holds it.
         """
         partition = store.register("x")
         for value in range(5):
@@ -29,7 +29,7 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
     def test_an_overwrite_replaces_its_cells_only(self, store: Store) -> None:
         """Contract: "with overwrite, replace cells".
 
-        Check first: other rows, other fields and tags stay as they are.
+        Check first: an overwrite must not change other rows, other fields or tags.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(3), [{"n": index} for index in range(3)], x=torch.arange(3), y=torch.arange(3))
@@ -41,7 +41,7 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
     def test_an_overwrite_may_change_lengths(self, store: Store) -> None:
         """Contract: "The first dim after the batch may differ per row."
 
-        Check first: lengths belong to the cell, and are replaced with it.
+        Check first: the length belongs to the cell. The overwrite must replace it too.
         """
         partition = store.register("x", "o")
         rows = [torch.arange(3), torch.arange(0), torch.arange(5)]
@@ -55,7 +55,7 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
     def test_one_put_may_overwrite_and_add(self, store: Store) -> None:
         """Contract: "A put may add fields to known samples, merge tags key by key, and, with overwrite, replace cells".
 
-        Check first: each cell is treated on its own.
+        Check first: the put must handle each cell on its own: some are new, some are overwritten.
         """
         partition = store.register("x", "y")
         store.put(partition, ["a", "b"], [{"n": 1, "m": 1}] * 2, x=torch.tensor([1, 2]))
@@ -69,7 +69,7 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
     def test_an_overwrite_gives_no_sample_again(self, store: Store) -> None:
         """Contract: "Across all clients and processes no sample is given to a task twice."
 
-        Check first: replacing a cell does not touch what tasks were given.
+        Check first: an overwrite must not change what is recorded of the tasks.
         """
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -85,7 +85,7 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
     def test_an_overwrite_keeps_the_order(self, store: Store) -> None:
         """Contract: "Order: by first write."
 
-        Check first: a row keeps the number of its first write.
+        Check first: an overwritten row must keep the number of its first write.
         """
         partition = store.register("x")
         store.put(partition, ids(4), x=torch.arange(4))
@@ -95,7 +95,7 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
     def test_a_refused_overwrite_changes_nothing(self, store: Store) -> None:
         """Contract: "a put that differs is a ValueError, and nothing is written."
 
-        Check first: the schema is compared before the old cells are let go.
+        Check first: compare the field specs before the old cells are deleted.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(2), [{"n": 1}] * 2, x=torch.arange(2), y=torch.arange(2))

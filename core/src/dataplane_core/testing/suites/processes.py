@@ -18,12 +18,13 @@ __all__ = ["ProcessSuite"]
 
 
 class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
-    """What is true within one client is true across processes."""
+    """What holds within one client must also hold across processes."""
 
     def test_a_put_is_visible_in_other_processes(self, store: Store) -> None:
         """Contract: "Returns only when the write is committed and visible to every other client".
 
-        Check first: the hook replies after the commit is confirmed; no client caches rows or schema of others.
+        Check first: the put_samples hook must reply only after the commit is confirmed. A client must not cache the
+        rows or field specs of other clients.
         """
         (worker,) = store.deployment.workers(1)
         partition = store.register("x")
@@ -39,7 +40,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
     def test_registrations_cross_processes(self, store: Store) -> None:
         """Contract: "rows, tags, cursors and schema of an earlier registration are gone when it returns."
 
-        Check first: no client keeps the schema or the registration of a partition without asking.
+        Check first: a client must not use a cached field spec or registration without asking the store.
         """
         (worker,) = store.deployment.workers(1)
         partition = store.register("x")
@@ -52,7 +53,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
     def test_clears_cross_processes(self, store: Store) -> None:
         """Contract: "None: drops the whole partition, schema included, whoever wrote it."
 
-        Check first: a clear drops what other processes wrote, and their waiting claims see it.
+        Check first: a clear must delete what other processes wrote. Claims that wait in other processes must end.
         """
         (worker,) = store.deployment.workers(1)
         partition = store.register("x")
@@ -69,7 +70,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
     def test_each_sample_goes_to_one_process(self, store: Store) -> None:
         """Contract: "Across all clients and processes no sample is given to a task twice."
 
-        Check first: choosing samples and marking them as given is one atomic step of the store, not of a client.
+        Check first: the store, not the client, must choose samples and mark them as given, in one atomic step.
         """
         count, others, batch_size, within_s = (100_000, 7, 64, 600.0) if is_long() else (300, 2, 7, 60.0)
         workers = store.deployment.workers(others)
@@ -92,7 +93,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
     def test_consumption_is_seen_by_every_process(self, store: Store) -> None:
         """Contract: "Authoritative across processes."
 
-        Check first: the answer comes from the store's state, not from what this client claimed.
+        Check first: check_consumption must use the state of the store, not the claims of this client.
         """
         (worker,) = store.deployment.workers(1)
         partition = store.register("x")
@@ -106,7 +107,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
     def test_a_killed_holder_loses_its_lease(self, store: Store) -> None:
         """Contract: "with lease_s, a claim that is neither acked nor renewed in time goes back to the pool."
 
-        Check first: leases are kept and timed by the store, not by the client that holds them.
+        Check first: the store, not the client that holds a lease, must record the lease and measure its time.
         """
         (worker,) = store.deployment.workers(1)
         partition = store.register("x")
@@ -123,7 +124,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
     def test_a_lease_may_be_settled_elsewhere(self, store: Store) -> None:
         """Contract: "Pickles (Ray ships it) and stays small".
 
-        Check first: a token proves the lease, whichever process presents it.
+        Check first: the lease token alone must prove the lease, whichever process sends it.
         """
         (worker,) = store.deployment.workers(1)
         partition = store.register("x")
@@ -136,7 +137,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
         """Contract: "The client that bootstrapped a backend ends what it started, by process id or its own actors, and
         nothing else; attached clients leave it running."
 
-        Check first: what an attached process holds (locks, connections, memory) is given back when it dies.
+        Check first: what an attached process holds (locks, connections, memory) must be released when the process dies.
         """
         workers = store.deployment.workers(2)
         partition = store.register("x")

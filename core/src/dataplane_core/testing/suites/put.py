@@ -23,12 +23,12 @@ __all__ = ["PutSuite"]
 
 
 class PutSuite(Suite, chapter="put"):
-    """Accepted puts."""
+    """Puts that must succeed."""
 
     def test_put_returns_a_receipt(self, store: Store) -> None:
         """Contract: "put_samples(sample_ids, partition_id, fields=None, tags=None) -> meta".
 
-        Check first: nothing in the backend; core makes the receipt once the hook has replied.
+        Check first: core, not the backend: core makes the meta after the hook has replied.
         """
         partition = store.register("x", "y")
         meta = store.put(partition, ids(2), [{"n": 1}, {"n": 2}], x=torch.arange(2), y=torch.ones(2))
@@ -39,7 +39,7 @@ class PutSuite(Suite, chapter="put"):
     def test_put_is_visible_when_it_returns(self, store: Store) -> None:
         """Contract: "Returns only when the write is committed and visible to every other client".
 
-        Check first: the hook replies after the commit is confirmed, not after it was sent.
+        Check first: the hook must reply after the commit is confirmed, not directly after it was sent.
         """
         partition = store.register("x")
         for number in range(20):
@@ -51,7 +51,7 @@ class PutSuite(Suite, chapter="put"):
     def test_put_is_claimable_when_it_returns(self, store: Store) -> None:
         """Contract: "Returns only when the write is committed and visible to every other client".
 
-        Check first: production is flipped before the hook replies.
+        Check first: the cells must be marked as produced before the hook replies.
         """
         partition = store.register("x")
         for number in range(20):
@@ -61,7 +61,7 @@ class PutSuite(Suite, chapter="put"):
     def test_later_puts_add_fields(self, store: Store) -> None:
         """Contract: "A put may add fields to known samples, merge tags key by key".
 
-        Check first: a put of other fields leaves the cells that are there alone.
+        Check first: a put of other fields must not change the cells that are already there.
         """
         partition = store.register("x", "y", "z")
         store.put(partition, ids(4), x=torch.arange(4))
@@ -76,7 +76,7 @@ class PutSuite(Suite, chapter="put"):
     def test_one_put_may_mix_known_and_new_samples(self, store: Store) -> None:
         """Contract: "A put may add fields to known samples".
 
-        Check first: each row is treated on its own: made where it is new, extended where it is known.
+        Check first: the put must handle each row on its own: create it if it is new, add to it if it is known.
         """
         partition = store.register("x", "y")
         store.put(partition, ["a", "b"], x=torch.tensor([1, 2]))
@@ -89,7 +89,8 @@ class PutSuite(Suite, chapter="put"):
     def test_tags_merge_key_by_key(self, store: Store) -> None:
         """Contract: "merge tags key by key".
 
-        Check first: a put's tags update the row's dict; keys that it does not name stay, and no tags change nothing.
+        Check first: a put must update the tags of a row key by key. Keys that it does not name must stay. A put without
+        tags must change none.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(2), [{"a": 1, "b": 1}, {"a": 2}], x=torch.arange(2))
@@ -101,7 +102,8 @@ class PutSuite(Suite, chapter="put"):
     def test_tags_keep_their_types(self, store: Store) -> None:
         """Contract: "Tag: small per-sample primitives kept beside the data, readable without fetching it."
 
-        Check first: the encoding of tags keeps bool, int, float, str and None apart, and ints at 64 bits.
+        Check first: the encoding of tags must distinguish bool, int, float, str and None, and must keep ints of 64
+        bits.
         """
         values = [True, False, 0, 1, -(2**63), 2**63 - 1, 1.0, -0.0, 1e-320, math.inf, -math.inf, "", "ü\n\0字", None]
         partition = store.register("x")
@@ -109,24 +111,24 @@ class PutSuite(Suite, chapter="put"):
         found = store.tags_of(partition)["a"]
         for index, value in enumerate(values):
             read = found[f"t{index}"]
-            assert (type(read), repr(read)) == (type(value), repr(value)), f"tag {value!r} came back as {read!r}"
+            assert (type(read), repr(read)) == (type(value), repr(value)), f"tag {value!r} was read as {read!r}"
         assert found[""] == 1
 
     def test_tags_need_no_fields(self, store: Store) -> None:
         """Contract: "put_samples(sample_ids, partition_id, fields=None, tags=None) -> meta Writes cells".
 
-        Check first: a put of tags alone is a put: it makes the row, without any cell.
+        Check first: a put of tags alone must create the row, without any cell.
         """
         partition = store.register("x")
         store.put(partition, ids(2), [{"n": 1}, {"n": 2}])
-        assert not store.has(partition, "s0"), "a row of tags alone has a cell"
+        assert not store.has(partition, "s0"), "a row that was put with tags alone has a cell"
         store.put(partition, ids(2), x=torch.arange(2))
         assert store.tags_of(partition) == {"s0": {"n": 1}, "s1": {"n": 2}}
 
     def test_put_without_ids_does_no_io(self, store: Store) -> None:
         """Contract: "Empty ids: an empty meta, no I/O."
 
-        Check first: nothing in the backend; core answers.
+        Check first: core, not the backend: core must return without a call of the hook.
         """
         partition = store.register("x")
         with store.faults.counting() as calls:
@@ -140,7 +142,8 @@ class PutSuite(Suite, chapter="put"):
     def test_tensors_may_be_reused_after_put(self, store: Store) -> None:
         """Contract: "The caller may reuse its tensors as soon as put returns."
 
-        Check first: the put hook copies every column that it keeps; without a conversion it is the caller's memory.
+        Check first: the put_samples hook must copy every column that it keeps. A column that core did not convert is
+        the caller's own memory.
         """
         partition = store.register("x", "y", "z")
         dense, scalars = torch.arange(6).view(3, 2), torch.tensor([1.0, 2.0, 3.0])
@@ -151,14 +154,15 @@ class PutSuite(Suite, chapter="put"):
         values_and_offsets(ragged)[0].fill_(-1)
         values_and_offsets(ragged)[1].fill_(0)
         found = store.get(partition, ids(3), "x", "y", "z")
-        assert found["x"].tolist() == [[0, 1], [2, 3], [4, 5]], "the store kept the caller's memory"
-        assert found["y"].tolist() == [1.0, 2.0, 3.0], "the store kept the caller's memory"
+        assert found["x"].tolist() == [[0, 1], [2, 3], [4, 5]], "the store uses the caller's memory instead of a copy"
+        assert found["y"].tolist() == [1.0, 2.0, 3.0], "the store uses the caller's memory instead of a copy"
         check_column(found["z"], [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5, 6])])
 
     def test_objects_may_be_reused_after_put(self, store: Store) -> None:
         """Contract: "The caller may reuse its tensors as soon as put returns."
 
-        Check first: native object items are copied to the bottom (codec.objects.copy_item), tensors in them too.
+        Check first: native object items must be deep copies, including the tensors in them. Use
+        codec.objects.copy_item.
         """
         partition = store.register("o")
         item: dict[str, Any] = {"list": [1, 2], "deep": {"tensor": torch.arange(3)}}
@@ -174,7 +178,7 @@ class PutSuite(Suite, chapter="put"):
     def test_tags_may_be_reused_after_put(self, store: Store) -> None:
         """Contract: "The caller may reuse its tensors as soon as put returns."
 
-        Check first: tags are copied, into the store and out of it.
+        Check first: the hooks must copy tags when they store them and when they return them.
         """
         partition = store.register("x")
         tags = [{"n": 1}]
@@ -187,7 +191,7 @@ class PutSuite(Suite, chapter="put"):
     def test_cuda_tensors_are_copied_to_host(self, store: Store) -> None:
         """Contract: "CUDA tensors are copied to host."
 
-        Check first: nothing in the backend; core copies before it encodes.
+        Check first: core, not the backend: core copies tensors to the host before it encodes them.
         """
         if not torch.cuda.is_available():
             not_run("this machine has no CUDA device")
@@ -200,7 +204,8 @@ class PutSuite(Suite, chapter="put"):
     def test_a_thousand_rows(self, store: Store) -> None:
         """Contract: "Writes cells; fields is a TensorDict of batch size [len(sample_ids)]."
 
-        Check first: batch limits of the engine; split inside the hook, and commit as one.
+        Check first: the engine's limits on the size of one call. Split the rows inside the hook, but commit them
+        together.
         """
         partition = store.register("x")
         lengths = [index % 7 for index in range(1000)]
@@ -213,7 +218,7 @@ class PutSuite(Suite, chapter="put"):
     def test_a_cell_of_16_mb(self, store: Store) -> None:
         """Contract: "dtype and values bit for bit".
 
-        Check first: size limits and chunking of the engine's messages.
+        Check first: the size limits and the chunking of the engine's messages.
         """
         partition = store.register("x")
         big = torch.arange(4 * 1024 * 1024, dtype=torch.int32)
@@ -223,7 +228,7 @@ class PutSuite(Suite, chapter="put"):
     def test_a_hundred_fields(self, store: Store) -> None:
         """Contract: "further fields may be written".
 
-        Check first: limits of the engine on columns or keys.
+        Check first: the engine's limits on the number of columns or keys.
         """
         partition = store.register("x")
         columns = {f"field{index}": torch.arange(3) + index for index in range(100)}
@@ -236,7 +241,7 @@ class PutSuite(Suite, chapter="put"):
     def test_put_hook_counts_its_rows(self, store: Store) -> None:
         """Hook spec: "The put is committed and visible to every client."
 
-        Check first: put_samples returns PutReply(num_samples=len(request.sample_ids)), for tags alone too.
+        Check first: put_samples must return PutReply(num_samples=len(request.sample_ids)), also for tags alone.
         """
         partition = store.register("x")
         assert store.hooks.put(partition, ids(3), batch(3, x=torch.arange(3))).num_samples == 3
@@ -246,7 +251,8 @@ class PutSuite(Suite, chapter="put"):
         """Hook spec: "The registration that the client checked the put against, or None. If another one is current, the
         backend raises StalePartitionError and writes nothing."
 
-        Check first: compare the request's epoch with the registration's, in the same atomic step as the commit.
+        Check first: compare the epoch of the request with that of the registration, in the same atomic step as the
+        commit.
         """
         partition = store.register("x")
         old = store.hooks.register(partition).epoch
@@ -254,7 +260,7 @@ class PutSuite(Suite, chapter="put"):
         new = store.hooks.register(partition).epoch
         with pytest.raises(StalePartitionError):
             store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([1])), [{"n": 1}], epoch=old)
-        assert not store.has(partition, "b"), "a stale put was written"
+        assert not store.has(partition, "b"), "a put with the epoch of an earlier registration was written"
         if store.declares(Capability.LISTING):
             assert store.hooks.listing(partition).sample_ids == []
         store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([2])), epoch=new)
@@ -263,7 +269,7 @@ class PutSuite(Suite, chapter="put"):
     def test_put_from_many_threads_in_turn(self, store: Store) -> None:
         """Contract: "Thread-safe: one client may be used from several threads."
 
-        Check first: connections or loops that belong to the thread that opened them.
+        Check first: connections or event loops that only the thread that opened them can use.
         """
         partition = store.register("x")
         for number in range(4):
@@ -277,7 +283,7 @@ class PutSuite(Suite, chapter="put"):
     def test_middleware_may_add_its_column_first(self, store: Store) -> None:
         """Hook spec: "Field -> its spec; the same keys as columns".
 
-        Check first: columns and specs belong together by name, never by their order.
+        Check first: find the field spec of a column by its name, never by its position.
         """
         partition = store.register("x", "y")
 
@@ -288,13 +294,16 @@ class PutSuite(Suite, chapter="put"):
         with store.faults.before("put_samples", add):
             store.put(partition, ids(3), x=torch.arange(3), y=torch.arange(3) + 100)
         found = store.get(partition, ids(3), "x", "y")
-        assert (found["x"].tolist(), found["y"].tolist()) == ([0, 1, 2], [100, 101, 102]), "fields were swapped"
+        assert (found["x"].tolist(), found["y"].tolist()) == ([0, 1, 2], [100, 101, 102]), (
+            "the cells of the two fields were swapped"
+        )
         assert store.hooks.read(partition, ["s1"], ["~mark"])["~mark"].tolist() == [101]
 
     def test_a_put_that_is_sent_again_is_a_request_of_its_own(self, store: Store) -> None:
         """Contract: "If the client sends a put again, middleware gets a new request, which it may change."
 
-        Check first: nothing in the backend; the client sends a put again whose registration it knew from earlier.
+        Check first: core, not the backend: if the client used an old registration for a put, it must send the put again
+        as a new request.
         """
         partition = store.register("role", enums={"role": ["user"]})
         store.put(partition, ["old"], role=as_objects("user"))

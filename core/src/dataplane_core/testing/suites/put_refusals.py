@@ -1,4 +1,4 @@
-"""`put_samples`: what it refuses, and that a refused put wrote nothing."""
+"""`put_samples`: what it refuses, and that a refused put writes nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _OUTSIDE: dict[str, Callable[[], Any]] = {
 
 
 class PutRefusalSuite(Suite, chapter="put refusals"):
-    """Refused puts leave no trace."""
+    """Puts that must fail and write nothing."""
 
     # --- the schema ---------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
         """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape,
         fixed by its first write; a put that differs is a ValueError, and nothing is written."
 
-        Check first: compare request.specs with the specs of the field's first write before anything is stored.
+        Check first: compare request.specs with the field specs of the first write before anything is stored.
         """
         partition = store.register("x", "y")
         before = _FIRST[first]()
@@ -78,7 +78,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
             for field in ("x", "y"):
                 assert not store.has(partition, sample_id, field), f"the refused put wrote '{field}' of '{sample_id}'"
         if store.declares(Capability.LISTING):
-            assert store.client.list_samples(partition).sample_ids == ["a", "b"], "the refused put made rows"
+            assert store.client.list_samples(partition).sample_ids == ["a", "b"], "the refused put created rows"
         found = store.get(partition, ["a", "b"])["x"]
         if first == "objects":
             assert items_of(found) == [1, 2]
@@ -88,7 +88,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_the_schema_outlives_the_rows(self, store: Store) -> None:
         """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape".
 
-        Check first: the schema belongs to the registration; clearing all samples by id does not end it.
+        Check first: field specs belong to the registration. A clear of all samples by id must not delete them.
         """
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.tensor([1]))
@@ -100,7 +100,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_a_refused_put_fixes_no_schema(self, store: Store) -> None:
         """Contract: "a put that differs is a ValueError, and nothing is written."
 
-        Check first: the specs of new fields are kept by the commit, not by the check before it.
+        Check first: the commit, not the check before it, must record the field specs of new fields.
         """
         partition = store.register("x", "y")
         store.put(partition, ["a"], x=torch.tensor([1]))
@@ -112,7 +112,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_the_first_dim_may_differ_per_row(self, store: Store) -> None:
         """Contract: "The first dim after the batch may differ per row."
 
-        Check first: FieldSpec holds rank and trailing shape only; lengths travel with the cells.
+        Check first: compare only the rank and the trailing shape of FieldSpec. The length of a row belongs to its cell.
         """
         partition = store.register("x")
         store.put(partition, ids(2), x=torch.zeros(2, 3, 2))
@@ -127,7 +127,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_put_of_nothing_is_refused(self, store: Store) -> None:
         """Contract: "Neither fields nor tags, repeated ids, sizes that differ: ValueError."
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = store.register("x")
         with store.faults.counting() as calls:
@@ -140,7 +140,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_repeated_ids_are_refused(self, store: Store) -> None:
         """Contract: "Neither fields nor tags, repeated ids, sizes that differ: ValueError."
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = store.register("x")
         with store.refusal(ValueError, "'b'"):
@@ -151,7 +151,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_sizes_that_differ_are_refused(self, store: Store, num_rows: int) -> None:
         """Contract: "Neither fields nor tags, repeated ids, sizes that differ: ValueError."
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = store.register("x")
         with store.refusal(ValueError):
@@ -163,7 +163,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_an_unknown_partition_is_refused(self, store: Store) -> None:
         """Contract: "Unknown partition: KeyError."
 
-        Check first: put_samples raises UnknownPartitionError; it does not make the partition.
+        Check first: put_samples must raise UnknownPartitionError. It must not create the partition.
         """
         unknown = store.new_id()
         with store.refusal(KeyError, unknown):
@@ -177,7 +177,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_names_are_valid_unicode(self, store: Store, name: str) -> None:
         """Contract: "Names: partition ids, sample ids, fields and tasks are non-empty, valid Unicode".
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = store.register("x")
         with store.faults.counting() as calls:
@@ -195,7 +195,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_reserved_field_names_are_refused(self, store: Store, name: str) -> None:
         """Contract: "field names that begin with ~ belong to middleware."
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = store.register("x")
         with store.refusal(ValueError, name):
@@ -209,7 +209,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_tags_are_primitives(self, store: Store, tags: Any) -> None:
         """Contract: "Tag: small per-sample primitives kept beside the data".
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = store.register("x")
         with store.refusal(TypeError):
@@ -223,7 +223,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
         """Contract: "A leaf that is neither a tensor nor a row-aligned object column (NonTensorStack or
         np.ndarray(dtype=object) of length N): TypeError that says "non-tensor"."
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = store.register("x")
         fields = TensorDict({}, batch_size=[2])
@@ -239,7 +239,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_object_columns_have_one_item_per_row(self, store: Store) -> None:
         """Contract: "Neither fields nor tags, repeated ids, sizes that differ: ValueError."
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = store.register("x")
         with store.refusal(ValueError, "o"):
@@ -249,7 +249,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_meta_tensors_are_refused(self, store: Store) -> None:
         """Contract: "Meta-device tensors: TypeError".
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = store.register("x")
         with store.refusal(TypeError, "meta"):
@@ -261,7 +261,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
         """Contract: "Object items come from a closed set: None, bool, int (64 bit), float, str, bytes, list, dict with
         str keys, tensors; else TypeError, on every backend."
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = store.register("o")
         with store.refusal(TypeError, "o"):
@@ -271,7 +271,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_allow_pickle_opens_the_set(self, store: Store) -> None:
         """Contract: "allow_pickle: true in the config opens it."
 
-        Check first: encoded items pass through untouched; native items are copied, whatever their type.
+        Check first: encoded items must be stored unchanged. Native items must be copied, whatever their type.
         """
         client = store.another_client(allow_pickle=True)
         partition = store.register("o", client=client)
@@ -285,7 +285,8 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_put_hook_raises_its_own_errors(self, store: Store) -> None:
         """Hook spec: "SchemaMismatchError: A spec differs from the field's first write. Nothing is written."
 
-        Check first: the hook raises dataplane_core.errors itself; core wraps anything else in BackendError.
+        Check first: the hook itself must raise the errors of dataplane_core.errors. Core wraps any other exception in a
+        BackendError.
         """
         partition = store.register("x")
         store.hooks.put(partition, ["a"], batch(1, x=torch.tensor([1])))
@@ -297,7 +298,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     def test_a_put_after_a_refused_one_works(self, store: Store) -> None:
         """Contract: "a put that differs is a ValueError, and nothing is written."
 
-        Check first: what the hook reserves before its checks (keys, rows, locks) is given back when they fail.
+        Check first: what the hook reserves before its checks (keys, rows, locks) must be released when a check fails.
         """
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.tensor([1]))

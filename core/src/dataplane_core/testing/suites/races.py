@@ -1,4 +1,4 @@
-"""Races by threads on one client."""
+"""Races between threads that use one client."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _FACTOR = 10 if is_long() else 1
 
 
 class RaceSuite(Suite, chapter="races"):
-    """Threads that put, read, claim and clear at once."""
+    """Threads that put, read, claim and clear at the same time."""
 
     @proves(Capability.CLAIMS)
     def test_many_claimers_get_each_sample_once(self, store: Store) -> None:
         """Contract: "Across all clients and processes no sample is given to a task twice." and "Thread-safe: one client
         may be used from several threads."
 
-        Check first: choosing samples and marking them as given is one atomic step of the store.
+        Check first: the store must choose samples and mark them as given in one atomic step.
         """
         count = 240 * _FACTOR
         partition = store.register("x", num_samples=count)
@@ -63,7 +63,7 @@ class RaceSuite(Suite, chapter="races"):
         """Contract: "LeaseExpiredError names the ids whose token is no longer valid, so two holders never both
         succeed."
 
-        Check first: ack checks the token and settles in one atomic step.
+        Check first: ack must check the lease token and settle the sample in one atomic step.
         """
         partition = store.register("x")
         names = ids(60)
@@ -76,7 +76,7 @@ class RaceSuite(Suite, chapter="races"):
             while not store.client.check_consumption_status(partition, ["train"]):
                 assert time.monotonic() < give_up, "samples were lost: the partition is never consumed"
                 turn += 1
-                # every third claim is held too short, as if its consumer had stalled
+                # every third claim has a lease that is too short, as if its consumer had stalled
                 meta = store.claim(partition, 5, lease_s=0.01 if turn % 3 == 0 else 60)
                 if turn % 3 == 0:
                     time.sleep(0.02)
@@ -99,7 +99,7 @@ class RaceSuite(Suite, chapter="races"):
     def test_many_claimers_never_split_groups(self, store: Store) -> None:
         """Contract: "whole groups only".
 
-        Check first: a group becomes claimable in the same atomic step as its last member.
+        Check first: a group must become claimable in the same atomic step in which its last member becomes ready.
         """
         count = 40 * _FACTOR
         partition = store.register("x", group_size=3, num_samples=3 * count)
@@ -129,7 +129,7 @@ class RaceSuite(Suite, chapter="races"):
     def test_racing_puts_never_overfill_a_group(self, store: Store) -> None:
         """Contract: "An id without _g or a surplus member: ValueError at put."
 
-        Check first: members are counted again at the commit, in the same atomic step.
+        Check first: the commit must count the members of the group again, in the same atomic step.
         """
         for _ in range(10 * _FACTOR):
             partition = store.register("x", group_size=2)
@@ -150,7 +150,8 @@ class RaceSuite(Suite, chapter="races"):
         """Contract: "The first write of a set of fields is atomic per sample: no reader or claim sees half of it, or
         its data without its tags".
 
-        Check first: payload and tags are committed before production is flipped, or all three at once.
+        Check first: payload and tags must be stored before the cells are marked as produced, or all of it in one atomic
+        step.
         """
         count = 150 * _FACTOR
         partition = store.register("x", "y", num_samples=count)
@@ -174,7 +175,9 @@ class RaceSuite(Suite, chapter="races"):
                 if not meta.size:
                     return seen
                 (index,) = (int(name[1:]) for name in meta.sample_ids)
-                assert meta.tags == [{"n": index, "input_lengths": index % 5}], "a claim came without its tags"
+                assert meta.tags == [{"n": index, "input_lengths": index % 5}], (
+                    "a claim returned a sample without its tags"
+                )
                 found = store.get(partition, meta.sample_ids, "o", "y", "x")
                 assert found["y"].tolist() == [index]
                 assert items_of(found["o"]) == [index]
@@ -187,7 +190,7 @@ class RaceSuite(Suite, chapter="races"):
     def test_reads_see_whole_rows_or_none(self, store: Store) -> None:
         """Contract: "The first write of a set of fields is atomic per sample: no reader or claim sees half of it".
 
-        Check first: a read that finds one field of a put finds the others, too.
+        Check first: if a read finds one field of a put, it must find the other fields too.
         """
         partition = store.register("x", "y")
         count = 80 * _FACTOR
@@ -213,7 +216,7 @@ class RaceSuite(Suite, chapter="races"):
         """Contract: "A read that overlaps a clear returns whole rows or a KeyError, never a part of a row or
         bytes of another."
 
-        Check first: memory or keys of cleared rows are not used again while a read may still look at them.
+        Check first: the memory or keys of cleared rows must not be used again while a read may still use them.
         """
         partition, other = store.register("x", "y"), store.register("x", "y")
         names = ids(6)
@@ -228,7 +231,7 @@ class RaceSuite(Suite, chapter="races"):
                 for value in range(60 * _FACTOR):
                     fill(partition, value)
                     store.client.clear_samples(names if value % 2 else names[::-1], partition)
-                    fill(other, -value - 1)  # takes what the clear freed
+                    fill(other, -value - 1)  # uses the memory that the clear freed
                     store.client.clear_samples(names, other)
             finally:
                 done.set()
@@ -244,7 +247,9 @@ class RaceSuite(Suite, chapter="races"):
                 values = found["y"].tolist()
                 for index, row in enumerate(rows_of(found["x"], 6)):
                     assert values[index] >= 0, "a read returned a row of another partition"
-                    assert row.tolist() == [values[index]] * (1 + (values[index] + index) % 4), "a torn row"
+                    assert row.tolist() == [values[index]] * (1 + (values[index] + index) % 4), (
+                        "a read returned a row that mixes two writes"
+                    )
                 hits += 1
             return hits
 
@@ -254,7 +259,8 @@ class RaceSuite(Suite, chapter="races"):
         """Contract: "A read that overlaps a clear returns whole rows or a KeyError, never a part of a row or
         bytes of another."
 
-        Check first: some rows of a read may be gone while others stay, wherever they stand and however large they are.
+        Check first: some rows of a read may be cleared while the others stay. The hook must notice this at every
+        position of the batch and for rows of every size.
         """
         partition = store.register("x")
         stays, goes = ids(3, "stays"), ids(3, "goes")
@@ -281,8 +287,8 @@ class RaceSuite(Suite, chapter="races"):
                 for name, row in zip(names, rows, strict=True):
                     value = int(row[0])
                     assert (value > 0) == (name in goes), "a read returned another sample's row"
-                    assert len(row) == length + value % 3, "a torn row"
-                    assert bool((row == value).all()), "a torn row"
+                    assert len(row) == length + value % 3, "a read returned a row that mixes two writes"
+                    assert bool((row == value).all()), "a read returned a row that mixes two writes"
             return 0
 
         in_threads(churn, partial(read, stays + goes), partial(read, goes + stays))
@@ -292,7 +298,7 @@ class RaceSuite(Suite, chapter="races"):
     def test_racing_overwrites_leave_whole_cells(self, store: Store) -> None:
         """Contract: "with overwrite, replace cells (last committed write wins)."
 
-        Check first: a cell is replaced as a whole, its length with it.
+        Check first: an overwrite must replace the whole cell in one step, with its length.
         """
         partition = store.register("x")
         names = ids(4)
@@ -315,7 +321,7 @@ class RaceSuite(Suite, chapter="races"):
     def test_racing_puts_of_different_fields_all_stay(self, store: Store) -> None:
         """Contract: "A put may add fields to known samples, merge tags key by key".
 
-        Check first: read-modify-write of a row or of its tags; concurrent writers must not undo each other.
+        Check first: a read-modify-write of a row or of its tags. A concurrent put must not undo the changes of another.
         """
         partition = store.register("x")
         names = ids(10)
@@ -344,7 +350,7 @@ class RaceSuite(Suite, chapter="races"):
         """Contract: "a field keeps one kind (tensor, object), dtype, rank and trailing shape, fixed by its first write;
         a put that differs is a ValueError, and nothing is written."
 
-        Check first: the schema is compared again at the commit, in the same atomic step.
+        Check first: the commit must compare the field specs again, in the same atomic step.
         """
         columns: list[Callable[[], Any]] = [
             lambda: torch.zeros(2, dtype=torch.int64),
@@ -369,7 +375,7 @@ class RaceSuite(Suite, chapter="races"):
     def test_everything_at_once(self, store: Store) -> None:
         """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."
 
-        Check first: the order in which locks are taken.
+        Check first: the order in which locks are taken. Two orders can cause a deadlock.
         """
         partitions = [store.register("x", "y") for _ in range(2)]
         names = ids(8)
@@ -391,7 +397,7 @@ class RaceSuite(Suite, chapter="races"):
                     elif store.declares(Capability.LISTING):
                         assert set(store.client.list_samples(partition).sample_ids) <= set(names)
                 except DataPlaneError as error:
-                    # overwrites are refused where undeclared, overlapping puts and clears may fail where unfenced
+                    # refused where the backend does not declare overwrite or fenced
                     if isinstance(error, TimeoutError):
                         raise
             return 0

@@ -1,4 +1,4 @@
-"""`register_partition`: opens a partition afresh."""
+"""`register_partition`: it opens a new, empty partition."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class RegistrationSuite(Suite, chapter="registration"):
         """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
         when it returns."
 
-        Check first: registering a known partition deletes its rows before it returns, not lazily.
+        Check first: register_partition must delete the old rows of a known partition before it returns.
         """
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3))
         store.register("x", partition_id=partition)
         for sample_id in ids(3):
-            assert not store.has(partition, sample_id), f"row '{sample_id}' survived a new registration"
+            assert not store.has(partition, sample_id), f"row '{sample_id}' is still there after a new registration"
         store.put(partition, ["s1"], x=torch.tensor([7]))
         assert store.get(partition, ["s1"])["x"].tolist() == [7]
 
@@ -51,7 +51,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
         when it returns."
 
-        Check first: tags live with the rows of one registration; the same id written again starts without tags.
+        Check first: tags belong to the rows of one registration. An id that is written again must start without tags.
         """
         partition = store.register("x")
         store.put(partition, ids(2), [{"old": 1}] * 2, x=torch.arange(2))
@@ -63,7 +63,8 @@ class RegistrationSuite(Suite, chapter="registration"):
         """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
         when it returns."
 
-        Check first: where the field's kind, dtype and shape are kept; they belong to one registration.
+        Check first: the place where the kind, dtype and shape of a field are kept. They must belong to one
+        registration.
         """
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.tensor([1]))
@@ -81,7 +82,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
         when it returns."
 
-        Check first: what a task was given is kept per registration, not per sample id.
+        Check first: cursors must belong to one registration. It is not enough to record sample ids.
         """
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3))
@@ -95,7 +96,7 @@ class RegistrationSuite(Suite, chapter="registration"):
     def test_register_again_counts_samples_anew(self, store: Store) -> None:
         """Contract: "num_samples tells claims when the last, smaller batch is complete".
 
-        Check first: the count of distinct ids starts at zero with every registration.
+        Check first: the count of distinct ids must start at zero with every registration.
         """
         partition = store.register("x", num_samples=3)
         store.put(partition, ids(3), x=torch.arange(3))
@@ -108,7 +109,7 @@ class RegistrationSuite(Suite, chapter="registration"):
     def test_register_again_replaces_the_tasks(self, store: Store) -> None:
         """Contract: "Opens the partition afresh".
 
-        Check first: the tasks of the earlier registration are unknown to the new one.
+        Check first: the new registration must not know the tasks of the earlier one.
         """
         partition = store.register("x", tasks=["old"])
         store.register("x", partition_id=partition, tasks=["new"])
@@ -122,7 +123,8 @@ class RegistrationSuite(Suite, chapter="registration"):
         """Contract: "LeaseExpiredError names the ids whose token is no longer valid, so two holders never both
         succeed."
 
-        Check first: lease tokens are never used again, not even by a later registration of the same partition.
+        Check first: the store must never use a lease token again, not even in a later registration of the same
+        partition.
         """
         partition = store.register("x")
         store.put(partition, ids(2), x=torch.arange(2))
@@ -139,7 +141,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         """Contract: "fields is what producers are expected to write; further fields may be written (multimodal extras
         ride along)."
 
-        Check first: no allowlist of field names; a field is made by its first write.
+        Check first: the backend must accept fields that were not registered. The first write of a field must create it.
         """
         partition = store.register("x")
         store.put(partition, ids(2), x=torch.arange(2), pixel_values=torch.ones(2, 4), image_grid=as_objects([1], [2]))
@@ -150,7 +152,7 @@ class RegistrationSuite(Suite, chapter="registration"):
     def test_partitions_with_equal_ids_stay_apart(self, store: Store) -> None:
         """Contract: "Sample: a row, by a string id unique in its partition."
 
-        Check first: rows are addressed by partition and id together, everywhere.
+        Check first: every hook must address rows by partition and id together.
         """
         first, second = store.register("x"), store.register("x")
         store.put(first, ids(3), x=torch.arange(3))
@@ -163,7 +165,8 @@ class RegistrationSuite(Suite, chapter="registration"):
     def test_any_string_is_an_id(self, store: Store) -> None:
         """Contract: "Partition: a named table. Sample: a row, by a string id unique in its partition. Field: a column".
 
-        Check first: how names become keys of the engine; escape them, and let no separator occur inside a name.
+        Check first: how names become keys of the engine. Escape them, so that a separator inside a name cannot be
+        confused with one between names.
         """
         partition = store.register("x", partition_id=f"{store.new_id()} / ü:@|\n", tasks=["t a/b:ü"])
         columns = {f"f{name}": torch.arange(len(_ODD_NAMES)) * 100 + place for place, name in enumerate(_ODD_NAMES)}
@@ -177,7 +180,7 @@ class RegistrationSuite(Suite, chapter="registration"):
     def test_enums_take_their_words(self, store: Store) -> None:
         """Contract: "enums maps a field to its vocabulary of strings: an unknown string is a ValueError."
 
-        Check first: PartitionInfo keeps the enums of the registration; core checks against them.
+        Check first: PartitionInfo must hold the enums of the registration. Core checks values against them.
         """
         partition = store.register("role", enums={"role": ["user", "assistant"]})
         store.put(partition, ids(3), role=as_objects("user", "assistant", "user"))
@@ -186,7 +189,7 @@ class RegistrationSuite(Suite, chapter="registration"):
     def test_enums_refuse_other_words(self, store: Store) -> None:
         """Contract: "enums maps a field to its vocabulary of strings: an unknown string is a ValueError."
 
-        Check first: PartitionInfo keeps the enums of the registration; core checks against them.
+        Check first: PartitionInfo must hold the enums of the registration. Core checks values against them.
         """
         partition = store.register("role", "x", enums={"role": ["user", "assistant"]})
         with store.refusal(ValueError, "role", "tool"):
@@ -197,7 +200,7 @@ class RegistrationSuite(Suite, chapter="registration"):
     def test_enums_are_about_strings(self, store: Store) -> None:
         """Contract: "Where an enum is registered, only strings are checked against it."
 
-        Check first: nothing in the backend; core checks.
+        Check first: core, not the backend: core checks only strings against an enum.
         """
         partition = store.register("role", enums={"role": ["user"]})
         store.put(partition, ids(3), role=as_objects(None, 7, "user"))
@@ -207,11 +210,13 @@ class RegistrationSuite(Suite, chapter="registration"):
         """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
         when it returns."
 
-        Check first: describe_partition returns the newest registration, and its epoch differs from the one before.
+        Check first: describe_partition must return the newest registration, with an epoch that differs from the earlier
+        one.
         """
         partition = store.register("role", enums={"role": ["a"]})
         store.put(partition, ids(1), role=as_objects("a"))
-        store.hooks.register(partition, ["role"], enums={"role": ["b"]})  # another client's, unknown to this one
+        # as another client would do; this client does not know of it
+        store.hooks.register(partition, ["role"], enums={"role": ["b"]})
         store.put(partition, ids(1), role=as_objects("b"))
         with store.refusal(ValueError, "'a'"):
             store.put(partition, ["s9"], role=as_objects("a"))
@@ -233,7 +238,7 @@ class RegistrationSuite(Suite, chapter="registration"):
     ) -> None:
         """Contract: "Core does once, for all backends: argument checks".
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         full = {"partition_id": store.new_id(), "fields": ["x"], "num_samples": None, "consumer_tasks": ["train"]}
         with store.faults.counting() as calls, store.refusal(error_type):
@@ -246,7 +251,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         """Hook spec: "Opens the partition. On return, rows, tags, cursors and schema of an earlier registration are
         gone."
 
-        Check first: PartitionInfo repeats what the request said, and describe_partition returns the same.
+        Check first: the PartitionInfo must repeat the values of the request. describe_partition must return the same.
         """
         partition = store.register("x")
         group_size = 2 if store.declares(Capability.GROUPS) else None
@@ -261,7 +266,7 @@ class RegistrationSuite(Suite, chapter="registration"):
     def test_every_registration_has_an_epoch_of_its_own(self, store: Store) -> None:
         """Hook spec: "The id of the registration: random bits drawn by the client (new_id)."
 
-        Check first: describe_partition returns the epoch that the registration's request gave.
+        Check first: describe_partition must return the epoch of the request that registered the partition.
         """
         first, second = store.register("x"), store.register("x")
         epochs = [store.hooks.register(partition).epoch for partition in (first, second, first)]
@@ -272,7 +277,7 @@ class RegistrationSuite(Suite, chapter="registration"):
     def test_describe_hook_refuses_an_unknown_partition(self, store: Store) -> None:
         """Hook spec: "UnknownPartitionError: Not registered."
 
-        Check first: describe_partition raises UnknownPartitionError itself, also after the partition was cleared.
+        Check first: describe_partition itself must raise UnknownPartitionError, also after the partition was cleared.
         """
         with pytest.raises(UnknownPartitionError):
             store.hooks.describe(store.new_id())
@@ -284,7 +289,8 @@ class RegistrationSuite(Suite, chapter="registration"):
     def test_the_epoch_is_the_one_that_the_registration_drew(self, store: Store) -> None:
         """Hook spec: "The id of the registration: random bits drawn by the client".
 
-        Check first: epochs are not counted in the store, which may come back from an older state and count again.
+        Check first: use the epoch of the request. Do not count epochs in the store: a store that is restored to an
+        older state would use the same epochs again.
         """
         drawn: list[str] = []
         partition = store.new_id()

@@ -1,7 +1,6 @@
-"""What is no longer there takes no room in the engine, whatever the books say.
+"""Payload that was cleared or overwritten is deleted from the engine.
 
-Measured past the ledger: by the author's ``held_bytes``, and of a `BlobStore` by asking it for the blobs that it was
-given.
+The tests do not trust the ledger: they measure with the author's ``held_bytes``, or read the blobs of a `BlobStore`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["RoomSuite"]
 _ROWS: Final = 32
 _ROW_BYTES: Final = 64 * 1024
 _PUT_BYTES: Final = _ROWS * _ROW_BYTES
-#: What an engine may keep beside the payload: less than a half, which a clear of half of the rows must free.
+#: Bytes that an engine may keep beside the payload: less than half of it, because the tests clear half of the rows.
 _SLACK_BYTES: Final = 3 * _PUT_BYTES // 8
 
 
@@ -34,12 +33,12 @@ def _put(store: Store, partition: str, value: int = 0) -> None:
 
 
 def _holds(held: Callable[[], int]) -> None:
-    """Asserts that the measure sees what one put stored."""
+    """Asserts that the measured bytes grew by the payload of one put."""
     assert held() >= _PUT_BYTES - _SLACK_BYTES, f"held_bytes grew by {held()} for {_PUT_BYTES} bytes that were put"
 
 
 def _shrinks_to(held: Callable[[], int], payload_bytes: int, what: str) -> None:
-    """Asserts that the engine comes down to so much payload; it may delete in the background."""
+    """Asserts that the payload in the engine shrinks to this size. The engine may delete in the background."""
     limit = payload_bytes + _SLACK_BYTES
     try:
         eventually(lambda: held() <= limit)
@@ -48,12 +47,13 @@ def _shrinks_to(held: Callable[[], int], payload_bytes: int, what: str) -> None:
 
 
 class RoomSuite(Suite, chapter="room"):
-    """Payload is deleted, not only forgotten."""
+    """Payload is deleted from the engine, not only from the ledger."""
 
     def test_rows_that_are_cleared_leave_the_engine(self, store: Store) -> None:
         """Contract: "ids: drops those rows with their tags and cursors".
 
-        Check first: delete, or what the backend calls instead, really deletes; clear_samples calls it for every row.
+        Check first: the delete method, or the engine call that your backend uses instead. It must really delete the
+        payload, and clear_samples must call it for every row.
         """
         partition = store.register("x")
         with store.held() as held:
@@ -67,7 +67,7 @@ class RoomSuite(Suite, chapter="room"):
     def test_a_cleared_partition_leaves_the_engine(self, store: Store) -> None:
         """Contract: "None: drops the whole partition, schema included, whoever wrote it."
 
-        Check first: a clear of a partition deletes the payload of all its rows, of every put.
+        Check first: a clear of a partition must delete the payload of all its rows, from every put.
         """
         partition = store.register("x", "y")
         with store.held() as held:
@@ -81,7 +81,7 @@ class RoomSuite(Suite, chapter="room"):
         """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
         when it returns."
 
-        Check first: registering a partition again deletes the payload of its rows, as a clear does.
+        Check first: a new registration of a partition must delete the payload of its old rows, as a clear does.
         """
         partition = store.register("x")
         with store.held() as held:
@@ -94,7 +94,7 @@ class RoomSuite(Suite, chapter="room"):
     def test_overwritten_cells_leave_the_engine(self, store: Store) -> None:
         """Contract: "with overwrite, replace cells (last committed write wins)".
 
-        Check first: a put deletes the payload of the cells that it replaced.
+        Check first: a put must delete the payload of the cells that it replaced.
         """
         partition = store.register("x")
         with store.held() as held:
@@ -107,7 +107,7 @@ class RoomSuite(Suite, chapter="room"):
     def test_a_refused_put_leaves_nothing_in_the_engine(self, store: Store) -> None:
         """Hook spec: "If another one is current, the backend raises StalePartitionError and writes nothing."
 
-        Check first: what a put stored before it was refused is deleted again.
+        Check first: if a put is refused after it stored payload, it must delete this payload.
         """
         partition = store.register("x")
         old = store.hooks.register(partition).epoch

@@ -1,6 +1,6 @@
-"""The simplest uses of a store: a few rows, and some hundreds, go in and come out.
+"""The simplest uses of a store: put and read a few rows and some hundreds of rows.
 
-These run before all else, so that what is broken for every caller is said at once, and not after minutes of histories.
+These tests run first, so that a basic fault is reported at once and not after minutes of slower tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataplane_core.testing._timing import PROMPT_S
 
 __all__ = ["SmokeSuite"]
 
-#: Rows of the larger tests: enough for a store that loses one in a hundred to be caught nearly always.
+#: Rows of the larger tests. With so many rows, a store that loses one in a hundred is nearly always caught.
 _ROWS: Final = 400
 #: Rows of one put.
 _STEP: Final = 100
@@ -37,7 +37,7 @@ def _put_hundreds(store: Store, partition: str) -> None:
 
 
 def _readable(store: Store, partition: str, names: list[str], fields: list[str]) -> None:
-    """Asserts that rows can be read at all, before the client would have waited for its own, long deadline."""
+    """Asserts that rows can be read at all. Fails long before the client's own deadline."""
     try:
         store.hooks.within(PROMPT_S).get(partition, names, fields)
     except DataPlaneError as error:
@@ -45,26 +45,26 @@ def _readable(store: Store, partition: str, names: list[str], fields: list[str])
 
 
 class SmokeSuite(Suite, chapter="smoke"):
-    """What every other test of the kit takes for granted."""
+    """What every other test of the kit relies on."""
 
     def test_smoke_hundreds_of_blobs_come_back(self, store: Store) -> None:
         """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
 
-        Check first: put; every blob is kept, whatever its key and however many there are.
+        Check first: the put method. It must keep every blob, whatever the key and however many blobs there are.
         """
         backend = store.blobs()
         blobs = {key: key.encode() * 3 for key in new_keys(_ROWS)}
         for key, data in blobs.items():
             backend.put(key, data)
         lost = [key for key, data in blobs.items() if backend.get(key) != data]
-        assert not lost, f"{of_all(lost, blobs)} are lost: they were put, and get does not give them back"
+        assert not lost, f"{of_all(lost, blobs)} are lost: put returned, but get does not find them"
         backend.delete_many(list(blobs))
 
     def test_smoke_a_few_rows_go_in_and_out(self, store: Store) -> None:
         """Contract: "Writes cells; fields is a TensorDict of batch size [len(sample_ids)]." and "Exactly one row per id
         given, in that order, repeats included."
 
-        Check first: one put and one get by hand, as in the guide; nothing else can work before these do.
+        Check first: call one put and one get by hand, as in the guide. No other test can pass before they work.
         """
         partition = store.register("x", "y")
         store.put(partition, ids(3), [{"n": 0}, {"n": 1}, {"n": 2}], x=torch.arange(3), y=_column([7, 8, 9]))
@@ -77,7 +77,7 @@ class SmokeSuite(Suite, chapter="smoke"):
         """Contract: "Returns only when the write is committed and visible to every other client" and "Exactly one row
         per id given, in that order, repeats included."
 
-        Check first: no row is lost among many, within a put and over several.
+        Check first: look for rows that are lost within one large put, or between several puts.
         """
         partition = store.register("x", "y")
         _put_hundreds(store, partition)
@@ -91,7 +91,7 @@ class SmokeSuite(Suite, chapter="smoke"):
     def test_smoke_hundreds_of_rows_are_claimed_once(self, store: Store) -> None:
         """Contract: "Across all clients and processes no sample is given to a task twice." and "Order: by first write."
 
-        Check first: claim; it marks what it gives as given, and leaves nothing out.
+        Check first: the claim hook. It must mark the samples that it gives, and must leave out none.
         """
         partition = store.register("x", "y", num_samples=_ROWS)
         _put_hundreds(store, partition)
@@ -106,7 +106,7 @@ class SmokeSuite(Suite, chapter="smoke"):
         """Contract: "ids: drops those rows with their tags and cursors; ids not there are ignored." and "None: drops
         the whole partition, schema included, whoever wrote it."
 
-        Check first: clear_samples, of some rows and of all; what is not named stays.
+        Check first: clear_samples, for some rows and for all. Rows that it does not name must stay.
         """
         partition = store.register("x", "y")
         _put_hundreds(store, partition)
@@ -126,7 +126,8 @@ class SmokeSuite(Suite, chapter="smoke"):
     def test_smoke_two_clients_share_a_store(self, store: Store) -> None:
         """Contract: "Returns only when the write is committed and visible to every other client".
 
-        Check first: a client that attaches reaches the same store, and sees what others wrote before and after.
+        Check first: a client that attaches must reach the same store. It must see what others write before and after it
+        attaches.
         """
         partition = store.register("x")
         store.put(partition, ["mine"], x=torch.tensor([1]))

@@ -52,7 +52,7 @@ _NAMES = [repr(each).replace(" ", "") for each, _ in _FILTERS]
 
 
 class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS):
-    """Predicates applied where the tags live."""
+    """Filters that the store applies to the tags."""
 
     @pytest.mark.parametrize(("tag_filter", "expected"), _FILTERS, ids=_NAMES)
     @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
@@ -60,8 +60,8 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
         """Contract: "a small declarative predicate on tags ({"weight_version": (">=", 7)}), applied where the tags
         live."
 
-        Check first: dataplane_core.spec.matches: all conditions hold; a missing tag, or types that do not compare, do
-        not match.
+        Check first: use dataplane_core.spec.matches. All conditions must hold. A missing tag, or a type that cannot be
+        compared, does not match.
         """
         partition = store.register("x")
         store.put(partition, ids(5), _TAGS, x=torch.arange(5))
@@ -70,7 +70,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
         assert meta.tags == [_TAGS[index] for index in expected]
         rest = store.claim(partition, 9)
         assert rest.sample_ids == [f"s{index}" for index in range(5) if index not in expected], (
-            "the rest was given, too"
+            "a later claim without the filter did not give the rest"
         )
 
     @pytest.mark.parametrize(("tag_filter", "expected"), _FILTERS, ids=_NAMES)
@@ -78,7 +78,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
     def test_listings_match_the_filter(self, store: Store, tag_filter: dict[str, Any], expected: list[int]) -> None:
         """Contract: "list_samples(partition_id, tag_filter=None) -> meta (listing): ids and tags, no data."
 
-        Check first: dataplane_core.spec.tags.matches; the same rules as for claims.
+        Check first: use dataplane_core.spec.matches. The rules are the same as for claims.
         """
         partition = store.register("x")
         store.put(partition, ids(5), _TAGS, x=torch.arange(5))
@@ -90,7 +90,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
     def test_filters_see_the_newest_tags(self, store: Store) -> None:
         """Contract: "merge tags key by key".
 
-        Check first: the filter reads the tags as they are when the claim runs.
+        Check first: the filter must use the tags at the time of the claim.
         """
         partition = store.register("x")
         store.put(partition, ids(3), [{"v": 1}] * 3, x=torch.arange(3))
@@ -104,7 +104,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
     def test_skipped_samples_keep_their_place(self, store: Store) -> None:
         """Contract: "Order: by first write."
 
-        Check first: samples that a filter passes over stay in the pool, where they stood.
+        Check first: samples that do not match must stay in the pool, at their places in the order.
         """
         partition = store.register("x")
         store.put(partition, ids(6), [{"odd": index % 2} for index in range(6)], x=torch.arange(6))
@@ -116,7 +116,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
     def test_blocking_claims_wait_for_matching_samples(self, store: Store) -> None:
         """Contract: "Blocking: waits until batch_size are ready".
 
-        Check first: samples that do not match do not count as ready.
+        Check first: samples that do not match must not count as ready.
         """
         partition = store.register("x")
         store.put(partition, ids(3), [{"v": 1}, {"v": 2}, {"v": 1}], x=torch.arange(3))
@@ -133,7 +133,8 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
         """Contract: "or until the partition can give no more (num_samples distinct ids were written, cleared ones
         included, and fewer remain), and then returns those".
 
-        Check first: with all ids written, a claim under a filter returns the matching rest.
+        Check first: once num_samples ids were written, a claim with a filter must give the samples that match and are
+        left.
         """
         partition = store.register("x", num_samples=4)
         store.put(partition, ids(4), [{"v": index % 2} for index in range(4)], x=torch.arange(4))
@@ -152,7 +153,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
     def test_malformed_filters_are_refused(self, store: Store, tag_filter: Any) -> None:
         """Contract: "a small declarative predicate on tags".
 
-        Check first: nothing in the backend; core refuses before the hook is called.
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
         partition = store.register("x")
         store.put(partition, ["a"], [{"v": 1}], x=torch.zeros(1))
@@ -164,7 +165,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
     def test_groups_match_as_a_whole(self, store: Store) -> None:
         """Contract: "whole groups only".
 
-        Check first: a group matches when all of its members do; a filter never splits one.
+        Check first: a group matches if all its members match. A filter must never split a group.
         """
         partition = store.register("x", group_size=2)
         tags = [{"v": 1}, {"v": 2}, {"v": 2}, {"v": 2}]

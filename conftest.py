@@ -133,7 +133,7 @@ def _interrupted(call: Callable[[], object], at: int, *modules: ModuleType) -> K
 
 @pytest.fixture(scope="session")
 def interrupted() -> Callable[..., KeyboardInterrupt | None]:
-    """``interrupted(call, at, *modules)``: calls, with a KeyboardInterrupt before instruction ``at`` of the modules' code.
+    """``interrupted(call, at, *modules)``: calls, and raises KeyboardInterrupt before instruction ``at`` of their code.
 
     Returns the error, or None where the call has fewer instructions. The error keeps every frame of the call alive, as
     an interactive session does.

@@ -102,7 +102,7 @@ class Connection:
     _bootstrapped: bool
     _pid: int
     _in_flight: int
-    _state: threading.Lock  # entered itself: an interrupt while a Condition is entered would leave it locked
+    _state: threading.Lock  # entered itself: an interrupt can leave a Condition locked
     _idle: threading.Condition  # no operation is under way
     _close_lock: threading.Lock
     _closing: threading.Event  # wakes waiting claims

@@ -84,8 +84,9 @@ class ReplayBuffer(DataPlaneClientMixin):
         self._policy = policy
         self._num_prompts = num_prompts
         self._requeue_evicted = requeue_evicted
-        self._changed = threading.Condition(threading.RLock())
-        # all below: guarded by _changed
+        self._lock = threading.RLock()  # entered itself: an interrupt can leave a Condition locked
+        self._changed = threading.Condition(self._lock)
+        # all below: guarded by _lock
         self._weight_version = weight_version
         self._trained_since = 0
         self._groups: dict[str, Group] = {}
@@ -106,18 +107,18 @@ class ReplayBuffer(DataPlaneClientMixin):
     @property
     def weight_version(self) -> int:
         """The trainer's version."""
-        with self._changed:
+        with self._lock:
             return self._weight_version
 
     @property
     def counts(self) -> BufferCounts:
         """The counts so far; a copy."""
-        with self._changed:
+        with self._lock:
             return dataclasses.replace(self._counts)
 
     def view(self) -> BufferView:
         """The groups in the buffer, as policies see them."""
-        with self._changed:
+        with self._lock:
             return self._view()
 
     # --- the rollout side ---------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         Returns:
             The number of this start, for `reserve`.
         """
-        with self._changed:
+        with self._lock:
             self._check_open()
             number = self._incarnations[collector] = self._incarnations.get(collector, 0) + 1
             self._running.add(collector)
@@ -184,7 +185,7 @@ class ReplayBuffer(DataPlaneClientMixin):
                 return 0 if self._drained() else None
             return wanted if self._policy.admit(self._view()) >= wanted else None
 
-        with self._changed:
+        with self._lock:
             self._check_open()
             most = self._policy.admit(BufferView(weight_version=self._weight_version, trained_since=0, groups=()))
             if num_groups > most:
@@ -226,7 +227,7 @@ class ReplayBuffer(DataPlaneClientMixin):
                 f"commit refused: {meta.size} rows of '{meta.partition_id}' for reservations of {len(wanted)} rows in "
                 f"'{self.partition_id}'; only in one of both: {preview(wrong)}. Expected exactly the rows reserved."
             )
-        with self._changed:
+        with self._lock:
             self._check_open()
             self._check_held(reservations)
             for each in reservations:
@@ -249,7 +250,7 @@ class ReplayBuffer(DataPlaneClientMixin):
             reservations: If one is no longer held, only its rows are cleared.
             requeue: Generate their prompts again, before new ones.
         """
-        with self._changed:
+        with self._lock:
             held = [each for each in reservations if self._is_held(each)]
             lost = [each for each in reservations if each.group not in self._groups]
             self._to_clear.update(dict.fromkeys(sample_id for each in lost for sample_id in each.sample_ids))
@@ -274,7 +275,7 @@ class ReplayBuffer(DataPlaneClientMixin):
             collector: Name of the collector.
             incarnation: What `enlist` returned; None: the newest. An earlier start is ignored.
         """
-        with self._changed:
+        with self._lock:
             if incarnation is not None and incarnation != self._incarnations.get(collector, 0):
                 return
             self._running.discard(collector)
@@ -286,7 +287,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         """Clears the rows of collectors that belong to no group in the buffer. Returns their number."""
         client = self._require_dp_client()
         listed = client.list_samples(self.partition_id, tag_filter={INCARNATION_TAG: (">=", 0)})
-        with self._changed:
+        with self._lock:
             own = {each for group in self._groups.values() for each in group.reservation.sample_ids}
             orphans = [each for each in listed.sample_ids if each not in own]
             self._to_clear.update(dict.fromkeys(orphans))
@@ -324,7 +325,7 @@ class ReplayBuffer(DataPlaneClientMixin):
                 self._check_collectors()
             return None if names is None else self._checked(names, wanted)
 
-        with self._changed:
+        with self._lock:
             self._check_open()
             names = self._wait(chosen, timeout_s)
             if names is None:
@@ -382,7 +383,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         self._clear_rows()
 
     def _note_trained(self, meta: KVBatchMeta) -> None:
-        with self._changed:
+        with self._lock:
             names = self._selected(meta, "consume")
             self._drop(names)
             self._counts.trained += len(names)
@@ -398,7 +399,7 @@ class ReplayBuffer(DataPlaneClientMixin):
                 as they are when a call of `DataPlanePolicy` raised. With ``num_prompts``, a collector ends when no
                 prompt is left: then start one again.
         """
-        with self._changed:
+        with self._lock:
             names = self._selected(meta, "discard")
             if requeue:
                 self._generate_again(self._groups[name].reservation for name in names)
@@ -413,7 +414,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         Their rows must still be in the store. `DataPlanePolicy` clears the rows of a call that raises: then use
         `discard` with ``requeue``.
         """
-        with self._changed:
+        with self._lock:
             for name in self._selected(meta, "put_back"):
                 group = self._groups[name]
                 group.view = dataclasses.replace(group.view, selected=False)
@@ -438,7 +439,7 @@ class ReplayBuffer(DataPlaneClientMixin):
             self._check_collectors()
             return None
 
-        with self._changed:
+        with self._lock:
             self._check_open()
             if self._wait(full, timeout_s) is None:
                 raise ReplayTimeoutError(
@@ -455,7 +456,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         Raises:
             InvalidRequestError: The version is lower than the current one.
         """
-        with self._changed:
+        with self._lock:
             self._check_open()
             if weight_version < self._weight_version:
                 raise InvalidRequestError(
@@ -472,7 +473,7 @@ class ReplayBuffer(DataPlaneClientMixin):
 
     def close(self) -> None:
         """Ends all waiting calls with a `ReplayClosedError`, and detaches. Rows stay. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         self.close_data_plane()
@@ -494,14 +495,14 @@ class ReplayBuffer(DataPlaneClientMixin):
 
     def open_snapshot(self) -> dict[str, Any]:
         """The first half of `snapshot`, for a caller in another process. `close_snapshot` must follow."""
-        with self._changed:
+        with self._lock:
             state = self._state()
             self._snapshots += 1
         return state
 
     def close_snapshot(self) -> None:
         """The second half of `snapshot`: clears the rows of groups that were removed in between."""
-        with self._changed:
+        with self._lock:
             self._snapshots -= 1
         self._clear_rows()
 
@@ -516,7 +517,7 @@ class ReplayBuffer(DataPlaneClientMixin):
                 raise InvalidRequestError(
                     f"load_state refused: {name} is {state[name]!r} in the state and {own!r} in the buffer."
                 )
-        with self._changed:
+        with self._lock:
             self._check_open()
             self._weight_version = state["weight_version"]
             self._trained_since = state["trained_since"]
@@ -706,7 +707,7 @@ class ReplayBuffer(DataPlaneClientMixin):
 
     def _clear_rows(self) -> None:
         """Clears the rows of removed groups. If the store fails, the next call tries again."""
-        with self._changed:
+        with self._lock:
             if self._snapshots:
                 return  # the end of the last snapshot clears them
             ids, self._to_clear = list(self._to_clear), {}
@@ -715,6 +716,6 @@ class ReplayBuffer(DataPlaneClientMixin):
         try:
             self._require_dp_client().clear_samples(ids, self.partition_id)
         except DataPlaneError:
-            with self._changed:
+            with self._lock:
                 self._to_clear.update(dict.fromkeys(ids))
             raise

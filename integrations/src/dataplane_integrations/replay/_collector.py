@@ -112,8 +112,9 @@ class Collector:
         self._write_options = dict(write_options or {})
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
-        self._state = threading.Condition()
-        # guarded by _state
+        self._lock = threading.RLock()  # entered itself: an interrupt can leave a Condition locked
+        self._state = threading.Condition(self._lock)
+        # guarded by _lock
         self._paused = 0
         self._busy = 0
         self._counts = CollectorCounts()
@@ -124,7 +125,7 @@ class Collector:
     @property
     def counts(self) -> CollectorCounts:
         """The counts so far; a copy."""
-        with self._state:
+        with self._lock:
             return dataclasses.replace(self._counts)
 
     def start(self) -> None:
@@ -151,7 +152,7 @@ class Collector:
             OperationTimeoutError: A rollout did not end in time. Its thread is left behind, and ends with the process.
         """
         self._stop.set()
-        with self._state:
+        with self._lock:
             self._state.notify_all()
         self._join(timeout_s)
         if any(thread.is_alive() for thread in self._threads):
@@ -177,7 +178,7 @@ class Collector:
         Raises:
             OperationTimeoutError: A rollout, or a write that waits for room, did not end in time.
         """
-        with self._state:
+        with self._lock:
             self._paused += 1
             still = self._state.wait_for(lambda: self._busy == 0, timeout_s)
         try:
@@ -188,7 +189,7 @@ class Collector:
                 )
             yield
         finally:
-            with self._state:
+            with self._lock:
                 self._paused -= 1
                 self._state.notify_all()
 
@@ -220,20 +221,20 @@ class Collector:
                     if not self._one_round(incarnation):
                         return
                 finally:
-                    with self._state:
+                    with self._lock:
                         self._busy -= 1
                         self._state.notify_all()
         except (ReplayClosedError, ReservationLostError):
             return  # the buffer is closed, or another start has taken over
         except BaseException as error:
-            with self._state:
+            with self._lock:
                 self._error = error
             self._stop.set()
             self._buffer.fail(self._reason(error), error, collector=self._name, incarnation=incarnation)
 
     def _begin(self) -> bool:
         """Waits while paused. Returns False if the thread must stop."""
-        with self._state:
+        with self._lock:
             self._state.wait_for(lambda: self._stop.is_set() or not self._paused)
             if self._stop.is_set():
                 return False
@@ -255,7 +256,7 @@ class Collector:
         except BaseException as error:
             self._roll_back(reservations, error)
             return True
-        with self._state:
+        with self._lock:
             self._counts.groups += len(reservations)
             self._in_a_row = 0
             swept, self._swept = self._swept, True
@@ -268,7 +269,7 @@ class Collector:
         try:
             self._buffer.sweep()
         except DataPlaneError:
-            with self._state:
+            with self._lock:
                 self._swept = False
 
     def _written(self, reservations: Sequence[Reservation]) -> KVBatchMeta:
@@ -306,7 +307,7 @@ class Collector:
                     raise
                 # a write that timed out may have happened
                 self._client.clear_samples(ids, self._buffer.partition_id)
-            with self._state:
+            with self._lock:
                 self._counts.held_back += 1
             self._stop.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -318,7 +319,7 @@ class Collector:
             error.add_note(f"the rows written could not be cleared yet: {type(broken).__name__}: {broken}")
         if isinstance(error, (ReplayClosedError, ReservationLostError)) or not isinstance(error, Exception):
             raise error
-        with self._state:
+        with self._lock:
             self._counts.last_error = error
             if _found_no_room(error):
                 self._counts.held_back += 1

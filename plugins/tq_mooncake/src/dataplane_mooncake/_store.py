@@ -167,7 +167,8 @@ class Store:
         self._calls: set[Call] = set()
         self._units: set[Endpoint] = set()
         self._ending = False  # whether a thread is ending calls that were given up
-        self._idle = threading.Condition()
+        self._lock = threading.Lock()  # entered itself: an interrupt can leave a Condition locked
+        self._idle = threading.Condition(self._lock)
 
     # --- sharing -----------------------------------------------------------------------------------------------------
 
@@ -209,18 +210,18 @@ class Store:
 
     def _close(self, call: Call) -> None:
         self._end_given_up(call)
-        with self._idle:
+        with self._lock:
             self._idle.wait_for(lambda: not self._calls)
         self._engine.close()
 
     @contextlib.contextmanager
     def _in_call(self, call: Call) -> Iterator[Any]:
-        with self._idle:
+        with self._lock:
             self._calls.add(call)
         try:
             yield self._engine
         finally:
-            with self._idle:
+            with self._lock:
                 self._calls.remove(call)
                 self._idle.notify_all()
 
@@ -229,7 +230,7 @@ class Store:
 
         Otherwise a transfer to a suspended process would keep a core busy, and its slot of the buffer, for a minute.
         """
-        with self._idle:
+        with self._lock:
             if self._ending:
                 return
             self._ending = True
@@ -238,7 +239,7 @@ class Store:
     def _end_given_up(self, call: Call) -> None:
         """Runs in a thread, and repeats: a transfer keeps opening connections."""
         while True:
-            with self._idle:
+            with self._lock:
                 if not any(each.given_up for each in self._calls):
                     self._ending = False
                     return
@@ -246,7 +247,7 @@ class Store:
             if alone:
                 with contextlib.suppress(Exception):  # then the calls end later by themselves
                     end_connections(self._units)
-            with self._idle:
+            with self._lock:
                 self._idle.wait(POLL_S)
 
     # --- rows: called in the threads of `bounded` --------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_a_client_whose_file_was_replaced_writes_nothing_and_says_so(tmp_path):
         copy.replace(path)
         for name in ("store.sqlite-wal", "store.sqlite-shm"):
             (tmp_path / name).unlink()
-        with pytest.raises(BackendUnavailableError, match="another than this client opened"):
+        with pytest.raises(BackendUnavailableError, match="is not the one that this client opened"):
             client.ack(held)
     with open_client(path, bootstrap=False) as again:
         mine = again.claim_meta("p", "t", ["x"], 1, lease_s=60)

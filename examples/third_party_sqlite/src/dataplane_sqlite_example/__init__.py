@@ -119,8 +119,8 @@ class SQLiteStore(BlobStore):
     # --- the journal --------------------------------------------------------------------------------------------------
 
     def append(self, seq: int, record: bytes) -> bool:
-        """Writes a record at the next place of the journal, unless another process was faster."""
-        # neither one that was trimmed, nor one behind a place that is free
+        """Writes a record with the next number, unless another process was faster."""
+        # refuses a number that was trimmed, and one that would leave a gap
         insert = "INSERT INTO journal SELECT ?, ? WHERE ? = (SELECT coalesce(max(seq) + 1, 0) FROM journal)"
         _, changed = self._run(insert, (seq, record, seq))
         return changed == 1
@@ -137,11 +137,11 @@ class SQLiteStore(BlobStore):
     # --- connections --------------------------------------------------------------------------------------------------
 
     def _run(self, statement: str, values: Sequence[Any]) -> tuple[list[Any], int]:
-        """Runs one statement: its rows, and how many it changed. Others are waited for until the deadline."""
+        """Runs one statement: its rows, and how many it changed. Waits for other processes until the deadline."""
         if not self._open:
             raise BackendUnavailableError("the store is closed.", retryable=False)
         if self._replaced():
-            message = f"the file '{self.config.path}' is another than this client opened: it was moved or replaced."
+            message = f"the file '{self.config.path}' is not the one that this client opened: it was moved or replaced."
             raise BackendUnavailableError(message, retryable=False, hint="Close this client and connect again.")
         try:
             database = self._idle.pop()

@@ -40,7 +40,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.claim(partition, 3).size == 0
 
     def test_each_task_has_its_own_cursor(self, store: Store) -> None:
-        """Contract: "Task: a named consumer with its own cursor."
+        """Contract: "Task: a named purpose of consumption, with its own cursor."
 
         Check first: the store must record per task which samples it gave.
         """

@@ -153,7 +153,7 @@ class ClearSuite(Suite, chapter="clear"):
         assert store.tags_of(partition) == {"s2": {}}
 
     def test_other_partitions_stay(self, store: Store) -> None:
-        """Contract: "Sample: a row, by a string id unique in its partition."
+        """Contract: "Sample: one item of it, with a string id unique in its partition."
 
         Check first: a clear must address rows by partition and id together. It must not select a partition by a prefix
         of its name.

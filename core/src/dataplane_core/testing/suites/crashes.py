@@ -110,7 +110,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
     @lasts(_LIMIT_S)
     @proves(Scope.HOST, Capability.LEASES)
     def test_killed_consumers_lose_no_leased_sample(self, store: Store) -> None:
-        """Contract: "with lease_s, a claim that is neither acked nor renewed in time goes back to the pool." and "two
+        """Contract: "with lease_s, a claim that is neither acked nor renewed in time is handed out again." and "two
         holders never both succeed."
 
         Check first: leases must end by the store's clock, also if their holder is dead. An acked sample must never go

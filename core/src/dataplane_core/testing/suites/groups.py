@@ -163,7 +163,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         assert meta.size == 0
 
     def test_each_task_is_given_every_group(self, store: Store) -> None:
-        """Contract: "Task: a named consumer with its own cursor."
+        """Contract: "Task: a named purpose of consumption, with its own cursor."
 
         Check first: the store must record per task which groups it gave.
         """

@@ -67,7 +67,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert store.claim(partition, 4).size == 0
 
     def test_unsettled_leases_go_back(self, store: Store) -> None:
-        """Contract: "with lease_s, a claim that is neither acked nor renewed in time goes back to the pool."
+        """Contract: "with lease_s, a claim that is neither acked nor renewed in time is handed out again."
 
         Check first: the claim hook itself must return samples with expired leases to the pool. No other call must be
         needed for it.
@@ -86,7 +86,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert not set(again.lease_tokens) & set(lost.lease_tokens), "a lease token was used twice"
 
     def test_blocking_claims_wake_when_leases_run_out(self, store: Store) -> None:
-        """Contract: "a claim that is neither acked nor renewed in time goes back to the pool."
+        """Contract: "a claim that is neither acked nor renewed in time is handed out again."
 
         Check first: a claim that waits must get samples whose leases expire while it waits.
         """
@@ -95,7 +95,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert store.claim(partition, 4, blocking=True, timeout_s=30).sample_ids == ids(4)
 
     def test_acked_samples_never_go_back(self, store: Store) -> None:
-        """Contract: "a claim that is neither acked nor renewed in time goes back to the pool."
+        """Contract: "a claim that is neither acked nor renewed in time is handed out again."
 
         Check first: after an ack, the sample must never go back to the pool, also after the lease time is over.
         """
@@ -171,7 +171,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s0", "s2", "s3"]
 
     def test_renew_extends_the_lease(self, store: Store) -> None:
-        """Contract: "a claim that is neither acked nor renewed in time goes back to the pool."
+        """Contract: "a claim that is neither acked nor renewed in time is handed out again."
 
         Check first: renew must set the end of the lease to lease_s seconds from now. The old end must no longer count.
         """
@@ -280,7 +280,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert store.client.check_consumption_status(partition, ["train"])
 
     def test_each_task_leases_on_its_own(self, store: Store) -> None:
-        """Contract: "Task: a named consumer with its own cursor."
+        """Contract: "Task: a named purpose of consumption, with its own cursor."
 
         Check first: the store must record leases per task. It must refuse a token of another task.
         """
@@ -326,7 +326,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert store.claim(partition, 4).sample_ids == ["s2", "s3"]
 
     def test_with_a_lease_a_lost_reply_loses_nothing(self, store: Store) -> None:
-        """Contract: "with lease_s, a claim that is neither acked nor renewed in time goes back to the pool."
+        """Contract: "with lease_s, a claim that is neither acked nor renewed in time is handed out again."
 
         Check first: the lease must begin in the store when the claim is made, even if the client never gets the reply.
         """

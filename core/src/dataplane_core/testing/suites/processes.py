@@ -105,7 +105,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
 
     @proves(Scope.HOST, Capability.LEASES)
     def test_a_killed_holder_loses_its_lease(self, store: Store) -> None:
-        """Contract: "with lease_s, a claim that is neither acked nor renewed in time goes back to the pool."
+        """Contract: "with lease_s, a claim that is neither acked nor renewed in time is handed out again."
 
         Check first: the store, not the client that holds a lease, must record the lease and measure its time.
         """

@@ -150,7 +150,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         assert found["image_grid"] == [[1], [2]]
 
     def test_partitions_with_equal_ids_stay_apart(self, store: Store) -> None:
-        """Contract: "Sample: a row, by a string id unique in its partition."
+        """Contract: "Sample: one item of it, with a string id unique in its partition."
 
         Check first: every hook must address rows by partition and id together.
         """
@@ -163,7 +163,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         assert store.get(second, ids(3))["x"].tolist() == [10, 11, 12]
 
     def test_any_string_is_an_id(self, store: Store) -> None:
-        """Contract: "Partition: a named table. Sample: a row, by a string id unique in its partition. Field: a column".
+        """Contract: "Partition: a named table. Sample: one item of it, with a string id unique in its partition."
 
         Check first: how names become keys of the engine. Escape them, so that a separator inside a name cannot be
         confused with one between names.

@@ -8,6 +8,7 @@ delays the marks until ``torch._dynamo`` is imported. See docs/decisions/2026-11
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,12 @@ from unittest import mock
 import wrapt
 from torch import compiler
 
-__all__: list[str] = []
+__all__ = ["load_compiler"]
+
+
+def load_compiler() -> None:
+    """Imports ``torch._dynamo``. torch does so with a process's first jagged tensor, which takes 1 to 2 s."""
+    importlib.import_module("torch._dynamo")
 
 
 def _deferred(mark: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -35,4 +41,4 @@ if "torch._dynamo" not in sys.modules:
         mock.patch.object(compiler, "allow_in_graph", _deferred(compiler.allow_in_graph)),
         mock.patch.object(compiler, "assume_constant_result", _deferred(compiler.assume_constant_result)),
     ):
-        import tensordict  # noqa: F401
+        importlib.import_module("tensordict")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 import time
@@ -68,8 +67,6 @@ class Connection:
         client._close_lock = threading.Lock()
         client._closing = threading.Event()
         client._pacer = Pacer()
-        # The first jagged tensor of a process imports it, which takes 1 to 2 s. Do it before an operation.
-        importlib.import_module("torch._dynamo")
         try:
             backend.start(bootstrap=bootstrap, deadline=deadline)
             for plugin in middleware:

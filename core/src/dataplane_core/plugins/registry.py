@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
+from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.backends import Backend
 from dataplane_core.client import DataPlaneClient, refuse_in_fork
 from dataplane_core.config import DataPlaneConfig, load_config, validate_model
@@ -103,7 +104,6 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
     Raises:
         DataPlaneError: As `connect`.
     """
-    deadline = time.monotonic() + config.op_timeout_s
     if not (bootstrap is True or bootstrap is False or bootstrap == "auto"):
         raise InvalidRequestError(f"connect refused: bootstrap must be True, False or 'auto', got {bootstrap!r}.")
     options = _validated(cls.Config, config.options, f"options of backend '{config.backend}'")
@@ -117,6 +117,8 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
         )
     refuse_in_fork(cls, config.backend)
     middleware = [_middleware(item) for item in config.middleware]
+    load_compiler()  # here, so that no deadline includes it
+    deadline = time.monotonic() + config.op_timeout_s
 
     def open_client(bootstrap: bool, *, exclusive: bool = False, attach_wait_s: float = 0.0) -> DataPlaneClient:
         backend = cls(options)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
+from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.backends import Backend
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
@@ -48,7 +49,7 @@ class BackendReference:
 
     def prepare(self) -> None:
         """Imports what a client of the class needs."""
-        importlib.import_module("torch._dynamo")  # connecting imports it too
+        load_compiler()
         self.load()
 
     def load(self) -> type[Backend]:

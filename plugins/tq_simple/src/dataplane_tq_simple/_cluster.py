@@ -61,7 +61,7 @@ _END_ACTORS_S = 2 * _SETTLE_S
 _DISCONNECT_S = 15.0
 
 
-class Controller(TransferQueueController.__ray_metadata__.modified_class):  # type: ignore[misc]
+class Controller(TransferQueueController.__ray_metadata__.modified_class):  # type: ignore[misc]  # has no types
     """TransferQueue's controller as an importable class.
 
     A worker process that imports it imports dataplane_core first, which keeps torch's compiler from loading.

@@ -16,7 +16,7 @@ from dataplane_tq_simple.config import TQSimpleConfig
 __all__ = ["SimpleStorageInstance", "StorageUnit"]
 
 
-class StorageUnit(SimpleStorageUnit.__ray_metadata__.modified_class):  # type: ignore[misc]
+class StorageUnit(SimpleStorageUnit.__ray_metadata__.modified_class):  # type: ignore[misc]  # has no types
     """TransferQueue's storage unit as an importable class.
 
     TransferQueue exports only a Ray actor class, which Ray sends to the worker by value, together with the settings

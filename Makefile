@@ -15,6 +15,9 @@ PROJECTS := pyproject.toml $(REQUIRED) $(addsuffix /pyproject.toml,$(PACKAGES))
 # One thread per process: two cores are shared by several workers, and results repeat bit for bit.
 export OMP_NUM_THREADS ?= 1
 
+# Tests start hundreds of Python processes. Each would compile the sources again if none may keep the compiled ones.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Test files run in three processes side by side, since some wait; the tests of one file share its servers.
 JOBS   ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -7,7 +7,7 @@ TORCH  ?= torch==2.13.0
 
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
-PACKAGES := core plugins/noop plugins/redis_store plugins/tq_simple plugins/tq_mooncake integrations
+PACKAGES := core plugins/noop plugins/redis_store plugins/shm_store plugins/tq_simple plugins/tq_mooncake integrations
 SOURCES  := $(addsuffix /src,$(PACKAGES))
 REQUIRED := requirements-dev.txt requirements-docs.txt
 PROJECTS := pyproject.toml $(REQUIRED) $(addsuffix /pyproject.toml,$(PACKAGES))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict
-from dataplane_core.spec import ALL_DTYPES
+from dataplane_core.codec import ALL_DTYPES
 from dataplane_integrations.broadcast import broadcast_from_leader, group_device
 
 

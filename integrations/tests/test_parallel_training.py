@@ -19,9 +19,9 @@ from tiny_policy import TinyPolicy, TinyWorker, loss_of, padded_logprobs
 from dataplane_core import KVBatchMeta, connect, kv_first_write, shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
+from dataplane_core.codec import ALL_DTYPES
 from dataplane_core.errors import MissingDataError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
-from dataplane_core.spec import ALL_DTYPES
 from dataplane_integrations.batching import Batching, DynamicBatching, SequencePacking
 from dataplane_integrations.errors import ReplicaLeaderError
 

@@ -1,23 +1,30 @@
-"""The neutral data plane of LLM post-training: the public names, nothing else."""
+"""The neutral data plane of LLM post-training: the public names, nothing else.
 
-from dataplane_core import _compiler_marks as _compiler_marks  # first: it imports tensordict for those below
-from dataplane_core.backends import Backend, BlobStore
-from dataplane_core.batch import (
-    BatchedDataDict,
-    SlicedDataDict,
-    kv_first_write,
-    materialize,
-    pack_jagged_fields,
-    read_columns,
-    write_columns,
-)
-from dataplane_core.client import DataPlaneClient
-from dataplane_core.config import DataPlaneConfig
-from dataplane_core.errors import DataPlaneError
-from dataplane_core.meta import KVBatchMeta
-from dataplane_core.plugins import connect
-from dataplane_core.sharding import NamedSharding, shard_meta_for_dp
-from dataplane_core.spec import Capability, WireFormat
+A name is imported when it is first used, so a process that needs only one wing does not import torch: the ledger's
+process of a store, or a command that lists backends.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from dataplane_core.backends import Backend, BlobStore
+    from dataplane_core.batch import (
+        BatchedDataDict,
+        SlicedDataDict,
+        kv_first_write,
+        materialize,
+        pack_jagged_fields,
+        read_columns,
+        write_columns,
+    )
+    from dataplane_core.client import DataPlaneClient
+    from dataplane_core.config import DataPlaneConfig
+    from dataplane_core.errors import DataPlaneError
+    from dataplane_core.meta import KVBatchMeta
+    from dataplane_core.plugins import connect
+    from dataplane_core.sharding import NamedSharding, shard_meta_for_dp
+    from dataplane_core.spec import Capability, WireFormat
 
 __all__ = [
     "Backend",
@@ -39,3 +46,30 @@ __all__ = [
     "shard_meta_for_dp",
     "write_columns",
 ]
+
+#: Public name -> the module that it is from.
+_FROM: Final = {
+    **dict.fromkeys(("Backend", "BlobStore"), "backends"),
+    **dict.fromkeys(("BatchedDataDict", "SlicedDataDict", "kv_first_write", "materialize"), "batch"),
+    **dict.fromkeys(("pack_jagged_fields", "read_columns", "write_columns"), "batch"),
+    **dict.fromkeys(("NamedSharding", "shard_meta_for_dp"), "sharding"),
+    **dict.fromkeys(("Capability", "WireFormat"), "spec"),
+    "DataPlaneClient": "client",
+    "DataPlaneConfig": "config",
+    "DataPlaneError": "errors",
+    "KVBatchMeta": "meta",
+    "connect": "plugins",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name at its first use (PEP 562)."""
+    if name not in _FROM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return sorted({*globals(), *__all__})

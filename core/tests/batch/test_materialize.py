@@ -9,8 +9,8 @@ from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core.batch import BatchedDataDict, materialize
 from dataplane_core.batch.jagged import to_nested_by_length
+from dataplane_core.codec import ALL_DTYPES
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.spec import ALL_DTYPES
 
 LENGTHS = [3, 0, 5, 1]
 

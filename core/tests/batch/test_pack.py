@@ -9,8 +9,8 @@ from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core.batch import pack_jagged_fields, response_from_nested, stack_or_nest
 from dataplane_core.batch.jagged import pack_per_token_field, to_nested_by_length
+from dataplane_core.codec import ALL_DTYPES
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
-from dataplane_core.spec import ALL_DTYPES
 
 LENGTHS = [3, 0, 5, 1]
 

@@ -7,12 +7,12 @@ import struct
 import pytest
 import torch
 
-from dataplane_core.codec import frame_column, unframe_column
+from dataplane_core.codec import ALL_DTYPES, frame_column, unframe_column
 from dataplane_core.codec.frames import frame_cell, unframe_cell
 from dataplane_core.codec.header import MAX_CELL_BYTES
 from dataplane_core.codec.tensors import DTYPE_CODES
 from dataplane_core.errors import FrameError, InvalidRequestError, InvalidTypeError, SchemaMismatchError
-from dataplane_core.spec import ALL_DTYPES, FieldSpec
+from dataplane_core.spec import FieldSpec
 
 DTYPES = sorted(ALL_DTYPES, key=str)
 OBJECTS = FieldSpec.of_objects()

@@ -9,10 +9,9 @@ import tracemalloc
 import pytest
 import torch
 
-from dataplane_core.codec import decode_item, encode_item, join_row, split_rows, unframe_column
+from dataplane_core.codec import ALL_DTYPES, decode_item, encode_item, join_row, split_rows, unframe_column
 from dataplane_core.codec.frames import frame_cell, unframe_cell
 from dataplane_core.errors import FrameError
-from dataplane_core.spec import ALL_DTYPES
 
 INTERESTING = [0, 1, 0x7F, 0x80, 0xC1, 0xC7, 0xC9, 0xD4, 0xDC, 0xDD, 0xDE, 0xDF, 0xFF]
 

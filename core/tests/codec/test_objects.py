@@ -18,10 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane_core.codec import copy_item, decode_item, encode_item
+from dataplane_core.codec import ALL_DTYPES, copy_item, decode_item, encode_item
 from dataplane_core.codec.objects import MAX_DEPTH, check_items, decode_items, encode_items
 from dataplane_core.errors import FrameError, InvalidTypeError
-from dataplane_core.spec import ALL_DTYPES
 
 DERANDOMIZE = os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE") != "long"
 

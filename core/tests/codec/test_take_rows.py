@@ -6,8 +6,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack
 
-from dataplane_core.codec import take_rows
-from dataplane_core.spec import ALL_DTYPES
+from dataplane_core.codec import ALL_DTYPES, take_rows
 
 
 @pytest.mark.parametrize("dtype", sorted(ALL_DTYPES, key=str), ids=str)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane_core.codec import decode_columns, encode_columns
-from dataplane_core.spec import ALL_DTYPES, WireFormat
+from dataplane_core.codec import ALL_DTYPES, decode_columns, encode_columns
+from dataplane_core.spec import WireFormat
 
 WIRES = {
     "jagged": WireFormat(),

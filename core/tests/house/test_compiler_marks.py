@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+import dataplane_core
 
 _CODE = """
 import json, sys
-import dataplane_core.cli
+import dataplane_core.client
 import tensordict.base, tensordict.utils, torch
 was_imported = "torch._dynamo" in sys.modules
 from torch._dynamo import trace_rules
@@ -20,6 +23,20 @@ print(json.dumps([
 """
 
 
-def test_core_imports_no_compiler_and_tensordicts_marks_are_made_once_somebody_does():
+def test_the_client_imports_no_compiler_and_tensordicts_marks_are_made_once_somebody_does():
     done = subprocess.run([sys.executable, "-c", _CODE], capture_output=True, text=True, timeout=120, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [False, "torch.compiler", [True, True], True]
+
+
+def test_the_ledger_is_imported_without_torch():
+    """So the process of a ledger starts fast and stays small."""
+    code = "import sys, dataplane_core.ledger, dataplane_core.host_memory; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+def test_every_wing_that_uses_tensordict_delays_its_marks():
+    core = Path(dataplane_core.__file__).parent
+    wings = {file.relative_to(core).parts[0] for file in core.rglob("*.py") if "tensordict import" in file.read_text()}
+    faces = {wing: (core / wing / "__init__.py").read_text() for wing in wings - {"testing"}}
+    assert faces.keys() == {"batch", "client", "codec"}
+    assert all("import _compiler_marks" in face for face in faces.values())

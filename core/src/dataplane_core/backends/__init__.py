@@ -9,6 +9,7 @@ from dataplane_core.backends.blob_store import BlobStore
 from dataplane_core.backends.diagnosis import Finding, Level, check_announced_address, missing_library, never_reachable
 from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
 from dataplane_core.backends.owned_process import OwnedProcess, last_words
+from dataplane_core.backends.private_folder import PrivateFolder
 from dataplane_core.backends.row_store import RowStoreBackend, framed_columns
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Level",
     "NoOptions",
     "OwnedProcess",
+    "PrivateFolder",
     "RefsGoneError",
     "RowStoreBackend",
     "check_announced_address",

@@ -4,6 +4,7 @@ over a process group, message logs.
 Trainers and `dataplane_integrations` use it; backends do not.
 """
 
+from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from dataplane_core.batch.jagged import (
     materialize,

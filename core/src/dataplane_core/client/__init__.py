@@ -3,6 +3,7 @@
 Trainers use it through `dataplane_core.connect`; the registry makes it.
 """
 
+from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.forks import refuse_in_fork
 

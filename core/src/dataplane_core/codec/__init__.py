@@ -3,12 +3,15 @@
 The client encodes every put and decodes every read here. Backends that store bytes use its frames.
 """
 
+from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.codec.frames import frame_column, join_row, join_rows, split_rows, unframe_column
 from dataplane_core.codec.lists import column_of_list
 from dataplane_core.codec.objects import copy_item, decode_item, encode_item
+from dataplane_core.codec.pieces import Piece, StoredColumn, merge_pieces, rows_in_order
 from dataplane_core.codec.rows import num_rows, object_column, take_rows
 from dataplane_core.codec.sizes import cell_nbytes, row_nbytes
 from dataplane_core.codec.tensors import (
+    ALL_DTYPES,
     BytesLike,
     Ragged,
     bounds_of,
@@ -16,6 +19,7 @@ from dataplane_core.codec.tensors import (
     byte_slices,
     byte_view,
     carrier,
+    empty_tensor,
     gather_rows,
     host_tensor,
     is_jagged,
@@ -29,8 +33,11 @@ from dataplane_core.codec.tensors import (
 from dataplane_core.codec.wire import decode_columns, encode_columns
 
 __all__ = [
+    "ALL_DTYPES",
     "BytesLike",
+    "Piece",
     "Ragged",
+    "StoredColumn",
     "bounds_of",
     "byte_array",
     "byte_slices",
@@ -41,6 +48,7 @@ __all__ = [
     "copy_item",
     "decode_columns",
     "decode_item",
+    "empty_tensor",
     "encode_columns",
     "encode_item",
     "frame_column",
@@ -50,6 +58,7 @@ __all__ = [
     "jagged_parts",
     "join_row",
     "join_rows",
+    "merge_pieces",
     "num_rows",
     "object_column",
     "offsets_of",
@@ -57,6 +66,7 @@ __all__ = [
     "ragged_of_nested",
     "ragged_of_rows",
     "row_nbytes",
+    "rows_in_order",
     "split_rows",
     "take_rows",
     "to_nested",

@@ -17,9 +17,9 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataplane_core.errors import InvalidTypeError, SchemaMismatchError
-from dataplane_core.spec import ALL_DTYPES
 
 __all__ = [
+    "ALL_DTYPES",
     "DTYPE_CODES",
     "ByteArray",
     "BytesLike",
@@ -29,6 +29,7 @@ __all__ = [
     "byte_slices",
     "byte_view",
     "carrier",
+    "empty_tensor",
     "from_byte_tensor",
     "from_bytes",
     "gather_rows",
@@ -71,7 +72,8 @@ DTYPE_CODES: Final[dict[torch.dtype, int]] = {
     torch.float8_e5m2fnuz: 20,
     torch.float8_e8m0fnu: 21,
 }
-assert DTYPE_CODES.keys() == ALL_DTYPES
+#: Every dtype that the contract promises to carry bit for bit.
+ALL_DTYPES: Final = frozenset(DTYPE_CODES)
 
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -335,6 +337,14 @@ def carrier(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as an integer dtype of the same size. float8 and uint16 lack some indexing operators."""
     dtype = _CARRIERS.get(tensor.dtype.itemsize)
     return tensor if dtype is None else tensor.view(dtype)
+
+
+def empty_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """New memory. numpy asks for huge pages for 4 MB and more, so filling it faults far less than torch's."""
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(dtype).view(tuple(shape))
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

@@ -236,13 +236,13 @@ def _on_wire(spec: FieldSpec, wire: WireFormat) -> tuple[torch.dtype, tuple[int,
     """Dtype and trailing shape of a field's cells on the wire. For scalars, the shape of the whole cell."""
     dtype = spec.torch_dtype
     if spec.rank == 0:
-        if dtype not in wire.dtypes:
+        if not wire.carries(dtype):
             return torch.uint8, (dtype.itemsize,)
         return dtype, (1,) if wire.promote_1d else ()
     width = math.prod(spec.trailing)
     if width == 0 and not wire.zero_length_rows:
         return torch.uint8, ()
-    if dtype not in wire.dtypes:
+    if not wire.carries(dtype):
         return torch.uint8, (width * dtype.itemsize,)
     return dtype, spec.trailing
 

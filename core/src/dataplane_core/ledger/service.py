@@ -13,6 +13,7 @@ from dataplane_core.ledger import commands
 from dataplane_core.ledger.commands import Command, Reply
 from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, Pacer
+from dataplane_core.ledger.rows import Ref
 from dataplane_core.spec import Claim
 
 __all__ = ["LedgerService"]
@@ -79,6 +80,11 @@ class LedgerService:
                 case commands.WaitForRoom() if command.wait_s <= 0:
                     self._pacer.leave(command.ticket)
             return self._ledger.apply(command, self._clock())
+
+    def garbage(self) -> list[Ref]:
+        """`Ledger.garbage` now, while no command runs."""
+        with self._lock:
+            return self._ledger.garbage(self._clock())
 
     def _put(self, command: Command[Reply], put: commands.BeginPut) -> Reply:
         """Tells a put that waits for room when to ask again: soon at the queue's head, else at the pacer's rate."""

@@ -3,7 +3,7 @@
 All other wings import it. Authors of backends and middleware write against it.
 """
 
-from dataplane_core.spec.capabilities import ALL_DTYPES, GUARANTEES, OPERATIONS, Capability, Scope, WireFormat
+from dataplane_core.spec.capabilities import GUARANTEES, OPERATIONS, Capability, Scope, WireFormat
 from dataplane_core.spec.field_spec import FieldSpec
 from dataplane_core.spec.hooks import (
     CONTRACT_VERSION,
@@ -43,7 +43,6 @@ from dataplane_core.spec.tags import (
 )
 
 __all__ = [
-    "ALL_DTYPES",
     "CONTRACT_VERSION",
     "FILTER_OPERATORS",
     "GUARANTEES",

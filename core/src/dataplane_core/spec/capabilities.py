@@ -8,38 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-__all__ = ["ALL_DTYPES", "GUARANTEES", "OPERATIONS", "Capability", "Scope", "WireFormat"]
-
-#: Every dtype that the contract promises to carry bit for bit.
-ALL_DTYPES: Final[frozenset[torch.dtype]] = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex32,
-        torch.complex64,
-        torch.complex128,
-        torch.float8_e4m3fn,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2,
-        torch.float8_e5m2fnuz,
-        torch.float8_e8m0fnu,
-    }
-)
+__all__ = ["GUARANTEES", "OPERATIONS", "Capability", "Scope", "WireFormat"]
 
 
 class Capability(StrEnum):
@@ -113,6 +87,7 @@ class WireFormat:
         objects: Whether object columns arrive as a list of items (``native``) or of encoded bytes, as one uint8 row
             per item (``encoded``).
         dtypes: The dtypes that the engine carries. The others are sent bit-cast to uint8, which must be one of them.
+            None: all that the contract promises.
         zero_length_rows: Whether the engine carries rows of length 0. If not, every row is sent with one extra element.
     """
 
@@ -120,7 +95,7 @@ class WireFormat:
     ragged: Literal["jagged", "rows"] = "jagged"
     promote_1d: bool = False
     objects: Literal["native", "encoded"] = "encoded"
-    dtypes: frozenset[torch.dtype] = ALL_DTYPES
+    dtypes: frozenset[torch.dtype] | None = None
     zero_length_rows: bool = True
 
     def __post_init__(self) -> None:
@@ -128,19 +103,22 @@ class WireFormat:
             raise ValueError(f"WireFormat: ragged must be 'jagged' or 'rows', got {self.ragged!r}.")
         if self.objects not in ("native", "encoded"):
             raise ValueError(f"WireFormat: objects must be 'native' or 'encoded', got {self.objects!r}.")
-        if torch.uint8 not in self.dtypes:
+        if self.dtypes is not None and "torch.uint8" not in map(str, self.dtypes):
             raise ValueError("WireFormat: dtypes must hold torch.uint8, which carries the dtypes that are not listed.")
+
+    def carries(self, dtype: torch.dtype) -> bool:
+        """Whether the engine carries a dtype; otherwise it is sent bit-cast."""
+        return self.dtypes is None or dtype in self.dtypes
 
     def describe(self) -> str:
         """One line for people, such as ``jagged, (N,) promoted, objects encoded, all dtypes``."""
         if self.bytes:
             return "cells as framed bytes"
-        missing = ALL_DTYPES - self.dtypes
         words: list[str] = [self.ragged]
         if self.promote_1d:
             words.append("(N,) promoted")
         words.append(f"objects {self.objects}")
-        words.append(f"{len(missing)} dtypes bit-cast" if missing else "all dtypes")
+        words.append("all dtypes" if self.dtypes is None else f"{len(self.dtypes)} dtypes, the others bit-cast")
         if not self.zero_length_rows:
             words.append("empty rows padded")
         return ", ".join(words)

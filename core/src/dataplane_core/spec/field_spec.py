@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["FieldSpec"]
 
@@ -41,6 +42,8 @@ class FieldSpec:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype of a tensor field."""
+        import torch  # here: the ledger uses specs without it
+
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype

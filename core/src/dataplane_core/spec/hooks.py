@@ -16,14 +16,16 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import pluggy
-import torch
 
 from dataplane_core.errors import Shortfall
 from dataplane_core.spec.field_spec import FieldSpec
 from dataplane_core.spec.tags import TagValue
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -62,7 +64,7 @@ hookspec = pluggy.HookspecMarker("dataplane")
 hookimpl = pluggy.HookimplMarker("dataplane")
 
 #: One column as a backend sees it: a dense or jagged tensor, or a list of row tensors, of frames or of items.
-WireColumn: TypeAlias = torch.Tensor | list[Any]
+WireColumn: TypeAlias = "torch.Tensor | list[Any]"
 
 
 def new_id() -> str:

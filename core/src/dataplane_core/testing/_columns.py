@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane_core.spec import ALL_DTYPES
+from dataplane_core.codec import ALL_DTYPES
 
 __all__ = [
     "DTYPES",

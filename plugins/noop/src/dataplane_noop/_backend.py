@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
+from dataplane_core.codec import Piece, merge_pieces
 from dataplane_core.ledger import Command, LedgerService, Located, Ref, Reply
 from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
-from dataplane_noop._segments import Segment, StoredColumn, merge, to_wire
+from dataplane_noop._segments import Segment
 
 __all__ = ["NoopBackend"]
 
@@ -46,7 +47,7 @@ class NoopBackend(LedgerBackend):
             self._segments[write_id] = segment
 
     def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
-        parts: dict[str, list[tuple[StoredColumn, Sequence[int]]]] = {name: [] for name in located.specs}
+        pieces: dict[str, list[Piece]] = {name: [] for name in located.specs}
         for part in located.parts:
             with self._lock:
                 segment = self._segments.get(part.write_id)
@@ -55,8 +56,8 @@ class NoopBackend(LedgerBackend):
                 refs = [(part.write_id, position) for position in gone]
                 raise RefsGoneError(f"{len(gone)} rows of write {part.write_id} are gone", refs=refs)
             for name in part.fields:
-                parts[name].append((segment.take(name, part.positions), part.rows))
-        return {name: to_wire(merge(pieces)) for name, pieces in parts.items()}
+                pieces[name].append(segment.piece(name, part.positions, part.rows))
+        return {name: merge_pieces(each) for name, each in pieces.items()}
 
     def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
         by_write: dict[int, list[int]] = {}

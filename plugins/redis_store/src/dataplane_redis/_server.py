@@ -1,25 +1,19 @@
-"""A private `redis-server`: started on a unix socket in a temporary folder, ended by its process id.
+"""A private `redis-server`: started on a unix socket in a `PrivateFolder`, ended by its process id.
 
-The path of the folder is made from the user and the namespace, so other processes of the user on this host find the
-socket with the same options. The owner holds a lock on the folder. If the owner is killed, its watcher process removes
-the folder and the lock.
+If the owner is killed, its watcher process removes the folder and the lock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from dataplane_core.backends import OwnedProcess, last_words
+from dataplane_core.backends import OwnedProcess, PrivateFolder, last_words
 from dataplane_core.errors import (
-    AlreadyRunningError,
     BackendUnavailableError,
     DataPlaneError,
     OperationTimeoutError,
@@ -38,21 +32,15 @@ INSTALL_HINT: Final = (
 _POLL_S: Final = 0.01
 #: Seconds that the server may take to end after SIGTERM; then it is killed.
 _END_S: Final = 5.0
-#: Seconds that the watcher of a killed owner may take to remove the folder and the lock.
-_CLEANUP_S: Final = 0.5
-#: The longest path of a unix socket.
-_MAX_PATH: Final = 100
 
 
-def _folder(namespace: str) -> Path:
-    name = f"dataplane-redis-{os.getuid()}"
-    folder = Path(tempfile.gettempdir()) / name / namespace
-    return folder if len(str(folder)) < _MAX_PATH - len("/redis.sock") else Path("/tmp") / name / namespace
+def _folder(namespace: str) -> PrivateFolder:
+    return PrivateFolder("redis", namespace, "redis.sock")
 
 
 def private_url(namespace: str) -> str:
     """The URL of the private server of a namespace."""
-    return f"unix://{quote(str(_folder(namespace) / 'redis.sock'))}"
+    return f"unix://{quote(str(_folder(namespace).socket))}"
 
 
 class PrivateServer:
@@ -66,7 +54,6 @@ class PrivateServer:
         self._config = config
         self._folder = _folder(config.namespace)
         self._process: OwnedProcess | None = None
-        self._lock: int | None = None
 
     @property
     def pid(self) -> int | None:
@@ -87,9 +74,7 @@ class PrivateServer:
                 retryable=False,
                 hint=INSTALL_HINT,
             )
-        self._claim_folder(deadline)
-        shutil.rmtree(self._folder, ignore_errors=True)  # left by an owner that was killed with its watcher
-        self._folder.mkdir(mode=0o700)
+        self._folder.claim(deadline)
         self.launch(deadline)
 
     def launch(self, deadline: float) -> None:
@@ -97,13 +82,13 @@ class PrivateServer:
         binary = shutil.which("redis-server")
         assert binary is not None
         self._end_process()
-        (self._folder / "redis.sock").unlink(missing_ok=True)
+        self._folder.socket.unlink(missing_ok=True)
         settings = {
             "port": "0",
-            "unixsocket": str(self._folder / "redis.sock"),
+            "unixsocket": str(self._folder.socket),
             "unixsocketperm": "700",
-            "logfile": str(self._folder / "redis.log"),
-            "dir": str(self._folder),
+            "logfile": str(self._log),
+            "dir": str(self._folder.path),
             "daemonize": "no",
             "save": "",
             "maxmemory-policy": "noeviction",
@@ -111,72 +96,32 @@ class PrivateServer:
             "appendfsync": self._config.appendfsync,
         }
         words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        assert self._lock is not None
-        lock = (self._lock, self._lock_path)
-        self._process = OwnedProcess([binary, *words], end_s=_END_S, folder=self._folder, lock=lock)
+        folder = self._folder
+        self._process = OwnedProcess([binary, *words], end_s=_END_S, folder=folder.path, lock=folder.lock)
         self._wait(deadline)
 
     def stop(self) -> None:
         """Ends the server by its process id and removes the folder. May be called again."""
-        if self._lock is None:
-            return
-        self._end_process()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._lock_path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # forks share the lock: closing the file here would not release it
-        os.close(self._lock)
-        self._lock = None
+        if self._folder.is_claimed:
+            self._end_process()
+            self._folder.release()
 
     @property
-    def _lock_path(self) -> Path:
-        return self._folder.with_name(f"{self._folder.name}.lock")
-
-    def _claim_folder(self, deadline: float) -> None:
-        home = self._folder.parent
-        home.mkdir(mode=0o700, exist_ok=True)
-        status = home.lstat()
-        if not home.is_dir() or home.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise BackendUnavailableError(
-                f"connect refused: other users can access the folder {home}. Expected this user's folder, mode 700.",
-                retryable=False,
-            )
-        path = self._lock_path
-        give_up = min(deadline, time.monotonic() + _CLEANUP_S)
-        while self._lock is None:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.exists(path) and os.path.samestat(os.fstat(lock), os.stat(path)):
-                    self._lock = lock
-            except FileNotFoundError:
-                pass  # the owner removed it after it was opened here
-            except BlockingIOError:
-                if time.monotonic() >= give_up:
-                    os.close(lock)
-                    raise AlreadyRunningError(
-                        f"connect(bootstrap=True) refused: another client runs the private server of namespace "
-                        f"'{self._folder.name}'.",
-                        retryable=True,
-                        hint="Attach with bootstrap=False, or choose another namespace.",
-                    ) from None
-                time.sleep(_POLL_S)
-            if self._lock is None:
-                os.close(lock)  # another process holds it, or removed it after it was opened here
+    def _log(self) -> Path:
+        return self._folder.path / "redis.log"
 
     def _wait(self, deadline: float) -> None:
-        link = Link(private_url(self._folder.name), "the private server")
+        link = Link(private_url(self._config.namespace), "the private server")
         try:
             while True:
                 assert self._process is not None
-                if (self._folder / "redis.sock").exists():
+                if self._folder.socket.exists():
                     with contextlib.suppress(DataPlaneError):
                         link.command("connect", deadline, b"PING")
                         return
                 if self._process.ended:
                     raise BackendUnavailableError(
-                        f"connect failed: the private redis-server ended at its start: "
-                        f"{last_words(self._folder / 'redis.log')}",
+                        f"connect failed: the private redis-server ended at its start: {last_words(self._log)}",
                         retryable=False,
                     )
                 if time.monotonic() + _POLL_S >= deadline:

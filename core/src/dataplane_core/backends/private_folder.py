@@ -1,0 +1,114 @@
+"""`PrivateFolder`: a folder for the server process that a backend owns, found by the same user's other processes.
+
+The path is made from the user and a name, so processes with the same options find the same folder. The owner holds a
+lock on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError
+
+__all__ = ["PrivateFolder"]
+
+_POLL_S: Final = 0.01
+#: Seconds that the watcher of a killed owner may take to remove the folder and the lock.
+_CLEANUP_S: Final = 0.5
+#: The longest path of a unix socket that all systems take.
+_MAX_PATH: Final = 100
+
+
+class PrivateFolder:
+    """A folder of mode 700 under the temporary folder.
+
+    Args:
+        service: What runs there, such as ``redis``. Part of the path.
+        namespace: The name of the instance. Part of the path.
+        socket: The file name of the Unix socket in the folder. Its path must be short.
+
+    Attributes:
+        path: The folder.
+        socket: The path of the socket.
+    """
+
+    def __init__(self, service: str, namespace: str, socket: str) -> None:
+        name = f"dataplane-{service}-{os.getuid()}"
+        path = Path(tempfile.gettempdir()) / name / namespace
+        if len(str(path / socket)) >= _MAX_PATH:
+            path = Path("/tmp") / name / namespace
+        self.path = path
+        self.socket = path / socket
+        self._lock: int | None = None
+
+    @property
+    def lock(self) -> tuple[int, Path]:
+        """The lock file, open and locked, and its path; for `OwnedProcess`."""
+        assert self._lock is not None
+        return self._lock, self._lock_path
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether this process owns the folder."""
+        return self._lock is not None
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.lock")
+
+    def claim(self, deadline: float) -> None:
+        """Locks the folder and makes it new and empty.
+
+        Raises:
+            BackendUnavailableError: Other users can access the folder above it.
+            AlreadyRunningError: Another process owns the folder. Retryable.
+        """
+        home = self.path.parent
+        home.mkdir(mode=0o700, exist_ok=True)
+        status = home.lstat()
+        if not home.is_dir() or home.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise BackendUnavailableError(
+                f"connect refused: other users can access the folder {home}. Expected this user's folder, mode 700.",
+                retryable=False,
+            )
+        give_up = min(deadline, time.monotonic() + _CLEANUP_S)
+        while self._lock is None:
+            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(lock), self._lock_path.stat()):
+                    self._lock = lock
+            except FileNotFoundError:
+                pass  # the owner removed it after it was opened here
+            except BlockingIOError:
+                if time.monotonic() >= give_up:
+                    os.close(lock)
+                    raise AlreadyRunningError(
+                        f"connect(bootstrap=True) refused: another client runs the store of namespace "
+                        f"'{self.path.name}'.",
+                        retryable=True,
+                        hint="Attach with bootstrap=False, or choose another namespace.",
+                    ) from None
+                time.sleep(_POLL_S)
+            if self._lock is None:
+                os.close(lock)  # another process holds it, or removed it after it was opened here
+        shutil.rmtree(self.path, ignore_errors=True)  # left by an owner that was killed with its watcher
+        self.path.mkdir(mode=0o700)
+
+    def release(self) -> None:
+        """Removes the folder and the lock. May be called again."""
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock_path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_UN)  # forks share the lock: closing the file here would not release it
+        os.close(lock)

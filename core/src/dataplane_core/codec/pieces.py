@@ -1,0 +1,129 @@
+"""Rows of stored columns, joined to the column of a read, with one copy.
+
+Shape legend: ``N`` rows of a stored column, ``n`` rows of the read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from dataplane_core.codec.objects import copy_item
+from dataplane_core.codec.tensors import Ragged, byte_array, carrier, empty_tensor, offsets_of, to_nested
+from dataplane_core.spec import WireColumn
+
+__all__ = ["Piece", "StoredColumn", "merge_pieces", "rows_in_order"]
+
+#: A dense tensor (N, ...), N rows of differing length, or a list of N items.
+StoredColumn: TypeAlias = torch.Tensor | Ragged | list[object]
+
+#: Rows that lie side by side are copied at once. If such a run has fewer bytes on average, an index is faster.
+_LEAST_RUN_BYTES: Final = 512
+
+
+class Piece(NamedTuple):
+    """Some rows of one stored column.
+
+    Attributes:
+        column: The column.
+        rows: Rows of the column.
+        positions: Where these rows stand in the read, one for each.
+    """
+
+    column: StoredColumn
+    rows: Sequence[int]
+    positions: Sequence[int]
+
+
+def rows_in_order(rows: Sequence[int], start: int, count: int) -> bool:
+    """Whether ``rows`` are ``start``, ``start + 1``, ..., ``count`` of them."""
+    return len(rows) == count and (not count or (rows[0] == start and list(rows) == list(range(start, start + count))))
+
+
+def merge_pieces(pieces: Sequence[Piece]) -> WireColumn:
+    """The column of a read, in new memory.
+
+    Args:
+        pieces: At least one. Their positions together are 0 to n - 1.
+
+    Returns:
+        A dense tensor if all rows have one shape and were stored so, else one jagged tensor. A list for items, which
+        are copied.
+    """
+    first = pieces[0].column
+    if isinstance(first, list):
+        return _merge_items(pieces)
+    if isinstance(first, torch.Tensor) and all(
+        isinstance(each.column, torch.Tensor) and each.column.shape[1:] == first.shape[1:] for each in pieces
+    ):
+        return _merge_dense(first, pieces)
+    return _merge_ragged(pieces)
+
+
+def _merge_items(pieces: Sequence[Piece]) -> list[object]:
+    items: list[object] = [None] * sum(len(each.rows) for each in pieces)
+    for column, rows, positions in pieces:
+        assert isinstance(column, list)
+        for row, position in zip(rows, positions, strict=True):
+            items[position] = copy_item(column[row])
+    return items
+
+
+def _merge_dense(like: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+    shape = like.shape[1:]
+    step = like.dtype.itemsize * math.prod(shape)
+    merged = empty_tensor((sum(len(each.rows) for each in pieces), *shape), like.dtype)
+    target = byte_array(merged)
+    for column, rows, positions in pieces:
+        assert isinstance(column, torch.Tensor)
+        runs = _runs(rows, positions)
+        if step * len(rows) < _LEAST_RUN_BYTES * len(runs) and len(runs) > 1:
+            picked = carrier(column).index_select(0, torch.as_tensor(rows))
+            carrier(merged).index_copy_(0, torch.as_tensor(positions), picked)
+            continue
+        source = byte_array(column)
+        for row, position, count in runs:
+            target[position * step : (position + count) * step] = source[row * step : (row + count) * step]
+    return merged
+
+
+def _merge_ragged(pieces: Sequence[Piece]) -> torch.Tensor:
+    ragged = [(_as_ragged(column), rows, positions) for column, rows, positions in pieces]
+    lengths = torch.empty(sum(len(rows) for _, rows, _ in ragged), dtype=torch.int64)
+    for column, rows, positions in ragged:
+        lengths.numpy()[np.asarray(positions)] = column.lengths[np.asarray(rows)]
+    offsets = offsets_of(lengths)
+    like, step = ragged[0][0].values, ragged[0][0].itemsize
+    merged = empty_tensor((int(offsets[-1]), *like.shape[1:]), like.dtype)
+    target, ends = byte_array(merged), (offsets * step).tolist()
+    for column, rows, positions in ragged:
+        source = byte_array(column.values)
+        for row, position, count in _runs(rows, positions):
+            begin, end = column.offsets[row].item() * step, column.offsets[row + count].item() * step
+            target[ends[position] : ends[position + count]] = source[begin:end]
+    return to_nested(Ragged(merged, offsets))
+
+
+def _runs(rows: Sequence[int], positions: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Runs of rows that stand side by side in both: the first row, its position, and how many."""
+    count = len(rows)
+    if not count:
+        return []
+    if rows_in_order(rows, rows[0], count) and rows_in_order(positions, positions[0], count):
+        return [(rows[0], positions[0], count)]
+    row, position = np.asarray(rows), np.asarray(positions)
+    starts = np.concatenate(([0], np.flatnonzero((np.diff(row) != 1) | (np.diff(position) != 1)) + 1))
+    counts = np.diff(np.append(starts, count))
+    return list(zip(row[starts].tolist(), position[starts].tolist(), counts.tolist(), strict=True))
+
+
+def _as_ragged(column: StoredColumn) -> Ragged:
+    if isinstance(column, Ragged):
+        return column
+    assert isinstance(column, torch.Tensor)
+    lengths = torch.full((column.shape[0],), column.shape[1], dtype=torch.int64)
+    return Ragged(column.flatten(0, 1), offsets_of(lengths))

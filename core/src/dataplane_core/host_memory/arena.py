@@ -1,0 +1,137 @@
+"""`Arena`: anonymous shared memory, mapped once per process.
+
+The memory is a memfd: a file without a name, whose memory the kernel frees when the last process that has it open or
+mapped ends. So nothing is left after any crash, and the size of /dev/shm does not limit it. A process gets the arena
+as a file descriptor, over a Unix socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from typing import Any, Final
+
+import numpy as np
+
+__all__ = ["Arena"]
+
+#: Values of `madvise` that Python's mmap module lacks (Linux 5.14): fill page tables ahead of use.
+_POPULATE_READ: Final = 22
+_POPULATE_WRITE: Final = 23
+#: Bytes that one call touches. Other threads can map memory between two calls.
+_TOUCH_STEP: Final = 16 << 20
+
+
+class Arena:
+    """Shared memory, mapped into this process.
+
+    The mapping lasts as long as the arena or any array from `window` does. Linux only.
+
+    Args:
+        fd: The file descriptor of an arena. The object takes it over, and closes it when it is collected.
+        read_only: Map the memory so that a write ends the process with SIGSEGV.
+
+    Attributes:
+        fd: The file descriptor.
+        size_bytes: The size of the arena. Memory is used only for pages that were touched.
+
+    Raises:
+        OSError: The memory cannot be mapped.
+    """
+
+    def __init__(self, fd: int, *, read_only: bool = False) -> None:
+        self.fd = fd
+        self._close_fd = weakref.finalize(self, os.close, fd)
+        self.size_bytes = os.fstat(fd).st_size
+        access = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
+        self._mapping = mmap.mmap(fd, self.size_bytes, flags=mmap.MAP_SHARED, prot=access)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # this kernel gives shared memory no huge pages
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._populate = _POPULATE_READ if read_only else _POPULATE_WRITE
+        self._bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self._mapping, dtype=np.uint8)
+
+    @classmethod
+    def create(cls, size_bytes: int, name: str = "dataplane") -> Arena:
+        """Makes a new arena. Its memory is zero and not yet touched.
+
+        Args:
+            size_bytes: The size. It cannot change later.
+            name: Shown by tools such as lsof, as ``memfd:NAME``.
+
+        Raises:
+            OSError: The system has no memfd, or ``ulimit -f`` is less than the size.
+        """
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size_bytes)
+            # nobody can cut the file, which would end the processes that use its memory (SIGBUS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd)
+
+    @property
+    def address(self) -> int:
+        """Where the arena begins in this process."""
+        return int(self._bytes.ctypes.data)
+
+    @property
+    def bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The whole arena as an array (size_bytes,) uint8. A view."""
+        return self._bytes
+
+    @property
+    def touched_bytes(self) -> int:
+        """How much memory of the system the arena uses: the pages that any process has touched."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def touch(self, start: int, stop: int) -> None:
+        """Makes the bytes from ``start`` to ``stop`` part of this process's memory, so that later uses do not fault.
+
+        Blocks for 0.5 to 1 s per GiB that no process has touched, and less for others. Other threads run meanwhile. It
+        does nothing on kernels before Linux 5.14.
+        """
+        page = mmap.PAGESIZE
+        address, start = self.address, start // page * page
+        stop = min(-(-stop // page) * page, self.size_bytes)
+        for begin in range(start, stop, _TOUCH_STEP):
+            length = min(_TOUCH_STEP, stop - begin)
+            if _madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(length), self._populate):
+                return
+
+    def touch_in_background(self, start: int, stop: int) -> threading.Thread:
+        """`touch` in a daemon thread, which is returned."""
+        thread = threading.Thread(target=self.touch, args=(start, stop), name="arena touch", daemon=True)
+        thread.start()
+        return thread
+
+    def window(self, start: int, size_bytes: int, owner: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """A view of some bytes that keeps ``owner`` alive, as do all arrays and tensors that are made from it.
+
+        Example:
+            >>> arena = Arena.create(1 << 20)
+            >>> arena.window(64, 3, owner=object()).tolist()
+            [0, 0, 0]
+        """
+        return np.asarray(_Window(self._bytes, self.address + start, size_bytes, owner))
+
+
+class _Window:
+    """Gives numpy an array over memory, which then holds this object."""
+
+    def __init__(self, memory: object, address: int, size_bytes: int, owner: object) -> None:
+        self._memory = memory
+        self._owner = owner
+        # declared writable, though the memory may not be: torch cannot represent memory that is not
+        self.__array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _madvise(address: ctypes.c_void_p, length: ctypes.c_size_t, advice: int) -> int:
+    return int(ctypes.CDLL(None).madvise(address, length, advice))

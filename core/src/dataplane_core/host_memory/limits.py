@@ -1,0 +1,68 @@
+"""How much memory this process may use: of the machine, and of the container that it runs in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["MemoryLimit", "memory_limit"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """Memory that may still be used.
+
+    Attributes:
+        available_bytes: How much.
+        source: What limits it, for messages: ``this machine`` or ``the container's limit``.
+    """
+
+    available_bytes: int
+    source: str
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit:
+    """The memory that a new store on this host may use. Linux only.
+
+    It is the least of what the machine has available and what the control groups of this process (versions 1 and 2)
+    leave it. Shared memory counts for both.
+
+    Args:
+        root: Where ``proc`` and ``sys`` lie.
+
+    Example:
+        >>> memory_limit().available_bytes > 0
+        True
+    """
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    fields = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    limits = [MemoryLimit(fields["MemAvailable"], "this machine")]
+    for limit_file, used_file in _control_groups(root):
+        try:
+            limit, used = int(limit_file.read_text()), int(used_file.read_text())
+        except (OSError, ValueError):  # no such group, or its limit is "max"
+            continue
+        limits.append(MemoryLimit(max(0, limit - used), "the container's limit"))
+    return min(limits, key=lambda each: each.available_bytes)
+
+
+def _control_groups(root: Path) -> list[tuple[Path, Path]]:
+    """The files with limit and use of this process's memory groups and of all groups above them."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            home, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            home, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = home / path.strip("/")
+        while folder.is_relative_to(home):
+            found.append((folder / names[0], folder / names[1]))
+            folder = folder.parent
+    return found

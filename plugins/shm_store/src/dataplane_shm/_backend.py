@@ -1,0 +1,190 @@
+"""`ShmBackend`: payload in shared memory, the ledger in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, cast
+
+from dataplane_core.backends import (
+    LEDGER_CAPABILITIES,
+    Finding,
+    LedgerBackend,
+    OwnedProcess,
+    PrivateFolder,
+    RefsGoneError,
+    last_words,
+)
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
+from dataplane_core.host_memory import Arena, memory_limit
+from dataplane_core.ledger import Command, Located, Ref, Reply, commands
+from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
+from dataplane_shm import _payload
+from dataplane_shm._layout import Layout
+from dataplane_shm._messages import Begin, Drop, Find, Place, Statistics, Status
+from dataplane_shm._session import Connection, Pin
+from dataplane_shm.config import ShmConfig
+
+__all__ = ["ShmBackend"]
+
+_POLL_S: Final = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class _PlacedCells(Located):
+    """Located cells, and where their payload lies.
+
+    Attributes:
+        places: Write id -> its place.
+        gone: Refs whose payload does not exist.
+        pin: Keeps the payload where it is, as long as it lives.
+    """
+
+    places: dict[int, Place]
+    gone: list[Ref]
+    pin: Pin
+
+
+class ShmBackend(LedgerBackend):
+    """Payload lies in shared memory, which every client maps. The ledger runs in a process of its own, which the
+    bootstrapping client starts and ends. Linux only.
+    """
+
+    wire = WireFormat(ragged="jagged", objects="encoded")
+    capabilities = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
+    scope = Scope.HOST
+    why_not_declared: ClassVar[Mapping[str, str]] = {
+        "scope": "memory is shared by the processes of one host only",
+        Capability.DURABLE: "a store is memory, which ends with its processes",
+    }
+    Config = ShmConfig
+
+    def __init__(self, config: ShmConfig) -> None:
+        super().__init__(config)
+        self._folder = PrivateFolder("shm", config.namespace, "ledger.sock")
+        self._process: OwnedProcess | None = None
+        self._connection: Connection | None = None
+        self._read_only: Arena | None = None  # for views
+        self._placed: dict[int, tuple[int, Layout]] = {}  # write id -> extent of a put that is begun
+        self._num_writes = itertools.count(1)
+
+    @classmethod
+    def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
+        """Options of a store that shares nothing with that of ``options``."""
+        name = options.get("namespace", ShmConfig.model_fields["namespace"].default)
+        return {**options, "namespace": f"{name}-{tag}"[:64]}
+
+    @classmethod
+    def diagnose(cls, config: ShmConfig, *, deadline: float) -> Iterable[Finding]:
+        """Checks the system, the memory that may be used, and the running store."""
+        from dataplane_shm._diagnosis import diagnose
+
+        return diagnose(config, deadline)
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self, *, bootstrap: bool, deadline: float) -> None:
+        """Starts the ledger's process if needed, connects to it, and maps the memory."""
+        if not hasattr(os, "memfd_create"):
+            raise BackendUnavailableError("connect refused: shm_store needs Linux.", retryable=False)
+        if bootstrap:
+            self._folder.claim(deadline)
+            self._launch(deadline)
+        self._connection = Connection(self._folder.socket, deadline)
+        welcome = self._connection.welcome
+        shared = {"capacity_bytes": welcome.capacity_bytes, "on_full": welcome.on_full}
+        self.config = self.config.model_copy(update=shared)
+        arena = self._connection.arena
+        arena.touch_in_background(0, welcome.touched_bytes)
+        if self.config.views:
+            self._read_only = Arena(os.dup(arena.fd), read_only=True)
+            self._read_only.touch_in_background(0, welcome.touched_bytes)
+
+    def stop(self) -> None:
+        """Disconnects. The bootstrapping client also ends the store. Views stay valid."""
+        self._connection = self._read_only = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+        self._folder.release()
+
+    def statistics(self, deadline: float) -> Statistics:
+        """How much memory the store uses, and for what."""
+        return self._connected().call("statistics", deadline, Status())
+
+    def _launch(self, deadline: float) -> None:
+        """Starts the ledger's process and waits until it listens."""
+        config: ShmConfig = self.config
+        capacity_bytes = config.capacity_bytes or memory_limit().available_bytes // 2
+        log = self._folder.path / "ledger.log"
+        words = [self._folder.socket, arena_bytes_for(capacity_bytes), capacity_bytes, config.on_full]
+        command = [sys.executable, "-P", "-m", "dataplane_shm", *map(str, words), str(config.touch_ahead_bytes)]
+        self._process = OwnedProcess(command, log=log, folder=self._folder.path, lock=self._folder.lock)
+        while not self._folder.socket.exists():
+            if self._process.ended:
+                raise BackendUnavailableError(
+                    f"connect failed: the ledger's process ended at its start: {last_words(log)}", retryable=False
+                )
+            if time.monotonic() + _POLL_S >= deadline:
+                raise OperationTimeoutError("connect timed out: the ledger's process does not start.")
+            time.sleep(_POLL_S)
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            raise BackendUnavailableError("the backend is not started.", retryable=False)
+        return self._connection
+
+    # --- the ledger ---------------------------------------------------------------------------------------------------
+
+    def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
+        connection = self._connected()
+        if isinstance(command, commands.Locate):
+            pin = connection.new_pin()
+            found = connection.call(command.op, deadline, Find(command, pin.number))
+            parts, specs = found.located.parts, found.located.specs
+            return cast("Reply", _PlacedCells(parts, specs, found.places, found.gone, pin))
+        if isinstance(command, commands.AbortPut):
+            self._placed.pop(command.write_id, None)
+        return connection.call(command.op, deadline, command)
+
+    def _begin(self, begin: commands.BeginPut, columns: Mapping[str, WireColumn], deadline: float) -> int:
+        layout = _payload.plan([columns[name] for name in begin.specs], len(begin.sample_ids))
+        begun = self._connected().call(begin.op, deadline, Begin(begin, layout))
+        self._placed[begun.write_id] = (begun.offset, layout)
+        return begun.write_id
+
+    def _new_write_id(self) -> int:
+        """The number of the session and of the write: unique as long as the ledger lives."""
+        return self._connected().welcome.session << 40 | next(self._num_writes)
+
+    # --- payload ------------------------------------------------------------------------------------------------------
+
+    def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
+        offset, layout = self._placed.pop(write_id)
+        arena = self._connected().arena
+        _payload.write(arena.bytes[offset : offset + layout.size_bytes], layout, list(columns.values()))
+
+    def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
+        assert isinstance(located, _PlacedCells)
+        if located.gone:
+            raise RefsGoneError(f"{len(located.gone)} rows are gone", refs=located.gone)
+        if self._read_only is not None:
+            window = self._read_only.window(0, self._read_only.size_bytes, owner=located.pin)
+            columns = _payload.view(window, located, located.places, num_samples)
+            if columns is not None:
+                return columns
+        columns = _payload.read(self._connected().arena.bytes, located, located.places)
+        located.pin.release()
+        return columns
+
+    def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
+        self._connected().call("delete", deadline, Drop(list(refs)))
+
+
+def arena_bytes_for(capacity_bytes: int) -> int:
+    """The size of the arena of a store: its capacity and room for tables, and for cleared rows that are still read."""
+    return capacity_bytes + capacity_bytes // 4 + (64 << 20)

@@ -1,0 +1,111 @@
+"""Where the columns of a put lie in its extent, and how dropped rows are squeezed out.
+
+A dense column is its rows, one after the other. A ragged column is a table of N + 1 offsets (int64, in elements),
+then its rows end to end. Every table and every column begins at a multiple of 64 bytes.
+
+Numpy only: the process of the ledger uses this module too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+__all__ = ["Bytes", "Column", "Layout", "offsets_at", "squeeze"]
+
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+_ALIGNMENT = 64
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+class Column(msgspec.Struct, array_like=True, frozen=True):
+    """One column of a put.
+
+    Attributes:
+        start: Where its values begin in the extent.
+        step: Bytes of one row (dense), or of one element of the ragged dim.
+        table: Where its offsets begin in the extent; -1 for a dense column.
+        length: Size of the first dim of each cell of a dense column of rank 1 or more; else 0.
+    """
+
+    start: int
+    step: int
+    table: int = -1
+    length: int = 0
+
+
+class Layout(msgspec.Struct, array_like=True):
+    """The columns of a put, in the order of its slots, and the bytes that they take with their tables."""
+
+    columns: list[Column] = []
+    size_bytes: int = 0
+
+    def add_dense(self, num_rows: int, step: int, length: int = 0) -> Column:
+        """Adds a dense column."""
+        column = Column(_aligned(self.size_bytes), step, length=length)
+        return self._add(column, num_rows * step)
+
+    def add_ragged(self, num_rows: int, num_elements: int, step: int) -> Column:
+        """Adds a ragged column."""
+        table = _aligned(self.size_bytes)
+        column = Column(_aligned(table + 8 * (num_rows + 1)), step, table)
+        return self._add(column, num_elements * step)
+
+    def _add(self, column: Column, size_bytes: int) -> Column:
+        self.columns.append(column)
+        self.size_bytes = column.start + size_bytes
+        return column
+
+
+def offsets_at(extent: Bytes, column: Column, num_rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The table of a ragged column; a view."""
+    return extent[column.table : column.table + 8 * (num_rows + 1)].view(np.int64)
+
+
+def squeeze(extent: Bytes, layout: Layout, num_rows: int, rows: Sequence[int]) -> Layout:
+    """Moves the rows that are kept together, in place, at the extent's start.
+
+    Args:
+        extent: The bytes of the put. Nobody may use them meanwhile.
+        layout: Where its columns lie.
+        num_rows: How many rows it holds.
+        rows: Those to keep, ascending.
+
+    Returns:
+        The layout of the kept rows. Its offsets are never higher than before.
+    """
+    kept = np.asarray(rows, dtype=np.int64)
+    squeezed = Layout([])
+    for column in layout.columns:
+        if column.table < 0:
+            new = squeezed.add_dense(len(kept), column.step, column.length)
+            begins, sizes = kept * column.step, np.full(len(kept), column.step)
+        else:
+            offsets = offsets_at(extent, column, num_rows).copy()
+            lengths = np.diff(offsets)[kept]
+            new = squeezed.add_ragged(len(kept), int(lengths.sum()), column.step)
+            table = offsets_at(extent, new, len(kept))
+            table[0] = 0
+            np.cumsum(lengths, out=table[1:])
+            begins, sizes = offsets[kept] * column.step, lengths * column.step
+        _move_rows(extent, column.start, new.start, begins, sizes)
+    return squeezed
+
+
+def _move_rows(extent: Bytes, source: int, target: int, begins: Any, sizes: Any) -> None:
+    """Moves rows to lower offsets, ascending, in runs of rows that lie side by side."""
+    if not len(begins):
+        return
+    ends = begins + sizes
+    breaks = np.flatnonzero(begins[1:] != ends[:-1]) + 1
+    firsts = np.concatenate(([0], breaks))
+    lasts = np.concatenate((breaks - 1, [len(begins) - 1]))
+    for begin, end in zip(begins[firsts].tolist(), ends[lasts].tolist(), strict=True):
+        extent[target : target + end - begin] = extent[source + begin : source + end]  # numpy copies overlaps right
+        target += end - begin

@@ -1,0 +1,289 @@
+"""The messages between clients and the process of the ledger, and their form: msgpack, read by type, without pickle.
+
+A message on a socket is its length (4 bytes, little-endian) and its bytes. The first message on a connection is a
+`Hello`. A request is one byte, its number in `REQUESTS`, and the request. A reply is one byte, 0 or 1 for an error, and
+the reply. `Release` has no reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar, get_args, get_origin
+
+import msgspec
+
+from dataplane_core import errors
+from dataplane_core.errors import BackendError, DataPlaneError
+from dataplane_core.ledger import Command, Located, Ref, commands
+from dataplane_shm._layout import Layout
+
+__all__ = [
+    "VERSION",
+    "Begin",
+    "Begun",
+    "Drop",
+    "Find",
+    "Hello",
+    "Place",
+    "Placed",
+    "Release",
+    "Request",
+    "Statistics",
+    "Status",
+    "Welcome",
+    "decode_reply",
+    "decode_request",
+    "encode",
+    "encode_error",
+    "encode_reply",
+    "encode_request",
+]
+
+#: Clients and the ledger's process speak the same version.
+VERSION: Final = 1
+
+Reply = TypeVar("Reply", covariant=True)
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """The first message of a connection.
+
+    Attributes:
+        version: The version that the client speaks.
+        session: The session that the connection belongs to. None: it begins a new one, and ends it when it closes. The
+            reply is then a `Welcome`, with the arena's file descriptor.
+    """
+
+    version: int
+    session: int | None = None
+
+
+class Welcome(msgspec.Struct, array_like=True):
+    """The reply to the `Hello` that begins a session.
+
+    Attributes:
+        version: The version that the ledger's process speaks.
+        session: The number of the session.
+        capacity_bytes: The store's limit.
+        on_full: What a put does that does not fit.
+        touched_bytes: How much of the arena is ready.
+    """
+
+    version: int
+    session: int
+    capacity_bytes: int
+    on_full: str
+    touched_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[Reply]):
+    """A request that is not a command of the ledger."""
+
+
+class Place(msgspec.Struct, array_like=True):
+    """Where a put lies.
+
+    Attributes:
+        offset: Where its extent begins in the arena.
+        layout: Where its columns lie in the extent.
+        num_rows: How many rows the extent holds.
+    """
+
+    offset: int
+    layout: Layout
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A put was begun.
+
+    Attributes:
+        write_id: Its write id.
+        offset: Where its extent begins. It is pinned until this session commits or aborts the put.
+    """
+
+    write_id: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin(Request[Begun]):
+    """Begins a put, and allocates its extent. Raises as `commands.BeginPut`."""
+
+    put: commands.BeginPut
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where the payload of a read is.
+
+    Attributes:
+        located: As the ledger says. Positions are rows of the extents.
+        places: Write id -> its place. It is pinned until this session releases it.
+        gone: Refs whose payload does not exist.
+    """
+
+    located: Located
+    places: dict[int, Place]
+    gone: list[Ref]
+
+
+@dataclass(frozen=True, slots=True)
+class Find(Request[Placed]):
+    """Locates cells, and pins their extents under a number that this session draws. Raises as `commands.Locate`."""
+
+    locate: commands.Locate
+    pin: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Request[None]):
+    """Ends pins. Numbers that hold nothing are ignored. Has no reply."""
+
+    pins: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(Request[None]):
+    """Drops the payload of refs, but not what the ledger knows of them."""
+
+    refs: list[Ref]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What the ledger's process says about memory.
+
+    Attributes:
+        arena_bytes: Size of the arena.
+        used_bytes: Bytes of all extents.
+        pinned_bytes: Bytes of those that are read, viewed or written now.
+        touched_bytes: Memory of the system that the arena uses.
+        num_extents: Number of extents.
+        num_sessions: Number of connected clients.
+    """
+
+    arena_bytes: int
+    used_bytes: int
+    pinned_bytes: int
+    touched_bytes: int
+    num_extents: int
+    num_sessions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status(Request[Statistics]):
+    """Asks for the statistics."""
+
+
+class _Failure(msgspec.Struct, array_like=True):
+    """An error on its way to the client: its class in `dataplane_core.errors`, its message and its attributes."""
+
+    name: str
+    message: str
+    attributes: dict[str, Any]
+
+
+class _Kind(msgspec.Struct):
+    """A kind of request, and how it and its reply are read."""
+
+    number: int
+    request: Any
+    reply: Any
+
+
+#: All kinds of requests. The first byte of a message is an index into it.
+REQUESTS: Final[tuple[type[Any], ...]] = (Begin, Find, Release, Drop, Status, *commands.COMMANDS)
+
+
+def _reply_type(request: type[Any]) -> Any:
+    """The type that a request is answered with: the argument of ``Request[...]`` or ``Command[...]``."""
+    for cls in request.__mro__:
+        for base in cls.__dict__.get("__orig_bases__", ()):
+            if get_origin(base) in (Request, Command):
+                return get_args(base)[0]
+    raise TypeError(f"{request.__name__} names no reply")
+
+
+_decoder = msgspec.msgpack.Decoder
+_KINDS: Final[Mapping[type[Any], _Kind]] = {
+    request: _Kind(number, _decoder(request), _decoder(_reply_type(request))) for number, request in enumerate(REQUESTS)
+}
+_BY_NUMBER: Final = tuple(_KINDS.values())
+_failure_decoder: Final = msgspec.msgpack.Decoder(_Failure)
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+def encode(message: Any, first: bytes = b"") -> bytes:
+    """A message as it goes over a socket.
+
+    Raises:
+        InvalidRequestError: It holds what msgpack cannot carry, such as invalid Unicode.
+    """
+    try:
+        body = _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise errors.InvalidRequestError(f"the request cannot be sent: {error}") from error
+    return (len(first) + len(body)).to_bytes(4, "little") + first + body
+
+
+def encode_request(request: Request[Any] | Command[Any]) -> bytes:
+    """A request as it goes over a socket."""
+    return encode(request, bytes((_KINDS[type(request)].number,)))
+
+
+def decode_request(message: bytes) -> Any:
+    """Reads a request.
+
+    Raises:
+        msgspec.ValidationError, IndexError: It is no request.
+    """
+    return _BY_NUMBER[message[0]].request.decode(memoryview(message)[1:])
+
+
+def encode_reply(reply: Any) -> bytes:
+    """A reply as it goes over a socket."""
+    return encode(reply, b"\0")
+
+
+def encode_error(error: Exception) -> bytes:
+    """An error as it goes over a socket. Errors that are not of the data plane become a `BackendError`."""
+    if not isinstance(error, DataPlaneError):
+        error = BackendError(f"the ledger's process failed: {type(error).__name__}: {error}")
+    attributes = {name: value for name, value in vars(error).items() if not name.startswith("__")}
+    return encode(_Failure(type(error).__name__, error.message, attributes), b"\1")
+
+
+def decode_reply(request: Request[Reply] | Command[Reply], message: bytes) -> Reply:
+    """Reads the reply to a request.
+
+    Raises:
+        DataPlaneError: The reply is an error.
+    """
+    body = memoryview(message)[1:]
+    if message[0]:
+        raise _error(_failure_decoder.decode(body))
+    reply: Reply = _KINDS[type(request)].reply.decode(body)
+    return reply
+
+
+def _error(failure: _Failure) -> DataPlaneError:
+    cls = getattr(errors, failure.name)
+    assert issubclass(cls, DataPlaneError)
+    error: DataPlaneError = cls.__new__(cls)
+    Exception.__init__(error, failure.message)
+    vars(error).update({name: _frozen(value) for name, value in failure.attributes.items()})
+    return error
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, as errors hold them."""
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return {key: _frozen(each) for key, each in value.items()}
+    return value

@@ -1,0 +1,130 @@
+"""Columns in the arena: a put copies them in, a read copies its rows out, or views them.
+
+Shape legend: ``N`` rows of the put, ``n`` rows of a read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from dataplane_core.codec import (
+    Piece,
+    Ragged,
+    StoredColumn,
+    byte_array,
+    jagged_parts,
+    merge_pieces,
+    rows_in_order,
+    to_nested,
+)
+from dataplane_core.ledger import Located, commands
+from dataplane_core.spec import FieldSpec, WireColumn
+from dataplane_shm._layout import Bytes, Column, Layout
+from dataplane_shm._messages import Place
+
+__all__ = ["plan", "read", "view", "write"]
+
+
+def plan(columns: Sequence[WireColumn], num_rows: int) -> Layout:
+    """Where columns will lie in the extent of a put.
+
+    Args:
+        columns: Dense or jagged tensors with ``num_rows`` rows, in the order of the put's slots.
+        num_rows: N.
+    """
+    layout = Layout([])
+    for column in columns:
+        assert isinstance(column, torch.Tensor)
+        if column.is_nested:
+            values = jagged_parts(column)[0]
+            layout.add_ragged(num_rows, len(values), values.dtype.itemsize * math.prod(values.shape[1:]))
+        else:
+            length = column.shape[1] if column.dim() > 1 else 0
+            layout.add_dense(num_rows, column.dtype.itemsize * math.prod(column.shape[1:]), length)
+    return layout
+
+
+def write(extent: Bytes, layout: Layout, columns: Sequence[WireColumn]) -> None:
+    """Copies columns into the extent that was planned for them."""
+    for column, at in zip(columns, layout.columns, strict=True):
+        assert isinstance(column, torch.Tensor)
+        if column.is_nested:
+            values, offsets, _, _ = jagged_parts(column)
+            _copy(extent, at.table, byte_array(offsets.to(torch.int64).contiguous()))
+        else:
+            values = column.contiguous()
+        _copy(extent, at.start, byte_array(values))
+
+
+def _copy(extent: Bytes, start: int, data: Bytes) -> None:
+    extent[start : start + len(data)] = data
+
+
+def read(arena: Bytes, located: Located, places: Mapping[int, Place]) -> dict[str, WireColumn]:
+    """Copies the rows of a read out of the arena, in the order of the request, into new memory."""
+    pieces: dict[str, list[Piece]] = {name: [] for name in located.specs}
+    for part in located.parts:
+        for name, column in _stored(arena, part, places[part.write_id], located.specs):
+            pieces[name].append(Piece(column, part.positions, part.rows))
+    return {name: merge_pieces(each) for name, each in pieces.items()}
+
+
+def view(arena: Bytes, located: Located, places: Mapping[int, Place], num_rows: int) -> dict[str, WireColumn] | None:
+    """The rows of a read where they lie in the arena, or None if they do not lie there in the order of the request.
+
+    Args:
+        arena: The arena.
+        located: The cells, in one put or in several.
+        places: Where these puts lie.
+        num_rows: n.
+    """
+    columns: dict[str, WireColumn] = {}
+    for part in located.parts:
+        start = part.positions[0]
+        if not (rows_in_order(part.rows, 0, num_rows) and rows_in_order(part.positions, start, num_rows)):
+            return None
+        for name, column in _stored(arena, part, places[part.write_id], located.specs):
+            if isinstance(column, Ragged):
+                offsets = column.offsets[start : start + num_rows + 1]
+                first, last = int(offsets[0]), int(offsets[-1])
+                columns[name] = to_nested(Ragged(column.values[first:last], offsets - first))
+            else:
+                assert isinstance(column, torch.Tensor)
+                columns[name] = column[start : start + num_rows]
+    return columns
+
+
+def _stored(
+    arena: Bytes, part: commands.Part, place: Place, specs: Mapping[str, FieldSpec]
+) -> list[tuple[str, StoredColumn]]:
+    """The columns of a part with all rows of their put; views of the arena."""
+    extent = arena[place.offset : place.offset + place.layout.size_bytes]
+    columns = place.layout.columns
+    return [
+        (name, _column(extent, columns[slot], place.num_rows, specs[name]))
+        for name, slot in zip(part.fields, part.slots, strict=True)
+    ]
+
+
+def _column(extent: Bytes, column: Column, num_rows: int, spec: FieldSpec) -> StoredColumn:
+    if column.table >= 0:
+        offsets = torch.from_numpy(extent[column.table : column.table + 8 * (num_rows + 1)].view(np.int64))
+        return Ragged(_tensor(extent, column.start, int(offsets[-1]), column.step, spec), offsets)
+    return _tensor(extent, column.start, num_rows, column.step, spec, column.length)
+
+
+def _tensor(
+    extent: Bytes, start: int, num_rows: int, step: int, spec: FieldSpec, length: int | None = None
+) -> torch.Tensor:
+    """A tensor on the arena. ``length`` None: ``num_rows`` elements of the ragged dim; else rows of that length."""
+    is_object = spec.kind == "object"
+    dtype = torch.uint8 if is_object else spec.torch_dtype
+    rank = 1 if is_object else spec.rank
+    shape = (num_rows, *spec.trailing) if length is None or rank == 0 else (num_rows, length, *spec.trailing)
+    if math.prod(shape) == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(extent[start : start + num_rows * step]).view(dtype).view(shape)

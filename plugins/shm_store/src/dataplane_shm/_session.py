@@ -1,0 +1,230 @@
+"""`Connection`: a client's session with the process of the ledger, and the memory that it shares with it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import struct
+import time
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
+from dataplane_core.host_memory import Arena
+from dataplane_core.ledger import Command
+from dataplane_shm._messages import (
+    VERSION,
+    Hello,
+    Release,
+    Request,
+    Welcome,
+    decode_reply,
+    encode,
+    encode_request,
+)
+
+__all__ = ["Connection", "Pin"]
+
+Reply = TypeVar("Reply")
+
+_RECEIVE_BYTES: Final = 1 << 18
+#: Seconds that sending a release may take.
+_RELEASE_S: Final = 1.0
+_welcome_decoder: Final = msgspec.msgpack.Decoder(Welcome)
+
+
+class Pin:
+    """A read's hold on the extents that it reads: they keep their place and bytes. It ends with this object."""
+
+    def __init__(self, connection: Connection, number: int) -> None:
+        self.number = number
+        self.release = weakref.finalize(self, Connection.release, connection, number)
+        self.release.atexit = False  # the connection ends then, and with it all pins
+
+
+class Connection:
+    """A session with the ledger's process of one store.
+
+    The session lasts as long as this object: its first socket is never used for requests and closes with it. Requests
+    use further sockets, one for each that is under way, so threads do not wait for each other. A socket whose request
+    was interrupted is closed.
+
+    Args:
+        path: The path of the socket.
+        deadline: On `time.monotonic`'s clock, in seconds.
+
+    Attributes:
+        arena: The shared memory.
+        welcome: What the store says about itself.
+
+    Raises:
+        BackendUnavailableError: Nobody listens there. Retryable.
+        OperationTimeoutError: No answer in time.
+    """
+
+    def __init__(self, path: Path, deadline: float) -> None:
+        self._path = path
+        self._idle: deque[socket.socket] = deque()
+        self._unreleased: deque[int] = deque()
+        self._pins = itertools.count(1)
+        self._first = self._open("connect", deadline, Hello(VERSION))
+        weakref.finalize(self, _close_all, self._first, self._idle)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._first, _RECEIVE_BYTES, 1)
+            if not data or not descriptors:
+                raise EOFError
+        except (OSError, EOFError) as error:
+            raise self._failure("connect", error) from error
+        self.arena = Arena(descriptors[0])
+        self.welcome = _welcome_decoder.decode(data[4:])
+        if self.welcome.version != VERSION:
+            raise BackendUnavailableError(
+                f"connect refused: the store at {path} speaks version {self.welcome.version} of its messages. "
+                f"Expected {VERSION}.",
+                retryable=False,
+                hint="Install the same version of dataplane-shm for all processes.",
+            )
+        _open_connections.add(self)
+
+    def call(self, what: str, deadline: float, request: Request[Reply] | Command[Reply]) -> Reply:
+        """Sends a request and returns the reply.
+
+        Args:
+            what: The operation, for messages.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            request: The request.
+
+        Raises:
+            DataPlaneError: The reply is an error.
+            BackendUnavailableError: The ledger's process has ended.
+            OperationTimeoutError: No reply in time.
+        """
+        message = encode_request(request)
+        if self._unreleased:
+            message = self._release_message() + message
+        channel = self._take(what, deadline)
+        try:
+            channel.settimeout(_left_s(deadline))
+            channel.sendall(message)
+            reply = _receive(channel, deadline)
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, (OSError, EOFError)):
+                raise self._failure(what, error) from error
+            raise
+        self._idle.append(channel)
+        return decode_reply(request, reply)
+
+    def new_pin(self) -> Pin:
+        """A new pin, to be sent with a request that locates payload."""
+        return Pin(self, next(self._pins))
+
+    def release(self, number: int) -> None:
+        """Ends a pin. Does not wait for a reply. If it cannot be sent now, the next request sends it too."""
+        self._unreleased.append(number)
+        try:
+            channel = self._idle.pop()
+        except IndexError:
+            return  # all sockets are in use: the next request sends it too
+        try:
+            channel.settimeout(_RELEASE_S)
+            channel.sendall(self._release_message())
+        except BaseException as error:
+            channel.close()
+            if not isinstance(error, OSError):  # the process of the ledger has ended, or hangs
+                raise
+        else:
+            self._idle.append(channel)
+
+    def _release_message(self) -> bytes:
+        numbers = []
+        with contextlib.suppress(IndexError):
+            while True:
+                numbers.append(self._unreleased.popleft())
+        return encode_request(Release(numbers))
+
+    def close_in_fork(self) -> None:
+        """Closes the sockets that a fork of the process inherited, without ending the session."""
+        _close_all(self._first, self._idle)
+
+    # --- sockets ------------------------------------------------------------------------------------------------------
+
+    def _take(self, what: str, deadline: float) -> socket.socket:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._open(what, deadline, Hello(VERSION, self.welcome.session))
+
+    def _open(self, what: str, deadline: float, hello: Hello) -> socket.socket:
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            channel.settimeout(_left_s(deadline))
+            channel.connect(str(self._path))
+            _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user != os.getuid():
+                raise BackendUnavailableError(f"{what} refused: {self._path} belongs to another user.", retryable=False)
+            channel.sendall(encode(hello))
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, OSError) and not isinstance(error, BackendUnavailableError):
+                raise self._failure(what, error) from error
+            raise
+        return channel
+
+    def _failure(self, what: str, error: Exception) -> Exception:
+        if isinstance(error, TimeoutError):
+            return OperationTimeoutError(f"{what} timed out: the ledger's process of {self._path} does not answer.")
+        if what == "connect":
+            return BackendUnavailableError(f"connect failed: no store runs at {self._path}: {error}.")
+        return BackendUnavailableError(
+            f"{what} failed: the ledger's process of {self._path} has ended, and its data with it.",
+            retryable=False,
+            hint="It ends with the client that bootstrapped the store. Connect again.",
+        )
+
+
+def _close_all(first: socket.socket, idle: deque[socket.socket]) -> None:
+    first.close()
+    while idle:
+        idle.pop().close()
+
+
+def _left_s(deadline: float) -> float:
+    """Seconds that are left; a little more than 0, which would mean not to wait at all."""
+    return max(deadline - time.monotonic(), 1e-3)
+
+
+def _receive(channel: socket.socket, deadline: float) -> bytes:
+    received = channel.recv(_RECEIVE_BYTES)
+    parts: list[bytes] = []
+    while True:
+        if not received:
+            raise EOFError("the connection was closed")
+        parts.append(received)
+        size = sum(map(len, parts))
+        if size >= 4:
+            whole = parts[0] if len(parts) == 1 else b"".join(parts)
+            end = 4 + int.from_bytes(whole[:4], "little")
+            if size >= end:
+                return whole[4:end]
+            parts = [whole] if len(parts) > 64 else parts
+        channel.settimeout(_left_s(deadline))
+        received = channel.recv(_RECEIVE_BYTES)
+
+
+_open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for connection in list(_open_connections):
+        connection.close_in_fork()
+
+
+# a fork that lives on would otherwise keep the sessions of its parent, and their pins
+os.register_at_fork(after_in_child=_close_in_fork)

@@ -1,0 +1,328 @@
+"""`Store`: the ledger, and which parts of the arena hold what. One thread of the ledger's process uses it.
+
+An extent is pinned while a client writes, reads or views it. What is pinned keeps its place and its bytes, whatever the
+ledger says of it meanwhile. A session is a client; when it ends, however it ends, its pins end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dataplane_core.errors import CapacityExceededError, StalePartitionError
+from dataplane_core.host_memory import Arena, Extent, Extents
+from dataplane_core.ledger import LedgerService, Ref, commands
+from dataplane_shm._layout import Layout, squeeze
+from dataplane_shm._messages import Begin, Begun, Drop, Find, Place, Placed, Release, Statistics, Status
+
+__all__ = ["Session", "Store"]
+
+#: Bytes of an extent without rows that the store squeezes at least. Less is not worth the work.
+_LEAST_DEAD: Final = 64
+#: Seconds after which a put that found no room in the arena asks again.
+_ASK_AGAIN_S: Final = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class _Payload:
+    """The payload of one put.
+
+    Attributes:
+        extent: Where it lies.
+        layout: Where its columns lie in it.
+        num_rows: How many rows lie there.
+        num_live: How many of them exist.
+        rows: Position in the put -> row of the extent, -1 if it is gone. None: all, in order.
+        num_positions: How many rows the put had.
+    """
+
+    extent: Extent
+    layout: Layout
+    num_rows: int
+    num_live: int
+    num_positions: int
+    rows: list[int] | None = None
+
+    def drop(self, position: int) -> None:
+        """Marks a row as gone."""
+        if self.rows is None:
+            self.rows = list(range(self.num_positions))
+        if self.rows[position] >= 0:
+            self.rows[position] = -1
+            self.num_live -= 1
+
+    @property
+    def dead_bytes(self) -> int:
+        """About how many bytes squeezing it would free."""
+        return self.layout.size_bytes * (self.num_rows - self.num_live) // max(self.num_rows, 1)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A client.
+
+    Attributes:
+        number: Its number, never used again.
+        writing: Write id -> the extent that it writes.
+        pins: Number of a pin -> the extents that it reads or views.
+        ended: Whether the client is gone.
+    """
+
+    number: int
+    writing: dict[int, Extent] = field(default_factory=dict)
+    pins: dict[int, list[Extent]] = field(default_factory=dict)
+    ended: bool = False
+
+
+class Store:
+    """The state of one store.
+
+    Args:
+        arena: The memory.
+        service: The ledger.
+    """
+
+    def __init__(self, arena: Arena, service: LedgerService) -> None:
+        self._arena = arena
+        self._service = service
+        self._extents = Extents(arena.size_bytes)
+        self._payloads: dict[int, _Payload] = {}
+        self._sessions: dict[int, Session] = {}
+        self._last_session = 0
+        self._doomed: dict[Extent, None] = {}  # free as soon as nobody pins them
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def begin_session(self) -> Session:
+        """A client connects."""
+        self._last_session += 1
+        session = self._sessions[self._last_session] = Session(self._last_session)
+        return session
+
+    def session(self, number: int) -> Session | None:
+        """The session of that number, or None if it has ended."""
+        return self._sessions.get(number)
+
+    def end_session(self, session: Session) -> None:
+        """A client is gone: ends its pins, and aborts the puts that it had begun."""
+        session.ended = True
+        del self._sessions[session.number]
+        for pin in list(session.pins):
+            self._release(session, pin)
+        for write_id in list(session.writing):
+            self._stop_writing(session, write_id)
+            self._service.call(commands.AbortPut(write_id))
+        self._sweep()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def handle(self, request: Any, session: Session) -> Any:
+        """Answers a request or a command of a session.
+
+        Raises:
+            DataPlaneError: As the request says.
+        """
+        handler = _HANDLERS.get(type(request))
+        return self._service.call(request) if handler is None else handler(self, request, session)
+
+    def _begin(self, request: Begin, session: Session) -> Begun:
+        put, layout = request.put, request.layout
+        write_id = self._service.call(put)
+        self._sweep()  # the ledger gave up puts of before
+        extent = self._allocate(layout.size_bytes)
+        if extent is None:
+            self._service.call(commands.AbortPut(write_id))
+            self._service.call(commands.Collected([(write_id, at) for at in range(len(put.sample_ids))]))
+            raise self._no_room(put, layout.size_bytes)
+        extent.pins += 1
+        session.writing[write_id] = extent
+        num_rows = len(put.sample_ids)
+        self._payloads[write_id] = _Payload(extent, layout, num_rows, num_rows, num_rows)
+        return Begun(write_id, extent.offset)
+
+    def _commit(self, command: commands.CommitPut, session: Session) -> Any:
+        if command.write_id not in session.writing:
+            raise StalePartitionError("put_samples refused at commit: the put is not begun, or was aborted.")
+        self._stop_writing(session, command.write_id)
+        try:
+            self._service.call(command)
+        finally:
+            self._sweep()
+        return []
+
+    def _abort(self, command: commands.AbortPut, session: Session) -> Any:
+        self._stop_writing(session, command.write_id)
+        self._service.call(command)
+        self._sweep()
+        return []
+
+    def _register(self, command: commands.Register, session: Session) -> Any:
+        info, _ = self._service.call(command)
+        self._sweep()
+        return info, []
+
+    def _clear(self, command: commands.Clear, session: Session) -> Any:
+        count, _ = self._service.call(command)
+        self._sweep()
+        return count, []
+
+    def _find(self, request: Find, session: Session) -> Placed:
+        located = self._service.call(request.locate)
+        places: dict[int, Place] = {}
+        extents: list[Extent] = []
+        gone: list[Ref] = []
+        parts: list[commands.Part] = []
+        for part in located.parts:
+            payload = self._payloads.get(part.write_id)
+            positions = part.positions
+            if payload is None:
+                gone += [(part.write_id, position) for position in positions]
+                continue
+            if payload.rows is not None:
+                rows = [payload.rows[position] for position in positions]
+                gone += [(part.write_id, at) for at, row in zip(positions, rows, strict=True) if row < 0]
+                positions = rows
+            if part.write_id not in places:
+                places[part.write_id] = Place(payload.extent.offset, payload.layout, payload.num_rows)
+                extents.append(payload.extent)
+            parts.append(commands.Part(part.write_id, part.fields, part.slots, part.rows, positions))
+        if gone:
+            return Placed(located, {}, gone)
+        for extent in extents:
+            extent.pins += 1
+        session.pins[request.pin] = extents
+        return Placed(type(located)(parts, located.specs), places, [])
+
+    def _release_pins(self, request: Release, session: Session) -> None:
+        for pin in request.pins:
+            self._release(session, pin)
+
+    def _drop(self, request: Drop, session: Session) -> None:
+        self._drop_rows(request.refs)
+
+    def _status(self, request: Status, session: Session) -> Statistics:
+        pinned = {each for one in self._sessions.values() for pins in one.pins.values() for each in pins}
+        pinned.update(each for one in self._sessions.values() for each in one.writing.values())
+        return Statistics(
+            arena_bytes=self._extents.size_bytes,
+            used_bytes=self._extents.used_bytes,
+            pinned_bytes=sum(each.size_bytes for each in pinned),
+            touched_bytes=self._arena.touched_bytes,
+            num_extents=len(self._payloads) + len(self._doomed),
+            num_sessions=len(self._sessions),
+        )
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    @property
+    def high_water(self) -> int:
+        """Where the highest extent so far ended."""
+        return self._extents.high_water
+
+    def _allocate(self, size_bytes: int) -> Extent | None:
+        extent = self._extents.allocate(size_bytes)
+        if extent is None and self._make_room(size_bytes):
+            extent = self._extents.allocate(size_bytes)
+        return extent
+
+    def _make_room(self, size_bytes: int) -> bool:
+        """Squeezes extents with dropped rows, those with most first, then slides extents together."""
+        dead = [each for each in self._payloads.values() if not each.extent.pins and each.dead_bytes >= _LEAST_DEAD]
+        waiting = deque(sorted(dead, key=lambda each: -each.dead_bytes))
+        free = self._extents.size_bytes - self._extents.used_bytes
+        while waiting and free < size_bytes:
+            free += self._squeeze(waiting.popleft())
+        while not self._extents.make_room(size_bytes, self._move):
+            if not waiting:
+                return False
+            self._squeeze(waiting.popleft())
+        return True
+
+    def _squeeze(self, payload: _Payload) -> int:
+        """Frees the bytes of dropped rows. Returns how many."""
+        extent = payload.extent
+        before = extent.size_bytes
+        assert payload.rows is not None
+        kept = sorted(row for row in payload.rows if row >= 0)
+        data = self._arena.bytes[extent.offset : extent.offset + before]
+        payload.layout = squeeze(data, payload.layout, payload.num_rows, kept)
+        now = {row: index for index, row in enumerate(kept)}
+        payload.rows = [now.get(row, -1) for row in payload.rows]
+        payload.num_rows = len(kept)
+        self._extents.shrink(extent, payload.layout.size_bytes)
+        return before - extent.size_bytes
+
+    def _move(self, source: int, target: int, size_bytes: int) -> None:
+        data = self._arena.bytes
+        data[target : target + size_bytes] = data[source : source + size_bytes]
+
+    def _no_room(self, put: commands.BeginPut, size_bytes: int) -> CapacityExceededError:
+        extents = self._extents
+        never = size_bytes > extents.size_bytes
+        if not never and put.ticket is not None:
+            # it left the queue when the ledger had room: it takes the next place
+            self._service.call(commands.WaitForRoom(put.ticket, sum(put.row_bytes), wait_s=put.ttl_s))
+        return CapacityExceededError(
+            f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused: its {size_bytes} bytes with "
+            f"tables do not fit into the arena, of whose {extents.size_bytes} bytes {extents.used_bytes} are used, "
+            "also by cleared samples that are still read or viewed.",
+            retryable=not never,
+            ask_again_s=0.0 if never else _ASK_AGAIN_S,
+            hint="Write smaller batches or raise capacity_bytes." if never else "Drop views that are not needed.",
+        )
+
+    # --- what is no longer needed -------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Frees the payload of all refs that the ledger no longer needs."""
+        garbage = self._service.garbage()
+        if garbage:
+            self._drop_rows(garbage)
+            self._service.call(commands.Collected(garbage))
+
+    def _drop_rows(self, refs: Sequence[Ref]) -> None:
+        for write_id, position in refs:
+            payload = self._payloads.get(write_id)
+            if payload is None:
+                continue
+            payload.drop(position)
+            if not payload.num_live:
+                del self._payloads[write_id]
+                self._free(payload.extent)
+
+    def _stop_writing(self, session: Session, write_id: int) -> None:
+        extent = session.writing.pop(write_id, None)
+        if extent is not None:
+            self._unpin(extent)
+
+    def _release(self, session: Session, pin: int) -> None:
+        for extent in session.pins.pop(pin, ()):
+            self._unpin(extent)
+
+    def _unpin(self, extent: Extent) -> None:
+        extent.pins -= 1
+        if not extent.pins and extent in self._doomed:
+            del self._doomed[extent]
+            self._extents.free(extent)
+
+    def _free(self, extent: Extent) -> None:
+        if extent.pins:
+            self._doomed[extent] = None
+        else:
+            self._extents.free(extent)
+
+
+#: Type of a request -> its handler. All other commands go to the ledger as they are.
+_HANDLERS: Final[Mapping[type[Any], Callable[[Store, Any, Session], Any]]] = {
+    Begin: Store._begin,
+    Find: Store._find,
+    Release: Store._release_pins,
+    Drop: Store._drop,
+    Status: Store._status,
+    commands.CommitPut: Store._commit,
+    commands.AbortPut: Store._abort,
+    commands.Register: Store._register,
+    commands.Clear: Store._clear,
+}

@@ -38,7 +38,7 @@ def runs(pid):
         return False
 
 
-def wait_until(condition, within_s=30.0):
+def wait_until(condition, within_s=120.0):
     give_up = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < give_up, "the condition did not come true"

@@ -15,6 +15,8 @@ import pytest
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, InvalidTypeError, OperationTimeoutError
+from dataplane_core.middleware import Middleware
+from dataplane_core.spec import PutRequest, hookimpl
 from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
 from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer, parse_sample_id
 from dataplane_integrations.rollout import RolloutReceipt
@@ -192,12 +194,20 @@ def test_a_rollout_that_hangs_is_not_waited_for_without_end(make_buffer: Make, c
 ROOM = 120
 
 
+class ImpatientPuts(Middleware):
+    """Puts may take 0.2 s; all else as long as a busy machine needs."""
+
+    @hookimpl(wrapper=True)
+    def put_samples(self, request: PutRequest) -> Any:
+        request.deadline = min(request.deadline, time.monotonic() + 0.2)
+        return (yield)
+
+
 @contextlib.contextmanager
 def impatient_client(backend: str, **options: Any) -> Iterator[DataPlaneClient]:
-    """A client with a partition, whose calls may take 0.2 s from now on; to start its store took as long as it did."""
-    with connect({"backend": backend, "options": options}) as client:
+    """A client with a partition, whose puts are impatient."""
+    with connect({"backend": backend, "options": options, "middleware": [ImpatientPuts()]}) as client:
         client.register_partition("replay", ["input_ids", "input_lengths"], None, ["train"], grpo_group_size=2)
-        client._config = client.config.model_copy(update={"op_timeout_s": 0.2})
         yield client
 
 
@@ -253,6 +263,7 @@ def test_a_full_store_holds_rollouts_back_and_loses_nothing(
 def stalling_store() -> Iterator[tuple[DataPlaneClient, Callable[[], None]]]:
     """A Redis, and what makes it stop answering; it goes on with the end of the test."""
     with impatient_client("redis_store") as client:
+        client._config = client.config.model_copy(update={"op_timeout_s": 0.2})
         pid = client._backend._server.pid
         yield client, lambda: os.kill(pid, signal.SIGSTOP)
         os.kill(pid, signal.SIGCONT)

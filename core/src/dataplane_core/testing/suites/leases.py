@@ -145,17 +145,17 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: check all lease tokens of the request before any row is changed, in one atomic step.
         """
         partition = _filled(store)
-        lost = store.claim(partition, 2, lease_s=_SHORT_S)
         held = store.claim(partition, 2, lease_s=_LONG_S)
+        lost = store.claim(partition, 2, lease_s=_SHORT_S)
         _wait_out()
         both = held.concat(lost)
         for settle in _settlers(store):
             with store.refusal(LeaseExpiredError) as caught:
                 settle(both)
-            assert sorted(caught.value.sample_ids) == ["s0", "s1"], (
+            assert sorted(caught.value.sample_ids) == ["s2", "s3"], (
                 "LeaseExpiredError does not name exactly the ids whose tokens are invalid"
             )
-        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s0", "s1"], (
+        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s2", "s3"], (
             "a refused nack returned samples to the pool"
         )
         store.client.ack(held)

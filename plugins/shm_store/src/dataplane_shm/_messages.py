@@ -160,7 +160,7 @@ class Statistics:
 
     Attributes:
         arena_bytes: Size of the arena.
-        used_bytes: Bytes of all extents.
+        held_bytes: Bytes of the rows that exist, with their tables. A put can get the rest, but for what is pinned.
         pinned_bytes: Bytes of those that are read, viewed or written now.
         touched_bytes: Memory of the system that the arena uses.
         num_extents: Number of extents.
@@ -168,7 +168,7 @@ class Statistics:
     """
 
     arena_bytes: int
-    used_bytes: int
+    held_bytes: int
     pinned_bytes: int
     touched_bytes: int
     num_extents: int

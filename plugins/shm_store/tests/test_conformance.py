@@ -1,0 +1,59 @@
+"""shm_store against the contract."""
+
+import time
+import uuid
+
+import numpy as np
+import pytest
+import torch
+
+from dataplane_core.ledger import commands
+from dataplane_core.testing import BackendConformance
+from dataplane_shm import ShmBackend
+from dataplane_shm._layout import offsets_at
+from dataplane_shm._messages import Find
+
+
+@pytest.fixture(scope="module")
+def namespace():
+    return f"kit-{uuid.uuid4().hex[:8]}"
+
+
+class TestShm(BackendConformance):
+    backend = "shm_store"
+    backend_class = ShmBackend
+
+    @pytest.fixture
+    def options(self, namespace):
+        return {"namespace": namespace, "capacity_bytes": 256 << 20}
+
+    def conflicting_options(self, options):
+        return {**options, "capacity_bytes": 1 << 30}
+
+    def held_bytes(self, backend):
+        """The bytes of all rows that exist, as the ledger's process counts them."""
+        return backend.statistics(time.monotonic() + 30).held_bytes
+
+    def raw_get(self, backend, partition_id, sample_id, field):
+        """The cell's bytes where the ledger's process says that they lie, with the dtype and shape of its spec."""
+        connection = backend._connection
+        pin = connection.new_pin()
+        locate = commands.Locate(partition_id, [sample_id], [field])
+        found = connection.call("the kit's", time.monotonic() + 30, Find(locate, pin.number))
+        (part,), spec = found.located.parts, found.located.specs[field]
+        place, row = found.places[part.write_id], part.positions[0]
+        column = place.layout.columns[part.slots[0]]
+        extent = connection.arena.bytes[place.offset :]
+        if column.table < 0:
+            first, count = row, 1
+            shape = (column.length, *spec.trailing) if spec.rank else ()
+        else:
+            first, end = offsets_at(extent, column, place.num_rows)[row : row + 2].tolist()
+            count = end - first
+            shape = (count, *spec.trailing)
+        data = extent[column.start + first * column.step : column.start + (first + count) * column.step].copy()
+        pin.release()
+        if spec.kind == "object":
+            return data
+        cell = torch.from_numpy(data) if data.size else torch.from_numpy(np.empty(0, np.uint8))
+        return cell.view(spec.torch_dtype).view(shape)

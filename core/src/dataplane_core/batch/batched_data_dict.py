@@ -13,7 +13,7 @@ from typing import Any, TypeGuard, TypeVar, overload
 import numpy as np
 import torch
 
-from dataplane_core.batch.rows import Column, concatenate, num_rows, object_array, select_rows, slice_rows
+from dataplane_core.batch.rows import Column, checked_num_rows, concatenate, object_array, select_rows, slice_rows
 from dataplane_core.batch.tokens import token_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
 from dataplane_core.schema import MULTIMODAL_FIELDS
@@ -380,7 +380,7 @@ class BatchedDataDict(UserDict[str, Any]):
         repeated = type(self)()
         for key, column in self.data.items():
             if isinstance(column, torch.Tensor) and column.is_nested:
-                rows = [row for row in range(num_rows(key, column)) for _ in range(n)]
+                rows = [row for row in range(checked_num_rows(key, column)) for _ in range(n)]
                 repeated.data.update(select_rows({key: column}, rows))
             elif isinstance(column, torch.Tensor):
                 repeated.data[key] = column.repeat_interleave(n, dim=0)
@@ -483,7 +483,7 @@ def _has_dim(column: Any, dim: int) -> TypeGuard[torch.Tensor]:
 
 
 def _common_size(where: str, columns: Mapping[str, Any]) -> int:
-    sizes = {key: num_rows(key, column) for key, column in columns.items()}
+    sizes = {key: checked_num_rows(key, column) for key, column in columns.items()}
     if len(set(sizes.values())) > 1:
         raise InvalidRequestError(f"{where}columns differ in length: {sizes}. Expected one row per sample in each.")
     return next(iter(sizes.values()), 0)

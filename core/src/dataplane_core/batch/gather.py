@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataplane_core.batch.rows import num_rows
+from dataplane_core.batch.rows import checked_num_rows
 from dataplane_core.errors import InvalidRequestError, preview
 
 __all__ = ["all_gather_columns"]
@@ -81,7 +81,7 @@ def _form(column: torch.Tensor) -> _TensorForm:
 def _describe(columns: Mapping[str, Any]) -> dict[str, Any] | str:
     """Per column its `_TensorForm`, or the column itself if it is no tensor; or text that says what is wrong."""
     try:
-        sizes = {name: num_rows(name, column) for name, column in columns.items()}
+        sizes = {name: checked_num_rows(name, column) for name, column in columns.items()}
         if len(set(sizes.values())) > 1:
             return f"columns differ in length: {sizes}"
         nested = [name for name, column in columns.items() if isinstance(column, torch.Tensor) and column.is_nested]

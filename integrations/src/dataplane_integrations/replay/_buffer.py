@@ -84,7 +84,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         self._policy = policy
         self._num_prompts = num_prompts
         self._requeue_evicted = requeue_evicted
-        self._lock = threading.RLock()  # entered itself: an interrupt can leave a Condition locked
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # all below: guarded by _lock
         self._weight_version = weight_version

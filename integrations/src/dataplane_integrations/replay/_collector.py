@@ -112,7 +112,7 @@ class Collector:
         self._write_options = dict(write_options or {})
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
-        self._lock = threading.RLock()  # entered itself: an interrupt can leave a Condition locked
+        self._lock = threading.RLock()
         self._state = threading.Condition(self._lock)
         # guarded by _lock
         self._paused = 0

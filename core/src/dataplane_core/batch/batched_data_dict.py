@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
@@ -406,7 +406,7 @@ class BatchedDataDict(UserDict[str, Any]):
     def _truncate(self, names: Iterable[str], dim: int, truncated_len: int) -> None:
         for key in list(names):
             column = self.data[key]
-            if _has_dim(column, dim):
+            if isinstance(column, torch.Tensor) and not column.is_nested and column.dim() > dim:
                 self.data[key] = column.narrow(dim, 0, min(truncated_len, column.shape[dim]))
 
     def to(self: _B, device: str | torch.device) -> _B:
@@ -475,11 +475,6 @@ class BatchedDataDict(UserDict[str, Any]):
 
 class SlicedDataDict(BatchedDataDict):
     """A shard, or a part of a batch."""
-
-
-def _has_dim(column: Any, dim: int) -> TypeGuard[torch.Tensor]:
-    """Whether it is a tensor that can be cut along ``dim``."""
-    return isinstance(column, torch.Tensor) and not column.is_nested and column.dim() > dim
 
 
 def _common_size(where: str, columns: Mapping[str, Any]) -> int:

@@ -74,10 +74,6 @@ def all_gather_columns(columns: Mapping[str, Any], group: Any) -> dict[str, Any]
     return joined
 
 
-def _form(column: torch.Tensor) -> _TensorForm:
-    return _TensorForm(column.dtype, tuple(column.shape), column.device.type)
-
-
 def _describe(columns: Mapping[str, Any]) -> dict[str, Any] | str:
     """Per column its `_TensorForm`, or the column itself if it is no tensor; or text that says what is wrong."""
     try:
@@ -88,7 +84,10 @@ def _describe(columns: Mapping[str, Any]) -> dict[str, Any] | str:
         if nested:
             return f"columns {preview(nested)} are nested tensors; expected padded ones: materialize(td, 'padded')"
         described = {
-            name: _form(column) if isinstance(column, torch.Tensor) else column for name, column in columns.items()
+            name: _TensorForm(column.dtype, tuple(column.shape), column.device.type)
+            if isinstance(column, torch.Tensor)
+            else column
+            for name, column in columns.items()
         }
         # all_gather_object pickles too, but a rank that fails inside it leaves the others waiting
         pickle.dumps(described)

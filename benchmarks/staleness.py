@@ -1,11 +1,11 @@
-"""How each staleness policy changes the mix of prompts in training, and how long the trainer waits.
+"""How each staleness rule changes the mix of prompts in training, and how long the trainer waits.
 
 Rollouts of different length through a real `ReplayBuffer` over the in-process store; only time is simulated, so a run
 takes seconds and repeats exactly. A group takes as long as its longest answer, one unit of time per 1,000 tokens; every
-group that the policy admits is generated at once, as an engine with continuous batching does. Lengths are log-normal:
+group that the rule admits is generated at once, as an engine with continuous batching does. Lengths are log-normal:
 prompts have medians of their own (spread 0.6), and their 8 answers vary around them (spread 0.4).
 
-Per policy: groups trained on per unit of time; the share of time that the trainer waits; the groups evicted; the mean
+Per rule: groups trained on per unit of time; the share of time that the trainer waits; the groups evicted; the mean
 answer length of what was trained on, over that of all prompts drawn; the share that the longest tenth of the prompts
 has of what was trained on (10 % is fair); and the mean staleness of the shortest and of the longest quarter. The last
 groups, which are unfinished when the run ends, count neither as drawn nor as trained.

@@ -67,10 +67,9 @@ def _serve(pipe: Connection) -> None:
 
 
 _PRELOADED = [
-    "torch._dynamo",
     "torch.distributed.fsdp",
     "megatron.core.hyper_comm_grid",
-    "megatron.core.models.gpt",
+    "megatron.core.models.gpt",  # imports torch._dynamo too
     "dataplane_integrations.worker",
     "dataplane_redis",
 ]

@@ -184,17 +184,30 @@ dist.destroy_process_group()
 """
 
 
+ON_RAY = "import ray\n"
+
+
 def test_the_snippets_on_asynchronous_training_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained = []
     names = {"train_on": trained.append}
     run = 0
     for number, block in enumerate(blocks("docs/async.md")):
+        if ON_RAY in block:
+            continue
         exec(compile(block, f"docs/async.md, block {number}", "exec"), names)
         run += 1
     assert run >= 5
     assert len(trained) == 16
     names["client"].close()
+
+
+@pytest.mark.long  # the replay buffer's own tests make the same calls
+def test_the_snippet_on_a_buffer_in_an_actor_runs(tmp_path):
+    first, *others = blocks("docs/async.md")
+    (on_ray,) = [block for block in others if ON_RAY in block]
+    parts = ["trained = []\ntrain_on = trained.append", first, "collector.stop()\nclient.close()", on_ray]
+    run_as_a_program("\n".join([*parts, "assert len(trained) == 2"]), tmp_path)
 
 
 #: One rank that holds both modules: what the page on images leaves to the reader's launcher and config.

@@ -123,7 +123,7 @@ def test_undoing_a_failed_put_keeps_to_its_deadline_and_the_next_call_goes_on_wi
             put(client, ["a"], size=80)
         assert time.monotonic() - start < 3.0  # and not the five seconds that undoing may take
         backend = client._backend
-        assert backend._ledger(0.0, commands.HeldBytes()) == 80
+        assert backend._service.ledger.held_bytes == 80
         backend.hangs = False
         put(client, ["b"], size=80)  # the room is free again
         assert client.list_samples("p").sample_ids == ["b"]
@@ -137,7 +137,7 @@ def test_a_put_that_fails_early_is_undone_at_once():
     with open_client(Refuses, capacity_bytes=100) as client:
         with pytest.raises(BackendError):
             put(client, ["a"], size=80)
-        assert client._backend._ledger(0.0, commands.HeldBytes()) == 0
+        assert client._backend._service.ledger.held_bytes == 0
 
 
 def test_a_put_whose_reservation_got_no_answer_holds_no_room():
@@ -151,7 +151,7 @@ def test_a_put_whose_reservation_got_no_answer_holds_no_room():
     with open_client(LosesReply, capacity_bytes=100) as client:
         with pytest.raises(OperationTimeoutError, match="the reply was lost"):
             put(client, ["a"], size=80)
-        assert client._backend._ledger(0.0, commands.HeldBytes()) == 0
+        assert client._backend._service.ledger.held_bytes == 0
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dataplane_core.codec import ALL_DTYPES, frame_column, unframe_column
-from dataplane_core.codec.frames import frame_cell, unframe_cell
 from dataplane_core.codec.header import MAX_CELL_BYTES
 from dataplane_core.codec.tensors import DTYPE_CODES
 from dataplane_core.errors import FrameError, InvalidRequestError, InvalidTypeError, SchemaMismatchError
@@ -21,6 +20,17 @@ OBJECTS = FieldSpec.of_objects()
 def frame(kind=1, code=12, dims=(2,), payload=b"\x00" * 8, magic=b"DPF", version=1, rank=None, zero=0):
     head = struct.pack("<3sBBBBB", magic, version, kind, code, len(dims) if rank is None else rank, zero)
     return head + struct.pack(f"<{len(dims)}q", *dims) + payload
+
+
+def frame_cell(cell):
+    """One cell as a frame."""
+    if isinstance(cell, torch.Tensor):
+        return bytes(frame_column(cell.unsqueeze(0), FieldSpec.of_cells(cell.dtype, tuple(cell.shape)))[0])
+    return bytes(frame_column([cell], FieldSpec.of_objects())[0])
+
+
+def unframe_cell(frame):
+    return unframe_column([frame], None)[0]
 
 
 def test_the_format_is_pinned():

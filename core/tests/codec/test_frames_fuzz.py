@@ -9,11 +9,30 @@ import tracemalloc
 import pytest
 import torch
 
-from dataplane_core.codec import ALL_DTYPES, decode_item, encode_item, join_row, split_rows, unframe_column
-from dataplane_core.codec.frames import frame_cell, unframe_cell
+from dataplane_core.codec import (
+    ALL_DTYPES,
+    decode_item,
+    encode_item,
+    frame_column,
+    join_row,
+    split_rows,
+    unframe_column,
+)
 from dataplane_core.errors import FrameError
+from dataplane_core.spec import FieldSpec
 
 INTERESTING = [0, 1, 0x7F, 0x80, 0xC1, 0xC7, 0xC9, 0xD4, 0xDC, 0xDD, 0xDE, 0xDF, 0xFF]
+
+
+def frame_cell(cell):
+    """One cell as a frame."""
+    if isinstance(cell, torch.Tensor):
+        return bytes(frame_column(cell.unsqueeze(0), FieldSpec.of_cells(cell.dtype, tuple(cell.shape)))[0])
+    return bytes(frame_column([cell], FieldSpec.of_objects())[0])
+
+
+def unframe_cell(frame):
+    return unframe_column([frame], None)[0]
 
 
 @pytest.fixture(scope="module")

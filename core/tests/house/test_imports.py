@@ -13,7 +13,14 @@ import dataplane_core
 
 SOURCE = Path(dataplane_core.__file__).parent
 FORBIDDEN = ("ray", "megatron", "torch.distributed", "transfer_queue", "redis", "mooncake")
-OURS = ("dataplane_noop", "dataplane_redis", "dataplane_shm", "dataplane_tq_simple", "dataplane_mooncake", "dataplane_integrations")
+OURS = (
+    "dataplane_noop",
+    "dataplane_redis",
+    "dataplane_shm",
+    "dataplane_tq_simple",
+    "dataplane_mooncake",
+    "dataplane_integrations",
+)
 
 
 def imports(path):
@@ -70,7 +77,20 @@ print(json.dumps([before == dict(os.environ), opened, handlers == logging.root.h
 #: From the ground up: each imports only from those before it.
 WINGS = (
     *("_compiler_marks", "errors", "entry_points", "config", "schema", "meta"),  # modules beside the wings
-    *("spec", "codec", "host_memory", "ledger", "backends", "middleware", "client", "plugins", "sharding", "batch", "testing", "cli"),
+    *(
+        "spec",
+        "codec",
+        "host_memory",
+        "ledger",
+        "backends",
+        "middleware",
+        "client",
+        "plugins",
+        "sharding",
+        "batch",
+        "testing",
+        "cli",
+    ),
 )
 ROOT = Path(__file__).resolve().parents[3]
 #: Sources that stand outside of core, and see it as its users do.

@@ -22,7 +22,6 @@ ONE_OF_EACH = [
     commands.PutTags("p", ["a"], [{"n": 2}]),
     commands.Locate("p", ["a"], ["x"]),
     commands.ListSamples("p"),
-    commands.HeldBytes(),
     commands.MayClaim(CLAIM),
     CLAIM,
     commands.Renew("p", "t", ["a"], ["k"], 5.0),

@@ -228,7 +228,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def agrees(self):
         assert self.made.apply(commands.ListSamples("p", None), self.now).sample_ids == list(self.rows)
         live = set(self.cells.values())
-        assert self.made.apply(commands.HeldBytes(), self.now) == 8 * len(live)
+        assert self.made.held_bytes == 8 * len(live)
         for each, fields in self.rows.items():
             if fields:
                 names = sorted(fields)

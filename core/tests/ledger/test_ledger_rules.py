@@ -138,7 +138,7 @@ def test_an_id_without_group_or_a_surplus_member_is_refused_and_nothing_written(
     with pytest.raises(InvalidRequestError):
         put(made, bad, "x")
     assert made.apply(commands.ListSamples("p", None), 0.0).sample_ids == []
-    assert made.apply(commands.HeldBytes(), 0.0) == 0
+    assert made.held_bytes == 0
 
 
 def test_a_lease_that_runs_out_goes_back_in_its_old_place():
@@ -260,7 +260,7 @@ def test_of_two_overlapping_first_writes_the_second_with_another_schema_fails():
     with pytest.raises(SchemaMismatchError):
         made.apply(commands.CommitPut(two), 0.0)
     assert made.garbage(0.0) == [(two, 0)]
-    assert made.apply(commands.HeldBytes(), 0.0) == 8
+    assert made.held_bytes == 8
 
 
 @pytest.mark.parametrize("overlap", ["clear", "clear_all", "register"])
@@ -299,7 +299,7 @@ def test_capacity_counts_reservations_and_frees_what_is_cleared():
     assert not never.value.retryable
     made.apply(commands.Clear("p", ["a"]), 0.0)
     put(made, ["b"], "x", size=10)
-    assert made.apply(commands.HeldBytes(), 0.0) == 10
+    assert made.held_bytes == 10
 
 
 def test_a_put_is_judged_by_another_bound_without_a_trace():
@@ -331,7 +331,7 @@ def test_an_overwrite_frees_the_row_it_replaces_once_no_cell_names_it():
     assert freed == []
     _, freed = put(made, ["a"], "y", size=8)
     assert freed == [(first, 0)]
-    assert made.apply(commands.HeldBytes(), 0.0) == 16
+    assert made.held_bytes == 16
 
 
 def test_an_abandoned_put_is_reaped_with_its_payload():
@@ -339,7 +339,7 @@ def test_an_abandoned_put_is_reaped_with_its_payload():
     begun = made.apply(commands.BeginPut("p", ["a", "b"], {"x": INT}, [8, 8], None, None, ttl_s=10.0), 0.0)
     assert made.garbage(9.0) == []
     assert made.garbage(10.0) == [(begun, 0), (begun, 1)]
-    assert made.apply(commands.HeldBytes(), 0.0) == 0
+    assert made.held_bytes == 0
     with pytest.raises(StalePartitionError):
         made.apply(commands.CommitPut(begun), 0.0)
     made.apply(commands.Collected([(begun, 0), (begun, 1)]), 0.0)

@@ -34,7 +34,7 @@ def saved_and_loaded(made, now=0.0, then=0.0):
 def test_an_unfinished_put_commits_after_loading(made):
     begin(made, ["a", "b"], LARGE, tags=[{"n": 1}, {"n": None}])
     loaded = saved_and_loaded(made)
-    assert loaded.apply(commands.HeldBytes(), 0.0) == 16
+    assert loaded.held_bytes == 16
     loaded.apply(commands.CommitPut(LARGE), 0.0)
     listed = loaded.apply(commands.ListSamples("p", None), 0.0)
     assert (listed.sample_ids, listed.tags) == (["a", "b"], [{"n": 1}, {"n": None}])

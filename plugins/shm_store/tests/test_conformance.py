@@ -3,15 +3,14 @@
 import time
 import uuid
 
-import numpy as np
 import pytest
 import torch
-
-from dataplane_core.ledger import commands
-from dataplane_core.testing import BackendConformance
 from dataplane_shm import ShmBackend
 from dataplane_shm._layout import offsets_at
 from dataplane_shm._messages import Find
+
+from dataplane_core.ledger import commands
+from dataplane_core.testing import BackendConformance
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +53,9 @@ class TestShm(BackendConformance):
         data = extent[column.start + first * column.step : column.start + (first + count) * column.step].copy()
         pin.release()
         if spec.kind == "object":
-            return data
-        cell = torch.from_numpy(data) if data.size else torch.from_numpy(np.empty(0, np.uint8))
-        return cell.view(spec.torch_dtype).view(shape)
+            return torch.from_numpy(data)
+        return (
+            torch.from_numpy(data).view(spec.torch_dtype).view(shape)
+            if data.size
+            else torch.empty(shape, dtype=spec.torch_dtype)
+        )

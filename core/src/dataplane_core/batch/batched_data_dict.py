@@ -8,12 +8,12 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
 
-from dataplane_core.batch.rows import Column, concatenate, num_rows, object_array, select_rows, slice_rows
+from dataplane_core.batch.rows import Column, checked_num_rows, concatenate, object_array, select_rows, slice_rows
 from dataplane_core.batch.tokens import token_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
 from dataplane_core.schema import MULTIMODAL_FIELDS
@@ -380,7 +380,7 @@ class BatchedDataDict(UserDict[str, Any]):
         repeated = type(self)()
         for key, column in self.data.items():
             if isinstance(column, torch.Tensor) and column.is_nested:
-                rows = [row for row in range(num_rows(key, column)) for _ in range(n)]
+                rows = [row for row in range(checked_num_rows(key, column)) for _ in range(n)]
                 repeated.data.update(select_rows({key: column}, rows))
             elif isinstance(column, torch.Tensor):
                 repeated.data[key] = column.repeat_interleave(n, dim=0)
@@ -406,7 +406,7 @@ class BatchedDataDict(UserDict[str, Any]):
     def _truncate(self, names: Iterable[str], dim: int, truncated_len: int) -> None:
         for key in list(names):
             column = self.data[key]
-            if _has_dim(column, dim):
+            if isinstance(column, torch.Tensor) and not column.is_nested and column.dim() > dim:
                 self.data[key] = column.narrow(dim, 0, min(truncated_len, column.shape[dim]))
 
     def to(self: _B, device: str | torch.device) -> _B:
@@ -477,13 +477,8 @@ class SlicedDataDict(BatchedDataDict):
     """A shard, or a part of a batch."""
 
 
-def _has_dim(column: Any, dim: int) -> TypeGuard[torch.Tensor]:
-    """Whether it is a tensor that can be cut along ``dim``."""
-    return isinstance(column, torch.Tensor) and not column.is_nested and column.dim() > dim
-
-
 def _common_size(where: str, columns: Mapping[str, Any]) -> int:
-    sizes = {key: num_rows(key, column) for key, column in columns.items()}
+    sizes = {key: checked_num_rows(key, column) for key, column in columns.items()}
     if len(set(sizes.values())) > 1:
         raise InvalidRequestError(f"{where}columns differ in length: {sizes}. Expected one row per sample in each.")
     return next(iter(sizes.values()), 0)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataplane_core.batch.rows import num_rows
+from dataplane_core.batch.rows import checked_num_rows
 from dataplane_core.errors import InvalidRequestError, preview
 
 __all__ = ["all_gather_columns"]
@@ -74,21 +74,20 @@ def all_gather_columns(columns: Mapping[str, Any], group: Any) -> dict[str, Any]
     return joined
 
 
-def _form(column: torch.Tensor) -> _TensorForm:
-    return _TensorForm(column.dtype, tuple(column.shape), column.device.type)
-
-
 def _describe(columns: Mapping[str, Any]) -> dict[str, Any] | str:
     """Per column its `_TensorForm`, or the column itself if it is no tensor; or text that says what is wrong."""
     try:
-        sizes = {name: num_rows(name, column) for name, column in columns.items()}
+        sizes = {name: checked_num_rows(name, column) for name, column in columns.items()}
         if len(set(sizes.values())) > 1:
             return f"columns differ in length: {sizes}"
         nested = [name for name, column in columns.items() if isinstance(column, torch.Tensor) and column.is_nested]
         if nested:
             return f"columns {preview(nested)} are nested tensors; expected padded ones: materialize(td, 'padded')"
         described = {
-            name: _form(column) if isinstance(column, torch.Tensor) else column for name, column in columns.items()
+            name: _TensorForm(column.dtype, tuple(column.shape), column.device.type)
+            if isinstance(column, torch.Tensor)
+            else column
+            for name, column in columns.items()
         }
         # all_gather_object pickles too, but a rank that fails inside it leaves the others waiting
         pickle.dumps(described)

@@ -11,10 +11,18 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from dataplane_core.codec import carrier, jagged_parts
+from dataplane_core.codec import carrier, jagged_parts, num_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
-__all__ = ["Column", "UnsupportedColumnError", "concatenate", "num_rows", "object_array", "select_rows", "slice_rows"]
+__all__ = [
+    "Column",
+    "UnsupportedColumnError",
+    "checked_num_rows",
+    "concatenate",
+    "object_array",
+    "select_rows",
+    "slice_rows",
+]
 
 #: A column: rows along dim 0.
 Column: TypeAlias = torch.Tensor | list[Any] | np.ndarray[Any, Any]
@@ -24,23 +32,22 @@ class UnsupportedColumnError(InvalidTypeError, NotImplementedError):
     """A column that is neither a tensor with rows, a list nor an array."""
 
 
-def num_rows(key: str, column: Any) -> int:
-    """Number of rows.
+def checked_num_rows(key: str, column: Any) -> int:
+    """Number of rows, as `num_rows`, of what a `BatchedDataDict` can hold.
 
     Raises:
         UnsupportedColumnError: It is not a column.
     """
-    if isinstance(column, torch.Tensor | np.ndarray):
-        if column.ndim:
-            return len(column)
+    found = type(column).__name__
+    if not isinstance(column, torch.Tensor | np.ndarray | list):
         raise UnsupportedColumnError(
-            f"column '{key}' is a {type(column).__name__} without dims. Expected one row per sample along dim 0."
+            f"column '{key}' is of type {found}. Expected a tensor, a list or an array, one row per sample."
         )
-    if isinstance(column, list):
-        return len(column)
-    raise UnsupportedColumnError(
-        f"column '{key}' is of type {type(column).__name__}. Expected a tensor, a list or an array, one row per sample."
-    )
+    if not isinstance(column, list) and not column.ndim:
+        raise UnsupportedColumnError(
+            f"column '{key}' is a {found} without dims. Expected one row per sample along dim 0."
+        )
+    return num_rows(column)
 
 
 def slice_rows(key: str, column: Any, start: int, end: int) -> Any:
@@ -124,7 +131,7 @@ def concatenate(key: str, columns: Sequence[Any], pad_value: float) -> Column:
         InvalidRequestError: Tensors or arrays differ in dtype, number of dims, trailing dims or device.
     """
     for column in columns:
-        num_rows(key, column)
+        checked_num_rows(key, column)
     if all(isinstance(column, torch.Tensor) for column in columns):
         return _concatenate_tensors(key, columns, pad_value)
     if all(isinstance(column, np.ndarray) for column in columns):

@@ -77,33 +77,6 @@ def run(
     for path in (json_path, markdown_path):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"the report cannot be written to '{path}': there is no such folder.")
-    return _run(name, values, json_path, markdown_path, select, first_failure)
-
-
-def _options_of(text: str) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"--options is not valid YAML: {yaml_problem(error)}.") from None
-    if values is None:
-        values = {}
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"--options must be a mapping such as '{{url: ...}}', got {type(values).__name__}.")
-    try:
-        json.dumps(values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"--options must hold plain values: {error}.") from error
-    return values
-
-
-def _run(
-    name: str,
-    options: dict[str, Any],
-    json_path: str | None,
-    markdown_path: str | None,
-    select: str | None,
-    first_failure: bool,
-) -> int:
     import pytest
 
     reports: list[Report] = []
@@ -133,7 +106,7 @@ def _run(
 
     with tempfile.TemporaryDirectory(prefix="dataplane-conformance-") as folder:
         file = Path(folder, "test_conformance.py")
-        file.write_text(_TEST.format(name=name, options=json.dumps(options)), encoding="utf-8")
+        file.write_text(_TEST.format(name=name, options=json.dumps(values)), encoding="utf-8")
         Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
         arguments = [str(file), "-c", str(Path(folder, "pytest.ini")), "--rootdir", folder]
         arguments += ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-o", "console_output_style=classic"]
@@ -151,3 +124,19 @@ def _run(
         Path(markdown_path).write_text("\n".join(report.to_markdown() for report in reports), encoding="utf-8")
     succeeded = status == pytest.ExitCode.OK and bool(reports) and all(report.passed for report in reports)
     return 0 if succeeded else 1
+
+
+def _options_of(text: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"--options is not valid YAML: {yaml_problem(error)}.") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"--options must be a mapping such as '{{url: ...}}', got {type(values).__name__}.")
+    try:
+        json.dumps(values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--options must hold plain values: {error}.") from error
+    return values

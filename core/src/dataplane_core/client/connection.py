@@ -99,7 +99,7 @@ class Connection:
     _bootstrapped: bool
     _pid: int
     _in_flight: int
-    _state: threading.Lock  # entered itself: an interrupt can leave a Condition locked
+    _state: threading.Lock
     _idle: threading.Condition  # no operation is under way
     _close_lock: threading.Lock
     _closing: threading.Event  # wakes waiting claims

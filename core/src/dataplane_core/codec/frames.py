@@ -44,14 +44,12 @@ from dataplane_core.errors import FrameError, InvalidRequestError
 from dataplane_core.spec import FieldSpec
 
 __all__ = [
-    "frame_cell",
     "frame_column",
     "frame_ragged",
     "join_row",
     "join_rows",
     "ragged_of_items",
     "split_rows",
-    "unframe_cell",
     "unframe_column",
     "unframe_ragged",
 ]
@@ -288,36 +286,6 @@ def _first_misfit(views: Sequence[BytesLike], first: Header) -> FrameError:
                 f"of kind {first.kind}, {first.dtype} and shape {first.shape}: only the first dim may differ."
             )
     return FrameError(f"{len(views)} frames say that they hold more than {MAX_CELL_BYTES} elements together.")
-
-
-# --- single cells -----------------------------------------------------------------------------------------------------
-
-
-def frame_cell(cell: Any, *, name: str = "", allow_pickle: bool = False) -> bytes:
-    """One cell as a frame. Anything but a tensor is framed as an object.
-
-    Raises:
-        InvalidTypeError: As `encode_columns`.
-    """
-    if isinstance(cell, torch.Tensor):
-        plain = host_tensor(cell, f"field '{name}'")
-        return bytes(frame_ragged(plain.unsqueeze(0))[0])
-    encoded = encode_items([cell], name, allow_pickle=allow_pickle)[0]
-    return pack_header(KIND_OBJECT, torch.uint8, (len(encoded),)) + encoded
-
-
-def unframe_cell(frame: BytesLike, *, allow_pickle: bool = False) -> Any:
-    """Reads one frame, of a tensor or an object, into new memory.
-
-    Raises:
-        FrameError: The frame is malformed.
-    """
-    view = _flat(frame)
-    header = parse_header(view)
-    payload = memoryview(view)[header.size :]
-    if header.kind == KIND_OBJECT:
-        return decode_items([payload], allow_pickle=allow_pickle)[0]
-    return from_bytes(bytearray(payload), header.dtype, header.shape)
 
 
 # --- several cells of one sample --------------------------------------------------------------------------------------

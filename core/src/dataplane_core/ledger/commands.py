@@ -28,7 +28,6 @@ __all__ = [
     "Describe",
     "Due",
     "Expire",
-    "HeldBytes",
     "ListSamples",
     "Locate",
     "Located",
@@ -242,14 +241,6 @@ class ListSamples(Command[SampleList]):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBytes(Command[int]):
-    """Reply: the payload bytes held and reserved."""
-
-    op = "held_bytes"
-    reads = True
-
-
-@dataclass(frozen=True, slots=True)
 class ClaimSamples(Command[Claim]):
     """Hands out ready samples to a task. Reply: the claim. Fields, order and errors are those of the hook ``claim``."""
 
@@ -371,5 +362,5 @@ class Collected(Command[None]):
 #: All commands.
 COMMANDS: Final = (
     *(Register, Describe, BeginPut, CheckPut, WaitForRoom, CommitPut, AbortPut, PutTags, Locate, ListSamples),
-    *(HeldBytes, ClaimSamples, MayClaim, Ack, Nack, Renew, Consumed, Expire, Due, Clear, Collected),
+    *(ClaimSamples, MayClaim, Ack, Nack, Renew, Consumed, Expire, Due, Clear, Collected),
 )

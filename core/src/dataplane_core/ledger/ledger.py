@@ -77,6 +77,9 @@ class Ledger:
         self_expiring: Whether leases and unfinished puts end by themselves when their time is over. False for a ledger
             that replays a journal: the clocks of its processes differ, so one process asks what is `Due` and records an
             `Expire` command, which ends it in all of them.
+
+    Attributes:
+        held_bytes: The payload bytes held and reserved.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Ledger:
         self._pending: dict[int, Pending] = {}
         self._writes: dict[int, Write] = {}
         self._garbage: dict[Ref, None] = {}
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._room = RoomQueue()
         self._next_write = 1
         self._next_seq = 1
@@ -137,7 +140,7 @@ class Ledger:
         if write_id is None:
             write_id = self._next_write
             self._next_write += max(len(command.sample_ids), 1)
-        self._held_bytes += size_bytes
+        self.held_bytes += size_bytes
         self._pending[write_id] = Pending(
             partition_id=command.partition_id,
             epoch=partition.info.epoch,
@@ -249,7 +252,7 @@ class Ledger:
         size_bytes = sum(put.row_bytes)
         if capacity_bytes is None or not size_bytes:  # tags take no room
             return
-        held_bytes = self._held_bytes - sum(sum(self._pending[each].row_bytes) for each in self._abandoned(now))
+        held_bytes = self.held_bytes - sum(sum(self._pending[each].row_bytes) for each in self._abandoned(now))
         free_bytes = capacity_bytes - held_bytes
         num_ahead = 0
         if size_bytes <= free_bytes:
@@ -349,10 +352,6 @@ class Ledger:
         rows.sort(key=lambda row: row.seq)
         return SampleList(sample_ids=[row.sample_id for row in rows], tags=[dict(row.tags) for row in rows])
 
-    @_apply.register
-    def _held(self, command: commands.HeldBytes, now: float) -> int:
-        return self._held_bytes
-
     # --- claims -------------------------------------------------------------------------------------------------------
 
     @_apply.register
@@ -433,7 +432,7 @@ class Ledger:
         for ref in refs:
             write_id, pos = ref
             write = self._writes[write_id]
-            self._held_bytes -= write.row_bytes[pos]
+            self.held_bytes -= write.row_bytes[pos]
             write.num_live -= 1
             if not write.num_live:
                 del self._writes[write_id]
@@ -442,7 +441,7 @@ class Ledger:
 
     def _abandon(self, write_id: int, pending: Pending) -> list[Ref]:
         self._room.freed = True
-        self._held_bytes -= sum(pending.row_bytes)
+        self.held_bytes -= sum(pending.row_bytes)
         refs = [(write_id, pos) for pos in range(len(pending.sample_ids))] if pending.specs else []
         self._garbage.update(dict.fromkeys(refs))
         return refs

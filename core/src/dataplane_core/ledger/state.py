@@ -43,7 +43,7 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
         "part": "ledger",
         "next_write": ledger._next_write,
         "next_seq": ledger._next_seq,
-        "held_bytes": ledger._held_bytes,
+        "held_bytes": ledger.held_bytes,
     }
     places: dict[int, int] = {}
     for some in _portions(ledger._writes.items()):
@@ -98,7 +98,7 @@ class StateReader:
         if part == "ledger":
             ledger._next_write = section["next_write"]
             ledger._next_seq = section["next_seq"]
-            ledger._held_bytes = section["held_bytes"]
+            ledger.held_bytes = section["held_bytes"]
         elif part == "writes":
             for each, fields, row_bytes, num_live in _columns(section, "write_ids", "fields", "row_bytes", "num_live"):
                 write_id = unpack_write_id(each)

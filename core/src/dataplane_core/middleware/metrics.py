@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -106,16 +106,7 @@ class Metrics(Middleware):
         """
         with self._lock:
             return {
-                "operations": {
-                    op: {
-                        "calls": total.calls,
-                        "errors": total.errors,
-                        "n_keys": total.n_keys,
-                        "n_bytes": total.n_bytes,
-                        "wall_ms": total.wall_ms,
-                    }
-                    for op, total in self._totals.items()
-                },
+                "operations": {op: asdict(total) for op, total in self._totals.items()},
                 "partitions": {
                     partition_id: {"live_bytes": held.live_bytes, "peak_bytes": held.peak_bytes}
                     for partition_id, held in self._held.items()

@@ -185,7 +185,7 @@ def plan_dynamic_batches(
         ends, widths = _cut(rounded.tolist(), limit)
         for shard in range(shards):
             rows[shard] += order[shard::shards].tolist()
-            indices[shard].append(_pairs(ends))
+            indices[shard].append([list(pair) for pair in itertools.pairwise([0, *ends])])
             padded[shard].append(list(widths))
     return ShardPlan(rows, indices, padded)
 
@@ -373,7 +373,3 @@ def _as_sizes(lengths: Sequence[int]) -> NDArray[np.int64]:
             f"sharding refused: row {int(sizes.argmin())} has {int(sizes.min())} tokens. Expected 0 or more."
         )
     return sizes.astype(np.int64, copy=False)
-
-
-def _pairs(ends: list[int]) -> list[list[int]]:
-    return list(map(list, itertools.pairwise([0, *ends])))

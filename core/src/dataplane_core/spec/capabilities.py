@@ -5,7 +5,6 @@ Both are class attributes of a backend, readable without connecting.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Literal
@@ -122,12 +121,3 @@ class WireFormat:
         if not self.zero_length_rows:
             words.append("empty rows padded")
         return ", ".join(words)
-
-
-def as_capabilities(names: Iterable[str]) -> frozenset[Capability]:
-    """Reads capability names.
-
-    Raises:
-        ValueError: A name is not a capability.
-    """
-    return frozenset(Capability(name) for name in names)

@@ -66,14 +66,10 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        known = set(_storages((args, kwargs)))
+        known = {address for address, _ in _sized((args, kwargs))}
         made = {address: size for address, size in _sized(result) if address not in known}
         self.size_bytes += sum(made.values())
         return result
-
-
-def _storages(values: Any) -> Iterator[int]:
-    return (address for address, _ in _sized(values))
 
 
 def _sized(values: Any) -> Iterator[tuple[int, int]]:

@@ -42,7 +42,7 @@ class LeaksRoom(NoopBackend):
         try:
             return super().put_samples(request)
         except DataPlaneError:
-            self._service._ledger._held_bytes += 10_000
+            self._service._ledger.held_bytes += 10_000
             raise
 
 

@@ -1,4 +1,4 @@
-"""Asynchronous training: rollouts run ahead of the trainer. A policy limits by how many weight versions.
+"""Asynchronous training: rollouts run ahead of the trainer. A staleness rule limits by how many weight versions.
 
 A *group* is the answers to one prompt, generated with one *weight version*. Its samples are
 ``v{weight_version}_p{prompt}_g{i}``. The tensors are in the data plane. This package holds only metas: which groups are
@@ -9,8 +9,8 @@ The parts, and where each runs:
 - `ReplayBuffer`: records the state of every group. It runs in the driver, or in a Ray actor, which other processes call
   through `RemoteReplayBuffer`. The rollout side calls `reserve`, `commit`, `abandon`; the trainer `select` (or `take`),
   then `consume`, `discard` or `put_back`, and `set_weight_version` after each update.
-- A `StalenessPolicy` decides how many groups may be started (admit), which are trained next (select) and which are
-  dropped (evict): `WindowedPolicy`, `ReadyFirstPolicy`, `InOrderPolicy`, or your own.
+- The staleness rule, a `StalenessPolicy`, decides how many groups may be started (admit), which are trained next
+  (select) and which are dropped (evict): `WindowedPolicy`, `ReadyFirstPolicy`, `InOrderPolicy`, or your own.
 - `Collector`: threads that reserve, call your rollout function, write its rows and commit them. If a step fails, the
   rows are cleared and the prompt is generated again.
 - `StreamingConsumer`: feeds a trainer without a buffer, with the store's claims and leases, in any process.
@@ -19,8 +19,8 @@ The parts, and where each runs:
 A driver::
 
     client.register_partition("replay", DP_TRAIN_FIELDS, None, ["train"], grpo_group_size=8)
-    policy = InOrderPolicy(max_staleness=1, groups_per_version=32)
-    buffer = ReplayBuffer(client, "replay", policy, group_size=8)
+    rule = InOrderPolicy(max_staleness=1, groups_per_version=32)
+    buffer = ReplayBuffer(client, "replay", rule, group_size=8)
 
     def rollout(reservations):  # in a thread of the collector; returns columns, or the meta of written rows
         prompts = [dataset[each.prompt] for each in reservations]

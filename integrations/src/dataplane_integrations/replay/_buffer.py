@@ -1,7 +1,7 @@
 """`ReplayBuffer`: records the groups between rollouts and training. It holds metas and states, never a tensor.
 
 It is one class, since one lock guards the state of all operations. `_groups` has the record of a group, `_policies` the
-policies.
+staleness rules.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class ReplayBuffer(DataPlaneClientMixin):
-    """Records which groups are being generated, ready and in training. Its policy limits them. Thread-safe.
+    """Records which groups are being generated, ready and in training. A staleness rule limits them. Thread-safe.
 
     A group is reserved, then committed, then selected, then consumed. Only ready groups are evicted. A selected group
     cannot be evicted until it is consumed, discarded or put back, so nobody reads rows that are being cleared.
@@ -48,7 +48,7 @@ class ReplayBuffer(DataPlaneClientMixin):
     Args:
         source: The client of this process; or, in an actor, a config to attach with.
         partition_id: The partition of the groups. The caller registers it.
-        policy: Decides what is admitted, selected and evicted.
+        policy: The staleness rule: decides what is admitted, selected and evicted.
         group_size: Answers per prompt.
         weight_version: The trainer's version at the start.
         num_prompts: Prompts to draw in total. After that `reserve` returns nothing, and `select` the remaining groups.
@@ -84,7 +84,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         self._policy = policy
         self._num_prompts = num_prompts
         self._requeue_evicted = requeue_evicted
-        self._lock = threading.RLock()  # entered itself: an interrupt can leave a Condition locked
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # all below: guarded by _lock
         self._weight_version = weight_version
@@ -117,7 +117,7 @@ class ReplayBuffer(DataPlaneClientMixin):
             return dataclasses.replace(self._counts)
 
     def view(self) -> BufferView:
-        """The groups in the buffer, as policies see them."""
+        """The groups in the buffer, as the rule sees them."""
         with self._lock:
             return self._view()
 
@@ -155,7 +155,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         at_least: int | None = None,
         timeout_s: float = 60.0,
     ) -> list[Reservation]:
-        """Reserves room for groups, to generate with the newest weights. Blocks until the policy admits them.
+        """Reserves room for groups, to generate with the newest weights. Blocks until the staleness rule admits them.
 
         Args:
             num_groups: How many, all at once. Fewer if fewer prompts are left.
@@ -169,9 +169,9 @@ class ReplayBuffer(DataPlaneClientMixin):
             if no prompt is left and no reservation can still be given up.
 
         Raises:
-            ReplayTimeoutError: The policy admitted fewer groups. Nothing was reserved.
+            ReplayTimeoutError: The rule admitted fewer groups. Nothing was reserved.
             ReservationLostError: The collector has been started again.
-            InvalidRequestError: A number is below 1, or larger than what the policy admits to an empty buffer.
+            InvalidRequestError: A number is below 1, or larger than what the rule admits to an empty buffer.
         """
         if num_groups < 1 or (at_least is not None and at_least < 1):
             raise InvalidRequestError(
@@ -297,7 +297,7 @@ class ReplayBuffer(DataPlaneClientMixin):
     # --- the trainer's side -------------------------------------------------------------------------------------------
 
     def select(self, num_groups: int, *, timeout_s: float = 60.0) -> KVBatchMeta:
-        """Selects groups to train on, by the policy. Blocks until there are enough.
+        """Selects groups to train on, by the staleness rule. Blocks until there are enough.
 
         They stay in the buffer, and cannot be evicted, until `consume`, `discard` or `put_back`.
 
@@ -332,7 +332,7 @@ class ReplayBuffer(DataPlaneClientMixin):
                 raise ReplayTimeoutError(
                     f"select('{self.partition_id}', {num_groups} groups) timed out after {timeout_s:g} s: "
                     f"{self._describe()}.",
-                    hint="Check that collectors run, that the store is not full, and that the policy's "
+                    hint="Check that collectors run, that the store is not full, and that the staleness rule's "
                     "groups_per_version is what the trainer uses up.",
                 )
             for name in names:
@@ -423,7 +423,7 @@ class ReplayBuffer(DataPlaneClientMixin):
         self._clear_rows()
 
     def wait_until_reserved(self, *, timeout_s: float = 60.0) -> None:
-        """Waits until the rollout side has started all groups that the policy admits with the current weights.
+        """Waits until the rollout side has started all groups that the rule admits with the current weights.
 
         With an `InOrderPolicy`, and this before every `set_weight_version`, the weights that generate a group depend
         only on its number, not on timing. So runs can be repeated, interrupted and restored, bit for bit.

@@ -66,16 +66,16 @@ class Collector:
     """Threads that reserve groups, call the rollout function, write the groups and commit them, until stopped.
 
     A context manager: entering starts it. A thread reserves room before it generates, so rollouts are never further
-    ahead than the policy allows. If a rollout or write fails, the rows of its groups are cleared, and their prompts are
-    generated again. If the store is full, a batch waits until there is room. If the store does not answer, that is a
-    failure.
+    ahead than the staleness rule allows. If a rollout or write fails, the rows of its groups are cleared, and their
+    prompts are generated again. If the store is full, a batch waits until there is room. If the store does not answer,
+    that is a failure.
 
     Args:
         buffer: The buffer, or a `RemoteReplayBuffer`.
         rollout: See `Rollout`. Called from several threads where ``num_threads`` is above 1.
         client: Writes the columns that ``rollout`` returns. None: ``rollout`` returns metas.
         name: Name of this collector on the buffer. A new start under the same name replaces the earlier one.
-        groups_per_call: Groups for one call of ``rollout``; fewer if the policy does not admit so many.
+        groups_per_call: Groups for one call of ``rollout``; fewer if the rule does not admit so many.
         num_threads: Number of concurrent calls of ``rollout``.
         max_failures: The collector stops after so many failures in a row. The trainer then gets a
             `CollectorFailedError`.
@@ -112,7 +112,7 @@ class Collector:
         self._write_options = dict(write_options or {})
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
-        self._lock = threading.RLock()  # entered itself: an interrupt can leave a Condition locked
+        self._lock = threading.RLock()
         self._state = threading.Condition(self._lock)
         # guarded by _lock
         self._paused = 0
@@ -173,7 +173,7 @@ class Collector:
 
         A save inside the block has no half-generated group, so a run restored from it continues exactly as this one. A
         write that waits for room only ends when the trainer frees some: give the store room for all groups that the
-        policy admits, or save without this.
+        staleness rule admits, or save without this.
 
         Raises:
             OperationTimeoutError: A rollout, or a write that waits for room, did not end in time.

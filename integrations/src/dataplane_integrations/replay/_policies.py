@@ -1,6 +1,6 @@
-"""Staleness policies: how far rollouts may run ahead, which groups are trained next, which are dropped.
+"""Staleness rules: how far rollouts may run ahead, which groups are trained next, which are dropped.
 
-A policy is a pure function of a `BufferView`: no I/O, no clock, no state. A buffer may call it at any time and
+A rule is a pure function of a `BufferView`: no I/O, no clock, no state. A buffer may call it at any time and
 repeatedly, and checks its answers.
 
 The *staleness* of a group is the number of versions between the weights that generated it and those that train on it.
@@ -19,7 +19,7 @@ __all__ = ["BufferView", "GroupView", "InOrderPolicy", "ReadyFirstPolicy", "Stal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """A group, as policies see it.
+    """A group, as the rules see it.
 
     Attributes:
         group: Its name.
@@ -43,7 +43,7 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferView:
-    """A buffer, as policies see it.
+    """A buffer, as the rules see it.
 
     Attributes:
         weight_version: The trainer's version.

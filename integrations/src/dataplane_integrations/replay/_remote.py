@@ -22,13 +22,8 @@ __all__ = ["RemoteReplayBuffer"]
 class RemoteReplayBuffer:
     """The operations of a `ReplayBuffer` that is a Ray actor; arguments and errors are the same.
 
-    Set ``max_concurrency`` of the actor to at least the number of callers that wait at the same time::
-
-        from dataplane_integrations.ray_actors import ActorRequest, start_actors
-
-        request = ActorRequest(name="replay buffer", cls=ReplayBuffer, args=(config, "replay", policy),
-                               kwargs={"group_size": 8}, max_concurrency=16)
-        buffer = RemoteReplayBuffer(start_actors([request]).actors["replay buffer"], "replay")
+    Set ``max_concurrency`` of the actor to at least the number of callers that wait at the same time. docs/async.md
+    shows how to start it.
 
     Args:
         actor: Its handle.

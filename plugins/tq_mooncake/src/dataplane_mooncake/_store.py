@@ -167,7 +167,7 @@ class Store:
         self._calls: set[Call] = set()
         self._units: set[Endpoint] = set()
         self._ending = False  # whether a thread is ending calls that were given up
-        self._lock = threading.Lock()  # entered itself: an interrupt can leave a Condition locked
+        self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
 
     # --- sharing -----------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ zmq: Any = _zmq  # its type stubs are partial
 
 # Seconds between two checks of a waiting exchange whether the engine was closed.
 _POLL_S = 0.1
+# Seconds without a reply after which an exchange starts to watch its peers.
+_PATIENCE_S = 1.0
 # Requests in flight from one exchange to one peer. Replies arrive in the order of the requests.
 _WINDOW = 4
 # Idle sockets kept per peer.
@@ -78,13 +80,11 @@ class Exchange:
     """Sends requests to peers and waits for their replies. Thread-safe.
 
     Args:
-        watch: Makes a `Watch` of the peers that an exchange waits for. Called after ``patience_s``.
-        patience_s: Seconds without a reply after which an exchange starts to watch its peers.
+        watch: Makes a `Watch` of the peers that an exchange waits for. Called when no reply came for a while.
     """
 
-    def __init__(self, watch: Callable[[Sequence[Peer]], Watch], *, patience_s: float = 1.0) -> None:
+    def __init__(self, watch: Callable[[Sequence[Peer]], Watch]) -> None:
         self._make_watch = watch
-        self._patience_s = patience_s
         self._context = zmq.Context()
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -143,7 +143,7 @@ class Exchange:
                 last_reply, watch = time.monotonic(), None
             elif now >= deadline:
                 raise self._out_of_time(what, list(waiting.values()), watch, timeout_s)
-            elif now - last_reply >= self._patience_s:
+            elif now - last_reply >= _PATIENCE_S:
                 watch = watch or self._make_watch([lane.peer for lane in waiting.values()])
                 watch.check()
 

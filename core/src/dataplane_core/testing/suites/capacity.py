@@ -44,7 +44,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
     """These tests use a separate store with room for eight rows."""
 
     def test_a_full_store_raises(self, store: Store) -> None:
-        """Contract: "capacity_bytes with on_full: block | raise."
+        """Contract: "with raise it fails at once."
 
         Check first: the put must reserve its bytes before it stores anything. If they do not fit, it must raise
         CapacityExceededError.
@@ -58,7 +58,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
             client.get_samples(["n0"], partition, ["x"])
 
     def test_nothing_is_evicted(self, store: Store) -> None:
-        """Contract: "Never evicts a sample that a task has not been given."
+        """Contract: "Nothing is ever evicted."
 
         Check first: a full store must refuse the put. If the engine evicts data by default, switch that off.
         """
@@ -73,7 +73,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
             assert meta.sample_ids == ids(_ROWS_THAT_FIT)
 
     def test_cleared_samples_make_room(self, store: Store) -> None:
-        """Contract: "capacity_bytes with on_full: block | raise."
+        """Contract: "the store holds at most capacity_bytes of payload."
 
         Check first: when a clear of samples returns, the bytes of its rows must be free.
         """
@@ -83,7 +83,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         assert torch.equal(client.get_samples(["n3"], partition, ["x"])["x"], _rows(1, 2))
 
     def test_cleared_partitions_make_room(self, store: Store) -> None:
-        """Contract: "capacity_bytes with on_full: block | raise."
+        """Contract: "the store holds at most capacity_bytes of payload."
 
         Check first: a clear or a new registration of a partition must free the bytes of all its rows.
         """
@@ -96,7 +96,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
 
     @proves(Capability.CAPACITY, Scope.HOST)
     def test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room(self, store: Store) -> None:
-        """Contract: "never a part of a row or bytes of another" and "capacity_bytes with on_full: block | raise."
+        """Contract: "never a part of a row or bytes of another" and "If a put does not fit, on_full decides".
 
         Check first: only the client that puts may decide whether its put fits. Other clients must not check it again
         with their own options.
@@ -118,7 +118,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
                 assert found[:, 0].tolist() == [2, 3, 1], "a read returned a row of another put"
 
     def test_room_does_not_leak(self, store: Store) -> None:
-        """Contract: "capacity_bytes with on_full: block | raise."
+        """Contract: "the store holds at most capacity_bytes of payload."
 
         Check first: a refused put must free exactly the bytes that it reserved. A clear must free exactly the bytes of
         its rows.
@@ -136,7 +136,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
 
     @proves(Capability.CAPACITY, Capability.OVERWRITE)
     def test_overwrites_take_no_room_for_long(self, store: Store) -> None:
-        """Contract: "capacity_bytes with on_full: block | raise."
+        """Contract: "the store holds at most capacity_bytes of payload."
 
         Check first: an overwrite must free the bytes of the cells that it replaced.
         """
@@ -163,7 +163,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
             client.clear_samples(None, partition)
 
     def test_a_blocked_put_goes_on_when_there_is_room(self, store: Store) -> None:
-        """Contract: "capacity_bytes with on_full: block | raise."
+        """Contract: "with block it waits for room until its deadline".
 
         Check first: a put that waits must check for free room again and again until its deadline.
         """
@@ -197,7 +197,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         _put(client, partition, ids(4, "n"))
 
     def test_a_large_put_is_not_starved_by_small_ones(self, store: Store) -> None:
-        """Contract: "Puts that wait for room get it in the order in which they came, within a bound".
+        """Contract: "Waiting puts get room first come, first served".
 
         Check first: room that becomes free must be kept for the put that has waited longest. A later put must wait too,
         even if it would fit.

@@ -101,7 +101,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.claim(partition, 9).sample_ids == order[2:]
 
     def test_tags_alone_are_a_first_write(self, store: Store) -> None:
-        """Contract: "A put of tags alone makes the sample; it counts as written, in order, and for num_samples."
+        """Contract: "A put of tags alone creates the sample: it counts for the order of first write and for
+        num_samples."
 
         Check first: the first put that names an id must number its row and count the id, even if the put holds only
         tags.
@@ -212,7 +213,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     # --- blocking -----------------------------------------------------------------------------------------------------
 
     def test_blocking_waits_until_enough_are_ready(self, store: Store) -> None:
-        """Contract: "Blocking: waits until batch_size are ready".
+        """Contract: "Blocking: waits until batch_size samples are ready".
 
         Check first: with all_or_nothing, the claim hook must give no sample until it can give batch_size samples.
         """
@@ -224,7 +225,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert waiting.result(what="a claim of samples that are ready").sample_ids == ids(4)
 
     def test_a_waiting_claim_takes_nothing(self, store: Store) -> None:
-        """Contract: "Blocking: waits until batch_size are ready".
+        """Contract: "Blocking: waits until batch_size samples are ready".
 
         Check first: with all_or_nothing, the claim hook must give no sample, and mark none as given, until it can give
         batch_size samples.
@@ -236,8 +237,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.claim(partition, 4).sample_ids == ids(3), "a claim that timed out marked samples as given"
 
     def test_blocking_gives_the_tail(self, store: Store) -> None:
-        """Contract: "or until the partition can give no more (num_samples distinct ids were written, cleared ones
-        included, and fewer remain), and then returns those".
+        """Contract: "the samples left for the task may be fewer than batch_size. Then the claim waits until all of
+        these are ready, and returns them."
 
         Check first: with all_or_nothing, the claim hook must give the remaining samples, even if they are fewer than
         batch_size, once num_samples ids were written.
@@ -252,7 +253,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert waiting.result(what="a claim of the tail").sample_ids == ["s2", "s3", "s4"]
 
     def test_an_exhausted_partition_gives_empty_claims(self, store: Store) -> None:
-        """Contract: "or until the partition can give no more".
+        """Contract: "If none is left, it returns an empty meta at once."
 
         Check first: the claim hook must set Claim.exhausted also when no sample remains. Consumers end their loops by
         it.
@@ -265,7 +266,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
             assert meta.size == 0
 
     def test_cleared_samples_count_for_the_tail(self, store: Store) -> None:
-        """Contract: "num_samples distinct ids were written, cleared ones included, and fewer remain".
+        """Contract: "num_samples distinct ids were written (cleared ones included)".
 
         Check first: the store must count an id when it is first written. A clear must not reduce this count.
         """
@@ -303,7 +304,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.claim(partition, 2, "y", blocking=True).sample_ids == ["s0", "s2"]
 
     def test_without_num_samples_there_is_no_tail(self, store: Store) -> None:
-        """Contract: "num_samples tells claims when the last, smaller batch is complete; None: never."
+        """Contract: "With None, a blocking claim always waits for a full batch."
 
         Check first: if the partition was registered with num_samples=None, the claim hook must never set
         Claim.exhausted.
@@ -314,8 +315,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
             store.claim(partition, 4, blocking=True, timeout_s=0.05)
 
     def test_a_timeout_says_what_is_missing(self, store: Store) -> None:
-        """Contract: "past timeout_s, a TimeoutError subclass that says how many were ready and which fields the next
-        ones miss".
+        """Contract: "a TimeoutError subclass that says how many samples were ready and which fields the next ones
+        lack".
 
         Check first: if the request has explain set, the claim hook must fill Claim.num_ready and Claim.shortfall.
         """
@@ -337,7 +338,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         }
 
     def test_a_timeout_of_zero_asks_once(self, store: Store) -> None:
-        """Contract: "past timeout_s, a TimeoutError subclass".
+        """Contract: "If a blocking claim is still waiting after timeout_s: a TimeoutError subclass".
 
         Check first: core, not the backend: the client must call the claim hook at least once.
         """
@@ -348,7 +349,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.claim(partition, 1, blocking=True, timeout_s=0).sample_ids == ["a"]
 
     def test_a_claim_of_a_cleared_partition_ends_at_once(self, store: Store) -> None:
-        """Contract: "the partition cleared meanwhile: KeyError at once."
+        """Contract: "If the partition is cleared while it waits: KeyError at once."
 
         Check first: the claim hook must raise UnknownPartitionError as soon as the partition is cleared.
         """
@@ -451,7 +452,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     # --- while a claim waits, and when it waited in vain --------------------------------------------------------------
 
     def test_a_waiting_claim_is_asked_anew_each_time(self, store: Store) -> None:
-        """Contract: "Each question of a waiting claim is a request of its own, which middleware may change."
+        """Contract: "Each poll of a waiting claim is a request of its own, which middleware may change."
 
         Check first: the backend must not keep or change a request after the claim hook has returned. All else in this
         test is core's.
@@ -472,7 +473,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
 
     @proves(Capability.CLAIMS, Capability.LEASES)
     def test_a_timeout_says_who_holds_the_samples(self, store: Store) -> None:
-        """Contract: "samples under a lease, with who holds the first of them and for how long still".
+        """Contract: "samples under a lease, with the holder and the time left of those whose leases end first".
 
         Check first: Shortfall.num_leased and Shortfall.leased, which name holders by ClaimRequest.holder. Acked samples
         must not be counted.
@@ -493,7 +494,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
 
     @proves(Capability.CLAIMS, Capability.TAG_FILTERS)
     def test_a_timeout_counts_what_the_filter_passes_over(self, store: Store) -> None:
-        """Contract: "samples that the tag filter passes over".
+        """Contract: "samples that the tag filter excludes".
 
         Check first: Shortfall.num_not_matching. A sample that does not match the filter must be counted here, even if
         it also lacks fields.

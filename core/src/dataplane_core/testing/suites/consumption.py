@@ -21,7 +21,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
     """Consumption status."""
 
     def test_an_empty_partition_is_not_consumed(self, store: Store) -> None:
-        """Contract: "False while it holds none, and for an unknown task."
+        """Contract: "False while the partition holds no sample"
 
         Check first: the comparison of counts in the check_consumption hook. A partition without samples must not count
         as consumed.
@@ -35,7 +35,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
         assert not _consumed(store, partition)
 
     def test_an_unknown_task_has_consumed_nothing(self, store: Store) -> None:
-        """Contract: "False while it holds none, and for an unknown task."
+        """Contract: "False while the partition holds no sample, and for an unknown task."
 
         Check first: check_consumption must not raise for an unknown task. It must reply consumed=False, even if the
         other tasks have consumed everything.
@@ -48,7 +48,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
         assert not _consumed(store, store.new_id())
 
     def test_every_sample_counts(self, store: Store) -> None:
-        """Contract: "every task has been given (leased claims: has acked) every sample that the partition holds."
+        """Contract: "whether every task has been given every sample that the partition holds."
 
         Check first: compare the samples, not the number of claims. A sample that lacks the fields of the claims belongs
         to the partition too.
@@ -65,7 +65,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
         assert _consumed(store, partition)
 
     def test_every_task_counts(self, store: Store) -> None:
-        """Contract: "every task has been given (leased claims: has acked) every sample that the partition holds."
+        """Contract: "whether every task has been given every sample that the partition holds."
 
         Check first: the reply must be consumed=False if any of the tasks has not consumed everything.
         """
@@ -95,7 +95,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
 
     @proves(Capability.LEASES, Capability.CLAIMS)
     def test_leased_samples_count_when_acked(self, store: Store) -> None:
-        """Contract: "every task has been given (leased claims: has acked) every sample that the partition holds."
+        """Contract: "A sample given under a lease counts once it is acked."
 
         Check first: a leased sample must count as consumed only after its ack.
         """

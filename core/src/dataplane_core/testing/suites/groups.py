@@ -135,7 +135,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
                 store.claim(partition, 4, blocking=blocking)
 
     def test_blocking_claims_wait_for_whole_groups(self, store: Store) -> None:
-        """Contract: "Blocking: waits until batch_size are ready".
+        """Contract: "Blocking: waits until batch_size samples are ready".
 
         Check first: members of incomplete groups must not count as ready.
         """
@@ -149,8 +149,8 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         assert waiting.result(what="a claim of two whole groups").sample_ids == ["a_g0", "a_g1", "c_g0", "c_g1"]
 
     def test_the_tail_has_whole_groups(self, store: Store) -> None:
-        """Contract: "or until the partition can give no more (num_samples distinct ids were written, cleared ones
-        included, and fewer remain), and then returns those".
+        """Contract: "the samples left for the task may be fewer than batch_size. Then the claim waits until all of
+        these are ready, and returns them."
 
         Check first: a group with a cleared member can never be given. A claim must not wait for it.
         """

@@ -66,7 +66,8 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
 
     @proves(Capability.NO_PICKLE)
     def test_nothing_is_unpickled(self, store: Store) -> None:
-        """Contract: "Core and its codec never unpickle. A backend whose transport does lacks no_pickle".
+        """Contract: "Core and its codec never unpickle. A backend whose transport unpickles does not declare
+        no_pickle".
 
         Check first: the transport and the storage of the engine. Multiprocessing and Ray, for example, both unpickle.
         """

@@ -251,8 +251,8 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert store.claim(partition, 4).size == 0
 
     def test_leased_samples_count_as_given(self, store: Store) -> None:
-        """Contract: "Samples leased to another holder count as given: a blocking claim that finds nothing else returns
-        what remains, perhaps nothing."
+        """Contract: "Samples leased to another holder count as given. So once num_samples ids were written, a blocking
+        claim does not wait for them: it returns the samples that are left, perhaps none."
 
         Check first: once num_samples ids were written, a blocking claim must not wait for samples that others hold on a
         lease.

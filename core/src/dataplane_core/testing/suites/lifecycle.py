@@ -48,7 +48,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     """From connect to close."""
 
     def test_close_is_idempotent(self, store: Store) -> None:
-        """Contract: "close(): idempotent."
+        """Contract: "close(): may be called again."
 
         Check first: the stop method. Core calls it once. It must also work if start failed.
         """
@@ -60,7 +60,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
 
     @pytest.mark.parametrize("operation", list(_OPERATIONS))
     def test_a_closed_client_refuses(self, store: Store, operation: str) -> None:
-        """Contract: "Later calls raise ClientClosedError."
+        """Contract: "Other calls then raise ClientClosedError."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -71,7 +71,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             call(client)
 
     def test_a_client_is_a_context_manager(self, store: Store) -> None:
-        """Contract: "close(): idempotent. Later calls raise ClientClosedError."
+        """Contract: "close(): may be called again. Other calls then raise ClientClosedError."
 
         Check first: core, not the backend: core closes the client at the end of the with block.
         """
@@ -83,7 +83,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
 
     @proves(Capability.CLAIMS)
     def test_close_ends_waiting_claims(self, store: Store) -> None:
-        """Contract: "Later calls raise ClientClosedError." and "No call hangs."
+        """Contract: "Other calls then raise ClientClosedError." and "No call hangs."
 
         Check first: the claim hook must return immediately. A hook that waits inside the backend also delays close.
         """
@@ -96,8 +96,8 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             waiting.result(what="a claim on a client that was closed")
 
     def test_two_clients_live_side_by_side(self, store: Store) -> None:
-        """Contract: "The client that bootstrapped a backend ends what it started, by process id or its own actors, and
-        nothing else; attached clients leave it running."
+        """Contract: "The client that bootstrapped a backend ends the processes and actors that it started, and nothing
+        else; attached clients leave them running."
 
         Check first: stop must end only this client's own connection. Look for global state, and for processes that are
         killed by name.
@@ -145,8 +145,8 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
 
     @proves(Scope.HOST)
     def test_a_fork_opens_a_client_of_its_own(self, store: Store) -> None:
-        """Contract: "A fork opens a client of its own; where the engine does not survive a fork (opens_in_forks of the
-        backend's class), connect refuses there at once and says to spawn."
+        """Contract: "A forked process opens a client of its own. If the engine does not survive a fork (opens_in_forks
+        = False in the backend's class), connect refuses there at once and says to spawn."
 
         Check first: locks, threads and connections that are stored in the class or the module. In a fork they are
         copies of the parent's and do not work. If the engine keeps such things, set opens_in_forks = False.
@@ -182,7 +182,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         assert "closed" in repr(store.deployment.closed_client())
 
     def test_unknown_options_are_refused(self, store: Store) -> None:
-        """Contract: "Bootstrapping over a running instance of other options: an error."
+        """Contract: "Bootstrapping a store that runs with other options: an error."
 
         Check first: the Config model must forbid extra keys. Otherwise a misspelt option is ignored.
         """
@@ -284,7 +284,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
 
     @proves(Scope.HOST)
     def test_bootstrapping_over_other_options_is_refused(self, store: Store) -> None:
-        """Contract: "Bootstrapping over a running instance of other options: an error."
+        """Contract: "Bootstrapping a store that runs with other options: an error."
 
         Check first: start(bootstrap=True) must compare its options with those of the store that is running.
         """
@@ -317,7 +317,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
 
     @proves(Scope.HOST)
     def test_attached_clients_leave_the_store_running(self, store: Store) -> None:
-        """Contract: "attached clients leave it running."
+        """Contract: "attached clients leave them running."
 
         Check first: stop of an attached client must close only its own connections.
         """

@@ -91,7 +91,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
 
     @proves(Scope.HOST, Capability.CLAIMS)
     def test_consumption_is_seen_by_every_process(self, store: Store) -> None:
-        """Contract: "Authoritative across processes."
+        """Contract: "The answer covers the claims of all processes."
 
         Check first: check_consumption must use the state of the store, not the claims of this client.
         """
@@ -134,8 +134,8 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
         assert worker.run(_workers.call, "check_consumption_status", partition, ["train"])
 
     def test_a_killed_process_leaves_the_store_running(self, store: Store) -> None:
-        """Contract: "The client that bootstrapped a backend ends what it started, by process id or its own actors, and
-        nothing else; attached clients leave it running."
+        """Contract: "The client that bootstrapped a backend ends the processes and actors that it started, and nothing
+        else; attached clients leave them running."
 
         Check first: what an attached process holds (locks, connections, memory) must be released when the process dies.
         """

@@ -94,7 +94,7 @@ class RegistrationSuite(Suite, chapter="registration"):
 
     @proves(Capability.CLAIMS)
     def test_register_again_counts_samples_anew(self, store: Store) -> None:
-        """Contract: "num_samples tells claims when the last, smaller batch is complete".
+        """Contract: "It tells claims when the last, smaller batch is complete."
 
         Check first: the count of distinct ids must start at zero with every registration.
         """
@@ -178,7 +178,7 @@ class RegistrationSuite(Suite, chapter="registration"):
             assert store.claim(partition, 99, *columns, task="t a/b:ü").sample_ids == _ODD_NAMES
 
     def test_enums_take_their_words(self, store: Store) -> None:
-        """Contract: "enums maps a field to its vocabulary of strings: an unknown string is a ValueError."
+        """Contract: "enums maps a field to the strings that it may hold; any other string is a ValueError."
 
         Check first: PartitionInfo must hold the enums of the registration. Core checks values against them.
         """
@@ -187,7 +187,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         assert store.get(partition, ids(3), "role")["role"] == ["user", "assistant", "user"]
 
     def test_enums_refuse_other_words(self, store: Store) -> None:
-        """Contract: "enums maps a field to its vocabulary of strings: an unknown string is a ValueError."
+        """Contract: "enums maps a field to the strings that it may hold; any other string is a ValueError."
 
         Check first: PartitionInfo must hold the enums of the registration. Core checks values against them.
         """

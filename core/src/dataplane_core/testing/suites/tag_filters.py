@@ -114,7 +114,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
 
     @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
     def test_blocking_claims_wait_for_matching_samples(self, store: Store) -> None:
-        """Contract: "Blocking: waits until batch_size are ready".
+        """Contract: "Blocking: waits until batch_size samples are ready".
 
         Check first: samples that do not match must not count as ready.
         """
@@ -130,8 +130,8 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
 
     @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
     def test_the_tail_under_a_filter(self, store: Store) -> None:
-        """Contract: "or until the partition can give no more (num_samples distinct ids were written, cleared ones
-        included, and fewer remain), and then returns those".
+        """Contract: "the samples left for the task may be fewer than batch_size. Then the claim waits until all of
+        these are ready, and returns them."
 
         Check first: once num_samples ids were written, a claim with a filter must give the samples that match and are
         left.

@@ -17,6 +17,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataplane_core.errors import InvalidTypeError, SchemaMismatchError
+from dataplane_core.host_memory import recycled_bytes
 
 __all__ = [
     "ALL_DTYPES",
@@ -340,11 +341,11 @@ def carrier(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """New memory. numpy asks for huge pages for 4 MB and more, so filling it faults far less than torch's."""
+    """Memory of `recycled_bytes`, with undefined content."""
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
-    return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(dtype).view(tuple(shape))
+    return torch.from_numpy(recycled_bytes(size)).view(dtype).view(tuple(shape))
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

@@ -77,20 +77,8 @@ print(json.dumps([before == dict(os.environ), opened, handlers == logging.root.h
 #: From the ground up: each imports only from those before it.
 WINGS = (
     *("_compiler_marks", "errors", "entry_points", "config", "schema", "meta"),  # modules beside the wings
-    *(
-        "spec",
-        "codec",
-        "host_memory",
-        "ledger",
-        "backends",
-        "middleware",
-        "client",
-        "plugins",
-        "sharding",
-        "batch",
-        "testing",
-        "cli",
-    ),
+    *("spec", "host_memory", "codec", "ledger", "backends", "middleware", "client", "plugins", "sharding", "batch"),
+    *("testing", "cli"),
 )
 ROOT = Path(__file__).resolve().parents[3]
 #: Sources that stand outside of core, and see it as its users do.

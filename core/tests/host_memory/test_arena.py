@@ -1,0 +1,106 @@
+"""The arena: one memory for all that have its descriptor, and nothing left when they are gone."""
+
+import gc
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dataplane_core.host_memory import Arena
+
+ATTACH = """
+import sys
+from dataplane_core.host_memory import Arena
+arena = Arena(int(sys.argv[1]), read_only=sys.argv[2] == "read_only")
+assert arena.bytes[5] == 7
+arena.bytes[6] = 8
+"""
+
+
+def attach(arena, access):
+    words = [sys.executable, "-c", ATTACH, str(arena.fd), access]
+    return subprocess.run(words, pass_fds=[arena.fd], capture_output=True, text=True, timeout=120)
+
+
+def test_processes_share_its_bytes():
+    arena = Arena.create(1 << 20)
+    arena.bytes[5] = 7
+    assert attach(arena, "read_write").returncode == 0
+    assert arena.bytes[6] == 8
+
+
+def test_a_write_into_a_read_only_mapping_changes_nothing():
+    arena = Arena.create(1 << 20)
+    arena.bytes[5] = 7
+    done = attach(arena, "read_only")
+    assert done.returncode != 0
+    assert arena.bytes[6] == 0
+    window = Arena(os.dup(arena.fd), read_only=True).window(5, 1, owner=None)
+    assert window.tolist() == [7]
+
+
+def test_a_write_into_a_window_of_a_read_only_mapping_ends_the_process():
+    code = """
+import os, torch
+from dataplane_core.host_memory import Arena
+arena = Arena.create(4096)
+arena = Arena(os.dup(arena.fd), read_only=True)
+torch.from_numpy(arena.window(0, 4, owner=None)).add_(1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGSEGV
+
+
+def test_it_cannot_be_cut():
+    arena = Arena.create(1 << 20)
+    for size in (0, 1 << 21):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, size)
+
+
+def test_memory_is_used_once_it_is_touched():
+    arena = Arena.create(1 << 30)
+    assert arena.touched_bytes == 0
+    arena.touch(100, 1 << 20)
+    assert 1 << 20 <= arena.touched_bytes < 1 << 22
+    arena.touch_in_background(1 << 20, 3 << 20).join()
+    assert arena.touched_bytes >= 3 << 20
+    arena.touch((1 << 30) - 10, (1 << 30) + 10)  # beyond its end
+
+
+def test_a_window_keeps_its_owner_and_the_memory_until_the_last_tensor_is_gone():
+    class Owner:
+        pass
+
+    arena, owner = Arena.create(1 << 20), Owner()
+    arena.bytes[64:68] = [1, 2, 3, 4]
+    gone = weakref.ref(owner)
+    tensor = torch.from_numpy(arena.window(64, 8, owner))[1:].view(7)[:3]
+    del owner, arena
+    gc.collect()
+    assert gone() is not None
+    assert tensor.tolist() == [2, 3, 4]
+    del tensor
+    gc.collect()
+    assert gone() is None
+
+
+def test_nothing_is_left_of_it():
+    def mappings():
+        return Path("/proc/self/maps").read_text().count("memfd:dataplane")
+
+    before = set(os.listdir("/proc/self/fd"))
+    arena = Arena.create(mmap.PAGESIZE)
+    view = np.frombuffer(arena.bytes, np.uint8)
+    assert mappings() == 1
+    del arena, view
+    gc.collect()
+    assert mappings() == 0
+    assert set(os.listdir("/proc/self/fd")) <= before

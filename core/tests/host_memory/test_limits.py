@@ -1,0 +1,54 @@
+"""How much memory may be used: the least of the machine's and the control groups'."""
+
+import pytest
+
+from dataplane_core.host_memory import MemoryLimit, memory_limit
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Writes files below a root, and returns what is found there. 1,000 MiB are available."""
+
+    def make(cgroup, files):
+        for name, text in {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {1000 << 10} kB\n", **files}.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        if cgroup is not None:
+            (tmp_path / "proc/self").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "proc/self/cgroup").write_text(cgroup)
+        return memory_limit(tmp_path)
+
+    return make
+
+
+def limited(folder, limit, used, version=2):
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    return {f"sys/fs/cgroup/{folder}{name}": str(value) for name, value in zip(names, (limit, used), strict=True)}
+
+
+def test_a_machine_without_control_groups(machine):
+    assert machine(None, {}) == MemoryLimit(1000 * MIB, "this machine")
+
+
+def test_a_container(machine):
+    assert machine("0::/\n", limited("", 500 * MIB, 200 * MIB)) == MemoryLimit(300 * MIB, "the container's limit")
+
+
+def test_a_group_without_a_limit(machine):
+    assert machine("0::/a\n", limited("a/", "max", 5)) == MemoryLimit(1000 * MIB, "this machine")
+
+
+def test_a_limit_of_a_group_above(machine):
+    files = {**limited("", "max", 5), **limited("a/", 100 * MIB, 90 * MIB), **limited("a/b/", 800 * MIB, 0)}
+    assert machine("0::/a/b\n", files).available_bytes == 10 * MIB
+
+
+def test_version_1(machine):
+    files = limited("memory/a/", 400 * MIB, 100 * MIB, version=1)
+    assert machine("5:cpu:/x\n4:memory:/a\n", files).available_bytes == 300 * MIB
+
+
+def test_a_group_that_uses_more_than_its_limit(machine):
+    assert machine("0::/\n", limited("", MIB, 2 * MIB)).available_bytes == 0

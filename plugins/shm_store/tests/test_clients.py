@@ -1,0 +1,316 @@
+"""Clients of one store: what they see of each other, and what is left when one is killed."""
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from dataplane_shm import _session
+from tensordict import TensorDict
+
+from dataplane_core import connect
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError
+
+WAIT_S = 60.0
+IDS = ["a", "b", "c", "d"]
+ROWS = [[1, 2, 3], [], [4], [5, 6]]
+
+
+@pytest.fixture
+def config():
+    return {"backend": "shm_store", "options": {"namespace": f"t-{uuid.uuid4().hex[:8]}", "capacity_bytes": 64 << 20}}
+
+
+@pytest.fixture
+def owner(config):
+    with connect(config) as client:
+        client.register_partition("p", ["x", "y"], None, ["train"])
+        yield client
+
+
+def put(client, ids=IDS):
+    rows = torch.nested.nested_tensor([torch.tensor(row, dtype=torch.int64) for row in ROWS], layout=torch.jagged)
+    client.put_samples(ids, "p", TensorDict({"x": rows, "y": torch.arange(4.0)}, batch_size=[4]))
+
+
+def viewing(config):
+    return connect({**config, "options": {**config["options"], "views": True}}, bootstrap=False)
+
+
+def statistics(client):
+    return client._backend.statistics(time.monotonic() + WAIT_S)
+
+
+def eventually(condition):
+    give_up = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < give_up, "the condition did not come true"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def other_process(config, code):
+    """Runs code with an attached ``client`` in another process, once it printed a line; kills it at the end."""
+    code = (
+        "import sys, time, torch; from tensordict import TensorDict; from dataplane_core import connect\n"
+        f"client = connect({config!r}, bootstrap=False)\n{code}\nprint('ready', flush=True)\ntime.sleep(1000)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+# --- views ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_view_is_the_shared_memory_itself(owner, config):
+    with viewing(config) as client:
+        put(owner)
+        before = statistics(owner).pinned_bytes
+        read = client.get_samples(IDS, "p", ["x", "y"])
+        assert [row.tolist() for row in read["x"].unbind()] == ROWS
+        some = client.get_samples(IDS[1:3], "p", ["y"])["y"]
+        arena = client._backend._read_only
+        for tensor in (read["x"].values(), read["y"], some):
+            assert arena.address <= tensor.data_ptr() < arena.address + arena.size_bytes
+        assert before == 0 < statistics(owner).pinned_bytes
+
+
+def test_a_view_keeps_its_bytes_until_its_last_tensor_is_gone_also_after_close(owner, config):
+    with viewing(config) as client:
+        put(owner)
+        view = client.get_samples(IDS, "p", ["x", "y"])["x"].values()[2:]
+    owner.clear_samples(None, "p")
+    owner.register_partition("p", ["x", "y"], None, ["train"])
+    put(owner)
+    gc.collect()
+    assert view.tolist() == [3, 4, 5, 6]
+    assert statistics(owner).num_sessions == 2
+    del view
+    gc.collect()
+    eventually(lambda: statistics(owner).num_sessions == 1)
+    assert statistics(owner).pinned_bytes == 0
+
+
+def test_rows_that_do_not_lie_side_by_side_are_copied(owner, config):
+    with viewing(config) as client:
+        put(owner)
+        assert client.get_samples(["d", "a"], "p", ["y"])["y"].tolist() == [3.0, 0.0]
+        put(owner, ["e", "f", "g", "h"])
+        both = client.get_samples(["d", "e"], "p", ["x", "y"])
+        assert [row.tolist() for row in both["x"].unbind()] == [[5, 6], [1, 2, 3]]
+        both["y"].add_(1)
+        assert client.get_samples(["d", "e"], "p", ["y"])["y"].tolist() == [3.0, 0.0]
+        del both
+        assert statistics(owner).pinned_bytes == 0
+
+
+def test_a_write_into_a_view_changes_nothing_for_others(owner, config):
+    put(owner)
+    config["options"]["views"] = True
+    with other_process(
+        config, "y = client.get_samples(['a', 'b'], 'p', ['y'])['y']\nprint('ready', flush=True)\ny[0] = 9"
+    ) as it:
+        assert it.wait(WAIT_S) == -signal.SIGSEGV
+    assert owner.get_samples(IDS, "p", ["y"])["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+# --- who is killed ----------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_reader_holds_nothing(owner, config):
+    put(owner)
+    config["options"]["views"] = True
+    with other_process(config, "view = client.get_samples(['a', 'b'], 'p', ['x'])") as reader:
+        assert statistics(owner).pinned_bytes > 0
+        reader.send_signal(signal.SIGKILL)
+        eventually(lambda: statistics(owner).pinned_bytes == 0)
+    owner.clear_samples(IDS, "p")
+    assert statistics(owner).held_bytes == 0
+
+
+def test_a_killed_writer_leaves_neither_rows_nor_bytes(owner, config):
+    code = """
+from dataplane_shm import _payload
+client.register_partition("w", ["x"], None, [])
+def stop(*_):
+    print("ready", flush=True)
+    time.sleep(1000)
+_payload.write = stop
+client.put_samples(["a"], "w", TensorDict({"x": torch.ones(1, 1000)}, batch_size=[1]))
+"""
+    with other_process(config, code) as writer:
+        assert statistics(owner).held_bytes > 4000
+        writer.send_signal(signal.SIGKILL)
+        eventually(lambda: statistics(owner).held_bytes == 0)
+    assert owner.list_samples("w").sample_ids == []
+
+
+@pytest.mark.parametrize("victim", ["owner", "ledger"])
+def test_all_clients_learn_at_once_that_the_store_has_ended(config, victim):
+    code = f"""
+import subprocess
+config = {config!r}
+client = connect(config)
+client.register_partition("p", ["x"], None, ["train"])
+print(client._backend._process.pid, flush=True)
+time.sleep(1000)
+"""
+    words = "import time; from dataplane_core import connect" + code
+    owner = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True)
+    try:
+        ledger = int(owner.stdout.readline())
+        with connect(config, bootstrap=False) as client:
+            assert client.list_samples("p").sample_ids == []
+            os.kill(owner.pid if victim == "owner" else ledger, signal.SIGKILL)
+            eventually(lambda: not Path(f"/proc/{ledger}").exists() or victim == "ledger")
+            start = time.monotonic()
+            for _ in range(2):
+                with pytest.raises(BackendUnavailableError, match="has ended, and its data with it") as info:
+                    client.list_samples("p")
+                assert not info.value.retryable
+            assert time.monotonic() - start < client.config.op_timeout_s / 2
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+    with connect(config) as client:  # nothing is in the way of the next owner
+        client.register_partition("p", ["x"], None, ["train"])
+
+
+# --- who may connect --------------------------------------------------------------------------------------------------
+
+
+def test_only_this_user_can_reach_the_socket(owner):
+    socket = owner._backend._folder.socket
+    assert socket.parent.stat().st_mode & 0o777 == 0o700
+    assert socket.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="not run: only root can become another user")
+def test_another_user_is_refused_also_where_the_file_system_lets_it_in(owner):
+    socket = owner._backend._folder.socket
+    socket.parent.chmod(0o755)
+    socket.chmod(0o666)
+    code = f"""
+import os, socket
+folder = os.open({str(socket.parent)!r}, os.O_PATH)  # the folders above it let nobody in
+os.setuid(65534)
+channel = socket.socket(socket.AF_UNIX)
+channel.connect(f"/proc/self/fd/{{folder}}/{socket.name}")
+try:
+    channel.sendall(bytes([3, 0, 0, 0, 0x92, 1, 0xC0]))
+    print(channel.recv(10) == b"")
+except ConnectionError:
+    print(True)
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=WAIT_S)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_what_is_no_request_ends_only_that_connection(owner):
+    connection = owner._backend._connection
+    channel = connection._take("the test's", time.monotonic() + WAIT_S)
+    channel.sendall(bytes([2, 0, 0, 0, 250, 250]))
+    assert channel.recv(10) == b""
+    channel.close()
+    put(owner)
+
+
+# --- several at once --------------------------------------------------------------------------------------------------
+
+
+def test_an_owner_is_alone(owner, config):
+    with pytest.raises(AlreadyRunningError):
+        connect(config)
+    with connect(config, bootstrap="auto") as other:
+        assert not other.bootstrapped
+
+
+def test_an_attached_client_has_the_owners_limits(owner, config):
+    config = {**config, "options": {"namespace": config["options"]["namespace"]}}
+    with connect(config, bootstrap=False) as client:
+        assert client._backend.config.capacity_bytes == 64 << 20
+
+
+def test_a_fork_opens_a_client_of_its_own_and_does_not_hold_its_parents_session(owner, config):
+    put(owner)
+    attached = connect(config, bootstrap=False)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            with connect(config, bootstrap=False) as client:
+                good = client.get_samples(IDS, "p", ["y"])["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
+            time.sleep(3600 if good else 0)
+        os._exit(status)
+    try:
+        eventually(lambda: statistics(owner).num_sessions == 3)
+        eventually(lambda: statistics(owner).num_sessions == 2)
+        attached.close()
+        del attached
+        eventually(lambda: statistics(owner).num_sessions == 1)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_an_interrupted_request_is_not_answered_to_the_next(owner, monkeypatch):
+    put(owner)
+    receive = _session._receive
+
+    def interrupted(channel, deadline):
+        receive(channel, deadline)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_session, "_receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        owner.get_samples(IDS, "p", ["y"])
+    monkeypatch.undo()
+    assert owner.list_samples("p").sample_ids == IDS
+    gc.collect()
+    assert owner.get_samples(IDS, "p", ["y"])["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert statistics(owner).pinned_bytes == 0
+
+
+def test_threads_of_one_client_work_side_by_side(owner):
+    wrong = []
+
+    def work(number):
+        for turn in range(30):
+            sample_id = f"{number}.{turn}"
+            x = torch.full((1, 1 + (turn * 37) % 900), number * 1000.0 + turn)
+            owner.put_samples([sample_id], "p", TensorDict({"y": x}, batch_size=[1]))
+            if not torch.equal(owner.get_samples([sample_id], "p", ["y"])["y"], x):
+                wrong.append(sample_id)
+            owner.clear_samples([sample_id], "p")
+
+    owner.register_partition("p", ["y"], None, ["train"])
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert wrong == []
+    assert statistics(owner).held_bytes == statistics(owner).pinned_bytes == 0
+
+
+def test_connecting_does_not_wait_for_the_memory(config):
+    config["options"].update(capacity_bytes=1 << 40, touch_ahead_bytes=1 << 20)
+    with connect(config) as client:
+        assert statistics(client).arena_bytes > 1 << 40
+        eventually(lambda: statistics(client).touched_bytes >= 1 << 20)
+        assert statistics(client).touched_bytes < 1 << 24

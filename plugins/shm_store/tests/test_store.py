@@ -1,0 +1,171 @@
+"""The store in the ledger's process: what is in use keeps its place and bytes, the rest is room."""
+
+import random
+
+import numpy as np
+import pytest
+from dataplane_shm._layout import Layout
+from dataplane_shm._messages import Begin, Drop, Find, Release, Status
+from dataplane_shm._store import Store
+
+from dataplane_core.errors import CapacityExceededError, StalePartitionError
+from dataplane_core.host_memory import Arena
+from dataplane_core.ledger import LedgerService, commands
+from dataplane_core.spec import FieldSpec
+
+SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
+ARENA = 1 << 16
+
+
+class Clients:
+    """A store and what its clients do, with rows of equal length that hold a number."""
+
+    def __init__(self, capacity_bytes=None):
+        self.now = 0.0
+        self.arena = Arena.create(ARENA)
+        self.store = Store(self.arena, LedgerService(capacity_bytes, clock=lambda: self.now))
+        self.session = self.store.begin_session()
+        self.pins = iter(range(1, 1 << 30))
+        self.writes = iter(range(1, 1 << 30))
+        self.call(commands.Register("p", ["x"], None, [], None, {}, "e1"))
+
+    def call(self, request, session=None):
+        return self.store.handle(request, session or self.session)
+
+    def begin(self, ids, length, session=None, ttl_s=30.0):
+        layout = Layout([])
+        layout.add_dense(len(ids), length, length)
+        put = commands.BeginPut("p", ids, SPECS, [length] * len(ids), write_id=next(self.writes), ttl_s=ttl_s)
+        begun = self.call(Begin(put, layout), session)
+        return begun.write_id, self.arena.bytes[begun.offset : begun.offset + layout.size_bytes]
+
+    def put(self, ids, length, number):
+        write_id, data = self.begin(ids, length)
+        data[:] = number
+        self.call(commands.CommitPut(write_id))
+
+    def find(self, ids, session=None):
+        """The pin, and the bytes of each row where they lie."""
+        pin = next(self.pins)
+        found = self.call(Find(commands.Locate("p", ids, ["x"]), pin), session)
+        rows = [None] * len(ids)
+        for part in found.located.parts:
+            place = found.places[part.write_id]
+            (column,) = place.layout.columns
+            for row, position in zip(part.rows, part.positions, strict=True):
+                start = place.offset + column.start + position * column.step
+                rows[row] = self.arena.bytes[start : start + column.step]
+        return pin, rows
+
+    def clear(self, ids):
+        self.call(commands.Clear("p", ids))
+
+    @property
+    def status(self):
+        return self.call(Status())
+
+
+@pytest.fixture
+def clients():
+    return Clients()
+
+
+def test_what_is_read_keeps_its_bytes_though_it_is_cleared_and_all_other_room_is_used(clients):
+    clients.put(["a", "b"], 1000, 7)
+    pin, (a, _) = clients.find(["a", "b"])
+    clients.clear(None)
+    clients.call(commands.Register("p", ["x"], None, [], None, {}, "e2"))
+    for count in range(20):
+        clients.put([f"n{count}"], 3000, 1)
+    with pytest.raises(CapacityExceededError, match="do not fit into the arena"):
+        clients.put(["last"], 4000, 1)
+    assert (a == 7).all()
+    clients.call(Release([pin]))
+    clients.put(["last"], 4000, 2)  # over its place
+    assert (a != 7).any()
+
+
+def test_a_session_that_ends_holds_nothing(clients):
+    other = clients.store.begin_session()
+    clients.put(["a"], 1000, 1)
+    clients.find(["a"], other)
+    write_id, _ = clients.begin(["b"], 1000, other)
+    clients.clear(["a"])
+    assert clients.status.pinned_bytes == 2048
+    clients.store.end_session(other)
+    assert (clients.status.pinned_bytes, clients.status.held_bytes, clients.status.num_extents) == (0, 0, 0)
+    with pytest.raises(StalePartitionError):
+        clients.call(commands.CommitPut(write_id))
+
+
+def test_an_abandoned_put_keeps_its_place_until_its_writer_says_that_it_stopped(clients):
+    write_id, data = clients.begin(["a"], 1000, ttl_s=1.0)
+    clients.now = 2.0
+    clients.put(["b"], 1000, 3)
+    data[:] = 9  # it still writes
+    assert (clients.find(["b"])[1][0] == 3).all()
+    with pytest.raises(StalePartitionError, match="abandoned"):
+        clients.call(commands.CommitPut(write_id))
+    assert clients.status.num_extents == 1
+
+
+def test_rows_that_were_cleared_are_room_for_others(clients):
+    ids = [f"s{i}" for i in range(60)]
+    for i in range(0, 60, 4):
+        clients.put(ids[i : i + 4], 1000, i)
+    clients.clear([each for i, each in enumerate(ids) if i % 4 != 2])
+    assert clients.status.held_bytes < 17_000
+    clients.put(["large"], 45_000, 200)
+    rows = clients.find([ids[i] for i in range(2, 60, 4)])[1]
+    assert [set(row.tolist()) for row in rows] == [{i - 2} for i in range(2, 60, 4)]
+
+
+def test_dropped_payload_is_said_to_be_gone(clients):
+    clients.put(["a", "b"], 10, 1)
+    clients.call(Drop([(1, 0)]))
+    found = clients.call(Find(commands.Locate("p", ["a", "b"], ["x"]), 1))
+    assert found.gone == [(1, 0)]
+    assert clients.status.pinned_bytes == 0
+
+
+def test_a_put_larger_than_the_arena_is_refused_for_good(clients):
+    with pytest.raises(CapacityExceededError) as info:
+        clients.begin(["a"], ARENA + 1)
+    assert not info.value.retryable
+    clients.put(["a"], 1000, 1)  # nothing is reserved
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_history_keeps_every_row(seed):
+    draw, clients = random.Random(seed), Clients(capacity_bytes=ARENA * 3 // 4)
+    rows, pinned = {}, []
+    for step in range(1500):
+        choice = draw.random()
+        if choice < 0.5:
+            ids = [f"{step}.{i}" for i in range(draw.randrange(1, 9))]
+            length, number = draw.randrange(1, 1200), draw.randrange(256)
+            try:
+                clients.put(ids, length, number)
+            except CapacityExceededError:
+                continue
+            rows.update(dict.fromkeys(ids, (length, number)))
+        elif choice < 0.75 and rows:
+            gone = draw.sample(sorted(rows), min(len(rows), draw.randrange(1, 20)))
+            clients.clear(gone)
+            for each in gone:
+                del rows[each]
+        elif choice < 0.85 and rows:
+            ids = draw.sample(sorted(rows), min(len(rows), 5))
+            pinned.append((*clients.find(ids), [rows[each] for each in ids]))
+        if pinned and draw.random() < 0.3:
+            pin, data, expected = pinned.pop(draw.randrange(len(pinned)))
+            assert [(len(row), set(row.tolist())) for row in data] == [(n, {number}) for n, number in expected]
+            clients.call(Release([pin]))
+    for sample_id, (length, number) in rows.items():
+        pin, (row,) = clients.find([sample_id])
+        clients.call(Release([pin]))
+        np.testing.assert_array_equal(row, np.full(length, number, np.uint8))
+    for pin, *_ in pinned:
+        clients.call(Release([pin]))
+    clients.clear(list(rows))
+    assert (clients.status.pinned_bytes, clients.status.held_bytes, clients.status.num_extents) == (0, 0, 0)

@@ -89,9 +89,9 @@ def view(arena: Bytes, located: Located, places: Mapping[int, Place], num_rows: 
             return None
         for name, column in _stored(arena, part, places[part.write_id], located.specs):
             if isinstance(column, Ragged):
-                offsets = column.offsets[start : start + num_rows + 1]
-                first, last = int(offsets[0]), int(offsets[-1])
-                columns[name] = to_nested(Ragged(column.values[first:last], offsets - first))
+                cuts = column.offsets.numpy()[start : start + num_rows + 1]
+                values = column.values[cuts[0] : cuts[-1]]
+                columns[name] = to_nested(Ragged(values, torch.from_numpy(cuts - cuts[0])))
             else:
                 assert isinstance(column, torch.Tensor)
                 columns[name] = column[start : start + num_rows]

@@ -1,10 +1,11 @@
 """Puts and gets of whole batches by the client, on every backend, beside TransferQueue's own interface and a copy.
 
-Run:  python benchmarks/backends.py [--rounds 7] [--batches A B] [--backends noop redis_store tq_simple tq_mooncake]
+Run:  python benchmarks/backends.py [--rounds 7] [--batches A B] [--backends noop shm_store shm_views ...]
 
 The batches are those of `batches.py`. Everything that a user gets is in the client's figures: checks, codec, ledger,
 confirmed commits. Peers: ``transfer_queue.kv_batch_put`` and ``kv_batch_get`` of the same columns with one storage
-unit, which do none of that; and cloning the bytes once each way. Rounds are interleaved, so a busy machine slows all
+unit, which do none of that; Ray's ``put`` and ``get`` of the packed bytes as one array; and cloning the bytes once each
+way. ``shm_views`` is shm_store with the option ``views``. Rounds are interleaved, so a busy machine slows all
 alike; medians are printed. Last come the costs of one small put, and of the metrics middleware.
 """
 
@@ -18,6 +19,7 @@ import time
 
 os.environ.setdefault("TQ_NUM_THREADS", "2")  # else the peer warns at every request
 
+import numpy as np
 import ray
 import torch
 import transfer_queue
@@ -27,8 +29,13 @@ from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
 
-#: Options of backends that need some.
-OPTIONS = {"redis_store": {"server": "private"}}
+#: Name -> config, where the name alone is not enough.
+CONFIGS = {
+    "redis_store": {"backend": "redis_store", "options": {"server": "private"}},
+    "shm_views": {"backend": "shm_store", "options": {"namespace": "views", "views": True}},
+}
+#: The backends that are compared.
+DEFAULT = ["noop", "shm_store", "shm_views", "redis_store", "tq_simple", "tq_mooncake"]
 
 
 def raw_steps(columns: TensorDict) -> tuple[Step, Step, Step]:
@@ -39,6 +46,17 @@ def raw_steps(columns: TensorDict) -> tuple[Step, Step, Step]:
         lambda: transfer_queue.kv_batch_put(keys=keys, partition_id="raw", fields=columns),
         lambda: transfer_queue.kv_batch_get(keys=keys, partition_id="raw", select_fields=names),
         lambda: transfer_queue.kv_clear(keys=keys, partition_id="raw"),
+    )
+
+
+def ray_steps(columns: TensorDict) -> tuple[Step, Step, Step]:
+    """Ray's object store: one array of the packed bytes. Its get is a view."""
+    packed = np.ones(size_bytes(columns), dtype=np.uint8)
+    kept: list[ray.ObjectRef] = []
+    return (
+        lambda: kept.append(ray.put(packed)),
+        lambda: ray.get(kept[-1]),
+        kept.clear,
     )
 
 
@@ -81,12 +99,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", nargs="+", choices=sorted(MAX_TOKENS), default=sorted(MAX_TOKENS))
-    parser.add_argument("--backends", nargs="+", default=["noop", "redis_store", "tq_simple", "tq_mooncake"])
+    parser.add_argument("--backends", nargs="+", default=DEFAULT)
     options = parser.parse_args()
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     with contextlib.ExitStack() as stack:
-        configs = {name: {"backend": name, "options": OPTIONS.get(name, {})} for name in options.backends}
+        configs = {name: CONFIGS.get(name, {"backend": name}) for name in options.backends}
         clients = {name: stack.enter_context(connect(config)) for name, config in configs.items()}
         for name in options.batches:
             columns = batch(name)
@@ -94,7 +112,12 @@ def main() -> None:
             contestants = {backend: client_steps(client, columns) for backend, client in clients.items()}
             compare(
                 columns,
-                {**contestants, "raw kv_batch": raw_steps(columns), "copy": copy_steps(columns)},
+                {
+                    **contestants,
+                    "raw kv_batch": raw_steps(columns),
+                    "ray put, get": ray_steps(columns),
+                    "copy": copy_steps(columns),
+                },
                 options.rounds,
             )
         print("\nput of 1 sample, 1 scalar")

@@ -1,0 +1,158 @@
+"""shm_store: many processes at once, small operations beside noop's, and the memory of a client.
+
+Run:  python benchmarks/shm_store.py [--seconds 5]
+
+Prints how many MB a second one process and four processes put (batch B of `batches.py`); how many claims of one sample
+a second four processes make; microseconds of a put, a read and a claim of one sample with one scalar, on noop and on
+shm_store; and how far the memory of a process grows in a put and in a read, beyond the tensors that it gets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from batches import NUM_SAMPLES, batch, size_bytes
+from tensordict import TensorDict
+
+from dataplane_core import DataPlaneClient, connect
+
+CONFIG = {"backend": "shm_store", "options": {"namespace": "benchmark"}}
+
+
+def many_puts(number: int, seconds: float, start: Any, results: Any) -> None:
+    """Puts and clears batch B until the time is over. Reports bytes per second spent in puts, and in all."""
+    columns = batch("B")
+    ids = [f"{number}.{i}" for i in range(NUM_SAMPLES)]
+    with connect(CONFIG, bootstrap=False) as client:
+        for _ in range(2):
+            client.put_samples(ids, "bench", columns)
+            client.clear_samples(ids, "bench")
+        start.wait()
+        end, count, in_puts = time.perf_counter() + seconds, 0, 0.0
+        while time.perf_counter() < end:
+            begun = time.perf_counter()
+            client.put_samples(ids, "bench", columns)
+            in_puts += time.perf_counter() - begun
+            client.clear_samples(ids, "bench")
+            count += 1
+        results.put(size_bytes(columns) * count / in_puts)
+
+
+def many_claims(number: int, seconds: float, start: Any, results: Any) -> None:
+    """Claims one sample at a time until the time is over. Reports claims per second."""
+    with connect(CONFIG, bootstrap=False) as client:
+        start.wait()
+        begun, count = time.perf_counter(), 0
+        while time.perf_counter() < begun + seconds:
+            if not client.claim_meta("claims", "train", ["x"], 1, blocking=False).size:
+                break
+            count += 1
+        results.put(count / (time.perf_counter() - begun))
+
+
+def together(work: Callable[..., None], count: int, seconds: float) -> float:
+    """The sum of what ``count`` processes report."""
+    context = multiprocessing.get_context("spawn")
+    start, results = context.Barrier(count), context.Queue()
+    processes = [context.Process(target=work, args=(number, seconds, start, results)) for number in range(count)]
+    for process in processes:
+        process.start()
+    total = sum(results.get() for _ in processes)
+    for process in processes:
+        process.join()
+    return total
+
+
+def median_us(step: Callable[[int], Any], repeats: int = 1000) -> float:
+    """Median microseconds of ``step(0)``, ``step(1)``, ..."""
+    times = []
+    for number in range(repeats):
+        begun = time.perf_counter()
+        step(number)
+        times.append((time.perf_counter() - begun) * 1e6)
+    return statistics.median(times)
+
+
+def small_operations(client: DataPlaneClient) -> tuple[float, float, float]:
+    """Microseconds of a put, a read and a claim of one sample with one scalar."""
+    client.register_partition("small", ["x"], None, ["train"])
+    columns = TensorDict({"x": torch.ones(1)}, batch_size=[1])
+    return (
+        median_us(lambda number: client.put_samples([f"s{number}"], "small", columns)),
+        median_us(lambda number: client.get_samples([f"s{number}"], "small", ["x"])),
+        median_us(lambda _: client.claim_meta("small", "train", ["x"], 1, blocking=False)),
+    )
+
+
+def private_bytes() -> int:
+    """Memory of this process that it shares with no other."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Private_", "Swap:")))
+
+
+def peak_growth(step: Callable[[], Any]) -> tuple[int, Any]:
+    """How far this process's own memory grew at most while ``step`` ran, and what it returned."""
+    before, peak, over = private_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.is_set():
+            peak = max(peak, private_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    result = step()
+    over.set()
+    watcher.join()
+    return max(peak, private_bytes()) - before, result
+
+
+def main() -> None:
+    """Runs everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    options = parser.parse_args()
+    with connect(CONFIG) as client, connect({"backend": "noop"}) as noop:
+        print(f"{'':12}{'put us':>10}{'read us':>10}{'claim us':>10}")
+        for name, each in (("noop", noop), ("shm_store", client)):
+            print(f"{name:12}" + "".join(f"{value:10.0f}" for value in small_operations(each)))
+
+        columns = batch("B")
+        payload = size_bytes(columns)
+        ids = [f"m{i}" for i in range(NUM_SAMPLES)]
+        client.register_partition("bench", list(columns.keys()), None, ["train"])
+        client.put_samples(ids, "bench", columns)
+        client.clear_samples(ids, "bench")
+        grown, _ = peak_growth(lambda: client.put_samples(ids, "bench", columns))
+        print(f"\npeak memory of a put of {payload / 1e6:.0f} MB: {grown / payload:.2f} payloads")
+        grown, _ = peak_growth(lambda: client.get_samples(ids, "bench", list(columns.keys())))
+        print(f"peak memory of its read: {grown / payload - 1:.2f} payloads beyond the tensors")
+        client.clear_samples(ids, "bench")
+
+        one = together(many_puts, 1, options.seconds)
+        four = together(many_puts, 4, options.seconds)
+        print(
+            f"\nputs of batch B: 1 process {one / 1e6:.0f} MB/s, 4 processes {four / 1e6:.0f} MB/s, {four / one:.2f}x"
+        )
+
+        total = int(40_000 * options.seconds)
+        client.register_partition("claims", ["x"], None, ["train"])
+        for first in range(0, total, 50_000):
+            some = [f"c{i}" for i in range(first, min(first + 50_000, total))]
+            client.put_samples(some, "claims", TensorDict({"x": torch.ones(len(some))}, batch_size=[len(some)]))
+        rate = together(many_claims, 4, options.seconds)
+        print(f"claims of one sample, 4 processes: {rate:.0f} a second")
+    print(f"\n{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

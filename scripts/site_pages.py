@@ -26,6 +26,7 @@ OUTSIDE = {
     "changelog.md": "CHANGELOG.md",
     "packages/core.md": "core/README.md",
     "packages/noop.md": "plugins/noop/README.md",
+    "packages/shm_store.md": "plugins/shm_store/README.md",
     "packages/redis_store.md": "plugins/redis_store/README.md",
     "packages/tq_simple.md": "plugins/tq_simple/README.md",
     "packages/tq_mooncake.md": "plugins/tq_mooncake/README.md",

@@ -122,7 +122,7 @@ def test_the_snippets_of_a_page_run_one_after_the_other(page):
         names["client"].close()
 
 
-OVER_SERVERS = ["plugins/redis_store/README.md", "plugins/tq_simple/README.md", "plugins/tq_mooncake/README.md"]
+OVER_SERVERS = [f"plugins/{name}/README.md" for name in ("redis_store", "shm_store", "tq_simple", "tq_mooncake")]
 
 
 @pytest.mark.long  # each backend's own tests make the same calls

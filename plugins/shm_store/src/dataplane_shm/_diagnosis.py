@@ -1,0 +1,124 @@
+"""What `dataplane doctor shm_store` checks: the system, the memory that may be used, the running store, and folders
+that killed owners left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from dataplane_core.backends import Finding, Level, PrivateFolder
+from dataplane_core.errors import DataPlaneError
+from dataplane_core.host_memory import memory_limit
+from dataplane_shm._backend import arena_bytes_for
+from dataplane_shm._messages import Status
+from dataplane_shm._session import Connection
+from dataplane_shm.config import ShmConfig
+
+__all__ = ["diagnose", "huge_pages"]
+
+_MIB: Final = 1 << 20
+_HUGE_PAGES: Final = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+
+
+def diagnose(config: ShmConfig, deadline: float) -> Iterator[Finding]:
+    """Findings for these options; see `Backend.diagnose`."""
+    if not hasattr(os, "memfd_create"):
+        yield Finding.error("This system has no memfd_create, which shm_store needs.", "Use it on Linux.")
+        return
+    yield Finding.ok("This system has memfd_create.")
+    yield from huge_pages()
+    folder = PrivateFolder("shm", config.namespace, "ledger.sock")
+    owned = _is_owned(folder.path)
+    if owned:
+        yield _store(folder, deadline)
+    else:
+        yield from _new_store(config)
+    home = folder.path.parent
+    for path in sorted(home.iterdir()) if home.is_dir() else ():
+        if path.is_dir() and not _is_owned(path):
+            yield Finding.warning(
+                f"The folder {path} is left from an owner that was killed. It holds no data.",
+                f"The next owner of namespace '{path.name}' removes it. Or run: rm -r {path}",
+            )
+
+
+def huge_pages(root: Path = Path("/")) -> Iterator[Finding]:
+    """Whether the system gives shared memory huge pages.
+
+    Args:
+        root: Where ``sys`` lies.
+    """
+    try:
+        words = (root / _HUGE_PAGES).read_text().split()  # always within_size advise [never] deny force
+    except OSError:
+        yield Finding.ok("This system has no huge pages for shared memory.")
+        return
+    setting = next((word.strip("[]") for word in words if word.startswith("[")), "unknown")
+    what = f"Huge pages for shared memory are set to '{setting}'."
+    hint = f"With 'advise', puts are faster. As root: echo advise > /{_HUGE_PAGES}"
+    yield Finding(Level.OK, what, hint if setting in ("never", "deny") else None)
+
+
+def _new_store(config: ShmConfig) -> Iterator[Finding]:
+    """Whether a store with these options can be started."""
+    limit = memory_limit()
+    capacity_bytes = config.capacity_bytes or limit.available_bytes // 2
+    which = "capacity_bytes is" if config.capacity_bytes else "capacity_bytes is by default half of it,"
+    what = (
+        f"{limit.available_bytes // _MIB} MiB of memory are available, limited by {limit.source}. "
+        f"{which} {capacity_bytes // _MIB} MiB."
+    )
+    if capacity_bytes > limit.available_bytes:
+        yield Finding.warning(
+            f"{what} The system kills processes if the store uses more than there is.", "Lower capacity_bytes."
+        )
+    else:
+        yield Finding.ok(what)
+    arena_bytes = arena_bytes_for(capacity_bytes)
+    allowed, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if allowed != resource.RLIM_INFINITY and allowed < arena_bytes:
+        yield Finding.error(
+            f"ulimit -f allows files of {allowed // _MIB} MiB. The store's memory counts as a file, of "
+            f"{arena_bytes // _MIB} MiB.",
+            "Run: ulimit -f unlimited. Or lower capacity_bytes.",
+        )
+
+
+def _store(folder: PrivateFolder, deadline: float) -> Finding:
+    """What the running store says about itself."""
+    name = f"The store of namespace '{folder.path.name}'"
+    if not folder.socket.exists():
+        return Finding.warning(f"{name} is being started or ended.", "Run the doctor again.")
+    try:
+        connection = Connection(folder.socket, deadline)
+        statistics = connection.call("doctor", deadline, Status())
+    except DataPlaneError as error:
+        hint = "Its owner still runs. Close the owner's client and bootstrap anew."
+        return Finding.error(f"{name} does not answer: {error.message}", hint)
+    clients = statistics.num_sessions - 1  # without this one
+    return Finding.ok(
+        f"{name} runs, with {clients} {'client' if clients == 1 else 'clients'}. Of its "
+        f"{connection.welcome.capacity_bytes // _MIB} MiB, {statistics.held_bytes // _MIB} MiB are held. "
+        f"{statistics.pinned_bytes // _MIB} MiB are pinned by reads, views and puts. Its memory takes "
+        f"{statistics.touched_bytes // _MIB} of at most {statistics.arena_bytes // _MIB} MiB of the system."
+    )
+
+
+def _is_owned(path: Path) -> bool:
+    """Whether a process holds the lock of a folder."""
+    try:
+        lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # held for a moment; an owner that starts tries again
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False

@@ -1,0 +1,153 @@
+"""`dataplane doctor shm_store`: every fault here is a real one, except for what the kernel offers."""
+
+import os
+import re
+import resource
+import signal
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from dataplane_shm import ShmBackend
+from dataplane_shm._diagnosis import huge_pages
+from dataplane_shm.config import ShmConfig
+
+from dataplane_core import connect
+from dataplane_core.backends import Level
+from dataplane_core.cli import main
+
+CAPACITY = 64 << 20
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch):
+    """Where the folders of stores lie: of these tests only. Its path is short, as that of a socket must be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        yield Path(folder, f"dataplane-shm-{os.getuid()}")
+
+
+@pytest.fixture
+def namespace():
+    return f"doctor-{uuid.uuid4().hex[:8]}"
+
+
+def findings(level, **options):
+    """The findings of a level: what and hint of each."""
+    found = ShmBackend.diagnose(ShmConfig(**options), deadline=time.monotonic() + 20)
+    return [(each.what, each.hint) for each in found if each.level is level]
+
+
+def test_a_machine_that_can_run_it_has_only_ok_and_nothing_is_started(namespace, home):
+    system, _, memory = findings(Level.OK, namespace=namespace)
+    assert system == ("This system has memfd_create.", None)
+    numbers = re.fullmatch(r"(\d+) MiB of memory .* capacity_bytes is by default half of it, (\d+) MiB.", memory[0])
+    assert numbers is not None
+    available, capacity = map(int, numbers.groups())
+    assert available // 2 == capacity > 0
+    assert findings(Level.WARNING, namespace=namespace) == findings(Level.ERROR, namespace=namespace) == []
+    assert not home.exists()
+
+
+def test_a_system_without_memfd_is_an_error_and_nothing_else_is_checked(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    assert findings(Level.ERROR) == [("This system has no memfd_create, which shm_store needs.", "Use it on Linux.")]
+    assert findings(Level.OK) == findings(Level.WARNING) == []
+
+
+def test_a_capacity_that_fits_is_ok_and_one_beyond_the_memory_is_a_warning_with_both_numbers(namespace):
+    *_, (what, _) = findings(Level.OK, namespace=namespace, capacity_bytes=CAPACITY)
+    assert what.endswith("capacity_bytes is 64 MiB.")
+    ((what, hint),) = findings(Level.WARNING, namespace=namespace, capacity_bytes=1 << 50)
+    assert " MiB of memory are available, limited by th" in what
+    assert f"capacity_bytes is {1 << 30} MiB. The system kills processes" in what
+    assert hint == "Lower capacity_bytes."
+
+
+def test_a_limit_of_files_below_the_arena_is_an_error(namespace):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 20, hard))
+    try:
+        ((what, hint),) = findings(Level.ERROR, namespace=namespace, capacity_bytes=CAPACITY)
+        assert findings(Level.ERROR, namespace=namespace, capacity_bytes=1 << 20) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert what == "ulimit -f allows files of 100 MiB. The store's memory counts as a file, of 144 MiB."
+    assert hint.startswith("Run: ulimit -f unlimited.")
+
+
+@pytest.mark.parametrize(("setting", "hints"), [("never", 1), ("deny", 1), ("advise", 0), ("always", 0)])
+def test_the_setting_of_huge_pages_is_named_and_only_one_without_them_has_a_hint(tmp_path, setting, hints):
+    file = tmp_path / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    file.parent.mkdir(parents=True)
+    words = ["always", "within_size", "advise", "never", "deny", "force"]
+    file.write_text(" ".join(f"[{word}]" if word == setting else word for word in words) + "\n")
+    (found,) = huge_pages(tmp_path)
+    assert (found.level, found.what) == (Level.OK, f"Huge pages for shared memory are set to '{setting}'.")
+    assert hints == (found.hint is not None)
+    assert not hints or "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in found.hint
+
+
+def test_a_kernel_without_huge_pages_is_ok(tmp_path):
+    (found,) = huge_pages(tmp_path)
+    assert (found.level, found.hint) == (Level.OK, None)
+
+
+def test_a_running_store_says_what_it_holds_and_what_is_pinned(namespace):
+    options = {"namespace": namespace, "capacity_bytes": CAPACITY, "views": True}
+    config = {"backend": "shm_store", "options": options}
+    with connect(config) as client, connect(config, bootstrap=False) as other:
+        client.register_partition("train", fields=["rows"], num_samples=None, consumer_tasks=["trainer"])
+        client.put_samples(["a", "b"], "train", {"rows": torch.zeros(2, 1 << 20)})
+        client.put_samples(["c"], "train", {"rows": torch.zeros(1, 1 << 20)})
+        view = other.get_samples(["a", "b"], "train", ["rows"])
+        # a capacity beyond the memory is of no concern: this store has one
+        *_, (what, _) = findings(Level.OK, namespace=namespace, capacity_bytes=1 << 50)
+        assert findings(Level.WARNING, namespace=namespace) == findings(Level.ERROR, namespace=namespace) == []
+        del view
+    assert what.startswith(
+        f"The store of namespace '{namespace}' runs, with 2 clients. Of its 64 MiB, 12 MiB are held."
+    )
+    assert "8 MiB are pinned by reads, views and puts." in what
+    assert what.endswith(" of at most 144 MiB of the system.")
+
+
+def test_a_store_whose_ledger_is_dead_is_an_error_that_says_what_to_do(namespace):
+    store = ShmBackend(ShmConfig(namespace=namespace, capacity_bytes=CAPACITY))
+    store.start(bootstrap=True, deadline=time.monotonic() + 30)
+    try:
+        os.kill(store._process.pid, signal.SIGKILL)
+        give_up = time.monotonic() + 20
+        while not store._process.ended:
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+        ((what, hint),) = findings(Level.ERROR, namespace=namespace)
+    finally:
+        store.stop()
+    assert what.startswith(f"The store of namespace '{namespace}' does not answer: ")
+    assert "Close the owner's client and bootstrap anew." in hint
+
+
+def test_a_folder_that_a_killed_owner_left_is_a_warning_until_the_next_owner_removes_it(namespace, home):
+    left = home / namespace
+    left.mkdir(mode=0o700, parents=True)
+    home.chmod(0o700)
+    (left / "ledger.sock").touch()
+    (home / f"{namespace}.lock").touch()
+    ((what, hint),) = findings(Level.WARNING, namespace="another")
+    assert what == f"The folder {left} is left from an owner that was killed. It holds no data."
+    assert hint.endswith(f"rm -r {left}")
+    with connect({"backend": "shm_store", "options": {"namespace": namespace, "capacity_bytes": CAPACITY}}):
+        assert findings(Level.WARNING, namespace="another") == []
+    assert not left.exists()
+
+
+def test_the_command_prints_the_findings(capsys):
+    assert main(["doctor", "shm_store"]) == 0
+    out = capsys.readouterr().out
+    assert "  ok       This system has memfd_create.\n" in out
+    assert "0 errors, " in out

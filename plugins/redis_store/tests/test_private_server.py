@@ -45,13 +45,13 @@ def wait_until(condition, within_s=15.0):
 
 def test_close_ends_the_server_and_leaves_no_folder(connect):
     client = connect(server="private", namespace="life")
-    pid, folder = client._backend._server.pid, _folder("life")
+    pid, folder = client._backend._server.pid, _folder("life").path
     assert runs(pid)
     assert folder.stat().st_mode & 0o077 == 0
     client.close()
     assert not runs(pid)
     assert not folder.exists()
-    assert not folder.with_name("life.lock").exists()
+    assert not folder.with_name(".life.lock").exists()
 
 
 def test_an_attached_client_leaves_it_running(connect):
@@ -103,8 +103,8 @@ def killed_owner():
 
 def test_the_server_ends_with_an_owner_that_is_killed(killed_owner):
     namespace, pid = killed_owner
-    folder = _folder(namespace)
-    wait_until(lambda: not runs(pid) and not folder.exists() and not folder.with_name(f"{namespace}.lock").exists())
+    folder = _folder(namespace).path
+    wait_until(lambda: not runs(pid) and not folder.exists() and not folder.with_name(f".{namespace}.lock").exists())
 
 
 def test_the_next_owner_need_not_wait_for_one_that_was_killed(connect, killed_owner):
@@ -122,8 +122,8 @@ def test_an_owner_killed_together_with_its_watcher_leaves_no_server_and_a_folder
     client = connect(server="private", namespace=namespace)
     client.register_partition("p", ["x"], None, ["train"])
     client.close()
-    assert not _folder(namespace).exists()
-    assert not _folder(namespace).with_name(f"{namespace}.lock").exists()
+    assert not _folder(namespace).path.exists()
+    assert not _folder(namespace).lock_path.exists()
 
 
 def test_no_binary_says_how_to_install_it(connect, monkeypatch):

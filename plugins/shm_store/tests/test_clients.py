@@ -314,3 +314,27 @@ def test_connecting_does_not_wait_for_the_memory(config):
         assert statistics(client).arena_bytes > 1 << 40
         eventually(lambda: statistics(client).touched_bytes >= 1 << 20)
         assert statistics(client).touched_bytes < 1 << 24
+
+
+def test_a_killed_owners_forks_hold_neither_its_folder_nor_its_process(config):
+    code = f"""
+import os, time
+from dataplane_core import connect
+client = connect({config!r})
+child = os.fork()
+if child == 0:
+    time.sleep(1000)
+print(client._backend._process.pid, child, flush=True)
+time.sleep(1000)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    ledger, child = map(int, owner.stdout.readline().split())
+    try:
+        owner.kill()
+        owner.wait()
+        eventually(lambda: not Path(f"/proc/{ledger}").exists())
+        with connect(config) as client:
+            client.register_partition("p", ["x"], None, [])
+    finally:
+        os.kill(child, signal.SIGKILL)
+        owner.stdout.close()

@@ -137,7 +137,7 @@ def test_a_folder_that_a_killed_owner_left_is_a_warning_until_the_next_owner_rem
     left.mkdir(mode=0o700, parents=True)
     home.chmod(0o700)
     (left / "ledger.sock").touch()
-    (home / f"{namespace}.lock").touch()
+    (home / f".{namespace}.lock").touch()
     ((what, hint),) = findings(Level.WARNING, namespace="another")
     assert what == f"The folder {left} is left from an owner that was killed. It holds no data."
     assert hint.endswith(f"rm -r {left}")

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -81,6 +82,7 @@ class OwnedProcess:
             self._process.wait()
             self._over.set()
             raise
+        _owned.add(self)
 
     def _start(self, command: Sequence[str], log: Path | None) -> subprocess.Popen[bytes]:
         """Starts it from a thread that stays alive: for the kernel, the parent is the thread that started it."""
@@ -141,6 +143,19 @@ class OwnedProcess:
         self._process.kill()
         self._process.wait()
         self._over.set()
+
+
+_owned: Final[weakref.WeakSet[OwnedProcess]] = weakref.WeakSet()
+
+
+def _forget_in_fork() -> None:
+    """Closes the watchers' pipes that a fork inherited: a watcher waits until its owner alone is gone."""
+    for owned in list(_owned):
+        if owned._watcher.stdin is not None:
+            owned._watcher.stdin.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_fork)
 
 
 def _bound(command: Sequence[str], ending: str) -> list[str]:

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import Final
 
@@ -47,12 +48,13 @@ class PrivateFolder:
         self.path = path
         self.socket = path / socket
         self._lock: int | None = None
+        _folders.add(self)
 
     @property
     def lock(self) -> tuple[int, Path]:
         """The lock file, open and locked, and its path; for `OwnedProcess`."""
         assert self._lock is not None
-        return self._lock, self._lock_path
+        return self._lock, self.lock_path
 
     @property
     def is_claimed(self) -> bool:
@@ -60,8 +62,9 @@ class PrivateFolder:
         return self._lock is not None
 
     @property
-    def _lock_path(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.lock")
+    def lock_path(self) -> Path:
+        """The path of the lock file. Its name is never that of a folder, since no namespace begins with a dot."""
+        return self.path.with_name(f".{self.path.name}.lock")
 
     def claim(self, deadline: float) -> None:
         """Locks the folder and makes it new and empty.
@@ -80,10 +83,10 @@ class PrivateFolder:
             )
         give_up = min(deadline, time.monotonic() + _CLEANUP_S)
         while self._lock is None:
-            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(lock), self._lock_path.stat()):
+                if os.path.samestat(os.fstat(lock), self.lock_path.stat()):
                     self._lock = lock
             except FileNotFoundError:
                 pass  # the owner removed it after it was opened here
@@ -108,7 +111,24 @@ class PrivateFolder:
         if lock is None:
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        self._lock_path.unlink(missing_ok=True)
+        self.lock_path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_UN)  # forks share the lock: closing the file here would not release it
+            fcntl.flock(lock, fcntl.LOCK_UN)  # the watcher shares the lock: closing the file would not release it
         os.close(lock)
+
+    def _forget_in_fork(self) -> None:
+        """Closes the lock that a fork inherited, which would otherwise be held as long as the fork lives."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+_folders: Final[weakref.WeakSet[PrivateFolder]] = weakref.WeakSet()
+
+
+def _forget_in_fork() -> None:
+    for folder in list(_folders):
+        folder._forget_in_fork()
+
+
+os.register_at_fork(after_in_child=_forget_in_fork)

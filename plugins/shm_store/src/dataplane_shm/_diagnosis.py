@@ -112,7 +112,7 @@ def _store(folder: PrivateFolder, deadline: float) -> Finding:
 def _is_owned(path: Path) -> bool:
     """Whether a process holds the lock of a folder."""
     try:
-        lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDONLY | os.O_CLOEXEC)
+        lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -10,8 +10,10 @@ import contextlib
 import logging
 import os
 import selectors
+import signal
 import socket
 import struct
+import sys
 import threading
 from pathlib import Path
 from typing import Final
@@ -196,9 +198,14 @@ class Server:
 def main(arguments: list[str]) -> None:
     """Runs the server of a store."""
     path, arena_bytes, capacity_bytes, on_full, touch_ahead_bytes = arguments
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error, not a signal, if the arena is too large for ulimit -f
+    try:
+        arena = Arena.create(int(arena_bytes))
+    except OSError as error:
+        sys.exit(f"{arena_bytes} bytes of shared memory cannot be made: {error} (see ulimit -f)")
     Server(
         Path(path),
-        Arena.create(int(arena_bytes)),
+        arena,
         capacity_bytes=int(capacity_bytes),
         on_full=on_full,
         touch_ahead_bytes=int(touch_ahead_bytes),

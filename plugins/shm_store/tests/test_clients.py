@@ -316,7 +316,8 @@ def test_connecting_does_not_wait_for_the_memory(config):
         assert statistics(client).touched_bytes < 1 << 24
 
 
-def test_a_killed_owners_forks_hold_neither_its_folder_nor_its_process(config):
+@pytest.mark.parametrize("with_watcher", [False, True])
+def test_a_killed_owners_forks_hold_neither_its_folder_nor_its_process(config, with_watcher):
     code = f"""
 import os, time
 from dataplane_core import connect
@@ -324,12 +325,15 @@ client = connect({config!r})
 child = os.fork()
 if child == 0:
     time.sleep(1000)
-print(client._backend._process.pid, child, flush=True)
+process = client._backend._process
+print(process.pid, process._watcher.pid, child, flush=True)
 time.sleep(1000)
 """
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    ledger, child = map(int, owner.stdout.readline().split())
+    ledger, watcher, child = map(int, owner.stdout.readline().split())
     try:
+        if with_watcher:
+            os.kill(watcher, signal.SIGKILL)
         owner.kill()
         owner.wait()
         eventually(lambda: not Path(f"/proc/{ledger}").exists())

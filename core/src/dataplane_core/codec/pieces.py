@@ -23,6 +23,8 @@ StoredColumn: TypeAlias = torch.Tensor | Ragged | list[object]
 
 #: Rows that lie side by side are copied at once. If such a run has fewer bytes on average, an index is faster.
 _LEAST_RUN_BYTES: Final = 512
+#: Columns of fewer bytes are copied by one operator if possible: the rest would take longer than the copy.
+_SMALL_BYTES: Final = 1 << 16
 
 
 class Piece(NamedTuple):
@@ -41,6 +43,8 @@ class Piece(NamedTuple):
 
 def rows_in_order(rows: Sequence[int], start: int, count: int) -> bool:
     """Whether ``rows`` are ``start``, ``start + 1``, ..., ``count`` of them."""
+    if isinstance(rows, range):
+        return rows == range(start, start + count)
     return len(rows) == count and (not count or (rows[0] == start and list(rows) == list(range(start, start + count))))
 
 
@@ -54,7 +58,12 @@ def merge_pieces(pieces: Sequence[Piece]) -> WireColumn:
         A dense tensor if all rows have one shape and were stored so, else one jagged tensor. A list for items, which
         are copied.
     """
-    first = pieces[0].column
+    first, rows, positions = pieces[0]
+    if len(pieces) == 1 and isinstance(first, torch.Tensor) and first.nbytes < _SMALL_BYTES:
+        count, start = len(rows), rows[0]
+        if rows_in_order(rows, start, count) and rows_in_order(positions, 0, count):
+            some = first[start : start + count]
+            return some.view(torch.uint8).clone().view(torch.bool) if some.dtype == torch.bool else some.clone()
     if isinstance(first, list):
         return _merge_items(pieces)
     if isinstance(first, torch.Tensor) and all(

@@ -98,9 +98,10 @@ class Server:
                         self._read(key.data)
                     if events & selectors.EVENT_WRITE:
                         self._send(key.data, b"")
-                except (OSError, EOFError, msgspec.MsgspecError, IndexError) as error:
-                    if isinstance(error, (msgspec.MsgspecError, IndexError)):
-                        _log.warning("a client sent what is no request: %s", error)
+                except (OSError, EOFError):  # the client is gone
+                    self._drop(key.data)
+                except Exception:  # no message of one client may end the store of all
+                    _log.exception("a client's connection is closed")
                     self._drop(key.data)
 
     # --- connections --------------------------------------------------------------------------------------------------

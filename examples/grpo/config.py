@@ -146,7 +146,7 @@ class RunConfig(_Section):
     saving: SavingSection = SavingSection()
     ray: RaySection = RaySection()
     #: What `dataplane_core.connect` gets; ``--in-memory`` leaves it aside.
-    data_plane: DataPlaneConfig = DataPlaneConfig(backend="tq_simple")
+    data_plane: DataPlaneConfig = DataPlaneConfig(backend="shm_store")
 
     @property
     def data_parallel(self) -> int:

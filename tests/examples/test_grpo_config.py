@@ -26,7 +26,7 @@ def test_the_shipped_configuration_spells_out_the_defaults() -> None:
     shipped = load_config(SHIPPED, {})
     assert shipped == RunConfig(data=shipped.data)
     assert shipped.data.file == SHIPPED.parent / "prompts.jsonl"
-    assert shipped.data_plane.backend == "tq_simple"
+    assert shipped.data_plane.backend == "shm_store"
 
 
 def test_every_key_of_the_configuration_is_in_the_shipped_file() -> None:

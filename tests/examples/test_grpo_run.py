@@ -66,7 +66,10 @@ def test_a_run_trains_reports_and_evaluates(in_memory: Finished) -> None:
 
 @pytest.mark.parametrize(
     "backend",
-    ["shm_store", "tq_simple", *(pytest.param(name, marks=pytest.mark.long) for name in ("redis_store", "tq_mooncake"))],
+    [
+        *("shm_store", "tq_simple"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("redis_store", "tq_mooncake")),
+    ],
 )
 def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(
     tmp_path: Path, in_memory: Finished, ray_server: str, backend: str

@@ -334,7 +334,7 @@ def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Te
     """
     shortest, longest = bounds_of(ragged.lengths) if bounds is None else bounds
     kept = {"min_seqlen": _kept_length(shortest), "max_seqlen": _kept_length(longest)}
-    return NestedTensor(ragged.values, ragged.offsets, _metadata_cache=kept)  # type: ignore[no-untyped-call]
+    return NestedTensor(ragged.values, ragged.offsets, _metadata_cache=kept)
 
 
 def _kept_length(length: int) -> torch.Tensor:

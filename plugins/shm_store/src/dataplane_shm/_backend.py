@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
 
+import numpy as np
+
 from dataplane_core.backends import (
     LEDGER_CAPABILITIES,
     Finding,
@@ -25,13 +27,15 @@ from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
 from dataplane_shm import _payload
 from dataplane_shm._layout import Layout
-from dataplane_shm._messages import Begin, Drop, Find, Place, Statistics, Status
+from dataplane_shm._messages import Begin, Drop, Find, Place, PutWhole, Statistics, Status
 from dataplane_shm._session import Connection, Pin
 from dataplane_shm.config import ShmConfig
 
 __all__ = ["ShmBackend"]
 
 _POLL_S: Final = 0.005
+#: A put of at most this many bytes is one request: the copy into it costs less than a second request.
+_FEW_BYTES: Final = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +153,19 @@ class ShmBackend(LedgerBackend):
             return cast("Reply", _PlacedCells(parts, specs, found.places, found.gone, pin))
         if isinstance(command, commands.AbortPut):
             self._placed.pop(command.write_id, None)
+        if isinstance(command, commands.CommitPut) and self._placed.pop(command.write_id, None) is None:
+            return cast("Reply", [])  # it was committed by the request that began it
         return connection.call(command.op, deadline, command)
 
     def _begin(self, begin: commands.BeginPut, columns: Mapping[str, WireColumn], deadline: float) -> int:
-        layout = _payload.plan([columns[name] for name in begin.specs], len(begin.sample_ids))
+        ordered = [columns[name] for name in begin.specs]
+        layout = _payload.plan(ordered, len(begin.sample_ids))
+        if layout.size_bytes <= _FEW_BYTES:
+            assert begin.write_id is not None
+            data = np.zeros(layout.size_bytes, dtype=np.uint8)
+            _payload.write(data, layout, ordered)
+            self._connected().call(begin.op, deadline, PutWhole(begin, layout, data.tobytes()))
+            return begin.write_id  # it is committed
         begun = self._connected().call(begin.op, deadline, Begin(begin, layout))
         self._placed[begun.write_id] = (begun.offset, layout)
         return begun.write_id
@@ -164,7 +177,9 @@ class ShmBackend(LedgerBackend):
     # --- payload ------------------------------------------------------------------------------------------------------
 
     def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
-        offset, layout = self._placed.pop(write_id)
+        if write_id not in self._placed:
+            return  # it went with the request that began the put
+        offset, layout = self._placed[write_id]
         arena = self._connected().arena
         _payload.write(arena.bytes[offset : offset + layout.size_bytes], layout, list(columns.values()))
 

@@ -27,6 +27,7 @@ __all__ = [
     "Hello",
     "Place",
     "Placed",
+    "PutWhole",
     "Release",
     "Request",
     "Statistics",
@@ -118,6 +119,21 @@ class Begin(Request[Begun]):
 
 
 @dataclass(frozen=True, slots=True)
+class PutWhole(Request[None]):
+    """A whole put in one request, for few bytes. Raises as `commands.BeginPut` and `commands.CommitPut`.
+
+    Attributes:
+        put: The put.
+        layout: Where its columns lie.
+        data: The bytes of its extent.
+    """
+
+    put: commands.BeginPut
+    layout: Layout
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
     """Where the payload of a read is.
 
@@ -197,7 +213,7 @@ class _Kind(msgspec.Struct):
 
 
 #: All kinds of requests. The first byte of a message is an index into it.
-REQUESTS: Final[tuple[type[Any], ...]] = (Begin, Find, Release, Drop, Status, *commands.COMMANDS)
+REQUESTS: Final[tuple[type[Any], ...]] = (Begin, PutWhole, Find, Release, Drop, Status, *commands.COMMANDS)
 
 
 def _reply_type(request: type[Any]) -> Any:

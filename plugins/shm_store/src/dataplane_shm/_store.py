@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
+
 from dataplane_core.errors import CapacityExceededError, StalePartitionError
 from dataplane_core.host_memory import Arena, Extent, Extents
 from dataplane_core.ledger import LedgerService, Ref, commands
 from dataplane_shm._layout import Layout, squeeze
-from dataplane_shm._messages import Begin, Begun, Drop, Find, Place, Placed, Release, Statistics, Status
+from dataplane_shm._messages import Begin, Begun, Drop, Find, Place, Placed, PutWhole, Release, Statistics, Status
 
 __all__ = ["Session", "Store"]
 
@@ -151,6 +153,12 @@ class Store:
         finally:
             self._sweep()
         return []
+
+    def _put_whole(self, request: PutWhole, session: Session) -> None:
+        begun = self._begin(Begin(request.put, request.layout), session)
+        data = np.frombuffer(request.data, dtype=np.uint8)
+        self._arena.bytes[begun.offset : begun.offset + len(data)] = data
+        self._commit(commands.CommitPut(begun.write_id), session)
 
     def _abort(self, command: commands.AbortPut, session: Session) -> Any:
         self._stop_writing(session, command.write_id)
@@ -317,6 +325,7 @@ class Store:
 #: Type of a request -> its handler. All other commands go to the ledger as they are.
 _HANDLERS: Final[Mapping[type[Any], Callable[[Store, Any, Session], Any]]] = {
     Begin: Store._begin,
+    PutWhole: Store._put_whole,
     Find: Store._find,
     Release: Store._release_pins,
     Drop: Store._drop,

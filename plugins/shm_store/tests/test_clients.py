@@ -153,7 +153,7 @@ _payload.write = stop
 client.put_samples(["a"], "w", TensorDict({"x": torch.ones(1, 100_000)}, batch_size=[1]))
 """
     with other_process(config, code) as writer:
-        assert statistics(owner).held_bytes > 400_000
+        assert statistics(owner).held_bytes >= 400_000
         writer.send_signal(signal.SIGKILL)
         eventually(lambda: statistics(owner).held_bytes == 0)
     assert owner.list_samples("w").sample_ids == []

@@ -81,8 +81,10 @@ class Server:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         os.umask(0o177)  # the socket is for this user only
-        self._listener.bind(str(path))
+        new = path.with_suffix(".new")
+        self._listener.bind(str(new))
         self._listener.listen(1024)
+        new.rename(path)  # so that whoever finds the socket can connect
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def run(self) -> None:

@@ -67,8 +67,8 @@ def test_a_run_trains_reports_and_evaluates(in_memory: Finished) -> None:
 @pytest.mark.parametrize(
     "backend",
     [
-        *("shm_store", "tq_simple"),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("redis_store", "tq_mooncake")),
+        "shm_store",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("tq_simple", "redis_store", "tq_mooncake")),
     ],
 )
 def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(
@@ -119,7 +119,9 @@ def test_a_worker_that_stops_answering_ends_the_run_at_the_deadline(running: Run
     assert_gone(running.family)
 
 
-@pytest.mark.parametrize("path", ["tq_simple", pytest.param("in-memory", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "path", ["shm_store", *(pytest.param(name, marks=pytest.mark.long) for name in ("tq_simple", "in-memory"))]
+)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_an_interrupted_run_leaves_no_process(running: Running, signum: signal.Signals) -> None:
     running.process.send_signal(signum)

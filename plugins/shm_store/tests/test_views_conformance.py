@@ -1,0 +1,23 @@
+"""shm_store with views against the contract: all of it holds but that a read is memory of its own."""
+
+import uuid
+from typing import ClassVar
+
+import pytest
+
+from dataplane_core.testing import BackendConformance
+from dataplane_shm import ShmBackend
+
+pytestmark = pytest.mark.long
+
+
+class TestShmViews(BackendConformance):
+    backend = "shm_store"
+    backend_class = ShmBackend
+    deviations: ClassVar = {
+        "test_what_comes_back_is_owned_by_the_caller": "two reads of the same rows are views of the same memory"
+    }
+
+    @pytest.fixture(scope="class")
+    def options(self):
+        return {"namespace": f"views-{uuid.uuid4().hex[:8]}", "capacity_bytes": 256 << 20, "views": True}

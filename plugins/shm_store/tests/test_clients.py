@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from dataplane_shm import _session
 from tensordict import TensorDict
 
 from dataplane_core import connect
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError
+from dataplane_shm import _session
 
 WAIT_S = 60.0
 IDS = ["a", "b", "c", "d"]

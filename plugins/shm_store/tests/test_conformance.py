@@ -5,12 +5,12 @@ import uuid
 
 import pytest
 import torch
-from dataplane_shm import ShmBackend
-from dataplane_shm._layout import offsets_at
-from dataplane_shm._messages import Find
 
 from dataplane_core.ledger import commands
 from dataplane_core.testing import BackendConformance
+from dataplane_shm import ShmBackend
+from dataplane_shm._layout import offsets_at
+from dataplane_shm._messages import Find
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from dataplane_shm import ShmBackend
-from dataplane_shm._diagnosis import huge_pages
-from dataplane_shm.config import ShmConfig
 
 from dataplane_core import connect
 from dataplane_core.backends import Level
 from dataplane_core.cli import main
+from dataplane_shm import ShmBackend
+from dataplane_shm._diagnosis import huge_pages
+from dataplane_shm.config import ShmConfig
 
 CAPACITY = 64 << 20
 

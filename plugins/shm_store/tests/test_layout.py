@@ -1,9 +1,10 @@
 """Rows that are gone are squeezed out of an extent, and the rest keeps its bytes."""
 
 import numpy as np
-from dataplane_shm._layout import Layout, offsets_at, squeeze
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from dataplane_shm._layout import Layout, offsets_at, squeeze
 
 
 @st.composite

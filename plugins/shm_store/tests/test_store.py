@@ -4,14 +4,14 @@ import random
 
 import numpy as np
 import pytest
-from dataplane_shm._layout import Layout
-from dataplane_shm._messages import Begin, Drop, Find, Release, Status
-from dataplane_shm._store import Store
 
 from dataplane_core.errors import CapacityExceededError, StalePartitionError
 from dataplane_core.host_memory import Arena
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
+from dataplane_shm._layout import Layout
+from dataplane_shm._messages import Begin, Drop, Find, Release, Status
+from dataplane_shm._store import Store
 
 SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
 ARENA = 1 << 16

@@ -11,6 +11,11 @@ from dataplane_shm import ShmBackend
 pytestmark = pytest.mark.long
 
 
+@pytest.fixture(scope="module")
+def namespace():
+    return f"views-{uuid.uuid4().hex[:8]}"
+
+
 class TestShmViews(BackendConformance):
     backend = "shm_store"
     backend_class = ShmBackend
@@ -18,6 +23,6 @@ class TestShmViews(BackendConformance):
         "test_what_comes_back_is_owned_by_the_caller": "two reads of the same rows are views of the same memory"
     }
 
-    @pytest.fixture(scope="class")
-    def options(self):
-        return {"namespace": f"views-{uuid.uuid4().hex[:8]}", "capacity_bytes": 256 << 20, "views": True}
+    @pytest.fixture
+    def options(self, namespace):
+        return {"namespace": namespace, "capacity_bytes": 256 << 20, "views": True}

@@ -120,6 +120,23 @@ def test_rows_that_were_cleared_are_room_for_others(clients):
     assert [set(row.tolist()) for row in rows] == [{i - 2} for i in range(2, 60, 4)]
 
 
+def test_a_client_that_did_not_wait_for_the_reply_holds_nothing(clients):
+    """It released the pin, or aborted the put, before the store read the request."""
+    clients.put(["a"], 1000, 1)
+    pin = next(clients.pins)
+    find = Find(commands.Locate("p", ["a"], ["x"]), pin)
+    clients.call(Release([pin]))
+    clients.call(find)
+    clients.store.take_back(find, clients.session)
+    layout = Layout([])
+    layout.add_dense(1, 1000, 1000)
+    begin = Begin(commands.BeginPut("p", ["b"], SPECS, [1000], write_id=next(clients.writes), ttl_s=30.0), layout)
+    clients.call(commands.AbortPut(begin.put.write_id))
+    clients.call(begin)
+    clients.store.take_back(begin, clients.session)
+    assert (clients.status.pinned_bytes, clients.status.num_extents) == (0, 1)
+
+
 def test_dropped_payload_is_said_to_be_gone(clients):
     clients.put(["a", "b"], 10, 1)
     clients.call(Drop([(1, 0)]))

@@ -165,8 +165,8 @@ class ShmBackend(LedgerBackend):
 
     def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         offset, layout = self._placed.pop(write_id)
-        arena = self._connected().arena
-        _payload.write(arena.bytes[offset : offset + layout.size_bytes], layout, list(columns.values()))
+        connection = self._connected()  # held until the copy ends: the extent is free when the session ends
+        _payload.write(connection.arena.bytes[offset : offset + layout.size_bytes], layout, list(columns.values()))
 
     def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         assert isinstance(located, _PlacedCells)

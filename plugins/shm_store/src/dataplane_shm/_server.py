@@ -81,8 +81,10 @@ class Server:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         os.umask(0o177)  # the socket is for this user only
-        self._listener.bind(str(path))
+        made = path.with_name(".new")
+        self._listener.bind(str(made))
         self._listener.listen(1024)
+        made.rename(path)  # who sees the path can connect
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def run(self) -> None:
@@ -155,8 +157,13 @@ class Server:
             reply = encode_reply(self._store.handle(request, connection.session))
         except Exception as error:  # the client raises it
             reply = encode_error(error)
-        if type(request) is not Release:
+        if type(request) is Release:
+            return
+        try:
             self._send(connection, reply)
+        except OSError:
+            self._store.take_back(request, connection.session)
+            raise
 
     def _welcome(self, connection: _Connection, hello: Hello) -> None:
         if hello.session is not None:
@@ -171,17 +178,13 @@ class Server:
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         """Sends data, and keeps what the socket does not take yet."""
-        if connection.unsent:
-            connection.unsent += data
-            data = bytes(connection.unsent)
-        try:
-            sent = connection.channel.send(data) if data else 0
-        except BlockingIOError:
-            sent = 0
-        had = bool(connection.unsent)
-        connection.unsent = bytearray(data[sent:])
-        if bool(connection.unsent) != had:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        unsent = connection.unsent
+        had = bool(unsent)
+        unsent += data
+        with contextlib.suppress(BlockingIOError):
+            del unsent[: connection.channel.send(unsent)]
+        if bool(unsent) != had:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
             self._selector.modify(connection.channel, events, connection)
 
     # --- memory -------------------------------------------------------------------------------------------------------

@@ -127,6 +127,16 @@ class Store:
         handler = _HANDLERS.get(type(request))
         return self._service.call(request) if handler is None else handler(self, request, session)
 
+    def take_back(self, request: Any, session: Session) -> None:
+        """A client that did not wait for the reply gets none.
+
+        Its release or abort may have been read before the request, and then ended nothing.
+        """
+        if isinstance(request, Find):
+            self._release(session, request.pin)
+        elif isinstance(request, Begin) and request.put.write_id is not None:
+            self._abort(commands.AbortPut(request.put.write_id), session)
+
     def _begin(self, request: Begin, session: Session) -> Begun:
         put, layout = request.put, request.layout
         write_id = self._service.call(put)

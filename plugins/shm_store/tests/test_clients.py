@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -352,6 +353,16 @@ def test_a_pin_that_ends_while_all_sockets_are_in_use_ends_when_one_is_free(owne
 
 def test_programs_that_a_client_starts_do_not_inherit_the_memory(owner):
     assert not os.get_inheritable(owner._backend._connection.arena.fd)
+
+
+def test_the_ledgers_process_may_open_as_many_files_as_the_system_allows(config):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        with connect(config) as client:
+            assert resource.prlimit(client._backend._process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_socket_whose_queue_is_full_is_waited_for(tmp_path):

@@ -75,6 +75,7 @@ def test_what_is_read_keeps_its_bytes_though_it_is_cleared_and_all_other_room_is
     pin, (a, _) = clients.find(["a", "b"])
     clients.clear(None)
     clients.call(commands.Register("p", ["x"], None, [], None, {}, "e2"))
+    assert clients.status.held_bytes == 0 < clients.status.pinned_bytes
     for count in range(20):
         clients.put([f"n{count}"], 3000, 1)
     with pytest.raises(CapacityExceededError, match="do not fit into the arena"):

@@ -107,9 +107,9 @@ class ShmBackend(LedgerBackend):
     def stop(self) -> None:
         """Disconnects. The bootstrapping client also ends the store. Views stay valid."""
         self._connection = self._read_only = None
-        process, self._process = self._process, None
-        if process is not None:
-            process.end()
+        if self._process is not None:
+            self._process.end()
+            self._process = None
         self._folder.release()
 
     def statistics(self, deadline: float) -> Statistics:

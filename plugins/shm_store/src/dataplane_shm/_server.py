@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -196,12 +197,15 @@ class Server:
             return
         if ahead and self._touch_until < min(self._store.high_water + ahead // 2 + 1, self._arena.size_bytes):
             start, self._touch_until = self._touch_until, min(self._store.high_water + ahead, self._arena.size_bytes)
-            self._toucher = self._arena.touch_in_background(start, self._touch_until)
+            with contextlib.suppress(RuntimeError):  # no more threads are allowed: memory is ready when it is used
+                self._toucher = self._arena.touch_in_background(start, self._touch_until)
 
 
 def main(arguments: list[str]) -> None:
     """Runs the server of a store."""
     path, arena_bytes, capacity_bytes, on_full, touch_ahead_bytes = arguments
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each thread of a client is a socket
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error, not a signal, if the arena is too large for ulimit -f
     try:
         arena = Arena.create(int(arena_bytes))

@@ -217,7 +217,9 @@ class Store:
         pinned.update(each for one in self._sessions.values() for each in one.writing.values())
         return Statistics(
             arena_bytes=self._extents.size_bytes,
-            held_bytes=self._extents.used_bytes - sum(each.dead_bytes for each in self._payloads.values()),
+            held_bytes=self._extents.used_bytes
+            - sum(each.dead_bytes for each in self._payloads.values())
+            - sum(each.size_bytes for each in self._doomed),
             pinned_bytes=sum(each.size_bytes for each in pinned),
             touched_bytes=self._arena.touched_bytes,
             num_extents=len(self._payloads) + len(self._doomed),

@@ -3,7 +3,9 @@
 import contextlib
 import gc
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +18,8 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import connect
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError
+from dataplane_core.spec import GetRequest
 from dataplane_shm import _session
 
 WAIT_S = 60.0
@@ -249,16 +252,19 @@ def test_an_attached_client_has_the_owners_limits(owner, config):
 def test_a_fork_opens_a_client_of_its_own_and_does_not_hold_its_parents_session(owner, config):
     put(owner)
     attached = connect(config, bootstrap=False)
+    go_on, tell = os.pipe()
     child = os.fork()
     if child == 0:
         status = 1
         with contextlib.suppress(BaseException):
             with connect(config, bootstrap=False) as client:
                 good = client.get_samples(IDS, "p", ["y"])["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
+                os.read(go_on, 1)
             time.sleep(3600 if good else 0)
         os._exit(status)
     try:
         eventually(lambda: statistics(owner).num_sessions == 3)
+        os.write(tell, b".")
         eventually(lambda: statistics(owner).num_sessions == 2)
         attached.close()
         del attached
@@ -266,6 +272,8 @@ def test_a_fork_opens_a_client_of_its_own_and_does_not_hold_its_parents_session(
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(go_on)
+        os.close(tell)
 
 
 def test_an_interrupted_request_is_not_answered_to_the_next(owner, monkeypatch):
@@ -284,6 +292,102 @@ def test_an_interrupted_request_is_not_answered_to_the_next(owner, monkeypatch):
     gc.collect()
     assert owner.get_samples(IDS, "p", ["y"])["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert statistics(owner).pinned_bytes == 0
+
+
+@contextlib.contextmanager
+def stopped(process):
+    """The process does not run meanwhile."""
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it_later(owner):
+    put(owner)
+    connection = owner._backend._connection
+    other = connection._take("the test's", time.monotonic() + WAIT_S)
+    request = GetRequest(partition_id="p", sample_ids=IDS, fields=["y"], deadline=time.monotonic() + 0.2)
+    with stopped(owner._backend._process):
+        with pytest.raises(OperationTimeoutError):
+            owner._backend.get_samples(request)
+        connection._idle.append(other)
+        gc.collect()
+        connection._send_releases()
+    assert owner.get_samples(IDS, "p", ["y"])["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    eventually(lambda: statistics(owner).pinned_bytes == 0)
+
+
+def test_a_pin_that_ends_while_nothing_can_be_sent_ends_with_a_later_request(owner, config, monkeypatch):
+    put(owner)
+    with viewing(config) as client:
+        connection = client._backend._connection
+        view = client.get_samples(IDS, "p", ["y"])
+        _session._close_all(socket.socket(), connection._idle)
+        monkeypatch.setattr(connection, "_path", Path("/nowhere"))
+        del view
+        with pytest.raises(BackendUnavailableError):
+            client.list_samples("p")
+        monkeypatch.undo()
+        assert statistics(owner).pinned_bytes > 0
+        client.list_samples("p")
+        assert statistics(owner).pinned_bytes == 0
+
+
+def test_a_pin_that_ends_while_all_sockets_are_in_use_ends_when_one_is_free(owner, config, monkeypatch):
+    put(owner)
+    receive = _session._receive
+    with viewing(config) as client:
+        views = [client.get_samples(IDS, "p", ["y"])]
+
+        def drop(channel, deadline):
+            views.clear()
+            return receive(channel, deadline)
+
+        monkeypatch.setattr(_session, "_receive", drop)
+        client.list_samples("p")
+        monkeypatch.undo()
+        eventually(lambda: statistics(owner).pinned_bytes == 0)
+
+
+def test_programs_that_a_client_starts_do_not_inherit_the_memory(owner):
+    assert not os.get_inheritable(owner._backend._connection.arena.fd)
+
+
+def test_the_ledgers_process_may_open_as_many_files_as_the_system_allows(config):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        with connect(config) as client:
+            assert resource.prlimit(client._backend._process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_socket_whose_queue_is_full_is_waited_for(tmp_path):
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
+        listener.bind(str(path))
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                channel = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                channel.setblocking(False)
+                channel.connect(str(path))
+        with pytest.raises(OperationTimeoutError):
+            _session.Connection(path, time.monotonic() + 0.1)
+
+
+def test_a_message_that_comes_in_many_parts():
+    one, other = socket.socketpair()
+    with one, other:
+        message = os.urandom(10_000_000)
+        data = len(message).to_bytes(4, "little") + message
+        sender = threading.Thread(target=lambda: [one.sendall(data[:1]), time.sleep(0.05), one.sendall(data[1:])])
+        sender.start()
+        assert _session._receive(other, time.monotonic() + WAIT_S) == message
+        sender.join()
 
 
 def test_threads_of_one_client_work_side_by_side(owner):

@@ -48,4 +48,4 @@ def test_what_is_kept_keeps_its_bytes(put):
         for index, row in enumerate(kept):
             begin, end = (column.start + cuts[index : index + 2] * step).tolist()
             assert extent[begin:end].tobytes() == rows[row]
-            assert column.start % 64 == 0
+            assert column.start % 16 == 0

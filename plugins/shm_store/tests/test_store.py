@@ -10,7 +10,7 @@ from dataplane_core.host_memory import Arena
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
 from dataplane_shm._layout import Layout
-from dataplane_shm._messages import Begin, Drop, Find, Release, Status
+from dataplane_shm._messages import Begin, Drop, Find, PutWhole, Release, Status
 from dataplane_shm._store import Store
 
 SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
@@ -75,6 +75,7 @@ def test_what_is_read_keeps_its_bytes_though_it_is_cleared_and_all_other_room_is
     pin, (a, _) = clients.find(["a", "b"])
     clients.clear(None)
     clients.call(commands.Register("p", ["x"], None, [], None, {}, "e2"))
+    assert clients.status.held_bytes == 0 < clients.status.pinned_bytes
     for count in range(20):
         clients.put([f"n{count}"], 3000, 1)
     with pytest.raises(CapacityExceededError, match="do not fit into the arena"):
@@ -118,6 +119,25 @@ def test_rows_that_were_cleared_are_room_for_others(clients):
     clients.put(["large"], 45_000, 200)
     rows = clients.find([ids[i] for i in range(2, 60, 4)])[1]
     assert [set(row.tolist()) for row in rows] == [{i - 2} for i in range(2, 60, 4)]
+
+
+def test_a_client_that_did_not_wait_for_the_reply_holds_nothing(clients):
+    """It released the pin, or aborted the put, before the store read the request."""
+    clients.put(["a"], 1000, 1)
+    pin = next(clients.pins)
+    find = Find(commands.Locate("p", ["a"], ["x"]), pin)
+    clients.call(Release([pin]))
+    clients.call(find)
+    clients.store.take_back(find, clients.session)
+    layout = Layout([])
+    layout.add_dense(1, 1000, 1000)
+    for kind, data in ((Begin, ()), (PutWhole, (bytes(1000),))):
+        put = commands.BeginPut("p", ["b"], SPECS, [1000], write_id=next(clients.writes), ttl_s=30.0)
+        clients.call(commands.AbortPut(put.write_id))
+        with pytest.raises(StalePartitionError, match="gave it up"):
+            clients.call(kind(put, layout, *data))
+    assert (clients.status.pinned_bytes, clients.status.num_extents) == (0, 1)
+    assert clients.call(commands.ListSamples("p")).sample_ids == ["a"]
 
 
 def test_dropped_payload_is_said_to_be_gone(clients):

@@ -114,7 +114,8 @@ class Extents:
         """
         if self._by_size and self._by_size[-1][0] >= size_bytes:
             return True
-        window = self._cheapest_window(size_bytes)
+        enough = self.size_bytes - self.used_bytes >= size_bytes
+        window = self._cheapest_window(size_bytes) if enough else None
         if window is None:
             return False
         for extent in window:

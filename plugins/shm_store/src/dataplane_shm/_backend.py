@@ -111,9 +111,9 @@ class ShmBackend(LedgerBackend):
     def stop(self) -> None:
         """Disconnects. The bootstrapping client also ends the store. Views stay valid."""
         self._connection = self._read_only = None
-        process, self._process = self._process, None
-        if process is not None:
-            process.end()
+        if self._process is not None:
+            self._process.end()
+            self._process = None
         self._folder.release()
 
     def statistics(self, deadline: float) -> Statistics:
@@ -180,8 +180,8 @@ class ShmBackend(LedgerBackend):
         if write_id not in self._placed:
             return  # it went with the request that began the put
         offset, layout = self._placed[write_id]
-        arena = self._connected().arena
-        _payload.write(arena.bytes[offset : offset + layout.size_bytes], layout, list(columns.values()))
+        connection = self._connected()  # held until the copy ends: the extent is free when the session ends
+        _payload.write(connection.arena.bytes[offset : offset + layout.size_bytes], layout, list(columns.values()))
 
     def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         assert isinstance(located, _PlacedCells)

@@ -1,7 +1,7 @@
 """Where the columns of a put lie in its extent, and how dropped rows are squeezed out.
 
 A dense column is its rows, one after the other. A ragged column is a table of N + 1 offsets (int64, in elements),
-then its rows end to end. Every table and every column begins at a multiple of 64 bytes.
+then its rows end to end. Every table and every column begins at a multiple of 16 bytes, large ones of 64.
 
 Numpy only: the process of the ledger uses this module too.
 """
@@ -17,11 +17,12 @@ import numpy as np
 __all__ = ["Bytes", "Column", "Layout", "offsets_at", "squeeze"]
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
-_ALIGNMENT = 64
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+def _aligned(offset: int, size_bytes: int) -> int:
+    """Where ``size_bytes`` may begin at or after ``offset``. A lower offset or size never gives a higher result."""
+    alignment = 64 if size_bytes >= 1024 else 16
+    return -(-offset // alignment) * alignment
 
 
 class Column(msgspec.Struct, array_like=True, frozen=True):
@@ -48,14 +49,14 @@ class Layout(msgspec.Struct, array_like=True):
 
     def add_dense(self, num_rows: int, step: int, length: int = 0) -> Column:
         """Adds a dense column."""
-        column = Column(_aligned(self.size_bytes), step, length=length)
-        return self._add(column, num_rows * step)
+        size_bytes = num_rows * step
+        return self._add(Column(_aligned(self.size_bytes, size_bytes), step, length=length), size_bytes)
 
     def add_ragged(self, num_rows: int, num_elements: int, step: int) -> Column:
         """Adds a ragged column."""
-        table = _aligned(self.size_bytes)
-        column = Column(_aligned(table + 8 * (num_rows + 1)), step, table)
-        return self._add(column, num_elements * step)
+        table_bytes, size_bytes = 8 * (num_rows + 1), num_elements * step
+        table = _aligned(self.size_bytes, table_bytes)
+        return self._add(Column(_aligned(table + table_bytes, size_bytes), step, table), size_bytes)
 
     def _add(self, column: Column, size_bytes: int) -> Column:
         self.columns.append(column)

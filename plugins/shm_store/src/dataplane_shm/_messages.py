@@ -238,13 +238,13 @@ def encode(message: Any, first: bytes = b"") -> bytes:
     """A message as it goes over a socket.
 
     Raises:
-        InvalidRequestError: It holds what msgpack cannot carry, such as invalid Unicode.
+        InvalidRequestError: It holds what msgpack cannot carry, such as invalid Unicode, or is larger than 4 GiB.
     """
     try:
-        body = _encoder.encode(message)
+        body = first + _encoder.encode(message)
+        return len(body).to_bytes(4, "little") + body
     except (UnicodeEncodeError, OverflowError) as error:
         raise errors.InvalidRequestError(f"the request cannot be sent: {error}") from error
-    return (len(first) + len(body)).to_bytes(4, "little") + first + body
 
 
 def encode_request(request: Request[Any] | Command[Any]) -> bytes:

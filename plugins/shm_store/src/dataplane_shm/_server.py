@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -81,10 +82,10 @@ class Server:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         os.umask(0o177)  # the socket is for this user only
-        new = path.with_suffix(".new")
-        self._listener.bind(str(new))
+        made = path.with_name(".new")
+        self._listener.bind(str(made))
         self._listener.listen(1024)
-        new.rename(path)  # so that whoever finds the socket can connect
+        made.rename(path)  # who sees the path can connect
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def run(self) -> None:
@@ -157,8 +158,13 @@ class Server:
             reply = encode_reply(self._store.handle(request, connection.session))
         except Exception as error:  # the client raises it
             reply = encode_error(error)
-        if type(request) is not Release:
+        if type(request) is Release:
+            return
+        try:
             self._send(connection, reply)
+        except OSError:
+            self._store.take_back(request, connection.session)
+            raise
 
     def _welcome(self, connection: _Connection, hello: Hello) -> None:
         if hello.session is not None:
@@ -173,17 +179,13 @@ class Server:
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         """Sends data, and keeps what the socket does not take yet."""
-        if connection.unsent:
-            connection.unsent += data
-            data = bytes(connection.unsent)
-        try:
-            sent = connection.channel.send(data) if data else 0
-        except BlockingIOError:
-            sent = 0
-        had = bool(connection.unsent)
-        connection.unsent = bytearray(data[sent:])
-        if bool(connection.unsent) != had:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        unsent = connection.unsent
+        had = bool(unsent)
+        unsent += data
+        with contextlib.suppress(BlockingIOError):
+            del unsent[: connection.channel.send(unsent)]
+        if bool(unsent) != had:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
             self._selector.modify(connection.channel, events, connection)
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -195,12 +197,15 @@ class Server:
             return
         if ahead and self._touch_until < min(self._store.high_water + ahead // 2 + 1, self._arena.size_bytes):
             start, self._touch_until = self._touch_until, min(self._store.high_water + ahead, self._arena.size_bytes)
-            self._toucher = self._arena.touch_in_background(start, self._touch_until)
+            with contextlib.suppress(RuntimeError):  # no more threads are allowed: memory is ready when it is used
+                self._toucher = self._arena.touch_in_background(start, self._touch_until)
 
 
 def main(arguments: list[str]) -> None:
     """Runs the server of a store."""
     path, arena_bytes, capacity_bytes, on_full, touch_ahead_bytes = arguments
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each thread of a client is a socket
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error, not a signal, if the arena is too large for ulimit -f
     try:
         arena = Arena.create(int(arena_bytes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import socket
@@ -34,6 +33,7 @@ __all__ = ["Connection", "Pin"]
 Reply = TypeVar("Reply")
 
 _RECEIVE_BYTES: Final = 1 << 18
+_POLL_S: Final = 0.01
 #: Seconds that sending a release may take.
 _RELEASE_S: Final = 1.0
 _welcome_decoder: Final = msgspec.msgpack.Decoder(Welcome)
@@ -71,16 +71,20 @@ class Connection:
     def __init__(self, path: Path, deadline: float) -> None:
         self._path = path
         self._idle: deque[socket.socket] = deque()
-        self._unreleased: deque[int] = deque()
+        self._unreleased: set[int] = set()  # pins that ended, until the ledger's process was told
         self._pins = itertools.count(1)
         self._first = self._open("connect", deadline, Hello(VERSION))
-        weakref.finalize(self, _close_all, self._first, self._idle)
+        _open_connections.add(self)
+        finalizer = weakref.finalize(self, _close_all, self._first, self._idle)
+        finalizer.atexit = False  # threads may still write into the arena; the kernel closes the sockets after them
         try:
+            self._first.settimeout(_left_s(deadline))
             data, descriptors, _, _ = socket.recv_fds(self._first, _RECEIVE_BYTES, 1)
             if not data or not descriptors:
                 raise EOFError
         except (OSError, EOFError) as error:
             raise self._failure("connect", error) from error
+        os.set_inheritable(descriptors[0], False)  # a program that inherits it would keep the memory
         self.arena = Arena(descriptors[0])
         self.welcome = _welcome_decoder.decode(data[4:])
         if self.welcome.version != VERSION:
@@ -90,7 +94,6 @@ class Connection:
                 retryable=False,
                 hint="Install the same version of dataplane-shm for all processes.",
             )
-        _open_connections.add(self)
 
     def call(self, what: str, deadline: float, request: Request[Reply] | Command[Reply]) -> Reply:
         """Sends a request and returns the reply.
@@ -106,12 +109,14 @@ class Connection:
             OperationTimeoutError: No reply in time.
         """
         message = encode_request(request)
-        if self._unreleased:
-            message = self._release_message() + message
+        released = list(self._unreleased)
+        if released:
+            message = encode_request(Release(released)) + message
         channel = self._take(what, deadline)
         try:
             channel.settimeout(_left_s(deadline))
             channel.sendall(message)
+            self._unreleased.difference_update(released)
             reply = _receive(channel, deadline)
         except BaseException as error:
             channel.close()
@@ -119,6 +124,8 @@ class Connection:
                 raise self._failure(what, error) from error
             raise
         self._idle.append(channel)
+        if self._unreleased:  # pins that ended while all sockets were in use
+            self._send_releases()
         return decode_reply(request, reply)
 
     def new_pin(self) -> Pin:
@@ -127,27 +134,25 @@ class Connection:
 
     def release(self, number: int) -> None:
         """Ends a pin. Does not wait for a reply. If it cannot be sent now, the next request sends it too."""
-        self._unreleased.append(number)
+        self._unreleased.add(number)
+        self._send_releases()
+
+    def _send_releases(self) -> None:
         try:
             channel = self._idle.pop()
         except IndexError:
-            return  # all sockets are in use: the next request sends it too
+            return  # all sockets are in use: the request that ends next sends it
+        numbers = list(self._unreleased)
         try:
             channel.settimeout(_RELEASE_S)
-            channel.sendall(self._release_message())
+            channel.sendall(encode_request(Release(numbers)))
         except BaseException as error:
             channel.close()
             if not isinstance(error, OSError):  # the process of the ledger has ended, or hangs
                 raise
         else:
+            self._unreleased.difference_update(numbers)
             self._idle.append(channel)
-
-    def _release_message(self) -> bytes:
-        numbers = []
-        with contextlib.suppress(IndexError):
-            while True:
-                numbers.append(self._unreleased.popleft())
-        return encode_request(Release(numbers))
 
     def close_in_fork(self) -> None:
         """Closes the sockets that a fork of the process inherited, without ending the session."""
@@ -165,7 +170,7 @@ class Connection:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             channel.settimeout(_left_s(deadline))
-            channel.connect(str(self._path))
+            self._reach(channel, deadline)
             _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if user != os.getuid():
                 raise BackendUnavailableError(f"{what} refused: {self._path} belongs to another user.", retryable=False)
@@ -176,6 +181,15 @@ class Connection:
                 raise self._failure(what, error) from error
             raise
         return channel
+
+    def _reach(self, channel: socket.socket, deadline: float) -> None:
+        while True:
+            try:
+                return channel.connect(str(self._path))
+            except BlockingIOError:  # more connect at once than the listening socket takes
+                if time.monotonic() >= deadline:
+                    raise TimeoutError from None
+                time.sleep(_POLL_S)
 
     def _failure(self, what: str, error: Exception) -> Exception:
         if isinstance(error, TimeoutError):
@@ -201,21 +215,16 @@ def _left_s(deadline: float) -> float:
 
 
 def _receive(channel: socket.socket, deadline: float) -> bytes:
-    received = channel.recv(_RECEIVE_BYTES)
-    parts: list[bytes] = []
-    while True:
-        if not received:
-            raise EOFError("the connection was closed")
-        parts.append(received)
-        size = sum(map(len, parts))
-        if size >= 4:
-            whole = parts[0] if len(parts) == 1 else b"".join(parts)
-            end = 4 + int.from_bytes(whole[:4], "little")
-            if size >= end:
-                return whole[4:end]
-            parts = [whole] if len(parts) > 64 else parts
+    received, end = bytearray(), 4
+    while len(received) < end:
         channel.settimeout(_left_s(deadline))
-        received = channel.recv(_RECEIVE_BYTES)
+        data = channel.recv(_RECEIVE_BYTES)
+        if not data:
+            raise EOFError("the connection was closed")
+        received += data
+        if len(received) >= 4:
+            end = 4 + int.from_bytes(received[:4], "little")
+    return bytes(memoryview(received)[4:end])
 
 
 _open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()

@@ -69,12 +69,14 @@ class Session:
         number: Its number, never used again.
         writing: Write id -> the extent that it writes.
         pins: Number of a pin -> the extents that it reads or views.
+        aborted: Write ids of puts that it gave up before they were begun: their requests may be read later.
         ended: Whether the client is gone.
     """
 
     number: int
     writing: dict[int, Extent] = field(default_factory=dict)
     pins: dict[int, list[Extent]] = field(default_factory=dict)
+    aborted: set[int] = field(default_factory=set)
     ended: bool = False
 
 
@@ -129,8 +131,18 @@ class Store:
         handler = _HANDLERS.get(type(request))
         return self._service.call(request) if handler is None else handler(self, request, session)
 
+    def take_back(self, request: Any, session: Session) -> None:
+        """A client that did not wait for the reply gets none.
+
+        Its release may have been read before the request, and then ended nothing.
+        """
+        if isinstance(request, Find):
+            self._release(session, request.pin)
+
     def _begin(self, request: Begin, session: Session) -> Begun:
         put, layout = request.put, request.layout
+        if put.write_id in session.aborted:
+            raise StalePartitionError("put_samples refused: its client gave it up before it was begun.")
         write_id = self._service.call(put)
         self._sweep()  # the ledger gave up puts of before
         extent = self._allocate(layout.size_bytes)
@@ -161,6 +173,8 @@ class Store:
         self._commit(commands.CommitPut(begun.write_id), session)
 
     def _abort(self, command: commands.AbortPut, session: Session) -> Any:
+        if command.write_id not in self._payloads:
+            session.aborted.add(command.write_id)
         self._stop_writing(session, command.write_id)
         self._service.call(command)
         self._sweep()
@@ -215,7 +229,9 @@ class Store:
         pinned.update(each for one in self._sessions.values() for each in one.writing.values())
         return Statistics(
             arena_bytes=self._extents.size_bytes,
-            held_bytes=self._extents.used_bytes - sum(each.dead_bytes for each in self._payloads.values()),
+            held_bytes=self._extents.used_bytes
+            - sum(each.dead_bytes for each in self._payloads.values())
+            - sum(each.size_bytes for each in self._doomed),
             pinned_bytes=sum(each.size_bytes for each in pinned),
             touched_bytes=self._arena.touched_bytes,
             num_extents=len(self._payloads) + len(self._doomed),

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from batches import NUM_SAMPLES, batch, size_bytes
 from tensordict import TensorDict
@@ -44,29 +45,29 @@ def many_puts(number: int, seconds: float, start: Any, results: Any) -> None:
             in_puts += time.perf_counter() - begun
             client.clear_samples(ids, "bench")
             count += 1
-        results.put(size_bytes(columns) * count / in_puts)
+        results.put(np.array([size_bytes(columns) * count / in_puts]))
 
 
 def many_claims(number: int, seconds: float, start: Any, results: Any) -> None:
-    """Claims one sample at a time until the time is over. Reports claims per second."""
+    """Claims one sample at a time until the time is over. Reports claims per second, their number and their CPU."""
     with connect(CONFIG, bootstrap=False) as client:
         start.wait()
-        begun, count = time.perf_counter(), 0
+        begun, cpu, count = time.perf_counter(), time.process_time(), 0
         while time.perf_counter() < begun + seconds:
             if not client.claim_meta("claims", "train", ["x"], 1, blocking=False).size:
                 break
             count += 1
-        results.put(count / (time.perf_counter() - begun))
+        results.put(np.array([count / (time.perf_counter() - begun), count, time.process_time() - cpu]))
 
 
-def together(work: Callable[..., None], count: int, seconds: float) -> float:
-    """The sum of what ``count`` processes report."""
+def together(work: Callable[..., None], count: int, seconds: float) -> Any:
+    """The sums of what ``count`` processes report."""
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(count), context.Queue()
     processes = [context.Process(target=work, args=(number, seconds, start, results)) for number in range(count)]
     for process in processes:
         process.start()
-    total = sum(results.get() for _ in processes)
+    total: Any = sum(results.get() for _ in processes)
     for process in processes:
         process.join()
     return total
@@ -91,6 +92,12 @@ def small_operations(client: DataPlaneClient) -> tuple[float, float, float]:
         median_us(lambda number: client.get_samples([f"s{number}"], "small", ["x"])),
         median_us(lambda _: client.claim_meta("small", "train", ["x"], 1, blocking=False)),
     )
+
+
+def cpu_of(pid: int) -> float:
+    """Seconds of CPU that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def private_bytes() -> int:
@@ -138,8 +145,8 @@ def main() -> None:
         print(f"peak memory of its read: {grown / payload - 1:.2f} payloads beyond the tensors")
         client.clear_samples(ids, "bench")
 
-        one = together(many_puts, 1, options.seconds)
-        four = together(many_puts, 4, options.seconds)
+        (one,) = together(many_puts, 1, options.seconds)
+        (four,) = together(many_puts, 4, options.seconds)
         print(
             f"\nputs of batch B: 1 process {one / 1e6:.0f} MB/s, 4 processes {four / 1e6:.0f} MB/s, {four / one:.2f}x"
         )
@@ -149,8 +156,12 @@ def main() -> None:
         for first in range(0, total, 50_000):
             some = [f"c{i}" for i in range(first, min(first + 50_000, total))]
             client.put_samples(some, "claims", TensorDict({"x": torch.ones(len(some))}, batch_size=[len(some)]))
-        rate = together(many_claims, 4, options.seconds)
+        cpu_s = cpu_of(client._backend._process.pid)
+        rate, count, clients_s = together(many_claims, 4, options.seconds)
+        cpu_s = cpu_of(client._backend._process.pid) - cpu_s
         print(f"claims of one sample, 4 processes: {rate:.0f} a second")
+        server_us, client_us = cpu_s / count * 1e6, clients_s / count * 1e6
+        print(f"CPU per claim: {server_us:.0f} us in the ledger's process, {client_us:.0f} us in the client")
     print(f"\n{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
 
 

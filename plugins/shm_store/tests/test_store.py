@@ -148,6 +148,24 @@ def test_dropped_payload_is_said_to_be_gone(clients):
     assert clients.status.pinned_bytes == 0
 
 
+def test_room_is_not_searched_again_until_something_changed(clients, monkeypatch):
+    for count in range(21):
+        clients.put([f"n{count}"], 3000, 1)
+    pin, _ = clients.find(["n3"])
+    searches = []
+    make_room = clients.store._extents.make_room
+    monkeypatch.setattr(
+        clients.store._extents, "make_room", lambda size, move: searches.append(size) or make_room(size, move)
+    )
+    for size in (5000, 6000, 5000):
+        with pytest.raises(CapacityExceededError):
+            clients.put(["large"], size, 1)
+    assert searches == [5000]
+    clients.clear(["n3", "n4"])
+    clients.call(Release([pin]))
+    clients.put(["large"], 5000, 1)
+
+
 def test_a_put_larger_than_the_arena_is_refused_for_good(clients):
     with pytest.raises(CapacityExceededError) as info:
         clients.begin(["a"], ARENA + 1)

@@ -187,8 +187,9 @@ class ShmBackend(LedgerBackend):
         assert isinstance(located, _PlacedCells)
         if located.gone:
             raise RefsGoneError(f"{len(located.gone)} rows are gone", refs=located.gone)
-        if self._read_only is not None:
-            window = self._read_only.window(0, self._read_only.size_bytes, owner=located.pin)
+        read_only = self._read_only
+        if read_only is not None:
+            window = read_only.window(0, read_only.size_bytes, owner=located.pin)
             columns = _payload.view(window, located, located.places, num_samples)
             if columns is not None:
                 return columns

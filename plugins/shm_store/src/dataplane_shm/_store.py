@@ -96,6 +96,8 @@ class Store:
         self._sessions: dict[int, Session] = {}
         self._last_session = 0
         self._doomed: dict[Extent, None] = {}  # free as soon as nobody pins them
+        #: The least size for which no room could be made since rows were dropped or pins ended. Not searched again.
+        self._least_refused: int | None = None
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -247,8 +249,10 @@ class Store:
 
     def _allocate(self, size_bytes: int) -> Extent | None:
         extent = self._extents.allocate(size_bytes)
-        if extent is None and self._make_room(size_bytes):
-            extent = self._extents.allocate(size_bytes)
+        if extent is None and (self._least_refused is None or size_bytes < self._least_refused):
+            if self._make_room(size_bytes):
+                return self._extents.allocate(size_bytes)
+            self._least_refused = size_bytes
         return extent
 
     def _make_room(self, size_bytes: int) -> bool:
@@ -307,6 +311,7 @@ class Store:
             self._service.call(commands.Collected(garbage))
 
     def _drop_rows(self, refs: Sequence[Ref]) -> None:
+        self._least_refused = None
         for write_id, position in refs:
             payload = self._payloads.get(write_id)
             if payload is None:
@@ -327,6 +332,7 @@ class Store:
 
     def _unpin(self, extent: Extent) -> None:
         extent.pins -= 1
+        self._least_refused = None
         if not extent.pins and extent in self._doomed:
             del self._doomed[extent]
             self._extents.free(extent)

@@ -2,7 +2,10 @@
 
 import threading
 
+import pytest
+
 from dataplane_core import connect
+from dataplane_core.errors import ClientClosedError
 
 
 def test_an_interrupt_while_a_lock_is_taken_does_not_block_the_next_operation(interrupted):
@@ -21,3 +24,23 @@ def test_an_interrupt_while_a_lock_is_taken_does_not_block_the_next_operation(in
         assert not following.is_alive(), f"the operation after the interrupt before instruction {len(errors) - 1} hangs"
     client.close()
     assert errors
+
+
+def test_a_close_that_was_interrupted_while_it_waited_can_be_repeated(monkeypatch):
+    client = connect({"backend": "noop"})
+    stopped = []
+    monkeypatch.setattr(client._backend, "stop", lambda: stopped.append(True))
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client._idle, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            client.close()
+    assert stopped == []
+    with pytest.raises(ClientClosedError):
+        client.list_samples("p")
+    for _ in range(2):
+        client.close()
+    assert stopped == [True]

@@ -58,7 +58,7 @@ class Connection:
         client._capabilities = type(backend).capabilities
         client._middleware = []
         client._infos = {}
-        client._closed = False
+        client._closed = client._stopped = False
         client._bootstrapped = bootstrap
         client._pid = os.getpid()
         client._in_flight = 0
@@ -74,7 +74,7 @@ class Connection:
                     plugin.start(context)
                 client._middleware.append(plugin)
         except BaseException as error:
-            client._closed = True
+            client._closed = client._stopped = True
             client._stop_all(suppress=True)
             if isinstance(error, DataPlaneError):
                 error.backend = error.backend or config.backend
@@ -96,6 +96,7 @@ class Connection:
     _middleware: list[Any]
     _infos: dict[str, PartitionInfo]  # partition -> its registration, as last read
     _closed: bool  # guarded by _state
+    _stopped: bool  # guarded by _close_lock
     _bootstrapped: bool
     _pid: int
     _in_flight: int
@@ -147,13 +148,14 @@ class Connection:
         if self._pid != os.getpid():
             return  # a forked child must not end what its parent uses
         with self._close_lock:
-            if self._closed:
+            if self._stopped:
                 return
             with self._state:
                 self._closed = True
                 self._closing.set()
                 self._idle.wait_for(lambda: self._in_flight == 0, timeout=self._config.op_timeout_s)
             open_clients.discard(self)
+            self._stopped = True  # only now: a close that was interrupted while it waited can be repeated
             self._stop_all(suppress=False)
 
     def _stop_all(self, *, suppress: bool) -> None:

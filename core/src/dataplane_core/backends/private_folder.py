@@ -62,6 +62,21 @@ class PrivateFolder:
         return self._lock is not None
 
     @property
+    def is_owned(self) -> bool:
+        """Whether some process owns the folder now."""
+        try:
+            lock = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # held for a moment; an owner that starts tries again
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
+    @property
     def lock_path(self) -> Path:
         """The path of the lock file. Its name is never that of a folder, since no namespace begins with a dot."""
         return self.path.with_name(f".{self.path.name}.lock")

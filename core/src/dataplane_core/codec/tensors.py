@@ -196,7 +196,7 @@ def ragged_of_nested(nested: torch.Tensor, what: str) -> Ragged | torch.Tensor:
         return ragged_of_rows(list(nested.detach().unbind()), what)
     values, offsets, lengths, dim = jagged_parts(nested)
     offsets = offsets.detach().to(device="cpu", dtype=torch.int64).contiguous()
-    if dim == 0 and lengths is None:  # the usual case, without torch's operators, which take 5 us each
+    if dim == 0 and lengths is None:  # the usual case, without the overhead of torch's operators
         cuts = offsets.numpy()
         if cuts[0] == 0 and cuts[-1] == len(values) and (cuts[1:] >= cuts[:-1]).all():
             return Ragged(host_tensor(values, what), offsets)
@@ -325,8 +325,8 @@ def bounds_of(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[int, int]:
 def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Tensor:
     """One jagged nested tensor with cached min and max length. Aliases ``ragged``.
 
-    Calls the private constructor, as torch's own operations do: `torch.nested.nested_tensor_from_jagged` takes three
-    times as long, for a view that autograd tracks.
+    Calls the private constructor, as torch's own operations do: `torch.nested.nested_tensor_from_jagged` takes longer,
+    because it makes a view that autograd tracks.
 
     Args:
         ragged: The rows.

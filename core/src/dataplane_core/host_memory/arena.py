@@ -95,8 +95,8 @@ class Arena:
     def touch(self, start: int, stop: int) -> None:
         """Makes the bytes from ``start`` to ``stop`` part of this process's memory, so that later uses do not fault.
 
-        Blocks for 0.5 to 1 s per GiB that no process has touched, and less for others. Other threads run meanwhile. It
-        does nothing on kernels before Linux 5.14.
+        Blocks until it is done, longest for memory that no process has touched. Other threads run meanwhile. It does
+        nothing on kernels before Linux 5.14.
         """
         page = mmap.PAGESIZE
         address, start = self.address, start // page * page

@@ -1,7 +1,7 @@
 """Private memory for large results, used again once nobody holds it any more.
 
-New memory costs more than the copy into it: 16 MB take 8 ms for the faults of its pages, 1 ms for the copy. Memory that
-was used before has no faults, and huge pages make the first use cheap too.
+New memory can cost more than the copy into it, because each of its pages faults. Memory that was used before has no
+faults, and with huge pages the first use has few.
 """
 
 from __future__ import annotations

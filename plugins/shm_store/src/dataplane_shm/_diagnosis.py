@@ -4,7 +4,6 @@ that killed owners left.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Final
 from dataplane_core.backends import Finding, Level, PrivateFolder
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.host_memory import memory_limit
-from dataplane_shm._backend import arena_bytes_for
+from dataplane_shm._backend import arena_bytes_for, store_folder
 from dataplane_shm._messages import Status
 from dataplane_shm._session import Connection
 from dataplane_shm.config import ShmConfig
@@ -32,15 +31,14 @@ def diagnose(config: ShmConfig, deadline: float) -> Iterator[Finding]:
         return
     yield Finding.ok("This system has memfd_create.")
     yield from huge_pages()
-    folder = PrivateFolder("shm", config.namespace, "ledger.sock")
-    owned = _is_owned(folder.path)
-    if owned:
+    folder = store_folder(config.namespace)
+    if folder.is_owned:
         yield _store(folder, deadline)
     else:
         yield from _new_store(config)
     home = folder.path.parent
     for path in sorted(home.iterdir()) if home.is_dir() else ():
-        if path.is_dir() and not _is_owned(path):
+        if path.is_dir() and not store_folder(path.name).is_owned:
             yield Finding.warning(
                 f"The folder {path} is left from an owner that was killed. It holds no data.",
                 f"The next owner of namespace '{path.name}' removes it. Or run: rm -r {path}",
@@ -60,7 +58,7 @@ def huge_pages(root: Path = Path("/")) -> Iterator[Finding]:
         return
     setting = next((word.strip("[]") for word in words if word.startswith("[")), "unknown")
     what = f"Huge pages for shared memory are set to '{setting}'."
-    hint = f"With 'advise', puts are faster. As root: echo advise > /{_HUGE_PAGES}"
+    hint = f"With 'advise', the store gets them. As root: echo advise > /{_HUGE_PAGES}"
     yield Finding(Level.OK, what, hint if setting in ("never", "deny") else None)
 
 
@@ -107,18 +105,3 @@ def _store(folder: PrivateFolder, deadline: float) -> Finding:
         f"{statistics.pinned_bytes // _MIB} MiB are pinned by reads, views and puts. Its memory takes "
         f"{statistics.touched_bytes // _MIB} of at most {statistics.arena_bytes // _MIB} MiB of the system."
     )
-
-
-def _is_owned(path: Path) -> bool:
-    """Whether a process holds the lock of a folder."""
-    try:
-        lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # held for a moment; an owner that starts tries again
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False

@@ -41,6 +41,7 @@ __all__ = [
     "UnknownTaskError",
     "UnsupportedOperationError",
     "preview",
+    "rebuild_error",
 ]
 
 
@@ -105,7 +106,7 @@ class DataPlaneError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         state = dict(self.__dict__)
         state.pop("__notes__", None)
-        return _rebuild, (type(self), self.message, state, _portable(self.__cause__))
+        return rebuild_error, (type(self), self.message, state, _portable(self.__cause__))
 
 
 def _portable(cause: BaseException | None) -> BaseException | None:
@@ -119,9 +120,10 @@ def _portable(cause: BaseException | None) -> BaseException | None:
     return cause
 
 
-def _rebuild(
+def rebuild_error(
     cls: type[DataPlaneError], message: str, state: dict[str, Any], cause: BaseException | None
 ) -> DataPlaneError:
+    """An error with the attributes ``state``, without a call of its constructor."""
     error = cls.__new__(cls)
     Exception.__init__(error, message)
     error.__dict__.update(state)

@@ -290,10 +290,8 @@ def decode_reply(request: Request[Reply] | Command[Reply], message: bytes) -> Re
 def _error(failure: _Failure) -> DataPlaneError:
     cls = getattr(errors, failure.name)
     assert issubclass(cls, DataPlaneError)
-    error: DataPlaneError = cls.__new__(cls)
-    Exception.__init__(error, failure.message)
-    vars(error).update({name: _frozen(value) for name, value in failure.attributes.items()})
-    return error
+    state = {name: _frozen(value) for name, value in failure.attributes.items()}
+    return errors.rebuild_error(cls, failure.message, state, None)
 
 
 def _frozen(value: Any) -> Any:

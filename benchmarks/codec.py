@@ -96,7 +96,7 @@ def run(title: str, num_samples: int, shortest: int, longest: int) -> None:
     specs = {name: FieldSpec.of_cells(flat.dtype, (0,)) for name, flat in values.items()}
     dtypes = {name: flat.dtype for name, flat in values.items()}
     framed = {name: frame_column(packed.get(name), specs[name]) for name in FIELDS}
-    data, offsets = join_rows(list(framed.values()))
+    data, offsets = join_rows([list(framed.values())])
     view, cuts = memoryview(data), offsets.tolist()
     joined = [view[start:stop] for start, stop in pairwise(cuts)]
     jagged, framing, by_rows = WireFormat(), WireFormat(bytes=True), WireFormat(ragged="rows")
@@ -122,7 +122,7 @@ def run(title: str, num_samples: int, shortest: int, longest: int) -> None:
             "cell by cell": lambda: unframe_by_cell(framed, dtypes),
         },
         "one string per sample": {
-            "join_rows": lambda: join_rows(list(framed.values())),
+            "join_rows": lambda: join_rows([list(framed.values())]),
             "split_rows": lambda: split_rows(joined),
         },
         "there and back": {

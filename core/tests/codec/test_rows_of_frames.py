@@ -30,7 +30,7 @@ def test_the_frames_of_a_row_come_back(frames, kind):
 
 def test_rows_joined_at_once_are_those_joined_one_by_one():
     columns = [[b"a", b"bb", b""], [b"x" * 3000, b"", b"y"], [bytearray(b"1"), memoryview(b"22"), b"333"]]
-    data, offsets = join_rows(columns)
+    data, offsets = join_rows([columns])
     assert type(data) is bytearray
     assert offsets.dtype == np.int64
     rows = [data[start:stop] for start, stop in pairwise(offsets)]
@@ -40,7 +40,7 @@ def test_rows_joined_at_once_are_those_joined_one_by_one():
 
 
 def test_splitting_copies_nothing():
-    data, offsets = join_rows([[b"aaaa", b"bbbb"], [b"cccc", b"dddd"]])
+    data, offsets = join_rows([[[b"aaaa", b"bbbb"], [b"cccc", b"dddd"]]])
     view = memoryview(data)
     (first, _), (_, last) = split_rows([view[start:stop] for start, stop in pairwise(offsets)])
     data[:] = data.replace(b"aaaa", b"AAAA").replace(b"dddd", b"DDDD")
@@ -50,7 +50,7 @@ def test_splitting_copies_nothing():
 def test_columns_come_back_through_rows():
     floats, spec = torch.arange(12.0).view(3, 4), FieldSpec.of_cells(torch.float32, (4,))
     items = ["a", None, [1]]
-    data, offsets = join_rows([frame_column(floats, spec), frame_column(items, FieldSpec.of_objects())])
+    data, offsets = join_rows([[frame_column(floats, spec), frame_column(items, FieldSpec.of_objects())]])
     rows = [memoryview(data)[start:stop] for start, stop in pairwise(offsets)]
     columns = list(zip(*split_rows(rows), strict=True))
     assert torch.equal(unframe_column(columns[0], spec), floats)
@@ -58,16 +58,16 @@ def test_columns_come_back_through_rows():
 
 
 def test_no_rows_make_no_bytes():
-    data, offsets = join_rows([[], []])
+    data, offsets = join_rows([[[], []]])
     assert (data, offsets.tolist()) == (bytearray(), [0])
     assert split_rows([]) == []
 
 
 def test_columns_of_unequal_length_are_refused():
     with pytest.raises(InvalidRequestError, match=r"got \[1, 2\]"):
-        join_rows([[b"a"], [b"b", b"c"]])
+        join_rows([[[b"a"], [b"b", b"c"]]])
     with pytest.raises(InvalidRequestError, match=r"got \[\]"):
-        join_rows([])
+        join_rows([[]])
 
 
 GOOD = join_row([b"a", b"bc"])

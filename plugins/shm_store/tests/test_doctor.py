@@ -102,7 +102,7 @@ def test_a_running_store_says_what_it_holds_and_what_is_pinned(namespace):
     config = {"backend": "shm_store", "options": options}
     with connect(config) as client, connect(config, bootstrap=False) as other:
         client.register_partition("train", fields=["rows"], num_samples=None, consumer_tasks=["trainer"])
-        client.put_samples(["a", "b"], "train", {"rows": torch.zeros(2, 1 << 20)})
+        client.put_samples(["a", "b"], "train", {"rows": torch.arange(2 << 20).float().view(2, -1)})
         client.put_samples(["c"], "train", {"rows": torch.zeros(1, 1 << 20)})
         view = other.get_samples(["a", "b"], "train", ["rows"])
         # a capacity beyond the memory is of no concern: this store has one

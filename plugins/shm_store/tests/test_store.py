@@ -36,8 +36,9 @@ class Clients:
         layout = Layout([])
         layout.add_dense(len(ids), length, length)
         put = commands.BeginPut("p", ids, SPECS, [length] * len(ids), write_id=next(self.writes), ttl_s=ttl_s)
-        begun = self.call(Begin(put, layout), session)
-        return begun.write_id, self.arena.bytes[begun.offset : begun.offset + layout.size_bytes]
+        begun = self.call(Begin(put, [layout]), session)
+        (offset,) = begun.offsets
+        return begun.write_id, self.arena.bytes[offset : offset + layout.size_bytes]
 
     def put(self, ids, length, number):
         write_id, data = self.begin(ids, length)
@@ -131,11 +132,11 @@ def test_a_client_that_did_not_wait_for_the_reply_holds_nothing(clients):
     clients.store.take_back(find, clients.session)
     layout = Layout([])
     layout.add_dense(1, 1000, 1000)
-    for kind, data in ((Begin, ()), (PutWhole, (bytes(1000),))):
+    for kind, data in ((Begin, ([layout],)), (PutWhole, (layout, bytes(1000)))):
         put = commands.BeginPut("p", ["b"], SPECS, [1000], write_id=next(clients.writes), ttl_s=30.0)
         clients.call(commands.AbortPut(put.write_id))
         with pytest.raises(StalePartitionError, match="gave it up"):
-            clients.call(kind(put, layout, *data))
+            clients.call(kind(put, *data))
     assert (clients.status.pinned_bytes, clients.status.num_extents) == (0, 1)
     assert clients.call(commands.ListSamples("p")).sample_ids == ["a"]
 

@@ -6,6 +6,7 @@ Backend packages derive from these classes; the client calls only `Backend`.
 
 from dataplane_core.backends.base import Backend, NoOptions, required_operations
 from dataplane_core.backends.blob_store import BlobStore
+from dataplane_core.backends.bundles import Bundle, bundles_of
 from dataplane_core.backends.diagnosis import Finding, Level, check_announced_address, missing_library, never_reachable
 from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
 from dataplane_core.backends.owned_process import OwnedProcess, last_words
@@ -16,6 +17,7 @@ __all__ = [
     "LEDGER_CAPABILITIES",
     "Backend",
     "BlobStore",
+    "Bundle",
     "CapacityOptions",
     "Finding",
     "LedgerBackend",
@@ -25,6 +27,7 @@ __all__ = [
     "PrivateFolder",
     "RefsGoneError",
     "RowStoreBackend",
+    "bundles_of",
     "check_announced_address",
     "framed_columns",
     "last_words",

@@ -22,12 +22,23 @@ from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 import msgpack
 
 from dataplane_core.errors import CorruptDataError
-from dataplane_core.ledger import Command, Ref, commands, pack_refs, pack_write_id, unpack_refs, unpack_write_id
+from dataplane_core.ledger import (
+    Command,
+    Ref,
+    commands,
+    pack_refs,
+    pack_splits,
+    pack_write_id,
+    unpack_refs,
+    unpack_splits,
+    unpack_write_id,
+)
 from dataplane_core.spec import FieldSpec
 
 __all__ = [
     "DIGEST_BYTES",
     "OPS",
+    "READABLE",
     "VERSION",
     "Begin",
     "Plan",
@@ -37,8 +48,10 @@ __all__ = [
     "unseal",
 ]
 
-#: The version of the format that this module reads and writes.
-VERSION: Final = 3
+#: The version of the format that this module writes.
+VERSION: Final = 4
+#: The versions that it reads. In version 3 no put has splits, and no row of a write is shared.
+READABLE: Final = (3, VERSION)
 #: Length of a digest.
 DIGEST_BYTES: Final = 16
 _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or begin a new store."
@@ -101,6 +114,7 @@ _KINDS: Final[Mapping[Any, _Kind]] = {
         (list,), lambda ids: list(map(pack_write_id, ids)), lambda data: list(map(unpack_write_id, data))
     ),
     Sequence[Ref]: _Kind((list,), pack_refs, unpack_refs),
+    Sequence[commands.Split]: _Kind((list,), pack_splits, unpack_splits),
     Mapping[str, FieldSpec]: _Kind(
         (dict,),
         lambda specs: {name: spec.to_text() for name, spec in specs.items()},
@@ -172,8 +186,10 @@ class Record:
             )
         try:
             held = msgpack.unpackb(body)
-            if held["v"] != VERSION:
+            if held["v"] not in READABLE:
                 _refuse_version(held["v"], seq)
+            if held["v"] == 3 and held["op"] == commands.BeginPut.op:
+                held["splits"] = []
             kinds = OPS[held["op"]]
             known = {name: kind.unpack(_typed(held[name], kind)) for name, kind in kinds.items()}
             unknown = held.keys() - known.keys() - {"v", "seq", "prev", "op"}
@@ -217,5 +233,6 @@ def _refuse_other_version(data: bytes, seq: int) -> None:
 
 def _refuse_version(version: Any, seq: int) -> None:
     raise CorruptDataError(
-        f"journal record {seq} is of version {version}. Expected {VERSION}.", hint=_OTHER_VERSION_HINT
+        f"journal record {seq} is of version {version}. Expected {' or '.join(map(str, READABLE))}.",
+        hint=_OTHER_VERSION_HINT,
     )

@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.backends.base import Backend
-from dataplane_core.codec import row_nbytes
+from dataplane_core.backends.bundles import APART_SHARE, Bundle, bundles_of
 from dataplane_core.errors import (
     BackendError,
     CapacityExceededError,
@@ -54,6 +54,7 @@ from dataplane_core.spec import (
     RenewRequest,
     SampleList,
     SettleReply,
+    SharedRows,
     WireBatch,
     WireColumn,
     new_id,
@@ -127,6 +128,9 @@ class LedgerBackend(Backend, ABC):
     """All operations, from a ledger and a payload store. ``Config`` derives from `CapacityOptions`."""
 
     capabilities = LEDGER_CAPABILITIES
+    #: See `bundles_of`. None: a read moves only the cells that it asks for, so no column needs to be apart.
+    row_cost_bytes: ClassVar[int | None] = None
+    apart_share: ClassVar[float] = APART_SHARE
     # annotated, so that a subclass may have options without a default
     Config: ClassVar[type[CapacityOptions]] = CapacityOptions
 
@@ -143,6 +147,12 @@ class LedgerBackend(Backend, ABC):
     @abstractmethod
     def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         """Stores the payload of a write. Returns when every client can fetch it. Must copy what it keeps.
+
+        Args:
+            write_id: The write. A put may have several.
+            columns: Its columns, in the ledger's order of slots.
+            num_samples: How many rows they have.
+            deadline: On `time.monotonic`'s clock, in seconds.
 
         Raises:
             CapacityExceededError: The engine itself is full. What was stored of the write is deleted again.
@@ -198,8 +208,9 @@ class LedgerBackend(Backend, ABC):
             self._ledger(request.deadline, put)
             return reply
         self._finish_undoing(request.deadline)
-        row_bytes = row_nbytes(request.columns, num_samples)
-        freed = self._put_when_there_is_room(request, row_bytes)
+        columns = {name: request.columns[name] for name in request.specs}  # in the ledger's order of slots
+        bundles = bundles_of(columns, num_samples, self.row_cost_bytes, self.apart_share)
+        freed = self._put_when_there_is_room(request, bundles)
         self._collect(freed, request.deadline)
         return reply
 
@@ -211,7 +222,7 @@ class LedgerBackend(Backend, ABC):
         while True:
             located = self._ledger(request.deadline, locate)
             try:
-                columns = self._fetch(located, len(request.sample_ids), request.deadline)
+                columns = self._fetch_once(located, len(request.sample_ids), request.deadline)
             except RefsGoneError as error:
                 # the ledger frees a ref before its payload is deleted: a ref that it still returns after that is lost
                 lost: Iterable[Ref] = gone.intersection(error.refs)
@@ -275,9 +286,20 @@ class LedgerBackend(Backend, ABC):
 
     # --- what a storage author may override ---------------------------------------------------------------------------
 
-    def _begin(self, begin: commands.BeginPut, columns: Mapping[str, WireColumn], deadline: float) -> int:
+    def _begin(self, begin: commands.BeginPut, bundles: Sequence[Bundle], deadline: float) -> int:
         """Begins a put. An engine that gives out memory together with the write id overrides it."""
         return self._ledger(deadline, begin)
+
+    def _store_all(self, write_id: int, writes: Mapping[int, Bundle], deadline: float) -> None:
+        """Stores all writes of a put. An engine that can store them together overrides it.
+
+        Args:
+            write_id: The id that the put was begun with.
+            writes: The id of each write, ascending, and what it holds.
+            deadline: On `time.monotonic`'s clock, in seconds.
+        """
+        for each, bundle in writes.items():
+            self._store(each, bundle.columns, len(bundle.row_bytes), deadline)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
@@ -285,27 +307,43 @@ class LedgerBackend(Backend, ABC):
         """Which refs of a failed read are gone, if the engine did not say. Default: all."""
         return refs
 
-    def _new_write_id(self) -> int | None:
-        """A random write id, or None: the ledger numbers the writes (if its state and the payload die together)."""
+    def _new_write_id(self, num_ids: int) -> int | None:
+        """A random id, followed by as many unused ones as a put needs. None: the ledger numbers the writes (if its
+        state and the payload die together)."""
         return secrets.randbits(128)
 
-    def _put_when_there_is_room(self, request: PutRequest, row_bytes: Sequence[int]) -> Sequence[Ref]:
+    def _fetch_once(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn | SharedRows]:
+        """Fetches columns. Rows of a write that several samples share are fetched once."""
+        shared = {
+            name for part in located.parts if len(set(part.positions)) < len(part.positions) for name in part.fields
+        }
+        columns: dict[str, WireColumn | SharedRows] = {}
+        for name in shared:
+            some, index = _without_repeats(located, name, num_samples)
+            columns[name] = SharedRows(self._fetch(some, max(index) + 1, deadline)[name], index)
+        rest = [name for name in located.specs if name not in shared]
+        if rest:
+            some = located if not shared else _only(located, rest)
+            columns.update(self._fetch(some, num_samples, deadline))
+        return columns
+
+    def _put_when_there_is_room(self, request: PutRequest, bundles: Sequence[Bundle]) -> Sequence[Ref]:
         """Runs a put, which queues for room unless ``on_full`` is ``raise``. Returns the refs that it freed."""
         ticket = _Ticket() if self.config.on_full == "block" else None
         try:
-            return self._put_in_turn(request, row_bytes, ticket)
+            return self._put_in_turn(request, bundles, ticket)
         finally:
             if ticket is not None and ticket.queued_at is not None:  # the put ends while it is still in the queue
                 until = min(request.deadline, time.monotonic() + _LATE_UNDO_S)
                 with suppress(Exception):  # the ledger drops it later anyway
-                    self._ledger(until, commands.WaitForRoom(ticket.id, sum(row_bytes), wait_s=0.0))
+                    self._ledger(until, commands.WaitForRoom(ticket.id, _size_bytes(bundles), wait_s=0.0))
 
-    def _put_in_turn(self, request: PutRequest, row_bytes: Sequence[int], ticket: _Ticket | None) -> Sequence[Ref]:
+    def _put_in_turn(self, request: PutRequest, bundles: Sequence[Bundle], ticket: _Ticket | None) -> Sequence[Ref]:
         """Tries a put until there is room for it. Returns the refs that it freed."""
         start = time.monotonic()
         while True:
             try:
-                return self._put(request, row_bytes, ticket)
+                return self._put(request, bundles, ticket)
             except CapacityExceededError as error:
                 if not error.retryable or ticket is None:
                     raise
@@ -319,27 +357,31 @@ class LedgerBackend(Backend, ABC):
                     ) from error
                 if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
                     ticket.queued_at = now
-                    self._ledger(request.deadline, commands.WaitForRoom(ticket.id, sum(row_bytes), wait_s=left_s))
+                    wait = commands.WaitForRoom(ticket.id, _size_bytes(bundles), wait_s=left_s)
+                    self._ledger(request.deadline, wait)
                 # 0 if the engine itself is full: it does not say when to ask again
                 pause_s = error.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
                 time.sleep(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
 
-    def _put(self, request: PutRequest, row_bytes: Sequence[int], ticket: _Ticket | None) -> Sequence[Ref]:
+    def _put(self, request: PutRequest, bundles: Sequence[Bundle], ticket: _Ticket | None) -> Sequence[Ref]:
         """Tries a put once. Returns the refs that it freed."""
-        drawn = self._new_write_id()
+        together, *apart = bundles
+        splits = [commands.Split(tuple(each.columns), each.row_bytes, each.positions) for each in apart]
+        drawn = self._new_write_id(len(request.sample_ids) + sum(len(each.row_bytes) for each in apart))
         begin = commands.BeginPut(
             request.partition_id,
             request.sample_ids,
             request.specs,
-            row_bytes,
+            together.row_bytes,
             request.tags,
             request.epoch,
             write_id=drawn,
+            splits=splits,
             ticket=None if ticket is None else ticket.id,
             ttl_s=max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S,
         )
         try:
-            write_id = self._begin(begin, request.columns, request.deadline)
+            write_id = self._begin(begin, bundles, request.deadline)
         except _REFUSALS:
             raise
         except BaseException:  # the reply may be lost while the bytes are reserved
@@ -349,8 +391,10 @@ class LedgerBackend(Backend, ABC):
         if ticket is not None:
             ticket.queued_at = None  # it left the queue; it enters it again if the engine itself is full
         try:
-            columns = {name: request.columns[name] for name in request.specs}  # in the ledger's order of slots
-            self._store(write_id, columns, len(request.sample_ids), request.deadline)
+            writes = commands.writes_of(write_id, request.specs, together.row_bytes, splits)
+            stored = [each for each in bundles if each.columns]
+            by_id = {write.write_id: bundle for write, bundle in zip(writes, stored, strict=True)}
+            self._store_all(write_id, by_id, request.deadline)
             return self._ledger(request.deadline, commands.CommitPut(write_id))
         except BaseException:
             self._undo(write_id, request.deadline)
@@ -386,6 +430,35 @@ class LedgerBackend(Backend, ABC):
         leased = (request.partition_id, request.task_name, request.sample_ids, request.lease_tokens)
         self._ledger(request.deadline, kind(*leased, *extra))
         return SettleReply(num_samples=len(request.sample_ids))
+
+
+def _size_bytes(bundles: Sequence[Bundle]) -> int:
+    return sum(sum(each.row_bytes) for each in bundles)
+
+
+def _only(located: Located, fields: Sequence[str]) -> Located:
+    """What was located of some fields."""
+    parts = []
+    for part in located.parts:
+        kept = [(name, slot) for name, slot in zip(part.fields, part.slots, strict=True) if name in fields]
+        if kept:
+            names, slots = zip(*kept, strict=True)
+            parts.append(replace(part, fields=names, slots=slots))
+    return replace(located, parts=parts, specs={name: located.specs[name] for name in fields})
+
+
+def _without_repeats(located: Located, field: str, num_samples: int) -> tuple[Located, list[int]]:
+    """What was located of one field, each row of a write once; and for each sample its place among these rows."""
+    index = [0] * num_samples
+    parts = []
+    count = 0
+    for part in _only(located, [field]).parts:
+        places: dict[int, int] = {}
+        for row, position in zip(part.rows, part.positions, strict=True):
+            index[row] = places.setdefault(position, count + len(places))
+        parts.append(replace(part, rows=list(places.values()), positions=list(places)))
+        count += len(places)
+    return replace(located, parts=parts, specs={field: located.specs[field]}), index
 
 
 def _lost_samples(request: GetRequest, located: Located, lost: Iterable[Ref]) -> LostSamplesError:

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dataplane_core.backends.bundles import Bundle
 from dataplane_core.backends.ledger_backend import LedgerBackend, RefsGoneError
 from dataplane_core.codec import join_rows, split_rows
 from dataplane_core.errors import BackendError, CorruptDataError
@@ -22,7 +23,8 @@ __all__ = ["RowStoreBackend", "framed_columns"]
 class RowStoreBackend(LedgerBackend):
     """All operations, on a ledger and rows of bytes. A row's handle is an integer that is never used again."""
 
-    wire = WireFormat(bytes=True)
+    wire = WireFormat(bytes=True, shared_rows=True)
+    row_cost_bytes = 4096
 
     @abstractmethod
     def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
@@ -48,8 +50,12 @@ class RowStoreBackend(LedgerBackend):
         """Deletes rows. Ignores handles that do not exist."""
 
     def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
-        buffer, offsets = join_rows(framed_columns(columns))
-        self._put_rows(range(write_id, write_id + num_samples), buffer, offsets, deadline)
+        self._store_all(write_id, {write_id: Bundle(columns, [0] * num_samples)}, deadline)
+
+    def _store_all(self, write_id: int, writes: Mapping[int, Bundle], deadline: float) -> None:
+        buffer, offsets = join_rows([framed_columns(bundle.columns) for bundle in writes.values()])
+        first = min(writes)  # their ids follow one another
+        self._put_rows(range(first, first + len(offsets) - 1), buffer, offsets, deadline)
 
     def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         refs = located.refs
@@ -77,6 +83,7 @@ class RowStoreBackend(LedgerBackend):
 
     def _find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
         """Reads halves of the refs, recursively. Refs that there is no time to read count as gone."""
+        refs = list(dict.fromkeys(refs))
         if time.monotonic() >= deadline:
             return refs
         try:

@@ -210,13 +210,23 @@ class DataPlaneClient(Connection):
                 tags=rows,
             )
 
-    def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
+    def get_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        select_fields: Sequence[str],
+        *,
+        share_rows: bool = False,
+    ) -> TensorDict:
         """Reads one row per id, in the order of the ids, repeated ids included. It changes no cursor.
 
         Args:
             sample_ids: N ids. An empty list: nothing is sent, and the batch has size 0.
             partition_id: A registered partition.
             select_fields: The columns to read. They are always named; there is no value for "all".
+            share_rows: Whether rows may share memory. Large equal cells of a put, such as the image of a group, are
+                stored and moved once. By default each row gets a copy. With True they share one: a column with such
+                cells is a ``NonTensorStack``, where equal rows are the same tensor or item.
 
         Returns:
             A TensorDict of batch size ``[N]`` that belongs to the caller. A column whose rows have equal shapes is a
@@ -255,7 +265,7 @@ class DataPlaneClient(Connection):
                         f"'{name}'.",
                         backend=self.backend_name,
                     )
-            columns = self._decode_columns(batch, names, len(unique))
+            columns = self._decode_columns(batch, names, len(unique), share_rows)
             if len(unique) != len(ids):
                 at = {sample_id: position for position, sample_id in enumerate(unique)}
                 positions = [at[sample_id] for sample_id in ids]
@@ -476,13 +486,14 @@ class DataPlaneClient(Connection):
                 raise InvalidRequestError(f"{where} refused: field name '{name}' is reserved ('~' is middleware's).")
         return encode_columns(fields, num_samples, self._wire, allow_pickle=self._config.allow_pickle)
 
-    def _decode_columns(self, batch: WireBatch, names: list[str], num_samples: int) -> dict[str, Any]:
+    def _decode_columns(self, batch: WireBatch, names: list[str], num_samples: int, share_rows: bool) -> dict[str, Any]:
         return decode_columns(
             {name: batch.columns[name] for name in names},
             {name: batch.specs[name] for name in names},
             num_samples,
             self._wire,
             allow_pickle=self._config.allow_pickle,
+            share_rows=share_rows,
         )
 
     def _put(self, where: str, request: PutRequest, fields: Any) -> None:

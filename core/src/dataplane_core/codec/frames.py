@@ -297,34 +297,38 @@ def join_row(frames: Sequence[BytesLike]) -> bytes:
     return b"".join([index, struct.pack(f"<{len(frames)}q", *map(len, frames)), *frames])
 
 
-def join_rows(columns: Sequence[Sequence[BytesLike]]) -> tuple[bytearray, _Int64]:
-    """`join_row` for N samples at once, for engines where each stored value has a cost.
+def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[bytearray, _Int64]:
+    """`join_row` for many rows at once, for engines where each stored value has a cost.
 
     Args:
-        columns: C columns of N frames.
+        tables: Tables of C columns of N frames each. C and N may differ from table to table.
 
     Returns:
-        One new buffer with the rows end to end, and their (N + 1,) int64 offsets in bytes.
+        One new buffer with the rows of all tables end to end, and their int64 offsets in bytes, one more than there are
+        rows.
 
     Raises:
-        InvalidRequestError: The columns differ in length, or there are none.
+        InvalidRequestError: The columns of a table differ in length, or it has none.
     """
-    counts = {len(column) for column in columns}
-    if len(counts) != 1:
-        raise InvalidRequestError(f"join_rows: columns must have one number of rows, got {sorted(counts)}.")
-    num_rows, num_columns = counts.pop(), len(columns)
-    index = np.empty((num_rows, 1 + num_columns), dtype="<i8")
-    fixed = _ROW_FIXED.pack(_ROW_MAGIC, _ROW_VERSION, num_columns)
-    index[:, 0] = np.frombuffer(fixed, dtype="<i8")
-    for position, column in enumerate(columns):
-        index[:, 1 + position] = np.fromiter(map(len, column), dtype=np.int64, count=num_rows)
-    step = index.shape[1] * 8
-    heads = index.tobytes()
-    starts = [heads[at : at + step] for at in range(0, len(heads), step)]
-    data = bytearray().join([part for row in zip(starts, *columns, strict=True) for part in row])
-    offsets = np.zeros(num_rows + 1, dtype=np.int64)
-    np.cumsum(index[:, 1:].sum(axis=1) + step, out=offsets[1:])
-    return data, offsets
+    parts: list[BytesLike] = []
+    sizes = []
+    for columns in tables:
+        counts = {len(column) for column in columns}
+        if len(counts) != 1:
+            raise InvalidRequestError(f"join_rows: columns must have one number of rows, got {sorted(counts)}.")
+        index = np.empty((counts.pop(), 1 + len(columns)), dtype="<i8")
+        fixed = _ROW_FIXED.pack(_ROW_MAGIC, _ROW_VERSION, len(columns))
+        index[:, 0] = np.frombuffer(fixed, dtype="<i8")
+        for position, column in enumerate(columns):
+            index[:, 1 + position] = np.fromiter(map(len, column), dtype=np.int64, count=len(column))
+        step = index.shape[1] * 8
+        heads = index.tobytes()
+        starts = [heads[at : at + step] for at in range(0, len(heads), step)]
+        parts += [part for row in zip(starts, *columns, strict=True) for part in row]
+        sizes.append(index[:, 1:].sum(axis=1) + step)
+    offsets = np.zeros(1 + sum(map(len, sizes)), dtype=np.int64)
+    np.cumsum(np.concatenate(sizes), out=offsets[1:])
+    return bytearray().join(parts), offsets
 
 
 def split_rows(rows: Sequence[BytesLike]) -> list[list[memoryview]]:

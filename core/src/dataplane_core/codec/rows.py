@@ -20,12 +20,15 @@ from dataplane_core.codec.tensors import (
     ragged_of_nested,
     to_nested,
 )
+from dataplane_core.spec import SharedRows
 
-__all__ = ["num_rows", "object_column", "take_rows"]
+__all__ = ["num_rows", "object_column", "take_dense", "take_ragged", "take_rows"]
 
 
 def num_rows(column: Any) -> int:
-    """Rows of a column in any container: tensor, nested tensor, ``NonTensorStack``, object array, list."""
+    """Rows of a column in any container: tensor, nested tensor, ``NonTensorStack``, object array, list, shared rows."""
+    if isinstance(column, SharedRows):
+        return len(column.index)
     if isinstance(column, torch.Tensor):
         return len(jagged_parts(column)[1]) - 1 if is_jagged(column) else column.size(0)
     return len(column)
@@ -48,15 +51,11 @@ def take_rows(column: Any, positions: Sequence[int]) -> Any:
         ``NonTensorStack`` is copied, so that rows stay independent. A list keeps references.
     """
     if isinstance(column, torch.Tensor):
-        picks = torch.as_tensor(positions, dtype=torch.int64)
         if not column.is_nested:
-            plain = host_tensor(column, "a column")
-            return carrier(plain).index_select(0, picks).view(plain.dtype)
+            return take_dense(host_tensor(column, "a column"), positions)
         rows = ragged_of_nested(column, "a column")
         assert isinstance(rows, Ragged)
-        lengths = rows.offsets.diff().index_select(0, picks)
-        starts = rows.offsets.index_select(0, picks)
-        taken = gather_rows(rows.values, starts, offsets_of(lengths))
+        taken = take_ragged(rows, positions)
         dense = taken.dense()
         return to_nested(taken) if dense is None else dense
     if isinstance(column, list):
@@ -68,3 +67,15 @@ def take_rows(column: Any, positions: Sequence[int]) -> Any:
         taken_items.append(copy_item(items[position]) if position in seen else items[position])
         seen.add(position)
     return object_column(taken_items)
+
+
+def take_ragged(rows: Ragged, positions: Sequence[int]) -> Ragged:
+    """The rows at ``positions``, in that order, in new memory."""
+    picks = torch.as_tensor(positions, dtype=torch.int64)
+    lengths = rows.offsets.diff().index_select(0, picks)
+    return gather_rows(rows.values, rows.offsets.index_select(0, picks), offsets_of(lengths))
+
+
+def take_dense(rows: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+    """As `take_ragged`, for rows of one shape."""
+    return carrier(rows).index_select(0, torch.as_tensor(positions, dtype=torch.int64)).view(rows.dtype)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataplane_core.spec import WireColumn
+from dataplane_core.spec import SharedRows, WireColumn
 
 __all__ = ["cell_nbytes", "row_nbytes"]
 
 
-def row_nbytes(columns: Mapping[str, WireColumn], num_samples: int) -> list[int]:
+def row_nbytes(columns: Mapping[str, WireColumn | SharedRows], num_samples: int) -> list[int]:
     """Payload bytes per row, summed over all columns.
 
     Args:
@@ -31,8 +31,17 @@ def row_nbytes(columns: Mapping[str, WireColumn], num_samples: int) -> list[int]
     return sizes
 
 
-def cell_nbytes(column: WireColumn, num_samples: int) -> Any:
-    """Payload bytes of each cell of one column: an int64 array (N,), or one number if all are equal."""
+def cell_nbytes(column: WireColumn | SharedRows, num_samples: int) -> Any:
+    """Payload bytes of each cell of one column: an int64 array (N,), or one number if all are equal.
+
+    A shared cell counts for the first of its rows only.
+    """
+    if isinstance(column, SharedRows):
+        num_rows = max(column.index, default=-1) + 1
+        sizes = np.zeros(num_samples, dtype=np.int64)
+        _, firsts = np.unique(column.index, return_index=True)
+        sizes[firsts] = cell_nbytes(column.rows, num_rows)
+        return sizes
     if isinstance(column, list):
         return np.fromiter((_item_nbytes(item) for item in column), dtype=np.int64, count=len(column))
     if column.is_nested:

@@ -245,8 +245,9 @@ def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Te
         if first.dim() == 0:
             return host_tensor(torch.stack(list(plain)), what)
         lengths = torch.tensor([row.shape[0] for row in plain], dtype=torch.int64)
-        joined = torch.cat(list(plain)) if len(plain) > 1 else plain[0].clone()
-    return Ragged(host_tensor(joined, what), offsets_of(lengths))
+        joined = empty_tensor((int(lengths.sum()), *first.shape[1:]), first.dtype)
+        torch.cat([carrier(row) for row in plain], out=carrier(joined))
+    return Ragged(joined, offsets_of(lengths))
 
 
 _PLAIN: Final = {(torch.Tensor, "cpu", torch.strided)}

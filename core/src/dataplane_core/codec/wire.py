@@ -38,7 +38,9 @@ from dataplane_core.codec.header import (
 )
 from dataplane_core.codec.lists import column_of_list
 from dataplane_core.codec.objects import check_items, copy_item, decode_items
-from dataplane_core.codec.rows import num_rows, object_column
+from dataplane_core.codec.rows import num_rows, object_column, take_dense, take_ragged
+from dataplane_core.codec.shared import LARGE_CELL_BYTES, Repeats, equal_rows, same_memory, spread
+from dataplane_core.codec.sizes import cell_nbytes
 from dataplane_core.codec.tensors import (
     DTYPE_CODES,
     BytesLike,
@@ -62,7 +64,7 @@ from dataplane_core.errors import (
     InvalidRequestError,
     InvalidTypeError,
 )
-from dataplane_core.spec import FieldSpec, WireColumn, WireFormat
+from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 
 __all__ = ["decode_columns", "encode_columns"]
 
@@ -79,7 +81,7 @@ def encode_columns(
     *,
     allow_pickle: bool = False,
     copy: bool = False,
-) -> tuple[dict[str, WireColumn], dict[str, FieldSpec]]:
+) -> tuple[dict[str, WireColumn | SharedRows], dict[str, FieldSpec]]:
     """Converts a batch to the form that a backend's hooks take.
 
     Args:
@@ -95,7 +97,7 @@ def encode_columns(
 
     Returns:
         Field -> column, contiguous and detached; and field -> spec of the cells before the conversion. The rows of a
-        column may be views of one buffer.
+        column may be views of one buffer. Large equal rows of a column are `SharedRows`, if the wire has them.
 
     Raises:
         InvalidRequestError: A column does not have one row per sample.
@@ -103,19 +105,20 @@ def encode_columns(
         InvalidTypeError: A leaf is no tensor; a tensor is a meta-device, sparse or quantised one, or of a dtype that is
             not carried; an object item is outside the closed set.
     """
-    columns: dict[str, WireColumn] = {}
+    columns: dict[str, WireColumn | SharedRows] = {}
     specs: dict[str, FieldSpec] = {}
     for name, leaf in _leaves(fields):
         if isinstance(leaf, (list, tuple)) and not _is_rows(leaf):
             leaf = column_of_list(f"put_samples refused: field '{name}'", leaf)
         if isinstance(leaf, torch.Tensor) or _is_rows(leaf):
-            column = _ingest(name, leaf, num_samples)
+            column, repeats = _ingest(name, leaf, num_samples, wire)
             specs[name] = _spec_of(column)
-            columns[name] = _encode_tensor(column, specs[name], wire, leaf if copy else None)
+            encoded = _encode_tensor(column, specs[name], wire, leaf if copy else None)
         else:
             items = _object_items(name, leaf, num_samples)
             specs[name] = _OBJECTS
-            columns[name] = _encode_objects(items, name, wire, allow_pickle, copy)
+            encoded, repeats = _encode_objects(items, name, wire, allow_pickle, copy)
+        columns[name] = encoded if repeats is None else SharedRows(encoded, repeats.index)
     return columns, specs
 
 
@@ -143,7 +146,10 @@ def _is_rows(leaf: object) -> bool:
     return isinstance(leaf, _Rows)
 
 
-def _ingest(name: str, leaf: torch.Tensor | _Rows, num_samples: int) -> Ragged | torch.Tensor:
+def _ingest(
+    name: str, leaf: torch.Tensor | _Rows, num_samples: int, wire: WireFormat
+) -> tuple[Ragged | torch.Tensor, Repeats | None]:
+    """The plain rows of a leaf. If the wire has shared rows, without large equal ones, and which rows these are."""
     what = f"put_samples refused: field '{name}'"
     if isinstance(leaf, _Rows):
         found = len(leaf)
@@ -155,9 +161,25 @@ def _ingest(name: str, leaf: torch.Tensor | _Rows, num_samples: int) -> Ragged |
         found = leaf.size(0)
     if found != num_samples:
         raise InvalidRequestError(f"{what} has {found} rows. Expected {num_samples}, one row per sample id.")
+    same = None
     if isinstance(leaf, _Rows):
-        return ragged_of_rows(leaf, what)
-    return ragged_of_nested(leaf, what) if leaf.is_nested else host_tensor(leaf, what)
+        if wire.shared_rows and sum(row.nbytes for row in leaf) >= LARGE_CELL_BYTES * len(leaf):
+            same = same_memory(leaf)
+        try:
+            column = ragged_of_rows(leaf if same is None else [leaf[row] for row in same.firsts], what)
+        except DataPlaneError:
+            column = ragged_of_rows(leaf, what)  # raises the error with the numbers of the rows
+    elif leaf.is_nested:
+        column = ragged_of_nested(leaf, what)
+    else:
+        if wire.shared_rows and num_samples > 1 and leaf.stride(0) == 0 and leaf[0].nbytes >= LARGE_CELL_BYTES:
+            same, leaf = Repeats([0], [0] * num_samples), leaf[:1]  # an expanded tensor
+        column = host_tensor(leaf, what)
+    equal = equal_rows(column) if wire.shared_rows else None
+    if equal is None:
+        return column, same
+    some = take_ragged(column, equal.firsts) if isinstance(column, Ragged) else take_dense(column, equal.firsts)
+    return some, equal.after(same)
 
 
 def _spec_of(column: Ragged | torch.Tensor) -> FieldSpec:
@@ -191,12 +213,27 @@ def _object_items(name: str, leaf: Any, num_samples: int) -> list[Any]:
     return items
 
 
-def _encode_objects(items: list[Any], name: str, wire: WireFormat, allow_pickle: bool, copy: bool) -> WireColumn:
+def _encode_objects(
+    items: list[Any], name: str, wire: WireFormat, allow_pickle: bool, copy: bool
+) -> tuple[WireColumn, Repeats | None]:
+    """Encodes items. If the wire has shared rows, without large equal ones, and which rows these are."""
+    same = same_memory(items) if wire.shared_rows else None
+    some = items if same is None else [items[row] for row in same.firsts]
     if wire.objects == "native" and not wire.bytes:
         check_items(items, name, allow_pickle=allow_pickle)
-        return [copy_item(item) for item in items] if copy else items
-    column = ragged_of_items(items, name, allow_pickle=allow_pickle)
-    return list(frame_ragged(column, KIND_OBJECT)) if wire.bytes else _container(column, wire)
+        if same is not None and cell_nbytes(some, len(some)).sum() < LARGE_CELL_BYTES * len(some):
+            some, same = items, None
+        return [copy_item(item) for item in some] if copy else some, same
+    try:
+        column = ragged_of_items(some, name, allow_pickle=allow_pickle)
+    except DataPlaneError:
+        column = ragged_of_items(items, name, allow_pickle=allow_pickle)  # raises the error with the number of the row
+    if same is not None and column.values.nbytes < LARGE_CELL_BYTES * len(some):
+        column, same = take_ragged(column, same.index), None
+    equal = equal_rows(column) if wire.shared_rows else None
+    if equal is not None:
+        column, same = take_ragged(column, equal.firsts), equal.after(same)
+    return (list(frame_ragged(column, KIND_OBJECT)) if wire.bytes else _container(column, wire)), same
 
 
 def _encode_tensor(
@@ -278,13 +315,14 @@ def _container(column: Ragged | torch.Tensor, wire: WireFormat) -> WireColumn:
 
 
 def decode_columns(
-    columns: Mapping[str, WireColumn],
+    columns: Mapping[str, WireColumn | SharedRows],
     specs: Mapping[str, FieldSpec],
     num_samples: int,
     wire: WireFormat,
     *,
     allow_pickle: bool = False,
     copy: bool = False,
+    share_rows: bool = False,
 ) -> dict[str, Any]:
     """Checks what a backend returned and converts it to what the caller gets.
 
@@ -298,11 +336,13 @@ def decode_columns(
         allow_pickle: Unpickle object items that were pickled.
         copy: The backend keeps the columns, so share no memory with them. If False, what needs no conversion is
             returned as it is.
+        share_rows: Return the rows of `SharedRows` as one object each. If False, each row gets memory of its own.
 
     Returns:
         Field -> a dense tensor if all rows have the same shape, else one ``torch.jagged`` nested tensor with cached min
         and max length; objects as ``NonTensorStack``. Contiguous and detached. Jagged columns of equal lengths share
-        their offsets, so that torch can combine them.
+        their offsets, so that torch can combine them. With ``share_rows``, `SharedRows` become a ``NonTensorStack`` of
+        row tensors or items.
 
     Raises:
         BackendError: A column does not have one row per sample, or its dtype, rank or trailing shape differs from the
@@ -315,15 +355,29 @@ def decode_columns(
         spec = specs.get(name)
         if spec is None:
             raise BackendError(f"get_samples: the backend's reply has no spec for field '{name}'.")
+        index = _index_of(name, column, num_samples)
+        rows, count = (column.rows, num_rows(column.rows)) if isinstance(column, SharedRows) else (column, num_samples)
         try:
             if spec.kind == "object":
-                decoded[name] = _decode_objects(name, column, num_samples, wire, allow_pickle, copy)
+                found: Any = _decode_objects(name, rows, count, wire, allow_pickle, copy)
             else:
-                decoded[name] = _decode_tensor(name, column, spec, num_samples, wire, copy, shared)
+                found = _decode_tensor(name, rows, spec, count, wire, copy, shared)
+            decoded[name] = found if index is None else spread(found, index, share=share_rows)
         except CorruptDataError as error:
             error.message = f"get_samples: field '{name}': {error.message}"
             raise
     return decoded
+
+
+def _index_of(name: str, column: WireColumn | SharedRows, num_samples: int) -> Sequence[int] | None:
+    """The checked index of shared rows; None for any other column."""
+    if not isinstance(column, SharedRows):
+        return None
+    _check_count(name, len(column.index), num_samples)
+    found = num_rows(column.rows)
+    if not all(0 <= row < found for row in column.index):
+        raise _mismatch(name, f"an index that does not lie within its {found} rows", "a row for each sample")
+    return column.index
 
 
 def _mismatch(name: str, found: str, expected: str) -> BackendError:

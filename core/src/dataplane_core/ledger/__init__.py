@@ -10,7 +10,16 @@ from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer, backoff_s
 from dataplane_core.ledger.rows import Ref, group_of
 from dataplane_core.ledger.service import LedgerService
-from dataplane_core.ledger.state import StateReader, pack_refs, pack_write_id, to_state, unpack_refs, unpack_write_id
+from dataplane_core.ledger.state import (
+    StateReader,
+    pack_refs,
+    pack_splits,
+    pack_write_id,
+    to_state,
+    unpack_refs,
+    unpack_splits,
+    unpack_write_id,
+)
 
 __all__ = [
     "LEAST_ROOM_PAUSE_S",
@@ -27,8 +36,10 @@ __all__ = [
     "commands",
     "group_of",
     "pack_refs",
+    "pack_splits",
     "pack_write_id",
     "to_state",
     "unpack_refs",
+    "unpack_splits",
     "unpack_write_id",
 ]

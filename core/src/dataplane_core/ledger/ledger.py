@@ -6,8 +6,10 @@ queue's controller. `BlobStore` backends replay a journal through it, and the co
 The ledger never iterates over a set of strings, so the same commands in the same order give the same state in every
 process.
 
-The ledger does not see payload. Each put has a **write id**, and the ref ``(write_id, pos)`` names the payload of its
-row ``pos``. Write ids are integers that are never used again, spaced so that ``write_id + pos`` is unique too.
+The ledger does not see payload. A put has one **write** or more, each with some of its fields. The ref ``(write_id,
+pos)`` names the payload of row ``pos`` of a write. Samples with equal cells may share a row of a write; its payload is
+then freed with the last of them. Write ids are integers that are never used again, spaced so that ``write_id + pos`` is
+unique too.
 Callers draw the epochs of registrations, lease tokens and write ids at random, since a counter in the ledger would
 start again if the ledger's state were lost. The ledger may number the writes itself only if its state and the payload
 are always lost together.
@@ -20,8 +22,9 @@ dies in between.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import singledispatchmethod
 from operator import itemgetter
 from typing import Any, Final, NoReturn
@@ -48,11 +51,19 @@ __all__ = ["Ledger"]
 
 @dataclass(slots=True)
 class Write:
-    """A committed put, kept while a row still refers to its payload."""
+    """A write of a committed put, kept while a sample still refers to its payload.
+
+    Attributes:
+        slots: Field -> its index among the fields of the write.
+        row_bytes: Payload bytes per row.
+        num_live: How many rows are referred to.
+        num_sharers: Row -> how many samples refer to it, if more than one.
+    """
 
     slots: dict[str, int]
     row_bytes: list[int]
     num_live: int
+    num_sharers: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -63,9 +74,19 @@ class Pending:
     sample_ids: list[str]
     specs: dict[str, FieldSpec]
     row_bytes: list[int]
+    splits: list[commands.Split]
     tags: list[dict[str, TagValue]] | None
     known: list[Row | None]
     expires_at: float
+
+    def writes(self, write_id: int) -> list[commands.Write]:
+        """Its writes."""
+        return commands.writes_of(write_id, self.specs, self.row_bytes, self.splits)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the whole payload."""
+        return sum(self.row_bytes) + sum(sum(split.row_bytes) for split in self.splits)
 
 
 class Ledger:
@@ -91,7 +112,7 @@ class Ledger:
         self._partitions: dict[str, Partition] = {}
         self._pending: dict[int, Pending] = {}
         self._writes: dict[int, Write] = {}
-        self._garbage: dict[Ref, None] = {}
+        self._garbage: dict[Ref, int | None] = {}  # ref -> the first write of its put, if it was abandoned
         self.held_bytes = 0
         self._room = RoomQueue()
         self._next_write = 1
@@ -133,13 +154,13 @@ class Ledger:
     def _begin_put(self, command: commands.BeginPut, now: float) -> int:
         self._reap(now)
         partition, known = self._check_begin(command, self._capacity_bytes, now)
-        size_bytes = sum(command.row_bytes)
+        size_bytes = command.size_bytes
         if size_bytes:
             self._room.enter(command.ticket, size_bytes)
         write_id = command.write_id
         if write_id is None:
             write_id = self._next_write
-            self._next_write += max(len(command.sample_ids), 1)
+            self._next_write += command.num_ids
         self.held_bytes += size_bytes
         self._pending[write_id] = Pending(
             partition_id=command.partition_id,
@@ -148,6 +169,7 @@ class Ledger:
             sample_ids=list(command.sample_ids),
             specs=dict(command.specs),
             row_bytes=list(command.row_bytes),
+            splits=list(command.splits),
             tags=None if command.tags is None else [dict(row) for row in command.tags],
             known=known,
             expires_at=now + command.ttl_s,
@@ -195,7 +217,7 @@ class Ledger:
         pending = self._pending.pop(command.write_id, None)
         if pending is not None:
             return self._abandon(command.write_id, pending)
-        return [ref for ref in self._garbage if ref[0] == command.write_id]
+        return [ref for ref, put in self._garbage.items() if put == command.write_id]
 
     @_apply.register
     def _put_tags(self, command: commands.PutTags, now: float) -> None:
@@ -249,10 +271,10 @@ class Ledger:
                     )
 
     def _check_capacity(self, put: commands.BeginPut, capacity_bytes: int | None, now: float) -> None:
-        size_bytes = sum(put.row_bytes)
+        size_bytes = put.size_bytes
         if capacity_bytes is None or not size_bytes:  # tags take no room
             return
-        held_bytes = self.held_bytes - sum(sum(self._pending[each].row_bytes) for each in self._abandoned(now))
+        held_bytes = self.held_bytes - sum(self._pending[each].size_bytes for each in self._abandoned(now))
         free_bytes = capacity_bytes - held_bytes
         num_ahead = 0
         if size_bytes <= free_bytes:
@@ -277,14 +299,20 @@ class Ledger:
     def _apply_put(self, partition: Partition, write_id: int, pending: Pending) -> list[Ref]:
         for name, spec in pending.specs.items():
             partition.specs.setdefault(name, spec)
-        names = tuple(pending.specs)
-        if names:
-            slots = {name: slot for slot, name in enumerate(names)}
-            self._writes[write_id] = Write(slots, pending.row_bytes, len(pending.sample_ids))
+        writes = pending.writes(write_id)
+        for write in writes:
+            slots = {name: slot for slot, name in enumerate(write.fields)}
+            counts = Counter(write.positions or ())
+            num_sharers = {pos: count for pos, count in counts.items() if count > 1}
+            self._writes[write.write_id] = Write(slots, list(write.row_bytes), len(write.row_bytes), num_sharers)
         freed: list[Ref] = []
-        for pos, sample_id in enumerate(pending.sample_ids):
-            tags = None if pending.tags is None else pending.tags[pos]
-            freed.extend(partition.write_row(sample_id, self._next_seq, names, (write_id, pos), tags))
+        for row, sample_id in enumerate(pending.sample_ids):
+            cells: dict[str, Ref] = {}
+            for write in writes:
+                pos = row if write.positions is None else write.positions[row]
+                cells.update(dict.fromkeys(write.fields, (write.write_id, pos)))
+            tags = None if pending.tags is None else pending.tags[row]
+            freed.extend(partition.write_row(sample_id, self._next_seq, cells, tags))
             self._next_seq += 1
         return self._free(freed)
 
@@ -428,22 +456,30 @@ class Ledger:
             self._garbage.pop((ref[0], ref[1]), None)
 
     def _free(self, refs: list[Ref]) -> list[Ref]:
-        self._room.freed |= bool(refs)
+        """Gives up one reference per ref. Returns the refs that no sample refers to any longer."""
+        freed: list[Ref] = []
         for ref in refs:
             write_id, pos = ref
             write = self._writes[write_id]
+            if pos in write.num_sharers:
+                write.num_sharers[pos] -= 1
+                if write.num_sharers[pos] == 1:
+                    del write.num_sharers[pos]
+                continue
             self.held_bytes -= write.row_bytes[pos]
             write.num_live -= 1
             if not write.num_live:
                 del self._writes[write_id]
             self._garbage[ref] = None
-        return refs
+            freed.append(ref)
+        self._room.freed |= bool(freed)
+        return freed
 
     def _abandon(self, write_id: int, pending: Pending) -> list[Ref]:
         self._room.freed = True
-        self.held_bytes -= sum(pending.row_bytes)
-        refs = [(write_id, pos) for pos in range(len(pending.sample_ids))] if pending.specs else []
-        self._garbage.update(dict.fromkeys(refs))
+        self.held_bytes -= pending.size_bytes
+        refs = [(write.write_id, pos) for write in pending.writes(write_id) for pos in range(len(write.row_bytes))]
+        self._garbage.update(dict.fromkeys(refs, write_id))
         return refs
 
     def _reap(self, now: float) -> None:

@@ -81,19 +81,18 @@ class Partition:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def write_row(
-        self, sample_id: str, seq: int, names: Sequence[str], ref: Ref, tags: Mapping[str, TagValue] | None
+        self, sample_id: str, seq: int, cells: Mapping[str, Ref], tags: Mapping[str, TagValue] | None
     ) -> list[Ref]:
         """Makes cells of one row produced, all at once, with its tags.
 
         Args:
             sample_id: The row. It is created if it does not exist.
             seq: Its number, if it is created.
-            names: The fields written. May be empty.
-            ref: The ref of their payload.
+            cells: The fields written, each with the ref of its payload. May be empty.
             tags: Merged key by key into the row's tags, or None.
 
         Returns:
-            Refs that no cell uses any longer.
+            Refs that no cell of the row uses any longer.
         """
         row = self.rows.get(sample_id)
         is_new = row is None
@@ -101,9 +100,9 @@ class Partition:
             row = self._new_row(sample_id, seq)
         before = row.cells
         replaced: list[Ref] = []
-        if names:
-            row.cells = {**before, **dict.fromkeys(names, ref)}
-            if not before.keys().isdisjoint(names):
+        if cells:
+            row.cells = {**before, **cells}
+            if not before.keys().isdisjoint(cells):
                 live = set(row.cells.values())
                 replaced = [old for old in dict.fromkeys(before.values()) if old not in live]
         if tags is not None:

@@ -3,7 +3,7 @@
 The state is a sequence of sections. Each is a map for msgpack with its kind under ``part``. Their order is:
 
     ledger      counters
-    writes      committed puts that rows refer to; a row refers to a write by its index in this list
+    writes      writes of committed puts that rows refer to; a row refers to a write by its index in this list
     partition   a registration; then, of the same partition,
       seen      the ids ever written, if they are counted
       rows      the rows in order of first write, column by column
@@ -20,12 +20,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
+from dataplane_core.ledger.commands import Split
 from dataplane_core.ledger.ledger import Ledger, Pending, Write
 from dataplane_core.ledger.partition import Partition, Task
 from dataplane_core.ledger.rows import Group, Hold, Ref, Row, group_of
 from dataplane_core.spec import FieldSpec, PartitionInfo
 
-__all__ = ["StateReader", "pack_refs", "pack_write_id", "to_state", "unpack_refs", "unpack_write_id"]
+__all__ = [
+    "StateReader",
+    "pack_refs",
+    "pack_splits",
+    "pack_write_id",
+    "to_state",
+    "unpack_refs",
+    "unpack_splits",
+    "unpack_write_id",
+]
 
 #: The most items of a section, which limits the memory for one section.
 _SECTION_ITEMS: Final = 2_000
@@ -55,6 +65,7 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
             "fields": [list(write.slots) for _, write in some],
             "row_bytes": [write.row_bytes for _, write in some],
             "num_live": [write.num_live for _, write in some],
+            "num_sharers": [list(write.num_sharers.items()) for _, write in some],
         }
     for partition in ledger._partitions.values():
         yield from _partition_state(partition, places, now)
@@ -68,6 +79,7 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
             "sample_ids": pending.sample_ids,
             "specs": {name: spec.to_text() for name, spec in pending.specs.items()},
             "row_bytes": pending.row_bytes,
+            "splits": pack_splits(pending.splits),
             "tags": pending.tags,
             "known_seqs": [None if row is None else row.seq for row in pending.known],
             "left_s": max(0.0, pending.expires_at - now),
@@ -100,11 +112,13 @@ class StateReader:
             ledger._next_seq = section["next_seq"]
             ledger.held_bytes = section["held_bytes"]
         elif part == "writes":
-            for each, fields, row_bytes, num_live in _columns(section, "write_ids", "fields", "row_bytes", "num_live"):
+            shared = section.get("num_sharers") or [[]] * len(section["write_ids"])  # none in version 3 of the format
+            names = ("write_ids", "fields", "row_bytes", "num_live")
+            for (each, fields, row_bytes, num_live), num_sharers in zip(_columns(section, *names), shared, strict=True):
                 write_id = unpack_write_id(each)
                 self._write_ids.append(write_id)
                 slots = {name: slot for slot, name in enumerate(fields)}
-                ledger._writes[write_id] = Write(slots, row_bytes, num_live)
+                ledger._writes[write_id] = Write(slots, row_bytes, num_live, dict(num_sharers))
         elif part == "partition":
             self._partition = _restore_partition(section, self._self_expiring)
             ledger._partitions[self._partition.partition_id] = self._partition
@@ -227,6 +241,7 @@ def _restore_pending(ledger: Ledger, section: Mapping[str, Any], now: float) -> 
         sample_ids=section["sample_ids"],
         specs={name: FieldSpec.from_text(text) for name, text in section["specs"].items()},
         row_bytes=section["row_bytes"],
+        splits=unpack_splits(section.get("splits", ())),
         tags=section["tags"],
         known=known,
         expires_at=now + section["left_s"],
@@ -251,6 +266,19 @@ def pack_write_id(write_id: int) -> bytes:
 def unpack_write_id(data: bytes) -> int:
     """Reads `pack_write_id`'s bytes."""
     return int.from_bytes(data, "big")
+
+
+def pack_splits(splits: Sequence[Split]) -> list[list[Any]]:
+    """Splits as ``[fields, row bytes, positions or None]``."""
+    return [
+        [list(each.fields), list(each.row_bytes), None if each.positions is None else list(each.positions)]
+        for each in splits
+    ]
+
+
+def unpack_splits(packed: Sequence[Sequence[Any]]) -> list[Split]:
+    """Reads `pack_splits`' lists."""
+    return [Split(*each) for each in packed]
 
 
 def pack_refs(refs: Sequence[Ref]) -> list[list[Any]]:

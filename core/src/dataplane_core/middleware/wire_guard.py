@@ -42,7 +42,17 @@ from dataplane_core.codec import (
 )
 from dataplane_core.errors import ConfigError, CorruptDataError, InvalidTypeError, MissingDataError, preview
 from dataplane_core.middleware.base import Middleware, MiddlewareContext
-from dataplane_core.spec import FieldSpec, GetRequest, PutReply, PutRequest, WireBatch, WireColumn, WireFormat, hookimpl
+from dataplane_core.spec import (
+    FieldSpec,
+    GetRequest,
+    PutReply,
+    PutRequest,
+    SharedRows,
+    WireBatch,
+    WireColumn,
+    WireFormat,
+    hookimpl,
+)
 
 __all__ = ["WireGuard"]
 
@@ -127,7 +137,7 @@ class WireGuard(Middleware):
             )
 
     def _checksums(
-        self, request: PutRequest | GetRequest, name: str, column: WireColumn, spec: FieldSpec
+        self, request: PutRequest | GetRequest, name: str, column: WireColumn | SharedRows, spec: FieldSpec
     ) -> torch.Tensor:
         """One checksum per cell, (N,) int64, over its partition, sample, field and spec, and its bytes."""
         place = zlib.crc32("\0".join((request.partition_id, name, spec.to_text(), "")).encode(errors="surrogatepass"))
@@ -138,9 +148,12 @@ class WireGuard(Middleware):
         )
 
 
-def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterator[BytesLike]:
+def _row_bytes(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> Iterator[BytesLike]:
     """The bytes of each cell of an encoded column in any container. No copy if they are contiguous."""
-    if isinstance(column, torch.Tensor):
+    if isinstance(column, SharedRows):
+        cells = list(_row_bytes(column.rows, spec, wire))
+        yield from (cells[row] for row in column.index)
+    elif isinstance(column, torch.Tensor):
         rows = ragged_of_nested(column, "a column") if column.is_nested else host_tensor(column, "a column")
         plain, cuts = (
             (rows.values, (rows.offsets * rows.itemsize).tolist())

@@ -88,6 +88,7 @@ class WireFormat:
         dtypes: The dtypes that the engine carries. The others are sent bit-cast to uint8, which must be one of them.
             None: all that the contract promises.
         zero_length_rows: Whether the engine carries rows of length 0. If not, every row is sent with one extra element.
+        shared_rows: Whether equal large cells of a column are sent once, as `SharedRows`, and may be returned so.
     """
 
     bytes: bool = False
@@ -96,6 +97,7 @@ class WireFormat:
     objects: Literal["native", "encoded"] = "encoded"
     dtypes: frozenset[torch.dtype] | None = None
     zero_length_rows: bool = True
+    shared_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.ragged not in ("jagged", "rows"):

@@ -48,6 +48,7 @@ __all__ = [
     "RenewRequest",
     "SampleList",
     "SettleReply",
+    "SharedRows",
     "WireBatch",
     "WireColumn",
     "hookimpl",
@@ -65,6 +66,19 @@ hookimpl = pluggy.HookimplMarker("dataplane")
 
 #: One column as a backend sees it: a dense or jagged tensor, or a list of row tensors, of frames or of items.
 WireColumn: TypeAlias = "torch.Tensor | list[Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """A column whose rows repeat. Only backends with `WireFormat.shared_rows` take and return it.
+
+    Attributes:
+        rows: The column without the repeats.
+        index: For each row of the column, its row in ``rows``.
+    """
+
+    rows: WireColumn
+    index: Sequence[int]
 
 
 def new_id() -> str:
@@ -131,7 +145,7 @@ class PutRequest:
 
     partition_id: str
     sample_ids: list[str]
-    columns: dict[str, WireColumn]
+    columns: dict[str, WireColumn | SharedRows]
     specs: dict[str, FieldSpec]
     tags: list[dict[str, TagValue]] | None
     epoch: str | None = None
@@ -290,7 +304,7 @@ class WireBatch:
         specs: Field -> the spec fixed by the field's first write.
     """
 
-    columns: Mapping[str, WireColumn]
+    columns: Mapping[str, WireColumn | SharedRows]
     specs: Mapping[str, FieldSpec]
 
 

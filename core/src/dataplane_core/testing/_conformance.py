@@ -14,6 +14,7 @@ from dataplane_core.testing.suites.clear import ClearSuite
 from dataplane_core.testing.suites.consumption import ConsumptionSuite
 from dataplane_core.testing.suites.costs import CostSuite
 from dataplane_core.testing.suites.crashes import CrashSuite
+from dataplane_core.testing.suites.equal_cells import EqualCellsSuite
 from dataplane_core.testing.suites.errors import ErrorSuite
 from dataplane_core.testing.suites.faults import FaultSuite
 from dataplane_core.testing.suites.get import GetSuite
@@ -61,6 +62,7 @@ class BackendConformance(
     LeaseSuite,
     GroupSuite,
     ClaimSuite,
+    EqualCellsSuite,
     MultimodalSuite,
     MatrixSuite,
     GetSuite,

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import msgpack
@@ -11,16 +12,20 @@ from blob_stores import Clock, journaled, open_client, trimmed
 from dataplane_core.backends.journal_records import DIGEST_BYTES, OPS, Record, seal
 from dataplane_core.errors import CorruptDataError, LeaseExpiredError
 
-_GOLDEN = json.loads((Path(__file__).parent / "golden" / "v3.json").read_text())
-RECORDS = [base64.b64decode(text) for text in _GOLDEN["records"]]
-BLOBS = {key: base64.b64decode(text) for key, text in _GOLDEN["blobs"].items()}
+_GOLDEN = {
+    version: json.loads((Path(__file__).parent / "golden" / f"v{version}.json").read_text()) for version in (3, 4)
+}
+RECORDS = {version: [base64.b64decode(text) for text in file["records"]] for version, file in _GOLDEN.items()}
+BLOBS = {
+    version: {key: base64.b64decode(text) for key, text in file["blobs"].items()} for version, file in _GOLDEN.items()
+}
 FIELDS = {
     "begin": "store",
     "expire": "leases writes",
     "plan": "snapshot",
     "snapshot": "store snapshot chunks nbytes digest records garbage",
     "register": "partition_id fields num_samples consumer_tasks grpo_group_size enums epoch",
-    "begin_put": "partition_id sample_ids specs row_bytes tags epoch write_id ticket ttl_s",
+    "begin_put": "partition_id sample_ids specs row_bytes tags epoch write_id splits ticket ttl_s",
     "wait_for_room": "ticket size_bytes wait_s",
     "commit_put": "write_id",
     "abort_put": "write_id",
@@ -34,11 +39,11 @@ FIELDS = {
 }
 
 
-def stored(cls, first=0):
+def stored(cls, version, first=0):
     """A store with the file's records from ``first`` on."""
     client = open_client(cls)
-    cls.journal.update({seq: data for seq, data in enumerate(RECORDS) if seq >= first})
-    client._backend.blobs.update(BLOBS)
+    cls.journal.update({seq: data for seq, data in enumerate(RECORDS[version]) if seq >= first})
+    client._backend.blobs.update(BLOBS[version])
     return client
 
 
@@ -49,7 +54,7 @@ def test_the_ops_and_their_fields_are_these():
 
 def test_the_file_holds_every_op_and_is_written_again_byte_for_byte():
     seen = set()
-    for seq, data in enumerate(RECORDS):
+    for seq, data in enumerate(RECORDS[4]):
         record = Record.from_bytes(data, seq)
         held = msgpack.unpackb(data[DIGEST_BYTES:])
         assert list(held) == ["v", "seq", "prev", "op", *FIELDS[record.command.op].split()]
@@ -58,14 +63,17 @@ def test_the_file_holds_every_op_and_is_written_again_byte_for_byte():
     assert seen == set(FIELDS)
 
 
+@pytest.mark.parametrize("version", [3, 4])
 @pytest.mark.parametrize("way", ["all records", "snapshot"])
-def test_the_file_replays_to_what_it_was(way):
+def test_the_file_replays_to_what_it_was(way, version):
     cls = journaled() if way == "all records" else trimmed()
     first = 0
     if way == "snapshot":
-        first = next(seq for seq, data in enumerate(RECORDS) if Record.from_bytes(data, seq).command.op == "snapshot")
+        first = next(
+            seq for seq, data in enumerate(RECORDS[version]) if Record.from_bytes(data, seq).command.op == "snapshot"
+        )
         cls.trims.append(first)
-    with stored(cls, first) as client:
+    with stored(cls, version, first) as client:
         clock = Clock(client)
         listed = client.list_samples("p")
         assert listed.sample_ids == ["k_g0", "k_g1", "m_g0", "m_g1"]
@@ -83,7 +91,7 @@ def test_the_file_replays_to_what_it_was(way):
             client.list_samples("q")
         with pytest.raises(ValueError, match="group 'k' would have 3 members"):
             client.put_samples(["k_g2"], "p", tags=[{}])
-        claim = next(Record.from_bytes(data, 0).command for data in reversed(RECORDS) if b"claim" in data)
+        claim = next(Record.from_bytes(data, 0).command for data in reversed(RECORDS[version]) if b"claim" in data)
         assert client.claim_meta("p", "t", ["x"], 2, blocking=False).sample_ids == []  # acked, and leased
         clock.now += 10.1
         again = client.claim_meta("p", "t", ["x"], 2, blocking=False, lease_s=5.0)
@@ -99,13 +107,32 @@ def test_the_file_replays_to_what_it_was(way):
         assert not [key for key in client._backend.blobs if key.startswith("row")]
 
 
+@pytest.mark.parametrize("way", ["all records", "snapshot"])
+def test_a_row_that_samples_share_is_freed_with_the_last_of_them(way):
+    cls = journaled() if way == "all records" else trimmed()
+    first = 0
+    if way == "snapshot":
+        first = next(
+            seq for seq, data in enumerate(RECORDS[4]) if Record.from_bytes(data, seq).command.op == "snapshot"
+        )
+        cls.trims.append(first)
+    with stored(cls, 4, first) as client:
+        client.list_samples("shared")
+        ledger = client._backend._journal._service._ledger
+        held = [ledger.held_bytes]
+        for name in ("a", "b", "c"):
+            client.clear_samples([name], "shared")
+            held.append(ledger.held_bytes)
+        assert [before - after for before, after in pairwise(held)] == [8, 208, 108]
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_versions_before_the_fields_had_names_are_refused_with_the_reason(version):
     cls = journaled()
     with open_client(cls) as client:
         cls.journal[0] = msgpack.packb([version, 0.0, "clear", ["p", None], {}])
         with pytest.raises(
-            CorruptDataError, match=rf"of version {version}\. Expected 3\. Another dataplane-core wrote it"
+            CorruptDataError, match=rf"of version {version}\. Expected 3 or 4\. Another dataplane-core wrote it"
         ):
             client.list_samples("p")
 
@@ -113,6 +140,6 @@ def test_versions_before_the_fields_had_names_are_refused_with_the_reason(versio
 def test_a_later_version_is_refused_with_the_reason():
     cls = journaled()
     with open_client(cls) as client:
-        cls.journal[0] = seal(msgpack.packb({"v": 4, "anything": "else"}))
-        with pytest.raises(CorruptDataError, match=r"record 0 is of version 4\. Expected 3\."):
+        cls.journal[0] = seal(msgpack.packb({"v": 5, "anything": "else"}))
+        with pytest.raises(CorruptDataError, match=r"record 0 is of version 5\. Expected 3 or 4\."):
             client.list_samples("p")

@@ -118,3 +118,29 @@ class CountsEpochs(NoopBackend):
         self.count = self.__dict__.get("count", 0) + 1
         request.epoch = str(self.count)
         return super().register_partition(request)
+
+
+@breaks("test_clearing_a_sample_leaves_the_others")
+class FreesSharedRowsWithTheFirstSample(NoopBackend):
+    """The ledger forgets that several samples share a row."""
+
+    def _ledger(self, deadline, command):
+        reply = super()._ledger(deadline, command)
+        if isinstance(command, commands.CommitPut):
+            for write in self._service._ledger._writes.values():
+                write.num_sharers.clear()
+        return reply
+
+
+@breaks("test_equal_cells_count_once")
+class CountsSharedRowsForEachSample(NoopBackend):
+    """The capacity counts a shared row as often as it is shared."""
+
+    def _ledger(self, deadline, command):
+        if isinstance(command, commands.BeginPut):
+            splits = [
+                replace(split, row_bytes=[size * split.positions.count(row) for row, size in enumerate(split.row_bytes)])
+                for split in command.splits
+            ]
+            command = replace(command, splits=splits)
+        return super()._ledger(deadline, command)

@@ -133,7 +133,7 @@ def _blocks_of(
             stop += 1
         ids = meta.sample_ids[start:stop]
         frames, specs = encode_columns(client.get_samples(ids, meta.partition_id, list(names)), len(ids), _FRAMES)
-        data, offsets = join_rows([cast("Sequence[bytes]", frames[name]) for name in names])
+        data, offsets = join_rows([[cast("Sequence[bytes]", frames[name]) for name in names]])
         index.append(
             {
                 "num_rows": len(ids),

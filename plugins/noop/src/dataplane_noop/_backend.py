@@ -18,7 +18,7 @@ __all__ = ["NoopBackend"]
 class NoopBackend(LedgerBackend):
     """The reference backend: every operation of the contract, scope process. It waits for nothing but a lock."""
 
-    wire = WireFormat(ragged="jagged", objects="native")
+    wire = WireFormat(ragged="jagged", objects="native", shared_rows=True)
     capabilities = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
     scope = Scope.PROCESS
     why_not_declared: ClassVar[Mapping[str, str]] = {

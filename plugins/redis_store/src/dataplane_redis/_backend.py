@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from dataplane_core.backends import Backend, Finding
 from dataplane_core.errors import (
@@ -72,10 +72,12 @@ class RedisBackend(Backend):
     nobody starts it again. `durability` says what holds.
     """
 
-    wire = WireFormat(bytes=True)
+    wire = WireFormat(bytes=True, shared_rows=True)
     capabilities = frozenset(Capability)
     scope = Scope.CLUSTER
     Config = RedisConfig
+    #: See `bundles_of`.
+    row_cost_bytes: ClassVar[int | None] = 4096
 
     def __init__(self, config: RedisConfig) -> None:
         super().__init__(config)
@@ -174,7 +176,7 @@ class RedisBackend(Backend):
 
     def put_samples(self, request: PutRequest) -> PutReply:
         """Runs one script for a small put; else reserves, writes the rows and commits."""
-        return self._puts.put_samples(request)
+        return self._puts.put_samples(request, self.row_cost_bytes)
 
     # --- reads --------------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,10 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
-from dataplane_core.backends import framed_columns
+from dataplane_core.backends import Bundle, bundles_of, framed_columns
 from dataplane_core.codec import join_rows, row_nbytes
 from dataplane_core.errors import DataPlaneError, OperationTimeoutError
 from dataplane_core.spec import PutReply, PutRequest
@@ -23,7 +24,7 @@ from dataplane_redis._link import pack
 from dataplane_redis._rows import pack_rows
 from dataplane_redis._scripts import SCRIPTS
 from dataplane_redis._session import Session
-from dataplane_redis._wire import INLINE_BYTES, INLINE_ROWS, pack_layout, pack_request, pack_tags
+from dataplane_redis._wire import INLINE_BYTES, INLINE_ROWS, pack_parts, pack_request, pack_tags
 
 __all__ = ["Puts"]
 
@@ -49,43 +50,45 @@ class Puts:
         self._session = session
         self._not_undone: deque[bytes] = deque(maxlen=_MAX_NOT_UNDONE)  # failed puts, by write id
 
-    def put_samples(self, request: PutRequest) -> PutReply:
-        """Runs one script for a small put; else reserves, writes the rows and commits."""
+    def put_samples(self, request: PutRequest, row_cost_bytes: int | None) -> PutReply:
+        """Runs one script for a small put; else reserves, writes the rows and commits.
+
+        Args:
+            request: The put.
+            row_cost_bytes: See `bundles_of`.
+        """
         instance = self._session.connected()[1]
         self._undo_remembered(request.deadline)
         num_samples = len(request.sample_ids)
         what = f"put_samples('{request.partition_id}', {num_samples} samples)"
-        names = list(request.columns)
-        frames = framed_columns(request.columns)
-        sizes = row_nbytes(request.columns, num_samples) if names else [0] * num_samples
-        total = sum(sizes)
+        bundles, total = _bundles_of(request, row_cost_bytes)
+        stored = [bundle for bundle in bundles if bundle.columns]
         left_s = max(0.0, request.deadline - time.monotonic())
         wait_s = left_s if instance.on_full == "block" else 0.0
         common = (
             request.partition_id,
             "" if request.epoch is None else request.epoch,
             request.sample_ids,
-            sizes,
-            pack_layout(names),
-            [text for name in names for text in (name, request.specs[name].to_text())],
+            pack_parts(stored),
+            [text for name, spec in request.specs.items() for text in (name, spec.to_text())],
             "" if request.tags is None else [pack_tags(row) for row in request.tags],
             instance.capacity_bytes or 0,
             left_s + _ABANDON_GRACE_S,
         )
-        small = num_samples <= INLINE_ROWS and total + 32 * num_samples * len(names) <= INLINE_BYTES
-        if small or not names:
+        small = num_samples <= INLINE_ROWS and total + 32 * num_samples * len(request.columns) <= INLINE_BYTES
+        if small or not stored:
             rows: list[memoryview] = []
-            if names:
-                buffer, offsets = join_rows(frames)
+            if stored:
+                buffer, offsets = join_rows([framed_columns(bundle.columns) for bundle in stored])
                 view, cuts = memoryview(buffer), offsets.tolist()
-                rows = [view[cuts[row] : cuts[row + 1]] for row in range(num_samples)]
+                rows = [view[start:stop] for start, stop in pairwise(cuts)]
             write = _new_write()
             packed = pack_request("inline", *common, write, b"", wait_s)
             with self._undone_on_error(write, request.deadline):
                 self._reserve(what, request, total, write, packed, rows)
             return PutReply(num_samples=num_samples)
         link, _ = self._session.connected()
-        link.retry_while_refused(request.deadline, lambda: self._put_rows(what, request, total, frames, common, wait_s))
+        link.retry_while_refused(request.deadline, lambda: self._put_rows(what, request, total, stored, common, wait_s))
         return PutReply(num_samples=num_samples)
 
     def _put_rows(
@@ -93,7 +96,7 @@ class Puts:
         what: str,
         request: PutRequest,
         total: int,
-        frames: Sequence[Sequence[Any]],
+        bundles: Sequence[Bundle],
         common: Sequence[Any],
         wait_s: float,
     ) -> None:
@@ -103,7 +106,7 @@ class Puts:
         with self._undone_on_error(write, request.deadline):
             reply = self._reserve(what, request, total, write, begin, ())
             commit = pack_request("commit", common[0], reply[1], *common[2:], write, reply[2])
-            self._write(what, write, frames, total, commit, request)
+            self._write(what, write, bundles, commit, request)
 
     def _reserve(
         self, what: str, request: PutRequest, total: int, write: bytes, packed: bytes, rows: Sequence[memoryview]
@@ -144,31 +147,28 @@ class Puts:
         self,
         what: str,
         write: bytes,
-        frames: Sequence[Sequence[Any]],
-        total: int,
+        bundles: Sequence[Bundle],
         commit: bytes,
         request: PutRequest,
     ) -> None:
         """Sends the rows and the commit. Raises unless the server confirms the commit."""
         link, instance = self._session.connected()
-        num_samples = len(request.sample_ids)
         key = self._session.key_of(write)
-        step = max(1, min(1000, _CHUNK_BYTES * num_samples // max(1, total)))
-        starts = range(0, num_samples, step)
+        chunks = _chunks_of(bundles)
         left_s = max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S
         expiry = pack((b"PEXPIRE", key, b"%d" % int(left_s * 1000)))
         multi, execute = pack((b"MULTI",)), pack((b"EXEC",))
         put = SCRIPTS["put"]
 
         def commands() -> Iterator[list[Any]]:
-            for start in starts:  # each transaction sets the expiry: should this client die, the server drops the rows
+            for position, frames in chunks:  # each sets the expiry: should this client die, the server drops the rows
                 yield multi
-                yield pack_rows(key, start, [column[start : start + step] for column in frames])
+                yield pack_rows(key, position, frames)
                 yield expiry
                 yield execute
             yield pack((b"EVALSHA", put.sha, b"1", self._session.base, commit, instance.call_context()))
 
-        replies = link.commands(what, request.deadline, commands(), 4 * len(starts) + 1)
+        replies = link.commands(what, request.deadline, commands(), 4 * len(chunks) + 1)
         reply = replies.pop()
         for each in replies:
             if isinstance(each, Exception):
@@ -214,6 +214,28 @@ class Puts:
             except DataPlaneError:
                 self._not_undone.append(write)
                 raise
+
+
+def _bundles_of(request: PutRequest, row_cost_bytes: int | None) -> tuple[list[Bundle], int]:
+    """What is stored together, and the bytes of all. A small put is not worth more than one row per sample."""
+    columns = {name: request.columns[name] for name in request.specs}
+    num_samples = len(request.sample_ids)
+    total = sum(row_nbytes(columns, num_samples))
+    return bundles_of(columns, num_samples, None if total <= INLINE_BYTES else row_cost_bytes), total
+
+
+def _chunks_of(bundles: Sequence[Bundle]) -> list[tuple[int, list[Any]]]:
+    """The rows of a put in parts of about `_CHUNK_BYTES`: the position of the first row, and the frames by column."""
+    chunks = []
+    first = 0
+    for bundle in bundles:
+        frames = framed_columns(bundle.columns)
+        num_rows = len(bundle.row_bytes)
+        step = max(1, min(1000, _CHUNK_BYTES * num_rows // max(1, sum(bundle.row_bytes))))
+        for start in range(0, num_rows, step):
+            chunks.append((first + start, [column[start : start + step] for column in frames]))
+        first += num_rows
+    return chunks
 
 
 def _new_write() -> bytes:

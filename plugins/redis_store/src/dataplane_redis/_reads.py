@@ -12,7 +12,16 @@ from typing import Any, Final, TypeAlias
 
 from dataplane_core.codec import split_rows
 from dataplane_core.errors import CorruptDataError, OperationTimeoutError
-from dataplane_core.spec import FieldSpec, GetRequest, ListRequest, SampleList, TagValue, WireBatch, WireColumn
+from dataplane_core.spec import (
+    FieldSpec,
+    GetRequest,
+    ListRequest,
+    SampleList,
+    SharedRows,
+    TagValue,
+    WireBatch,
+    WireColumn,
+)
 from dataplane_redis import _refusals
 from dataplane_redis._link import Read, pack
 from dataplane_redis._rows import ReadPlans, row_overhead
@@ -112,7 +121,7 @@ class Reads:
         picks: Sequence[Any],
         num_cells: Sequence[int],
         sent: Sequence[Any] | None,
-    ) -> tuple[dict[str, WireColumn], list[tuple[bytes, int, int, Any]]]:
+    ) -> tuple[dict[str, WireColumn | SharedRows], list[tuple[bytes, int, int, Any]]]:
         """Fetches the frames in the order of the request.
 
         Args:
@@ -127,36 +136,46 @@ class Reads:
             The columns; and for each place that was empty: write, position, row of the request, (column, slot) pairs.
             If any was, there are no columns.
         """
-        columns: list[list[Any]] = [[None] * len(refs) for _ in request.fields]
-        wanted: list[tuple[bytes, int, int, Any]] = []
+        uses: dict[_Place, list[tuple[int, Any]]] = {}  # place -> rows of the request, each with (column, slot) pairs
+        by_write: dict[bytes, list[tuple[int, int]]] = {}
         payload: list[Any] = []
-        if sent is not None:
-            start = 0
-            for row, (each, plan) in enumerate(zip(refs, picks, strict=True)):
-                for index, pairs in plan:
-                    wanted.append((*each[index][:2], row, pairs))
+        start = 0
+        for row, (each, plan) in enumerate(zip(refs, picks, strict=True)):
+            for index, pairs in plan:
+                write, position, layout, size = each[index]
+                use = uses.get((write, position))
+                if use is not None:
+                    use.append((row, pairs))
+                    continue
+                uses[write, position] = [(row, pairs)]
+                if sent is not None:
                     payload.append(sent[start + index])
-                start += len(each)
-        else:
-            by_write: dict[bytes, list[tuple[int, int]]] = {}
-            places: dict[bytes, list[tuple[bytes, int, int, Any]]] = {}
-            for row, (each, plan) in enumerate(zip(refs, picks, strict=True)):
-                for index, pairs in plan:
-                    write, position, layout, size = each[index]
+                else:
                     by_write.setdefault(write, []).append((position, size + row_overhead(num_cells[layout])))
-                    places.setdefault(write, []).append((write, position, row, pairs))
+            start += len(each)
+        places: list[_Place] = list(uses)
+        if sent is None:
             link, _ = self._session.connected()
             for found in link.fetch(what, request.deadline, self._reads(by_write)):
                 payload += found
-            wanted = [place for each in places.values() for place in each]
+            places = [(write, position) for write, rows in by_write.items() for position, _ in rows]
         if None in payload:
-            return {}, [place for place, data in zip(wanted, payload, strict=True) if data is None]
-        for (_, _, row, pairs), frames in zip(wanted, split_rows(payload), strict=True):
-            for column, slot in pairs:
-                if slot >= len(frames):
-                    raise CorruptDataError(f"{what}: a row holds {len(frames)} cells. Expected more than {slot}.")
-                columns[column][row] = frames[slot]
-        return dict(zip(request.fields, columns, strict=True)), []
+            empty = [place for place, data in zip(places, payload, strict=True) if data is None]
+            return {}, [(*place, row, pairs) for place in empty for row, pairs in uses[place]]
+        columns: list[list[Any]] = [[None] * len(refs) for _ in request.fields]
+        shared: set[int] = set()
+        for place, frames in zip(places, split_rows(payload), strict=True):
+            for row, pairs in uses[place]:
+                for column, slot in pairs:
+                    if slot >= len(frames):
+                        raise CorruptDataError(f"{what}: a row holds {len(frames)} cells. Expected more than {slot}.")
+                    columns[column][row] = frames[slot]
+            if len(uses[place]) > 1:
+                shared.update(column for column, _ in uses[place][0][1])
+        return {
+            name: _shared_rows(column) if number in shared else column
+            for number, (name, column) in enumerate(zip(request.fields, columns, strict=True))
+        }, []
 
     def _reads(self, by_write: Mapping[bytes, Sequence[tuple[int, int]]]) -> list[Read]:
         """Commands that read rows, given per write as (position, size in bytes).
@@ -194,3 +213,13 @@ class Reads:
             ids += map(text_of, some)
             tags += map(unpack_tags, some_tags)
         return SampleList(sample_ids=ids, tags=tags)
+
+
+def _shared_rows(frames: Sequence[Any]) -> SharedRows:
+    """A column whose rows repeat: equal ones are the same object."""
+    places: dict[int, int] = {}
+    index = [places.setdefault(id(frame), len(places)) for frame in frames]
+    rows: list[Any] = [None] * len(places)
+    for frame, place in zip(frames, index, strict=True):
+        rows[place] = frame
+    return SharedRows(rows, index)

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias
 import msgpack
 import numpy as np
 
+from dataplane_core.backends import Bundle
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.spec import TagValue
 
@@ -18,6 +19,7 @@ __all__ = [
     "Refs",
     "pack_filter",
     "pack_layout",
+    "pack_parts",
     "pack_request",
     "pack_tags",
     "text_of",
@@ -132,6 +134,15 @@ def pack_layout(names: Sequence[str]) -> bytes:
     for name in map(to_bytes, names):
         parts += (_SIZE.pack(len(name)), name)
     return b"".join(parts)
+
+
+def pack_parts(bundles: Sequence[Bundle]) -> list[list[Any]]:
+    """What a script must know of each bundle of a put: its layout, the sizes of its rows, and where each sample's row
+    is (or nothing, if sample i has row i)."""
+    return [
+        [pack_layout(list(bundle.columns)), bundle.row_bytes, "" if bundle.positions is None else bundle.positions]
+        for bundle in bundles
+    ]
 
 
 def unpack_layout(data: bytes) -> list[str]:

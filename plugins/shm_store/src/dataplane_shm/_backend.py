@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import numpy as np
 
 from dataplane_core.backends import (
     LEDGER_CAPABILITIES,
+    Bundle,
     Finding,
     LedgerBackend,
     OwnedProcess,
@@ -58,7 +59,7 @@ class ShmBackend(LedgerBackend):
     bootstrapping client starts and ends. Linux only.
     """
 
-    wire = WireFormat(ragged="jagged", objects="encoded")
+    wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True)
     capabilities = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
     scope = Scope.HOST
     why_not_declared: ClassVar[Mapping[str, str]] = {
@@ -73,8 +74,10 @@ class ShmBackend(LedgerBackend):
         self._process: OwnedProcess | None = None
         self._connection: Connection | None = None
         self._read_only: Arena | None = None  # for views
-        self._placed: dict[int, tuple[int, Layout]] = {}  # write id -> extent of a put that is begun
-        self._num_writes = itertools.count(1)
+        self._begun: dict[int, list[int]] = {}  # puts that are begun and not committed -> their writes
+        self._placed: dict[int, tuple[int, Layout]] = {}  # write id -> extent, until it is written
+        self._ids_lock = threading.Lock()
+        self._next_id = 1
 
     @classmethod
     def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
@@ -152,34 +155,44 @@ class ShmBackend(LedgerBackend):
             parts, specs = found.located.parts, found.located.specs
             return cast("Reply", _PlacedCells(parts, specs, found.places, found.gone, pin))
         if isinstance(command, commands.AbortPut):
-            self._placed.pop(command.write_id, None)
-        if isinstance(command, commands.CommitPut) and self._placed.pop(command.write_id, None) is None:
+            for write_id in self._begun.pop(command.write_id, ()):
+                self._placed.pop(write_id, None)
+        if isinstance(command, commands.CommitPut) and self._begun.pop(command.write_id, None) is None:
             return cast("Reply", [])  # it was committed by the request that began it
         return connection.call(command.op, deadline, command)
 
-    def _begin(self, begin: commands.BeginPut, columns: Mapping[str, WireColumn], deadline: float) -> int:
-        ordered = [columns[name] for name in begin.specs]
-        layout = _payload.plan(ordered, len(begin.sample_ids))
-        if layout.size_bytes <= _FEW_BYTES:
+    def _begin(self, begin: commands.BeginPut, bundles: Sequence[Bundle], deadline: float) -> int:
+        stored = [bundle for bundle in bundles if bundle.columns]
+        tables = [list(bundle.columns.values()) for bundle in stored]
+        layouts = [
+            _payload.plan(columns, len(bundle.row_bytes)) for columns, bundle in zip(tables, stored, strict=True)
+        ]
+        if len(layouts) == 1 and layouts[0].size_bytes <= _FEW_BYTES:
             assert begin.write_id is not None
-            data = np.zeros(layout.size_bytes, dtype=np.uint8)
-            _payload.write(data, layout, ordered)
-            self._connected().call(begin.op, deadline, PutWhole(begin, layout, data.tobytes()))
+            data = np.zeros(layouts[0].size_bytes, dtype=np.uint8)
+            _payload.write(data, layouts[0], tables[0])
+            self._connected().call(begin.op, deadline, PutWhole(begin, layouts[0], data.tobytes()))
             return begin.write_id  # it is committed
-        begun = self._connected().call(begin.op, deadline, Begin(begin, layout))
-        self._placed[begun.write_id] = (begun.offset, layout)
+        begun = self._connected().call(begin.op, deadline, Begin(begin, layouts))
+        writes = commands.writes_of(begun.write_id, begin.specs, begin.row_bytes, begin.splits)
+        self._begun[begun.write_id] = [write.write_id for write in writes]
+        for write, offset, layout in zip(writes, begun.offsets, layouts, strict=True):
+            self._placed[write.write_id] = (offset, layout)
         return begun.write_id
 
-    def _new_write_id(self) -> int:
-        """The number of the session and of the write: unique as long as the ledger lives."""
-        return self._connected().welcome.session << 40 | next(self._num_writes)
+    def _new_write_id(self, num_ids: int) -> int:
+        """The number of the session and of the id: unique as long as the ledger lives."""
+        with self._ids_lock:
+            first = self._next_id
+            self._next_id += num_ids
+        return self._connected().welcome.session << 40 | first
 
     # --- payload ------------------------------------------------------------------------------------------------------
 
     def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         if write_id not in self._placed:
             return  # it went with the request that began the put
-        offset, layout = self._placed[write_id]
+        offset, layout = self._placed.pop(write_id)
         connection = self._connected()  # held until the copy ends: the extent is free when the session ends
         _payload.write(connection.arena.bytes[offset : offset + layout.size_bytes], layout, list(columns.values()))
 
@@ -193,9 +206,7 @@ class ShmBackend(LedgerBackend):
             columns = _payload.view(window, located, located.places, num_samples)
             if columns is not None:
                 return columns
-        columns = _payload.read(self._connected().arena.bytes, located, located.places)
-        located.pin.release()
-        return columns
+        return _payload.read(self._connected().arena.bytes, located, located.places)
 
     def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
         # the store frees payload by itself; only the conformance kit, which loses payload on purpose, comes here

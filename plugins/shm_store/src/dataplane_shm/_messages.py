@@ -103,19 +103,19 @@ class Begun:
 
     Attributes:
         write_id: Its write id.
-        offset: Where its extent begins. It is pinned until this session commits or aborts the put.
+        offsets: Where the extents of its writes begin. They are pinned until this session commits or aborts the put.
     """
 
     write_id: int
-    offset: int
+    offsets: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Begin(Request[Begun]):
-    """Begins a put, and allocates its extent. Raises as `commands.BeginPut`."""
+    """Begins a put, and allocates an extent for each of its writes. Raises as `commands.BeginPut`."""
 
     put: commands.BeginPut
-    layout: Layout
+    layouts: list[Layout]
 
 
 @dataclass(frozen=True, slots=True)

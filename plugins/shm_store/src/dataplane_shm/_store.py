@@ -67,14 +67,14 @@ class Session:
 
     Attributes:
         number: Its number, never used again.
-        writing: Write id -> the extent that it writes.
+        writing: Write id of a put -> the extents that it writes.
         pins: Number of a pin -> the extents that it reads or views.
         aborted: Write ids of puts that it gave up before they were begun: their requests may be read later.
         ended: Whether the client is gone.
     """
 
     number: int
-    writing: dict[int, Extent] = field(default_factory=dict)
+    writing: dict[int, list[Extent]] = field(default_factory=dict)
     pins: dict[int, list[Extent]] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
     ended: bool = False
@@ -142,21 +142,22 @@ class Store:
             self._release(session, request.pin)
 
     def _begin(self, request: Begin, session: Session) -> Begun:
-        put, layout = request.put, request.layout
+        put = request.put
         if put.write_id in session.aborted:
             raise StalePartitionError("put_samples refused: its client gave it up before it was begun.")
         write_id = self._service.call(put)
         self._sweep()  # the ledger gave up puts of before
-        extent = self._allocate(layout.size_bytes)
-        if extent is None:
-            self._service.call(commands.AbortPut(write_id))
-            self._service.call(commands.Collected([(write_id, at) for at in range(len(put.sample_ids))]))
-            raise self._no_room(put, layout.size_bytes)
-        extent.pins += 1
-        session.writing[write_id] = extent
-        num_rows = len(put.sample_ids)
-        self._payloads[write_id] = _Payload(extent, layout, num_rows, num_rows, num_rows)
-        return Begun(write_id, extent.offset)
+        extents = self._allocate_all([layout.size_bytes for layout in request.layouts])
+        if extents is None:
+            refs = self._service.call(commands.AbortPut(write_id))
+            self._service.call(commands.Collected(refs))
+            raise self._no_room(put, sum(layout.size_bytes for layout in request.layouts))
+        session.writing[write_id] = extents
+        writes = commands.writes_of(write_id, put.specs, put.row_bytes, put.splits)
+        for write, extent, layout in zip(writes, extents, request.layouts, strict=True):
+            num_rows = len(write.row_bytes)
+            self._payloads[write.write_id] = _Payload(extent, layout, num_rows, num_rows, num_rows)
+        return Begun(write_id, [extent.offset for extent in extents])
 
     def _commit(self, command: commands.CommitPut, session: Session) -> Any:
         if command.write_id not in session.writing:
@@ -169,13 +170,14 @@ class Store:
         return []
 
     def _put_whole(self, request: PutWhole, session: Session) -> None:
-        begun = self._begin(Begin(request.put, request.layout), session)
+        begun = self._begin(Begin(request.put, [request.layout]), session)
         data = np.frombuffer(request.data, dtype=np.uint8)
-        self._arena.bytes[begun.offset : begun.offset + len(data)] = data
+        offset = begun.offsets[0]
+        self._arena.bytes[offset : offset + len(data)] = data
         self._commit(commands.CommitPut(begun.write_id), session)
 
     def _abort(self, command: commands.AbortPut, session: Session) -> Any:
-        if command.write_id not in self._payloads:
+        if command.write_id not in session.writing:
             session.aborted.add(command.write_id)
         self._stop_writing(session, command.write_id)
         self._service.call(command)
@@ -228,7 +230,7 @@ class Store:
 
     def _status(self, request: Status, session: Session) -> Statistics:
         pinned = {each for one in self._sessions.values() for pins in one.pins.values() for each in pins}
-        pinned.update(each for one in self._sessions.values() for each in one.writing.values())
+        pinned.update(each for one in self._sessions.values() for some in one.writing.values() for each in some)
         return Statistics(
             arena_bytes=self._extents.size_bytes,
             held_bytes=self._extents.used_bytes
@@ -246,6 +248,20 @@ class Store:
     def high_water(self) -> int:
         """Where the highest extent so far ended."""
         return self._extents.high_water
+
+    def _allocate_all(self, sizes: Sequence[int]) -> list[Extent] | None:
+        """Pinned extents of these sizes, or None if there is no room for all of them."""
+        extents: list[Extent] = []
+        for size_bytes in sizes:
+            extent = self._allocate(size_bytes)
+            if extent is None:
+                for each in extents:
+                    each.pins -= 1
+                    self._free(each)
+                return None
+            extent.pins += 1
+            extents.append(extent)
+        return extents
 
     def _allocate(self, size_bytes: int) -> Extent | None:
         extent = self._extents.allocate(size_bytes)
@@ -322,8 +338,7 @@ class Store:
                 self._free(payload.extent)
 
     def _stop_writing(self, session: Session, write_id: int) -> None:
-        extent = session.writing.pop(write_id, None)
-        if extent is not None:
+        for extent in session.writing.pop(write_id, ()):
             self._unpin(extent)
 
     def _release(self, session: Session, pin: int) -> None:

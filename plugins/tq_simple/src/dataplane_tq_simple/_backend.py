@@ -83,7 +83,7 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
         reply: Reply = self._connected().call("call", command, timeout_s=left_s(deadline))
         return reply
 
-    def _new_write_id(self) -> None:
+    def _new_write_id(self, num_ids: int) -> None:
         """None: the ledger numbers the writes. Handles have only 64 bits, and no write outlives the ledger."""
 
     def _connected(self) -> _Engine:

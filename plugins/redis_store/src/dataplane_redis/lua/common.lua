@@ -19,13 +19,14 @@
 --                        change, noted: see changed, lease: the last lease's number,
 --                        r:<index> -> the lease that a claim is filling
 --   base:w:<write>       hash: position -> joined cells of one row; written before the commit, never changed
---   base:e:<epoch>:      r   hash   id -> row: seq, then one ref (write, position, layout, bytes) per live write
+--   base:e:<epoch>:      r   hash   id -> row: seq, then the refs (write, position, layout, bytes) of its payload
 --                        t   hash   id -> msgpack map of tags
 --                        o   zset   id by seq: the order of first writes
 --                        x   set    ids that were cleared, if num is set
 --                        s   hash   field -> spec
 --                        l   list   layouts: the field names of a write, in order; li: hash layout -> index
 --                        u   set    writes that rows refer to
+--                        n   hash   write and position of a row that several ids share -> how many
 --                        g   hash   group -> seq, whether it is broken, how many members are held and how many
 --                                   listed, and the list of the first MEMBERS ids that joined it, as msgpack
 --                        gm  hash   "<group>:<part>" -> list of the next MEMBERS ids. A broken group adds no
@@ -211,10 +212,45 @@ local function free_room(bytes)
   if call('EXISTS', BASE .. ':line') == 1 then call('SET', BASE .. ':freed', string.format('%.6f', now())) end
 end
 
--- Frees payload: `refs` is a list of ref byte strings.
+-- Notes how many ids have each row of a part, where it is more than one.
+local function add_sharers(P, write, part)
+  local counts, args = {}, {}
+  for _, row in ipairs(part[3]) do counts[row] = (counts[row] or 0) + 1 end
+  for row, count in pairs(counts) do
+    if count > 1 then
+      args[#args + 1] = struct.pack('<c16I4', write, part.first + row)
+      args[#args + 1] = count
+    end
+  end
+  batched('HSET', P.at .. 'n', args)
+end
+
+-- The refs of a list that no other id has. Counts those of the others down.
+local function unshared(P, refs)
+  local key = P.at .. 'n'
+  if call('EXISTS', key) == 0 then return refs end
+  local rows, free, uses, order = {}, {}, {}, {}
+  for i, ref in ipairs(refs) do rows[i] = string.sub(ref, 1, 20) end
+  local counts = hmget(key, rows)
+  for i, ref in ipairs(refs) do
+    if counts[i] then
+      add_to(uses, order, rows[i], i)
+    else
+      free[#free + 1] = ref
+    end
+  end
+  for _, row in ipairs(order) do
+    local left = tonumber(counts[uses[row][1]]) - #uses[row]
+    if left > 1 then call('HSET', key, row, left) else call('HDEL', key, row) end
+    if left == 0 then free[#free + 1] = refs[uses[row][1]] end
+  end
+  return free
+end
+
+-- Gives up payload: `refs` is a list of ref byte strings, one for each id that had it. Frees what no id has any longer.
 local function free_refs(P, refs)
   local by_write, order, bytes = {}, {}, 0
-  for _, ref in ipairs(refs) do
+  for _, ref in ipairs(unshared(P, refs)) do
     local write, position, _, size = struct.unpack('<c16I4I4I8', ref)
     bytes = bytes + size
     add_to(by_write, order, write, position)

@@ -1,12 +1,16 @@
--- Request: {mode, partition, epoch ("" for any), ids, row sizes, layout, {field, spec, ...}, tags ("" or one msgpack
--- map or "" per row), capacity (0: none), ttl_s, write (16 bytes), known, how long to wait for room}. Mode "begin"
--- checks and reserves; "commit" checks again what may have changed and makes the rows visible; "inline" does both, with
+-- Request: {mode, partition, epoch ("" for any), ids, parts, {field, spec, ...}, tags ("" or one msgpack map or "" per
+-- row), capacity (0: none), ttl_s, write (16 bytes), known, how long to wait for room}. A part is some fields of the put,
+-- which have rows of their own: {layout, sizes of its rows, for each id its row, from 0 ("": row i)}. Mode "begin" checks and reserves; "commit" checks again what may have changed and makes the rows visible; "inline" does both, with
 -- the rows in ARGV[2...]. A put is identified by its random write id. So if the server restarted from a state without
 -- the begin, the commit is refused; and no seq is used twice.
-local mode, name, epoch, ids, sizes, layout, specs, tags, capacity, ttl_s, write, known, wait_s =
+local mode, name, epoch, ids, parts, specs, tags, capacity, ttl_s, write, known, wait_s =
   unpack(cmsgpack.unpack(ARGV[1]))
-local total = 0
-for i = 1, #sizes do total = total + sizes[i] end
+local total, num_rows = 0, 0
+for _, part in ipairs(parts) do
+  for i = 1, #part[2] do total = total + part[2][i] end
+  part.first = num_rows
+  num_rows = num_rows + #part[2]
+end
 local write_key = key_of_write(write)
 
 local function refuse(...)
@@ -64,7 +68,7 @@ if mode ~= 'commit' then
     if refused then return refused end
     leave_line(write)
   end
-  if layout ~= '' then call('INCRBY', BASE .. ':held', string.format('%.0f', total)) end
+  if num_rows > 0 then call('INCRBY', BASE .. ':held', string.format('%.0f', total)) end
 end
 if mode == 'begin' then
   call('ZADD', BASE .. ':pending', string.format('%.6f', now() + ttl_s), write)
@@ -75,30 +79,44 @@ if mode == 'begin' then
 end
 
 if mode == 'commit' then
-  if call('HLEN', write_key) ~= #ids then return refuse('incomplete') end
+  if call('HLEN', write_key) ~= num_rows then return refuse('incomplete') end
   call('ZREM', BASE .. ':pending', write)
   call('HDEL', BASE .. ':reserved', write)
   call('PERSIST', write_key)
-elseif layout ~= '' then
+elseif num_rows > 0 then
   local args = {}
-  for i = 1, #ids do
+  for i = 1, num_rows do
     args[#args + 1] = i - 1
     args[#args + 1] = ARGV[i + 1]
   end
   batched('HSET', write_key, args)
 end
 
-local layout_index
-if layout ~= '' then
+local new_sig = ''
+if num_rows > 0 then
   batched('HSET', P.at .. 's', specs)
-  layout_index = call('HGET', P.at .. 'li', layout)
-  if not layout_index then
-    layout_index = call('RPUSH', P.at .. 'l', layout) - 1
-    call('HSET', P.at .. 'li', layout, layout_index)
+  for _, part in ipairs(parts) do
+    local index = call('HGET', P.at .. 'li', part[1])
+    if not index then
+      index = call('RPUSH', P.at .. 'l', part[1]) - 1
+      call('HSET', P.at .. 'li', part[1], index)
+    end
+    part.layout = tonumber(index)
+    new_sig = new_sig .. struct.pack('<I4', part.layout)
+    if part[3] ~= '' then add_sharers(P, write, part) end
   end
-  layout_index = tonumber(layout_index)
   call('SADD', P.at .. 'u', write)
   call('HINCRBY', P.meta, 'bytes', string.format('%.0f', total))
+end
+
+-- The refs of the put's rows of an id.
+local function refs_of(i)
+  local refs = {}
+  for p, part in ipairs(parts) do
+    local row = part[3] == '' and i - 1 or part[3][i]
+    refs[p] = struct.pack('<c16I4I4I8', write, part.first + row, part.layout, part[2][row + 1])
+  end
+  return table.concat(refs)
 end
 
 -- For rows with the same signature: which refs stay, and the new signature.
@@ -106,10 +124,11 @@ local plans = {}
 local function plan_of(sig)
   local plan = plans[sig]
   if not plan then
-    local new = struct.pack('<I4', layout_index)
     plan = {stays = {}, sig = ''}
     local later = {}
-    for _, field in ipairs(layout_names(P, layout_index)) do later[field] = true end
+    for _, part in ipairs(parts) do
+      for _, field in ipairs(layout_names(P, part.layout)) do later[field] = true end
+    end
     for at = #sig - 3, 1, -4 do
       local stays = false
       for _, field in ipairs(layout_names(P, struct.unpack('<I4', sig, at))) do
@@ -121,7 +140,7 @@ local function plan_of(sig)
       plan.stays[(at + 3) / 4] = stays
       if stays then plan.sig = string.sub(sig, at, at + 3) .. plan.sig end
     end
-    plan.sig = plan.sig .. new
+    plan.sig = plan.sig .. new_sig
     plans[sig] = plan
   end
   return plan
@@ -137,7 +156,7 @@ if tags ~= '' then old_tags = hmget(P.at .. 't', ids) end
 for i, id in ipairs(ids) do
   local row, ref = rows[i], ''
   if row then known_ids[#known_ids + 1] = id end
-  if layout_index then ref = struct.pack('<c16I4I4I8', write, i - 1, layout_index, sizes[i]) end
+  if num_rows > 0 then ref = refs_of(i) end
   local after
   if not row then
     local seq = first_seq + i
@@ -149,7 +168,7 @@ for i, id in ipairs(ids) do
       local key = group_of(id)
       if not groups[key] then groups[key] = {seq = seq, broken = false, count = 0, listed = 0, first = ''} end
     end
-  elseif layout_index then
+  elseif num_rows > 0 then
     local sig = signature(row)
     local plan = plan_of(sig)
     local parts = {string.sub(row, 1, 8)}

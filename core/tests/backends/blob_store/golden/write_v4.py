@@ -1,6 +1,7 @@
-"""Writes ``v3.json``: a journal with every op and a snapshot, as version 3 of the records has them.
+"""Writes ``v4.json``: a journal with every op and a snapshot, as version 4 of the records has them.
 
-Run it only with the core that made version 3: the file shows that later ones still read it.
+Run it only with the core that made version 4: the file shows that later ones still read it. ``v3.json`` was written so,
+by the core that made version 3.
 """
 
 import base64
@@ -19,6 +20,9 @@ from blob_stores import Clock, journaled, open_client
 
 from dataplane_core.backends import journal_shortening
 from dataplane_core.ledger import commands
+from dataplane_core.spec import FieldSpec
+
+_INT64 = FieldSpec.of_cells(torch.int64, ())
 
 
 class Untrimmed(journaled()):
@@ -53,6 +57,11 @@ def fill(client):
     client._backend._ledger(deadline, commands.BeginPut(*begin, write_id=17, ticket="b0" * 16, ttl_s=30.0))
     client._backend._ledger(deadline, commands.BeginPut(*begin, write_id=1 << 127, ticket=None, ttl_s=30.0))
     client._backend._ledger(deadline, commands.AbortPut(17))
+    client.register_partition("shared", ["x", "y"], None, ["t"])
+    split = commands.Split(["y"], [100, 200], [0, 1, 0])  # two samples share a row
+    shared = ["shared", ["a", "b", "c"], {"x": _INT64, "y": _INT64}, [8, 8, 8]]
+    put = commands.BeginPut(*shared, write_id=1 << 100, splits=[split], ttl_s=30.0)
+    client._backend._ledger(deadline, commands.CommitPut(client._backend._ledger(deadline, put)))
 
 
 def main():
@@ -66,7 +75,7 @@ def main():
         blobs = {key: base64.b64encode(data).decode() for key, data in client._backend.blobs.items()}
         records = [base64.b64encode(Untrimmed.journal[seq]).decode() for seq in sorted(Untrimmed.journal)]
     text = json.dumps({"records": records, "blobs": blobs}, indent=1)
-    Path(__file__).with_name("v3.json").write_text(text + "\n")
+    Path(__file__).with_name("v4.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -387,3 +387,64 @@ def test_unknown_partitions_and_tasks_are_named():
     with pytest.raises(UnknownTaskError, match="no consumer task 'z'"):
         claim(made, 1, task="z")
     assert made.apply(commands.Clear("q", None), 0.0) == (0, [])
+
+
+# --- rows that samples share ------------------------------------------------------------------------------------------
+
+
+def put_shared(made, ids, positions, row_bytes, now=0.0):
+    """A put of ``x`` with a row for each sample, and of ``y`` with rows that samples share."""
+    begin = commands.BeginPut(
+        "p",
+        ids,
+        {"x": INT, "y": INT},
+        [1] * len(ids),
+        splits=[commands.Split(("y",), row_bytes, positions)],
+        ttl_s=10.0,
+    )
+    write_id = made.apply(begin, now)
+    made.apply(commands.CommitPut(write_id), now)
+    return write_id
+
+
+def test_a_shared_row_is_free_with_the_last_of_its_samples():
+    made = ledger()
+    write_id = put_shared(made, ["a", "b", "c"], [0, 1, 0], [100, 200])
+    assert made.held_bytes == 303
+    located = made.apply(commands.Locate("p", ["c", "b", "a"], ["y"]), 0.0)
+    assert located.refs == [(write_id + 3, 0), (write_id + 3, 1), (write_id + 3, 0)]
+    assert made.apply(commands.Clear("p", ["a"]), 0.0) == (1, [(write_id, 0)])
+    made.apply(commands.Collected([(write_id, 0)]), 0.0)
+    assert made.held_bytes == 302
+    assert made.apply(commands.Clear("p", ["c"]), 0.0) == (1, [(write_id, 2), (write_id + 3, 0)])
+    assert made.held_bytes == 201
+
+
+def test_an_overwrite_gives_up_one_reference():
+    made = ledger()
+    write_id = put_shared(made, ["a", "b"], [0, 0], [100])
+    _, freed = put(made, ["a"], "y")
+    assert freed == []
+    assert made.held_bytes == 103
+    _, freed = put(made, ["b"], "y")
+    assert freed == [(write_id + 2, 0)]
+    assert made.held_bytes == 4
+
+
+def test_an_unfinished_put_frees_each_of_its_rows_once():
+    made = ledger()
+    begin = commands.BeginPut(
+        "p", ["a", "b"], {"y": INT}, [0, 0], splits=[commands.Split(("y",), [9], [0, 0])], ttl_s=10.0
+    )
+    write_id = made.apply(begin, 0.0)
+    assert made.held_bytes == 9
+    assert made.apply(commands.AbortPut(write_id), 0.0) == [(write_id + 2, 0)]
+    assert made.apply(commands.AbortPut(write_id), 0.0) == [(write_id + 2, 0)]
+    assert made.held_bytes == 0
+
+
+def test_ids_of_the_writes_of_a_put_are_not_given_again():
+    made = ledger()
+    first = put_shared(made, ["a", "b"], [0, 1], [5, 5])
+    second = put_shared(made, ["c"], None, [5])
+    assert second >= first + 4

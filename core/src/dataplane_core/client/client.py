@@ -272,7 +272,9 @@ class DataPlaneClient(Connection):
                 columns = {name: take_rows(column, positions) for name, column in columns.items()}
             return TensorDict(columns, batch_size=[len(ids)])
 
-    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
+    def get_data(
+        self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None, share_rows: bool = False
+    ) -> TensorDict:
         """Reads the rows that a meta names, as `get_samples` does: ``select_fields``, or else ``meta.fields``.
 
         Raises:
@@ -289,7 +291,7 @@ class DataPlaneClient(Connection):
                 "names the columns to read.",
                 backend=self.backend_name,
             )
-        return self.get_samples(meta.sample_ids, meta.partition_id, names)
+        return self.get_samples(meta.sample_ids, meta.partition_id, names, share_rows=share_rows)
 
     def claim_meta(
         self,

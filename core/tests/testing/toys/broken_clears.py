@@ -139,7 +139,9 @@ class CountsSharedRowsForEachSample(NoopBackend):
     def _ledger(self, deadline, command):
         if isinstance(command, commands.BeginPut):
             splits = [
-                replace(split, row_bytes=[size * split.positions.count(row) for row, size in enumerate(split.row_bytes)])
+                replace(
+                    split, row_bytes=[size * split.positions.count(row) for row, size in enumerate(split.row_bytes)]
+                )
                 for split in command.splits
             ]
             command = replace(command, splits=splits)

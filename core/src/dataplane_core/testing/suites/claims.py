@@ -173,7 +173,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.client.get_data(pickle.loads(data)).batch_size == torch.Size([100])
 
     def test_a_claimed_meta_reads_its_data(self, store: Store) -> None:
-        """Contract: "get_data(meta, select_fields=None): get_samples by meta."
+        """Contract: "get_data(meta, select_fields=None, share_rows=False): get_samples by meta."
 
         Check first: a claim must not remove the samples that it gives.
         """

@@ -217,8 +217,8 @@ class GetSuite(Suite, chapter="get"):
         assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2], "a claimed sample can no longer be read"
 
     def test_get_data_reads_by_meta(self, store: Store) -> None:
-        """Contract: "get_data(meta, select_fields=None): get_samples by meta. Fields: select_fields, else meta.fields,
-        else ValueError."
+        """Contract: "get_data(meta, select_fields=None, share_rows=False): get_samples by meta. Fields: select_fields,
+        else meta.fields, else ValueError."
 
         Check first: core, not the backend: core reads the rows of the meta with get_samples.
         """

@@ -122,7 +122,7 @@ def test_a_flipped_bit_is_caught_and_the_sample_and_field_are_named(guarded, nam
 
 def test_a_flipped_bit_of_a_checksum_is_caught_too(guarded):
     guarded.put_samples(IDS, "p", columns())
-    flip_a_bit(guarded, "~crc32.reward", 1)
+    flip_a_bit(guarded, "~xxh3.reward", 1)
     with pytest.raises(CorruptDataError, match="'b' in 'reward'"):
         guarded.get_samples(IDS, "p", ["reward", "mask"])
 
@@ -137,7 +137,7 @@ def swap(column, one, other):
 @pytest.mark.parametrize("with_checksums", [True, False])
 def test_swapped_rows_are_caught_on_both_sides(guarded, with_checksums):
     guarded.put_samples(IDS, "p", columns())
-    for name in ("dense", "~crc32.dense") if with_checksums else ("dense",):
+    for name in ("dense", "~xxh3.dense") if with_checksums else ("dense",):
         swap(stored(guarded, name)[0], 0, 2)
     with pytest.raises(CorruptDataError) as caught:
         guarded.get_samples(IDS, "p", ["dense", "reward"])
@@ -147,7 +147,7 @@ def test_swapped_rows_are_caught_on_both_sides(guarded, with_checksums):
 def test_swapped_fields_are_caught_although_their_checksums_went_along(guarded):
     guarded.put_samples(IDS, "p", columns())
     (segment,) = guarded._backend._segments.values()
-    for prefix in ("", "~crc32."):
+    for prefix in ("", "~xxh3."):
         swap(segment._columns, f"{prefix}dense", f"{prefix}other")
     with pytest.raises(CorruptDataError) as caught:
         guarded.get_samples(["a"], "p", ["dense", "other"])

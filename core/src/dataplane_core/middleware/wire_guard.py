@@ -26,8 +26,7 @@ Rules:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -246,7 +245,7 @@ def _digests(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> _Sums:
             words = np.zeros((num_rows(column), 8), dtype=np.uint8)
             words[:, :size] = np.frombuffer(data, dtype=np.uint8).reshape(-1, size)
             return words.view("<u8").reshape(-1).astype(np.uint64, copy=False)
-    return np.array([xxh3_64_intdigest(row) for row in _row_bytes(column, spec, wire)], dtype=np.uint64)
+    return np.array(list(map(xxh3_64_intdigest, _row_bytes(column, spec, wire))), dtype=np.uint64)
 
 
 def _mixed(words: _Sums) -> _Sums:
@@ -266,7 +265,7 @@ def _crc32(request: GetRequest, name: str, column: WireColumn, spec: FieldSpec, 
     )
 
 
-def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterator[BytesLike]:
+def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterable[BytesLike]:
     """The bytes of each cell of an encoded column in any container. No copy if they are contiguous."""
     if isinstance(column, torch.Tensor):
         rows = ragged_of_nested(column, "a column") if column.is_nested else host_tensor(column, "a column")
@@ -276,19 +275,13 @@ def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterato
             else (rows, range(0, rows.nbytes + 1, max(1, rows.nbytes // len(rows))))
         )
         if plain.nbytes == 0:
-            yield from [b""] * num_rows(column)
-            return
-        data = byte_view(plain)
-        for start, stop in pairwise(cuts):
-            yield data[start:stop]
-    elif wire.bytes:
-        yield from column
-    elif spec.kind == "object" and wire.objects == "native":
-        for item in column if isinstance(column, list) else column.tolist():
-            yield _item_bytes(item)
-    else:
-        for row in column:
-            yield byte_view(host_tensor(row, "a row"))
+            return [b""] * num_rows(column)
+        return map(byte_view(plain).__getitem__, map(slice, cuts[:-1], cuts[1:]))
+    if wire.bytes:
+        return column
+    if spec.kind == "object" and wire.objects == "native":
+        return map(_item_bytes, column if isinstance(column, list) else column.tolist())
+    return (byte_view(host_tensor(row, "a row")) for row in column)
 
 
 def _item_bytes(item: Any) -> bytes:

@@ -1,6 +1,6 @@
 """The cost of the wire guard: puts and gets of whole batches with it and without it, on every backend.
 
-Run:  python benchmarks/wire_guard.py [--rounds 15] [--batches A B] [--backends noop redis_store tq_simple tq_mooncake]
+Run:  python benchmarks/wire_guard.py [--rounds 15] [--batches A B] [--backends noop shm_store redis_store ...]
 
 The batches are those of `batches.py`. Each backend has two stores, side by side; rounds with and without alternate, so
 that a busy moment of the machine hits both; medians are printed.
@@ -20,6 +20,7 @@ from dataplane_core import connect
 
 #: Options of two stores that share nothing, by backend; {} stands for its name.
 OPTIONS = {
+    "shm_store": {"namespace": "guard{}"},
     "redis_store": {"server": "private", "namespace": "guard{}"},
     "tq_simple": {"instance": "guard{}"},
     "tq_mooncake": {"instance": "guard{}"},
@@ -47,7 +48,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batches", nargs="+", choices=sorted(MAX_TOKENS), default=sorted(MAX_TOKENS))
-    parser.add_argument("--backends", nargs="+", default=["noop", "redis_store", "tq_simple", "tq_mooncake"])
+    parser.add_argument(
+        "--backends", nargs="+", default=["noop", "shm_store", "redis_store", "tq_simple", "tq_mooncake"]
+    )
     options = parser.parse_args()
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     for name in options.batches:

@@ -3,8 +3,8 @@
 A checksum covers the partition, the sample, the field, the field's dtype and shape, and the cell. So it detects flipped
 bits as well as rows or columns that were swapped. The process that puts computes it, and the process that gets compares
 it, both over the cells as the backend sees them. So everything between the two clients is covered, including the
-store's memory and disk. Checksums are CRC-32: one of 4 billion random faults is not detected. They do not protect
-against deliberate changes.
+store's memory and disk. Checksums are XXH3-64: one of 2**64 random faults is not detected. A changed scalar of up to 8
+bytes is always detected on a wire that carries tensors. They do not protect against deliberate changes.
 
 Rules:
 
@@ -13,6 +13,9 @@ Rules:
   reads are not checked.
 - If a client without the guard overwrites guarded cells, their old checksums stay, and a guarded read reports
   corruption.
+- Cells that an earlier version wrote have CRC-32 checksums. They are read and verified too: one of 2**32 random faults
+  is not detected. A read asks for them only if the new checksums are missing. Do not let clients of both versions put
+  the same cells: the checksum of the older version is not updated.
 - Each field takes 8 more bytes per sample, in an extra column with a reserved name. They count for the capacity.
 - With ``allow_pickle`` and a wire of native objects, an item outside the closed set has no bytes. Only its partition,
   sample, field and type are checked.
@@ -23,11 +26,12 @@ Rules:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Iterator, Sequence
-from itertools import pairwise
-from typing import Any, Final
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
+from xxhash import xxh3_64_intdigest
 
 from dataplane_core.codec import (
     BytesLike,
@@ -57,7 +61,11 @@ from dataplane_core.spec import (
 __all__ = ["WireGuard"]
 
 #: What a checksum column's name begins with; the name of the field follows.
-_PREFIX: Final = "~crc32."
+_PREFIX: Final = "~xxh3."
+#: The same of the version that wrote CRC-32. Only read.
+_OLD_PREFIX: Final = "~crc32."
+
+_Sums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class WireGuard(Middleware):
@@ -66,10 +74,12 @@ class WireGuard(Middleware):
     def __init__(self) -> None:
         super().__init__()
         self._wire = WireFormat()
+        self._read: Callable[..., WireBatch]
 
     def start(self, context: MiddlewareContext) -> None:
-        """Keeps the backend's wire format."""
+        """Keeps the backend's wire format, and the way to read again."""
         self._wire = context.wire
+        self._read = context.inner("get_samples", self)
 
     @hookimpl(wrapper=True)
     def put_samples(self, request: PutRequest) -> Generator[None, PutReply, PutReply]:
@@ -78,8 +88,9 @@ class WireGuard(Middleware):
             name for name in request.columns if not name.startswith(_PREFIX)
         ]  # a retried put has the checksums already
         if names:
+            ids = _hashes(request.sample_ids)
             sums = {
-                _PREFIX + name: self._checksums(request, name, request.columns[name], request.specs[name])
+                _PREFIX + name: _xxh3(request, ids, name, request.columns[name], request.specs[name], self._wire)
                 for name in names
             }
             columns, specs = encode_columns(sums, len(request.sample_ids), self._wire)
@@ -97,63 +108,192 @@ class WireGuard(Middleware):
             ConfigError: The cells were put by a client without this middleware.
         """
         names = list(request.fields)
-        request.fields = [*names, *(_PREFIX + name for name in names)]
+        request.fields = _with_sums(names, ())
         try:
             batch = yield
         except MissingDataError as error:
-            _refuse_unguarded(request, names, error)
-            raise
+            batch, wrong = self._read_older(request, names, error)
+        else:
+            batch, wrong = self._verify(request, names, (), batch)
+        if wrong:
+            shown = "; ".join(f"'{sample_id}' in {preview(fields)}" for sample_id, fields in list(wrong.items())[:3])
+            more = f"; and {len(wrong) - 3} more samples" if len(wrong) > 3 else ""
+            raise CorruptDataError(
+                f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples): what came back is not what "
+                f"was put, by its checksums: {shown}{more}.",
+                cells=wrong,
+                hint="It was damaged or mistaken for another on the way or in the store, or overwritten by a client "
+                "without wire_guard. Clear these samples and produce them again.",
+            )
+        return batch
+
+    def _read_older(
+        self, request: GetRequest, names: Sequence[str], error: MissingDataError
+    ) -> tuple[WireBatch, dict[str, list[str]]]:
+        """Reads samples of which some have no checksum of this version; ``error`` is what the read of them raised.
+
+        Asks for the old checksums of the fields that the first such sample lacks. If other samples differ from it, or
+        cells look wrong, the two halves of the samples are read by themselves.
+        """
+        old = _lacking(error)
+        if not old:
+            raise error
+        try:
+            batch = self._read(request=_part(request, names, old, request.sample_ids))
+            batch, wrong = self._verify(request, names, old, batch)
+            # a sample with both checksums was put again by this version: then only the new one counts
+            if not wrong or len(request.sample_ids) == 1:
+                return batch, wrong
+        except MissingDataError as again:
+            lacking = _lacking(again)
+            if not lacking:
+                raise
+            if len(request.sample_ids) == 1:
+                raise ConfigError(
+                    f"get_samples('{request.partition_id}') refused: cells were put without wire_guard and have no "
+                    f"checksum: '{request.sample_ids[0]}' in {preview(lacking)}.",
+                    hint="List wire_guard in the middleware of every client that puts, or read without it.",
+                ) from again
+        middle = len(request.sample_ids) // 2
+        parts = []
+        for ids in (request.sample_ids[:middle], request.sample_ids[middle:]):
+            part = _part(request, names, (), ids)
+            try:
+                parts.append(self._verify(part, names, (), self._read(request=part)))
+            except MissingDataError as missing:
+                parts.append(self._read_older(part, names, missing))
+        (first, wrong), (second, others) = parts
+        columns: dict[str, WireColumn | SharedRows] = {
+            name: [*_rows(column), *_rows(second.columns[name])]
+            for name, column in first.columns.items()
+            if name in second.columns
+        }
+        return WireBatch(columns=columns, specs=first.specs), wrong | others
+
+    def _verify(
+        self, request: GetRequest, names: Sequence[str], old: Collection[str], batch: WireBatch
+    ) -> tuple[WireBatch, dict[str, list[str]]]:
+        """The batch without checksums, and each sample with its wrong fields. Fields in ``old`` have old checksums."""
+        count = len(request.sample_ids)
         columns = {name: batch.columns[name] for name in names if name in batch.columns}
         specs = {name: batch.specs[name] for name in names if name in batch.specs}
-        self._verify(request, batch, [name for name in names if name in columns and name in specs])
-        return WireBatch(columns=columns, specs=specs)
-
-    def _verify(self, request: GetRequest, batch: WireBatch, names: Sequence[str]) -> None:
-        count = len(request.sample_ids)
         # the client refuses a wrong number of rows
-        names = [name for name in names if num_rows(batch.columns[name]) == count]
-        kept = [_PREFIX + name for name in names if _PREFIX + name in batch.columns]
+        checked = [name for name in columns if name in specs and num_rows(columns[name]) == count]
+        kept = [name for name in _with_sums(checked, old)[len(checked) :] if name in batch.columns]
         sums = decode_columns(
             {name: batch.columns[name] for name in kept}, {name: batch.specs[name] for name in kept}, count, self._wire
         )
         wrong: dict[str, list[str]] = {}
-        for name in names:
-            found = self._checksums(request, name, batch.columns[name], batch.specs[name])
-            written = sums.get(_PREFIX + name)
+        ids = _hashes(request.sample_ids)
+        for name in checked:
+            if name in old:
+                written = sums.get(_OLD_PREFIX + name)
+                found = _crc32(request, name, columns[name], specs[name], self._wire)
+            else:
+                written = sums.get(_PREFIX + name)
+                found = _xxh3(request, ids, name, columns[name], specs[name], self._wire)
             if written is None or written.shape != found.shape:
                 wrong.update({sample_id: [*wrong.get(sample_id, ()), name] for sample_id in request.sample_ids})
                 continue
             for row in torch.nonzero(written != found).flatten().tolist():
                 wrong.setdefault(request.sample_ids[row], []).append(name)
-        if wrong:
-            shown = "; ".join(f"'{sample_id}' in {preview(fields)}" for sample_id, fields in list(wrong.items())[:3])
-            more = f"; and {len(wrong) - 3} more samples" if len(wrong) > 3 else ""
-            raise CorruptDataError(
-                f"get_samples('{request.partition_id}', {count} samples): what came back is not what was put, by its "
-                f"checksums: {shown}{more}.",
-                cells=wrong,
-                hint="It was damaged or mistaken for another on the way or in the store, or overwritten by a client "
-                "without wire_guard. Clear these samples and produce them again.",
-            )
+        return WireBatch(columns=columns, specs=specs), wrong
 
-    def _checksums(
-        self, request: PutRequest | GetRequest, name: str, column: WireColumn | SharedRows, spec: FieldSpec
-    ) -> torch.Tensor:
-        """One checksum per cell, (N,) int64, over its partition, sample, field and spec, and its bytes."""
-        place = zlib.crc32("\0".join((request.partition_id, name, spec.to_text(), "")).encode(errors="surrogatepass"))
-        ids = [sample_id.encode(errors="surrogatepass") + b"\0" for sample_id in request.sample_ids]
-        rows = _row_bytes(column, spec, self._wire)
-        return torch.tensor(
-            [zlib.crc32(row, zlib.crc32(own, place)) for own, row in zip(ids, rows, strict=True)], dtype=torch.int64
+
+def _with_sums(names: Sequence[str], old: Collection[str]) -> list[str]:
+    """The fields, then their checksums."""
+    return [*names, *((_OLD_PREFIX if name in old else _PREFIX) + name for name in names)]
+
+
+def _part(request: GetRequest, names: Sequence[str], old: Collection[str], ids: list[str]) -> GetRequest:
+    return GetRequest(
+        partition_id=request.partition_id, sample_ids=ids, fields=_with_sums(names, old), deadline=request.deadline
+    )
+
+
+def _lacking(error: MissingDataError) -> list[str]:
+    """The fields whose checksums the first sample lacks. Empty if anything else is missing."""
+    cells = error.missing_cells.values()
+    if error.missing_samples or not all(name.startswith((_PREFIX, _OLD_PREFIX)) for names in cells for name in names):
+        return []
+    return [name.removeprefix(_PREFIX).removeprefix(_OLD_PREFIX) for name in next(iter(cells), ())]
+
+
+def _rows(column: WireColumn | SharedRows) -> Sequence[Any]:
+    if isinstance(column, SharedRows):
+        rows = _rows(column.rows)
+        return [rows[row] for row in column.index]
+    return column.unbind() if isinstance(column, torch.Tensor) else column
+
+
+# --- checksums --------------------------------------------------------------------------------------------------------
+
+
+def _hashes(sample_ids: Sequence[str]) -> _Sums:
+    return np.array([xxh3_64_intdigest(each.encode(errors="surrogatepass")) for each in sample_ids], dtype=np.uint64)
+
+
+def _xxh3(
+    request: PutRequest | GetRequest,
+    ids: _Sums,
+    name: str,
+    column: WireColumn | SharedRows,
+    spec: FieldSpec,
+    wire: WireFormat,
+) -> torch.Tensor:
+    """One checksum per cell, (N,) int64, over its partition, sample, field and spec, and its bytes.
+
+    A sample, a field and two cells with different digests never have the same checksum, as `_mixed` is a bijection.
+    """
+    place = "\0".join((request.partition_id, name, spec.to_text())).encode(errors="surrogatepass")
+    sums = _mixed(_digests(column, spec, wire) ^ _mixed(ids + np.uint64(xxh3_64_intdigest(place))))
+    return torch.from_numpy(sums.view(np.int64))
+
+
+def _digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> _Sums:
+    """64 bits of each cell: a scalar of up to 8 bytes is its own digest, any other cell is hashed."""
+    if isinstance(column, SharedRows):
+        digests: _Sums = _digests(column.rows, spec, wire)[np.asarray(column.index)]
+        return digests
+    if spec.kind != "object" and spec.rank == 0 and spec.torch_dtype.itemsize <= 8 and not wire.bytes:
+        size = spec.torch_dtype.itemsize
+        data = (
+            byte_view(host_tensor(column, "a column"))
+            if isinstance(column, torch.Tensor) and not column.is_nested
+            else b"".join(_row_bytes(column, spec, wire))
         )
+        if len(data) == size * num_rows(column):
+            words = np.zeros((num_rows(column), 8), dtype=np.uint8)
+            words[:, :size] = np.frombuffer(data, dtype=np.uint8).reshape(-1, size)
+            return words.view("<u8").reshape(-1).astype(np.uint64, copy=False)
+    return np.array(list(map(xxh3_64_intdigest, _row_bytes(column, spec, wire))), dtype=np.uint64)
 
 
-def _row_bytes(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> Iterator[BytesLike]:
+def _mixed(words: _Sums) -> _Sums:
+    """The finalizer of SplitMix64: a bijection in which each bit of a word changes about half of the result's."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _crc32(
+    request: GetRequest, name: str, column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat
+) -> torch.Tensor:
+    """The checksums of the version that wrote CRC-32."""
+    place = zlib.crc32("\0".join((request.partition_id, name, spec.to_text(), "")).encode(errors="surrogatepass"))
+    ids = [sample_id.encode(errors="surrogatepass") + b"\0" for sample_id in request.sample_ids]
+    rows = _row_bytes(column, spec, wire)
+    return torch.tensor(
+        [zlib.crc32(row, zlib.crc32(own, place)) for own, row in zip(ids, rows, strict=True)], dtype=torch.int64
+    )
+
+
+def _row_bytes(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> Iterable[BytesLike]:
     """The bytes of each cell of an encoded column in any container. No copy if they are contiguous."""
     if isinstance(column, SharedRows):
         cells = list(_row_bytes(column.rows, spec, wire))
-        yield from (cells[row] for row in column.index)
-    elif isinstance(column, torch.Tensor):
+        return [cells[row] for row in column.index]
+    if isinstance(column, torch.Tensor):
         rows = ragged_of_nested(column, "a column") if column.is_nested else host_tensor(column, "a column")
         plain, cuts = (
             (rows.values, (rows.offsets * rows.itemsize).tolist())
@@ -161,19 +301,13 @@ def _row_bytes(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireForma
             else (rows, range(0, rows.nbytes + 1, max(1, rows.nbytes // len(rows))))
         )
         if plain.nbytes == 0:
-            yield from [b""] * num_rows(column)
-            return
-        data = byte_view(plain)
-        for start, stop in pairwise(cuts):
-            yield data[start:stop]
-    elif wire.bytes:
-        yield from column
-    elif spec.kind == "object" and wire.objects == "native":
-        for item in column if isinstance(column, list) else column.tolist():
-            yield _item_bytes(item)
-    else:
-        for row in column:
-            yield byte_view(host_tensor(row, "a row"))
+            return [b""] * num_rows(column)
+        return map(byte_view(plain).__getitem__, map(slice, cuts[:-1], cuts[1:]))
+    if wire.bytes:
+        return column
+    if spec.kind == "object" and wire.objects == "native":
+        return map(_item_bytes, column if isinstance(column, list) else column.tolist())
+    return (byte_view(host_tensor(row, "a row")) for row in column)
 
 
 def _item_bytes(item: Any) -> bytes:
@@ -181,20 +315,3 @@ def _item_bytes(item: Any) -> bytes:
         return encode_item(item)
     except InvalidTypeError:  # allow_pickle is on, but a native object is not pickled
         return b""
-
-
-def _refuse_unguarded(request: GetRequest, names: Sequence[str], error: MissingDataError) -> None:
-    """Raises `ConfigError` if only checksums are missing."""
-    lacking = {
-        sample_id: [field.removeprefix(_PREFIX) for field in fields]
-        for sample_id, fields in error.missing_cells.items()
-        if all(field.startswith(_PREFIX) for field in fields)
-    }
-    if not lacking or len(lacking) < len(error.missing_cells) or error.missing_samples:
-        return
-    shown = "; ".join(f"'{sample_id}' in {preview(fields)}" for sample_id, fields in lacking.items())
-    raise ConfigError(
-        f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples) refused: cells were put without "
-        f"wire_guard and have no checksum: {shown}.",
-        hint="List wire_guard in the middleware of every client that puts, or read without it.",
-    ) from error

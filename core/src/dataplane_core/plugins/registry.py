@@ -126,12 +126,17 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
         backend.allow_pickle = config.allow_pickle
         backend.exclusive = exclusive
         backend.attach_wait_s = attach_wait_s
+        manager = build_manager(backend, middleware)
+
+        def inner(operation: str, plugin: object) -> Callable[..., Any]:
+            return manager.subset_hook_caller(operation, middleware[: middleware.index(plugin) + 1])
+
         return DataPlaneClient._open(
             config=config,
             backend=backend,
-            manager=build_manager(backend, middleware),
+            manager=manager,
             middleware=middleware,
-            context=MiddlewareContext(backend=config.backend, wire=cls.wire),
+            context=MiddlewareContext(backend=config.backend, wire=cls.wire, inner=inner),
             bootstrap=bootstrap,
             deadline=deadline,
         )

@@ -97,7 +97,7 @@ def test_a_node_without_the_package_gets_it(local_ray: Any, wheel: Path, tmp_pat
     script.write_text(DRIVER)
     address = local_ray.get_runtime_context().gcs_address
     command = [sys.executable, str(script), address, str(tmp_path / "installed_here"), str(wheel)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=script.parent)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=script.parent)
     assert (done.returncode, done.stdout) == (0, "1.2\n"), done.stderr
 
 

@@ -212,7 +212,7 @@ def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Ten
     Raises:
         FrameError: A frame is malformed, or the frames do not fit one column.
     """
-    views = [_flat(frame) for frame in frames]
+    views: list[BytesLike] = [_flat(frame) for frame in frames]
     try:
         header = parse_header(views[0])
     except FrameError as error:
@@ -220,12 +220,20 @@ def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Ten
     sizes = np.fromiter(map(len, views), dtype=np.int64, count=len(views))
     if (sizes < header.size).any():
         raise _first_misfit(views, header)
-    table = np.frombuffer(b"".join([view[: header.size] for view in views]), dtype=np.uint8)
-    table = table.reshape(len(views), header.size)
+    equal = bool((sizes == sizes[0]).all())
+    cells: list[BytesLike] = []
+    if equal and sizes[0] <= _LARGE_CELL:  # one array takes less time than slices of each frame
+        whole = np.frombuffer(b"".join(views), dtype=np.uint8).reshape(len(views), -1)
+        table = whole[:, : header.size]
+        cells.append(whole[:, header.size :].tobytes())
+    else:
+        table = np.frombuffer(b"".join([view[: header.size] for view in views]), dtype=np.uint8)
+        table = table.reshape(len(views), header.size)
     if len(header.shape) == 0:
-        if (table != table[0]).any() or (sizes != sizes[0]).any():
+        if (table != table[0]).any() or not equal:
             raise _first_misfit(views, header)
-        return header.kind, join_bytes([view[header.size :] for view in views], header.dtype, (len(views),))
+        cells = cells or [view[header.size :] for view in views]
+        return header.kind, join_bytes(cells, header.dtype, (len(views),))
     # all headers must equal row 0's except in the first dim, which must agree with the size of the frame
     same = np.ones(header.size, dtype=bool)
     same[HEADER_SIZE : HEADER_SIZE + 8] = False
@@ -242,8 +250,8 @@ def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Ten
     ):
         raise _first_misfit(views, header)
     offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int64))
-    values = join_bytes([view[header.size :] for view in views], header.dtype, (int(offsets[-1]), *trailing))
-    return header.kind, Ragged(values, offsets)
+    cells = cells or [view[header.size :] for view in views]
+    return header.kind, Ragged(join_bytes(cells, header.dtype, (int(offsets[-1]), *trailing)), offsets)
 
 
 def _product(dims: Any) -> int:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from dataplane_core.backends import Bundle, bundles_of, framed_columns
-from dataplane_core.codec import join_rows, row_nbytes
+from dataplane_core.codec import join_rows
 from dataplane_core.errors import DataPlaneError, OperationTimeoutError
 from dataplane_core.spec import PutReply, PutRequest
 from dataplane_redis import _refusals
@@ -61,8 +61,9 @@ class Puts:
         self._undo_remembered(request.deadline)
         num_samples = len(request.sample_ids)
         what = f"put_samples('{request.partition_id}', {num_samples} samples)"
-        bundles, total = _bundles_of(request, row_cost_bytes)
-        stored = [bundle for bundle in bundles if bundle.columns]
+        columns = {name: request.columns[name] for name in request.specs}
+        stored = [each for each in bundles_of(columns, num_samples, row_cost_bytes) if each.columns]
+        total = sum(sum(bundle.row_bytes) for bundle in stored)
         left_s = max(0.0, request.deadline - time.monotonic())
         wait_s = left_s if instance.on_full == "block" else 0.0
         common = (
@@ -214,14 +215,6 @@ class Puts:
             except DataPlaneError:
                 self._not_undone.append(write)
                 raise
-
-
-def _bundles_of(request: PutRequest, row_cost_bytes: int | None) -> tuple[list[Bundle], int]:
-    """What is stored together, and the bytes of all. A small put is not worth more than one row per sample."""
-    columns = {name: request.columns[name] for name in request.specs}
-    num_samples = len(request.sample_ids)
-    total = sum(row_nbytes(columns, num_samples))
-    return bundles_of(columns, num_samples, None if total <= INLINE_BYTES else row_cost_bytes), total
 
 
 def _chunks_of(bundles: Sequence[Bundle]) -> list[tuple[int, list[Any]]]:

@@ -1,9 +1,10 @@
 """Broadcast of a `BatchedDataDict` from a replica group's leader to its siblings.
 
 There are two phases. The first broadcasts a small descriptor object: names, dtypes, shapes and all values that are not
-tensors; or the leader's failure. The second broadcasts each tensor with `torch.distributed.broadcast` on the group's
-device. Tensors are sent as bytes, because no backend supports every dtype (gloo refuses float8). Tensors inside list
-and object columns are sent together in one message.
+tensors; or the leader's failure. The second broadcasts the bytes of all tensors, those inside list and object columns
+too, with `torch.distributed.broadcast` on the group's device, in buckets of at most 4 MiB. They are sent as bytes,
+because no backend supports every dtype (gloo refuses float8). A bucket that is a part of one tensor is sent out of that
+tensor's memory; the parts of several are copied into a buffer first.
 
 Every rank of the group must call `broadcast_from_leader`, in the same order.
 """
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +30,8 @@ __all__ = ["broadcast_from_leader", "group_device"]
 
 #: Group rank of the leader: 0 on every replicated axis.
 _LEADER: Final = 0
-#: In a shared message, tensors start at multiples of this many bytes: the largest element size.
-_ALIGN: Final = 16
+#: Large enough that the time of a broadcast is that of its bytes, small beside a batch.
+_BUCKET_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,6 @@ class _TensorInfo:
     dtype: torch.dtype
     shape: tuple[int, ...]
     device_type: str
-    together: bool  # sent in one message with the other such tensors of its device
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +122,7 @@ def group_device(group: dist.ProcessGroup, preferred: str = "cpu") -> torch.devi
     # gloo copies CUDA tensors to the host itself: then start from the host
     usable = [kind for kind, backend in backends.items() if backend != "gloo" or kind == "cpu"]
     kind = preferred if preferred in usable else next(iter(usable), "cpu")
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    return _own_device(kind)
 
 
 # --- the leader ------------------------------------------------------------------------------------------------------
@@ -131,29 +131,23 @@ def group_device(group: dist.ProcessGroup, preferred: str = "cpu") -> torch.devi
 def _send(produce: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> BatchedDataDict:
     try:
         batch = produce()
-        tensors: list[Tensor] = []
-        infos: list[_TensorInfo] = []
+        tensors = _Tensors()
         descriptor = _Descriptor(
             batch_class=type(batch),
-            columns={name: _take_out(column, tensors, infos, top=True) for name, column in batch.data.items()},
-            attributes={
-                name: _take_out(value, tensors, infos, top=False)
-                for name, value in vars(batch).items()
-                if name != "data"
-            },
-            tensors=infos,
+            columns={name: _take_out(column, tensors) for name, column in batch.data.items()},
+            attributes={name: _take_out(value, tensors) for name, value in vars(batch).items() if name != "data"},
+            tensors=[_TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.device.type) for tensor in tensors],
         )
         # fails here if a column cannot be pickled, so that the siblings get the error; later they would hang
         pickle.dumps(descriptor)
-        messages = _pack_messages(tensors, infos)
-        staging = _staging([message.numel() for message, _ in messages], [kind for _, kind in messages], group)
+        contents = [_as_bytes(tensor) for tensor in tensors]
+        buckets = _buckets(contents, group)
     except BaseException as error:
         _send_failure(error, group)
         raise
     own_rank = dist.get_rank(group)
     _broadcast_object(descriptor, group, own_rank)
-    for message, kind in messages:
-        _broadcast_bytes(message, kind, staging, group, own_rank, receive=False)
+    _broadcast_buckets(buckets, group, own_rank, receive=False)
     return batch
 
 
@@ -167,56 +161,52 @@ def _send_failure(error: BaseException, group: dist.ProcessGroup) -> None:
         error.add_note(f"The replica group could not be notified: {type(broken).__name__}: {broken}")
 
 
-def _take_out(value: Any, tensors: list[Tensor], infos: list[_TensorInfo], *, top: bool) -> Any:
-    """A copy of ``value`` with placeholders for its tensors, which are appended to ``tensors``."""
+class _Tensors(list[Tensor]):
+    """The tensors of a batch. One that columns share, such as the offsets of jagged columns, is there once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slots: dict[Any, _Slot] = {}
+
+    def add(self, tensor: Tensor) -> _Slot:
+        same = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if same not in self._slots:
+            self._slots[same] = _Slot(len(self))
+            self.append(tensor)  # keeps its memory from being used again
+        return self._slots[same]
+
+
+def _take_out(value: Any, tensors: _Tensors) -> Any:
+    """A copy of ``value`` with placeholders for its tensors, which are added to ``tensors``."""
     if isinstance(value, Tensor):
         if value.is_nested:
-            return _take_out_jagged(value, tensors, infos, top=top)
+            return _take_out_jagged(value, tensors)
         if value.layout is not torch.strided or value.device.type == "meta":
             raise InvalidTypeError(
                 f"broadcast refused: a tensor of layout {value.layout} on device '{value.device}'. Expected dense or "
                 "jagged tensors that hold data."
             )
-        plain = value.detach().resolve_conj().resolve_neg()
-        tensors.append(plain)
-        infos.append(_TensorInfo(plain.dtype, tuple(plain.shape), plain.device.type, together=not top))
-        return _Slot(len(tensors) - 1)
+        return tensors.add(value.detach().resolve_conj().resolve_neg())
     if type(value) is list:
-        return [_take_out(item, tensors, infos, top=False) for item in value]
+        return [_take_out(item, tensors) for item in value]
     if type(value) is tuple:
-        return tuple(_take_out(item, tensors, infos, top=False) for item in value)
+        return tuple(_take_out(item, tensors) for item in value)
     if type(value) is dict:
-        return {key: _take_out(item, tensors, infos, top=False) for key, item in value.items()}
+        return {key: _take_out(item, tensors) for key, item in value.items()}
     if isinstance(value, np.ndarray) and value.dtype == object:
-        items = [_take_out(item, tensors, infos, top=False) for item in value.ravel()]
-        return _ObjectArray(items, value.shape)
+        return _ObjectArray([_take_out(item, tensors) for item in value.ravel()], value.shape)
     return value
 
 
-def _take_out_jagged(value: Tensor, tensors: list[Tensor], infos: list[_TensorInfo], *, top: bool) -> _JaggedSlot:
+def _take_out_jagged(value: Tensor, tensors: _Tensors) -> _JaggedSlot:
     nested: Any = value  # torch's stubs do not know nested tensors
     if value.layout is not torch.jagged or nested.lengths() is not None:
         # a strided nested tensor, or a jagged one with holes: join its rows end to end
         nested = torch.nested.as_nested_tensor(list(value.unbind()), layout=torch.jagged)
     lengths = nested.offsets().diff()
     low, high = (int(lengths.min()), int(lengths.max())) if lengths.numel() else (0, 0)
-    values = _take_out(nested.values(), tensors, infos, top=top)
-    offsets = _take_out(nested.offsets(), tensors, infos, top=False)
+    values, offsets = _take_out(nested.values(), tensors), _take_out(nested.offsets(), tensors)
     return _JaggedSlot(values.index, offsets.index, int(nested._ragged_idx), low, high)
-
-
-def _pack_messages(tensors: Sequence[Tensor], infos: Sequence[_TensorInfo]) -> list[tuple[Tensor, str]]:
-    """The byte tensors to broadcast, in the order of `_message_plan`."""
-    messages = []
-    for indices, kind, size_bytes in _message_plan(infos):
-        if len(indices) == 1 and not infos[indices[0]].together:
-            messages.append((_as_bytes(tensors[indices[0]]), kind))
-            continue
-        buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=tensors[indices[0]].device)
-        for index, start in zip(indices, _starts(infos[index].nbytes for index in indices), strict=True):
-            buffer[start : start + infos[index].nbytes] = _as_bytes(tensors[index]).to(buffer.device)
-        messages.append((buffer, kind))
-    return messages
 
 
 # --- the siblings ----------------------------------------------------------------------------------------------------
@@ -250,20 +240,9 @@ def _collective_errors_name_the_leader() -> Iterator[None]:
 
 
 def _receive_tensors(infos: Sequence[_TensorInfo], group: dist.ProcessGroup, leader: int) -> list[Tensor]:
-    plan = _message_plan(infos)
-    staging = _staging([size for _, _, size in plan], [kind for _, kind, _ in plan], group)
-    tensors: dict[int, Tensor] = {}
-    for indices, kind, size_bytes in plan:
-        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-        message = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        with _collective_errors_name_the_leader():
-            _broadcast_bytes(message, kind, staging, group, leader, receive=True)
-        alone = len(indices) == 1 and not infos[indices[0]].together
-        for index, start in zip(indices, _starts(infos[index].nbytes for index in indices), strict=True):
-            part = message[start : start + infos[index].nbytes]
-            # copy out of a shared message: a view would keep the whole message in memory
-            tensors[index] = (part if alone else part.clone()).view(infos[index].dtype).reshape(infos[index].shape)
-    return [tensors[index] for index in range(len(infos))]
+    contents = [torch.empty(info.nbytes, dtype=torch.uint8, device=_own_device(info.device_type)) for info in infos]
+    _broadcast_buckets(_buckets(contents, group), group, leader, receive=True)
+    return [content.view(info.dtype).reshape(info.shape) for content, info in zip(contents, infos, strict=True)]
 
 
 def _put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
@@ -294,28 +273,50 @@ def _put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
 # --- both ------------------------------------------------------------------------------------------------------------
 
 
-def _message_plan(infos: Sequence[_TensorInfo]) -> list[tuple[list[int], str, int]]:
-    """The messages: indices of their tensors, type of device, size in bytes. An empty message is not sent."""
-    alone = [([i], info.device_type, info.nbytes) for i, info in enumerate(infos) if not info.together]
-    together: dict[str, list[int]] = {}
-    for i, info in enumerate(infos):
-        if info.together:
-            together.setdefault(info.device_type, []).append(i)
-    return alone + [
-        (indices, kind, sum(_round_up(infos[i].nbytes) for i in indices)) for kind, indices in together.items()
-    ]
+class _Bucket(NamedTuple):
+    """One broadcast."""
+
+    parts: list[Tensor]  # views of the contents, all on one type of device
+    message: Tensor  # on the group's device: the only part itself, or a buffer for all of them
 
 
-def _starts(sizes: Iterable[int]) -> list[int]:
-    starts, position = [], 0
-    for size in sizes:
-        starts.append(position)
-        position += _round_up(size)
-    return starts
+def _buckets(contents: Sequence[Tensor], group: dist.ProcessGroup) -> list[_Bucket]:
+    """Divides byte tensors, end to end, into buckets; the same on every rank. Empty tensors are not sent."""
+    divided: list[list[Tensor]] = []
+    kind, room = "", 0
+    for content in contents:
+        start = 0
+        while start < len(content):
+            if not room or content.device.type != kind:
+                divided.append([])
+                kind, room = content.device.type, _BUCKET_BYTES
+            part = content[start : start + room]
+            divided[-1].append(part)
+            start, room = start + len(part), room - len(part)
+    buffers: dict[torch.device, Tensor] = {}
+    buckets = []
+    for parts in divided:
+        device = group_device(group, parts[0].device.type)
+        message = parts[0]
+        if len(parts) > 1 or message.device.type != device.type:
+            if device not in buffers:
+                buffers[device] = torch.empty(_BUCKET_BYTES, dtype=torch.uint8, device=device)
+            message = buffers[device][: sum(map(len, parts))]
+        buckets.append(_Bucket(parts, message))
+    return buckets
 
 
-def _round_up(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGN) * _ALIGN
+def _broadcast_buckets(buckets: Sequence[_Bucket], group: dist.ProcessGroup, leader: int, *, receive: bool) -> None:
+    for parts, message in buckets:
+        places = [] if message is parts[0] else torch.split(message, [len(part) for part in parts])
+        if not receive:
+            for place, part in zip(places, parts, strict=False):
+                place.copy_(part)
+        with _collective_errors_name_the_leader() if receive else contextlib.nullcontext():
+            dist.broadcast(message, group=group, group_src=leader)
+        if receive:
+            for place, part in zip(places, parts, strict=False):
+                part.copy_(place)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -323,31 +324,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _staging(sizes: Sequence[int], kinds: Sequence[str], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """For each type of device that the group does not use: a buffer on the group's device for the largest message."""
-    staging: dict[str, Tensor] = {}
-    for kind in set(kinds):
-        device = group_device(group, kind)
-        if device.type != kind:
-            largest = max(size for size, of in zip(sizes, kinds, strict=True) if of == kind)
-            staging[kind] = torch.empty(largest, dtype=torch.uint8, device=device)
-    return staging
-
-
-def _broadcast_bytes(
-    message: Tensor, kind: str, staging: dict[str, Tensor], group: dist.ProcessGroup, leader: int, *, receive: bool
-) -> None:
-    if not message.numel():
-        return
-    if kind not in staging:
-        dist.broadcast(message, group=group, group_src=leader)
-        return
-    room = staging[kind][: message.numel()]
-    if not receive:
-        room.copy_(message)
-    dist.broadcast(room, group=group, group_src=leader)
-    if receive:
-        message.copy_(room)
+def _own_device(kind: str) -> torch.device:
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def _broadcast_object(value: Any, group: dist.ProcessGroup, leader: int) -> Any:

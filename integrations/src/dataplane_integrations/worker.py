@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dataplane_core.batch import BatchedDataDict, SlicedDataDict, read_columns, write_columns
+from dataplane_core.batch import BatchedDataDict, SlicedDataDict, pad_columns, read_columns, write_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError, UnsupportedOperationError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
@@ -38,6 +38,8 @@ __all__ = ["DataPlaneWorkerMixin", "FetchPolicy", "PolicyWorker", "SplitStepWork
 #: broadcasts. ``auto``: the leader if the group has several ranks.
 FetchPolicy: TypeAlias = Literal["auto", "independent", "leader_broadcast"]
 
+#: On rows that were read: the arguments of `pad_columns`; the broadcast takes it along.
+_PADDING: Final = "padding"
 #: In place of a number of microbatches: this rank could not plan.
 _NO_PLAN: Final = -1
 
@@ -166,8 +168,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             meta: Which rows and fields.
             layout: Token columns right-padded, or as ``torch.jagged`` nested tensors. Other columns are not changed.
             fetch_policy: Who reads.
-            preprocess: Applied on the rank that reads, before the broadcast. If the leader reads, once per replica
-                group.
+            preprocess: Applied to the padded rows on the rank that reads, and its result is broadcast. If the leader
+                reads, once per replica group. Without it the rows are broadcast unpadded, and every rank pads them.
             dp_aligned_seq_len: Pad to the length that the driver set, the same on all data-parallel ranks; else to the
                 longest of these rows.
 
@@ -187,11 +189,11 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 
         def read() -> BatchedDataDict:
             batch = self._read(meta, layout, dp_aligned_seq_len)
-            return batch if preprocess is None else preprocess(batch)
+            return batch if preprocess is None else preprocess(_padded(batch, meta))
 
         group = None if fetch_policy == "independent" else self._get_replica_group()
         if group is None or dist.get_world_size(group) == 1:
-            return read()
+            return _padded(read(), meta)
 
         def check_and_read() -> BatchedDataDict:
             self._check_leader_is_first(group)
@@ -199,7 +201,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 
         batch = broadcast_from_leader(check_and_read, group=group)
         self._check_leader_is_first(group)  # only now: an error before the broadcast would make the other ranks wait
-        return batch
+        return _padded(batch, meta)
 
     def _check_leader_is_first(self, group: dist.ProcessGroup) -> None:
         if self._is_replica_leader() != (dist.get_rank(group) == 0):
@@ -210,16 +212,16 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             )
 
     def _read(self, meta: KVBatchMeta, layout: Literal["padded", "jagged"], dp_aligned: bool) -> BatchedDataDict:
+        """Reads the rows unpadded. How to pad them is noted on the batch, so that all ranks pad as the reader says."""
+        padding = {
+            # 0 is the number of an expert
+            "pad_value_dict": {ROUTED_EXPERTS_FIELD: -1, **self._pad_value_dict()},
+            "pad_to_seqlen": self._forward_pad_seqlen(meta) if dp_aligned else 0,
+            "ragged_fields": self.ragged_fields,
+        }
         try:
-            return read_columns(
-                self._require_dp_client(),
-                meta,
-                layout=layout,
-                # 0 is the number of an expert
-                pad_value_dict={ROUTED_EXPERTS_FIELD: -1, **self._pad_value_dict()},
-                pad_to_seqlen=self._forward_pad_seqlen(meta) if dp_aligned else 0,
-                ragged_fields=self.ragged_fields,
-            )
+            client = self._require_dp_client()
+            batch = read_columns(client, meta, layout="jagged" if layout == "padded" else layout)
         except MissingDataError as error:
             if any(ROUTED_EXPERTS_FIELD in fields for fields in error.missing_cells.values()):
                 error.hint = (
@@ -227,6 +229,9 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                     f"first write with required_fields=['{ROUTED_EXPERTS_FIELD}'] refuses a batch without it."
                 )
             raise
+        if layout == "padded":
+            vars(batch)[_PADDING] = padding
+        return batch
 
     # --- the microbatch plan ------------------------------------------------------------------------------------------
 
@@ -491,3 +496,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "global_loss, grad_norm and all_mb_metrics."
             )
         return {**result, "is_replica_leader": self._is_replica_leader()}
+
+
+def _padded(batch: BatchedDataDict, meta: KVBatchMeta) -> BatchedDataDict:
+    padding = vars(batch).pop(_PADDING, None)
+    return batch if padding is None else pad_columns(batch, meta, **padding)

@@ -16,7 +16,7 @@ from dataplane_core.batch.jagged import (
 )
 from dataplane_core.batch.message_log import rebuild_message_logs, split_message_logs
 from dataplane_core.batch.tokens import token_columns
-from dataplane_core.batch.transfer import kv_first_write, read_columns, write_columns
+from dataplane_core.batch.transfer import kv_first_write, pad_columns, read_columns, write_columns
 
 __all__ = [
     "BatchedDataDict",
@@ -25,6 +25,7 @@ __all__ = [
     "materialize",
     "pack_jagged_fields",
     "pack_per_token_field",
+    "pad_columns",
     "read_columns",
     "rebuild_message_logs",
     "response_from_nested",

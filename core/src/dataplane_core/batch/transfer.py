@@ -1,4 +1,4 @@
-"""Writes batches to the data plane and reads them back: `kv_first_write`, `write_columns`, `read_columns`.
+"""Writes batches to the data plane and reads them back.
 
 Trainers use right-padded tensors; the data plane stores each row with its own length. These functions cut the padding
 when they write, and pad when they read, so that trainers need not handle jagged tensors.
@@ -36,7 +36,7 @@ from dataplane_core.schema import (
 if TYPE_CHECKING:
     from dataplane_core.client import DataPlaneClient
 
-__all__ = ["kv_first_write", "read_columns", "write_columns"]
+__all__ = ["kv_first_write", "pad_columns", "read_columns", "write_columns"]
 
 #: The dtypes whose first bit is a sign, so that it does not tell zero from other values.
 _SIGNED_ZERO: Final = frozenset(
@@ -92,15 +92,49 @@ def read_columns(
             "the columns to read."
         )
     td = client.get_samples(meta.sample_ids, meta.partition_id, list(names))
+    columns = materialize(td, "jagged" if layout == "padded" else layout)
     if layout != "padded":
-        return materialize(td, layout)
-    columns = dict(td.items())
-    lengths = columns.get(INPUT_LENGTHS_FIELD) if meta.sequence_lengths is None else meta.sequence_lengths
-    tokens = token_columns(columns, lengths, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields)
-    width = _target_length(meta, columns, tokens, pad_to_seqlen)
-    padded = materialize({name: columns[name] for name in columns if name in tokens}, "padded", pad_value_dict, width)
-    others = materialize({name: columns[name] for name in columns if name not in tokens}, "jagged")
-    return BatchedDataDict({name: (padded if name in tokens else others)[name] for name in columns})
+        return columns
+    del td  # or it would keep every jagged column until the last one is padded
+    return pad_columns(
+        columns,
+        meta,
+        pad_value_dict=pad_value_dict,
+        pad_to_seqlen=pad_to_seqlen,
+        token_aligned_fields=token_aligned_fields,
+        ragged_fields=ragged_fields,
+    )
+
+
+def pad_columns(
+    batch: BatchedDataDict,
+    meta: KVBatchMeta,
+    *,
+    pad_value_dict: Mapping[str, float] | None = None,
+    pad_to_seqlen: int | None = None,
+    token_aligned_fields: Collection[str] | None = None,
+    ragged_fields: Collection[str] = MULTIMODAL_FIELDS,
+) -> BatchedDataDict:
+    """Right-pads the token columns of a batch that was read jagged, in place, as `read_columns` does for ``padded``.
+
+    Each jagged column is dropped as soon as it is padded.
+
+    Args:
+        batch: The rows of ``meta``.
+        meta: The meta that they were read with; it and the other arguments are those of `read_columns`.
+
+    Returns:
+        ``batch``.
+
+    Raises:
+        InvalidRequestError: A pad value does not fit a column's dtype.
+    """
+    lengths = batch.get(INPUT_LENGTHS_FIELD) if meta.sequence_lengths is None else meta.sequence_lengths
+    tokens = token_columns(batch, lengths, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields)
+    width = _target_length(meta, batch, tokens, pad_to_seqlen)
+    for name in tokens:
+        batch[name] = materialize({name: batch[name]}, "padded", pad_value_dict, width)[name]
+    return batch
 
 
 def _target_length(

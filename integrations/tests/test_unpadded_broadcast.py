@@ -1,0 +1,248 @@
+"""The leader broadcasts what it read, unpadded and in small buckets, and every rank pads it to the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+from dataplane_core import DataPlaneConfig, KVBatchMeta, connect
+from dataplane_core.batch import BatchedDataDict, stack_or_nest
+from dataplane_core.errors import InvalidRequestError
+from dataplane_core.middleware import Metrics
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
+from dataplane_integrations.broadcast import broadcast_from_leader
+from dataplane_integrations.errors import ReplicaLeaderError
+from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
+
+PAD_ID = 7
+
+
+def _rows(lengths: list[int], dtype: torch.dtype, *trailing: int) -> list[torch.Tensor]:
+    """Bits of every kind, NaN payloads among them; for int16 experts' numbers."""
+    generator = torch.Generator().manual_seed(sum(lengths) + dtype.itemsize)
+    rows = []
+    for length in lengths:
+        shape = (length, *trailing)
+        if dtype in (torch.bool, torch.int16):
+            rows.append(torch.randint(0, 2, shape, generator=generator).to(dtype))
+        else:
+            size = dtype.itemsize * int(np.prod(shape))
+            raw = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+            rows.append(raw.view(dtype).reshape(shape))
+    return rows
+
+
+def _columns(lengths: list[int]) -> dict[str, list[Any]]:
+    """Rows of every kind by field."""
+    return {
+        "input_ids": _rows(lengths, torch.int64),
+        "token_mask": _rows(lengths, torch.bool),
+        "generation_logprobs": _rows(lengths, torch.bfloat16),
+        "routed_experts": _rows(lengths, torch.int16, 2, 3),
+        "advantages": _rows(lengths, torch.float32),
+        "sample_mask": _rows([1] * len(lengths), torch.float64),
+        "pixel_values": _rows([3 * (row % 3) for row in range(len(lengths))], torch.float16, 4),
+        "same_shape": _rows([11] * len(lengths), torch.float8_e4m3fn),
+        "note": [{"answer": f"é{row}", "box": torch.arange(row)} for row in range(len(lengths))],
+    }
+
+
+#: The field's value where a padded column has no token; the others are not padded.
+PAD_VALUES = {"input_ids": PAD_ID, "token_mask": 0, "generation_logprobs": 0, "routed_experts": -1, "advantages": 0}
+
+
+def _worker(lengths: list[int], world: int = 2, columns: Any = None) -> tuple[Any, Metrics, KVBatchMeta]:
+    """A worker whose process has a store of its own with the same rows as the other processes'."""
+    metrics = Metrics()
+    client = connect(DataPlaneConfig(backend="noop", middleware=[metrics]))
+    columns = _columns(lengths) if columns is None else columns
+    client.register_partition("train", list(columns), None, [])
+    fields = {
+        name: stack_or_nest(rows) if isinstance(rows[0], torch.Tensor) else np.array([*rows, None], dtype=object)[:-1]
+        for name, rows in columns.items()
+    }
+    meta = client.put_samples([f"p{row}_g0" for row in range(len(lengths))], "train", fields)
+    meta.sequence_lengths = lengths
+    worker: Any = FSDP2DataPlaneMixin()
+    worker.mesh = init_device_mesh("cpu", (1, 1, world), mesh_dim_names=("dp", "cp", "tp"))
+    worker.tokenizer = SimpleNamespace(pad_token_id=PAD_ID)
+    worker.setup_data_plane(client)
+    return worker, metrics, meta
+
+
+def _bits(value: Any) -> Any:
+    """A value that is equal only for the same container, dtype, shape and bits."""
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            return "jagged", _bits(value.values()), _bits(value.offsets())  # type: ignore[no-untyped-call]
+        raw = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), raw
+    if isinstance(value, np.ndarray):
+        return "objects", [_bits(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _bits(item) for key, item in value.items()}
+    return value
+
+
+def _all_bits(batch: BatchedDataDict) -> list[tuple[str, Any]]:
+    return [(name, _bits(column)) for name, column in batch.items()]
+
+
+def _by_hand(lengths: list[int], layout: str, width: int) -> list[tuple[str, Any]]:
+    """What a fetch should return, made row by row."""
+    expected = []
+    for name, rows in _columns(lengths).items():
+        if name == "note":
+            expected.append((name, ("objects", [_bits(row) for row in rows])))
+            continue
+        column = stack_or_nest(rows)
+        if layout == "padded" and name in PAD_VALUES:
+            value = PAD_VALUES[name]
+            column = torch.full((len(rows), width, *rows[0].shape[1:]), value, dtype=rows[0].dtype)
+            for row, cells in zip(column, rows, strict=True):
+                row[: len(cells)] = cells
+        expected.append((name, _bits(column)))
+    return expected
+
+
+@pytest.mark.parametrize(
+    "lengths", [[3, 9, 1, 6], [0, 4, 0], [5], [4, 4], [0]], ids=["ragged", "empty rows", "one row", "equal", "nothing"]
+)
+def test_leader_and_siblings_get_the_bits_that_a_rank_reads_alone(ranks: Any, lengths: list[int]) -> None:
+    def fetch(rank: int) -> Any:
+        worker, _, meta = _worker(lengths)
+        found = {}
+        for layout in ("padded", "jagged"):
+            for pad, aligned in ((0, True), (16, True), (16, False)):
+                meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = pad
+                options: Any = {"layout": layout, "dp_aligned_seq_len": aligned}
+                batch = worker._fetch(meta, **options)
+                alone = worker._fetch(meta, fetch_policy="independent", **options)
+                assert _all_bits(batch) == _all_bits(alone), (layout, pad, aligned)
+                assert vars(batch).keys() == vars(alone).keys() == vars(BatchedDataDict()).keys()
+                found[layout, pad, aligned] = _all_bits(batch)
+        return found
+
+    leader, sibling = ranks(2, fetch)
+    assert leader == sibling
+    for (layout, pad, aligned), bits in leader.items():
+        width = max(*lengths, pad if aligned else 0)
+        assert bits == _by_hand(lengths, layout, width), (layout, pad, aligned)
+
+
+def test_all_ranks_pad_as_the_leader_says(ranks: Any) -> None:
+    def fetch(rank: int) -> Any:
+        worker, _, meta = _worker([2, 1])
+        if rank:
+            worker.tokenizer = SimpleNamespace(pad_token_id=PAD_ID + 1)
+            meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 64
+        return _all_bits(worker._fetch(meta))
+
+    leader, sibling = ranks(2, fetch)
+    assert leader == sibling == _by_hand([2, 1], "padded", 2)
+
+
+def _count_broadcasts() -> list[int]:
+    """Sizes in bytes of what this process gives to broadcast from now on; the descriptor counts too."""
+    sizes: list[int] = []
+    broadcast = distributed_c10d.broadcast
+
+    def count(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.nbytes)
+        return broadcast(tensor, *args, **kwargs)
+
+    dist.broadcast = distributed_c10d.broadcast = count
+    return sizes
+
+
+@pytest.fixture
+def fresh_ranks(ranks: Any) -> Any:
+    """Ranks whose `_count_broadcasts` does not outlive the test."""
+    yield ranks
+    ranks.close()
+
+
+def test_no_more_is_broadcast_than_was_read(fresh_ranks: Any) -> None:
+    lengths = [16 + 37 * row % 500 for row in range(48)]
+
+    def fetch(rank: int) -> tuple[int, list[int], int]:
+        worker, metrics, meta = _worker(lengths)
+        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 1024
+        sizes = _count_broadcasts()
+        batch = worker._fetch(meta)
+        padded = sum(column.nbytes for name, column in batch.items() if name in PAD_VALUES)
+        return metrics.snapshot()["operations"].get("get_samples", {}).get("n_bytes", 0), sizes, padded
+
+    (read, sizes, padded), (_, received, _) = fresh_ranks(2, fetch)
+    assert sizes == received, "every rank takes part in every broadcast"
+    assert sum(sizes) <= 1.05 * read
+    assert padded > 3 * read, "or this test proves nothing"
+
+
+def _resident_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+@pytest.mark.parametrize("kind", ["one tensor", "tensors of objects"])
+def test_a_broadcast_takes_the_leader_little_memory_and_goes_in_buckets(fresh_ranks: Any, kind: str) -> None:
+    payload = 48 << 20
+
+    def send(rank: int) -> tuple[int, list[int], bool]:
+        count = 1 if kind == "one tensor" else 768
+        rows = [torch.full((payload // count,), number % 251, dtype=torch.uint8) for number in range(count)]
+        batch = BatchedDataDict({"column": rows[0].unsqueeze(0) if count == 1 else rows})
+        broadcast_from_leader(lambda: BatchedDataDict({"warm up": [1]}), group=dist.group.WORLD)
+        sizes = _count_broadcasts()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        before = _resident_bytes("VmRSS")
+        received = broadcast_from_leader(lambda: batch, group=dist.group.WORLD)
+        right = all(torch.equal(row, sent) for row, sent in zip(received["column"], rows, strict=True))
+        return _resident_bytes("VmHWM") - before, sizes, right
+
+    (more, sizes, _), (_, _, right) = fresh_ranks(2, send)
+    assert right
+    assert payload <= sum(sizes) <= 1.01 * payload
+    assert max(sizes) <= 4 << 20
+    assert more < payload / 2
+
+
+def test_offsets_that_columns_share_are_broadcast_once_and_stay_shared(ranks: Any) -> None:
+    def fetch(rank: int) -> Any:
+        worker, _, meta = _worker([3, 1], columns={name: _rows([3, 1], torch.float32) for name in ("advantages", "b")})
+        batch = worker._fetch(meta, layout="jagged")
+        together = batch["advantages"] + batch["b"]  # torch combines only columns of the same offsets
+        return together.values().shape, batch["advantages"].offsets() is batch["b"].offsets()
+
+    assert ranks(2, fetch) == [((4,), True)] * 2
+
+
+def test_a_length_that_the_leader_refuses_fails_every_rank(ranks: Any) -> None:
+    def fetch(rank: int) -> Any:
+        worker, metrics, meta = _worker([3, 1])
+        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 2
+        with pytest.raises((InvalidRequestError, ReplicaLeaderError), match="at least 3, the longest") as caught:
+            worker._fetch(meta)
+        return caught.type, metrics.snapshot()["operations"].get("get_samples")
+
+    assert ranks(2, fetch) == [(InvalidRequestError, None), (ReplicaLeaderError, None)]
+
+
+def test_a_pad_value_that_does_not_fit_fails_every_rank(ranks: Any) -> None:
+    def fetch(rank: int) -> Any:
+        worker, _, meta = _worker([3, 1])
+        worker.tokenizer.pad_token_id = 1 << 70
+        with pytest.raises(InvalidRequestError, match=r"'input_ids' of torch\.int64 cannot be padded"):
+            worker._fetch(meta)
+
+    ranks(2, fetch)

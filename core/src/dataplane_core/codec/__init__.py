@@ -13,6 +13,7 @@ from dataplane_core.codec.sizes import cell_nbytes, row_nbytes
 from dataplane_core.codec.tensors import (
     ALL_DTYPES,
     BytesLike,
+    JaggedColumns,
     Ragged,
     bounds_of,
     byte_array,
@@ -35,6 +36,7 @@ from dataplane_core.codec.wire import decode_columns, encode_columns
 __all__ = [
     "ALL_DTYPES",
     "BytesLike",
+    "JaggedColumns",
     "Piece",
     "Ragged",
     "StoredColumn",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dataplane_core.codec.objects import copy_item
-from dataplane_core.codec.tensors import Ragged, byte_array, carrier, empty_tensor, offsets_of, to_nested
+from dataplane_core.codec.tensors import JaggedColumns, Ragged, byte_array, carrier, empty_tensor, offsets_of
 from dataplane_core.spec import WireColumn
 
 __all__ = ["Piece", "StoredColumn", "merge_pieces", "rows_in_order"]
@@ -48,11 +48,12 @@ def rows_in_order(rows: Sequence[int], start: int, count: int) -> bool:
     return len(rows) == count and (not count or (rows[0] == start and list(rows) == list(range(start, start + count))))
 
 
-def merge_pieces(pieces: Sequence[Piece]) -> WireColumn:
+def merge_pieces(pieces: Sequence[Piece], jagged: JaggedColumns | None = None) -> WireColumn:
     """The column of a read, in new memory.
 
     Args:
         pieces: At least one. Their positions together are 0 to n - 1.
+        jagged: The jagged columns of the same read.
 
     Returns:
         A dense tensor if all rows have one shape and were stored so, else one jagged tensor. A list for items, which
@@ -70,7 +71,7 @@ def merge_pieces(pieces: Sequence[Piece]) -> WireColumn:
         isinstance(each.column, torch.Tensor) and each.column.shape[1:] == first.shape[1:] for each in pieces
     ):
         return _merge_dense(first, pieces)
-    return _merge_ragged(pieces)
+    return _merge_ragged(pieces, JaggedColumns() if jagged is None else jagged)
 
 
 def _merge_items(pieces: Sequence[Piece]) -> list[object]:
@@ -100,7 +101,7 @@ def _merge_dense(like: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
     return merged
 
 
-def _merge_ragged(pieces: Sequence[Piece]) -> torch.Tensor:
+def _merge_ragged(pieces: Sequence[Piece], jagged: JaggedColumns) -> torch.Tensor:
     ragged = [(_as_ragged(column), rows, positions) for column, rows, positions in pieces]
     lengths = torch.empty(sum(len(rows) for _, rows, _ in ragged), dtype=torch.int64)
     for column, rows, positions in ragged:
@@ -114,7 +115,7 @@ def _merge_ragged(pieces: Sequence[Piece]) -> torch.Tensor:
         for row, position, count in _runs(rows, positions):
             begin, end = column.offsets[row].item() * step, column.offsets[row + count].item() * step
             target[ends[position] : ends[position + count]] = source[begin:end]
-    return to_nested(Ragged(merged, offsets))
+    return jagged.add(merged, offsets)
 
 
 def _runs(rows: Sequence[int], positions: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -24,6 +24,7 @@ __all__ = [
     "DTYPE_CODES",
     "ByteArray",
     "BytesLike",
+    "JaggedColumns",
     "Ragged",
     "bounds_of",
     "byte_array",
@@ -336,6 +337,63 @@ def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Te
     shortest, longest = bounds_of(ragged.lengths) if bounds is None else bounds
     kept = {"min_seqlen": _kept_length(shortest), "max_seqlen": _kept_length(longest)}
     return NestedTensor(ragged.values, ragged.offsets, _metadata_cache=kept)
+
+
+class JaggedColumns:
+    """Makes the jagged columns of one read. Columns of equal lengths share their offsets, so that torch can combine
+    them, and what is computed from the offsets."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[torch.Tensor, tuple[int, int]]] = {}
+
+    def add(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """A jagged tensor. Aliases ``values``, and ``offsets`` unless a column of equal lengths was added before."""
+        offsets, bounds = self._form(offsets)
+        return to_nested(Ragged(values, offsets), bounds)
+
+    def keep(self, column: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+        """A jagged tensor as it is, if `add` could have made it for this read, with ``num_rows``; else None."""
+        if not isinstance(column, NestedTensor):
+            return None
+        values, offsets, lengths, dim = jagged_parts(column)
+        if dim != 0 or lengths is not None or not (_is_plain(values) and _is_plain(offsets)):
+            return None
+        if offsets.dtype != torch.int64 or offsets.shape[0] != num_rows + 1:
+            return None
+        known, (shortest, longest) = self._form(offsets)
+        cuts = offsets.numpy()
+        if (
+            known is not offsets
+            or not 0 <= shortest < longest
+            or cuts[0] != 0
+            or cuts[-1] != values.shape[0]
+            or [_length_kept(column, name) for name in ("min_seqlen", "max_seqlen")] != [shortest, longest]
+        ):
+            return None
+        return column
+
+    def _form(self, offsets: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+        key = offsets.numpy().tobytes()
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = offsets, bounds_of(np.diff(offsets.numpy()))
+        return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+    )
+
+
+def _length_kept(nested: Any, name: str) -> int | None:
+    """A length that a nested tensor has cached."""
+    kept = nested._metadata_cache.get(name)
+    return None if kept is None else kept.shape[0]
 
 
 def _kept_length(length: int) -> torch.Tensor:

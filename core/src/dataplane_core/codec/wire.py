@@ -44,6 +44,7 @@ from dataplane_core.codec.sizes import cell_nbytes
 from dataplane_core.codec.tensors import (
     DTYPE_CODES,
     BytesLike,
+    JaggedColumns,
     Ragged,
     byte_view,
     from_byte_tensor,
@@ -350,7 +351,7 @@ def decode_columns(
         FrameError: The bytes are malformed.
     """
     decoded: dict[str, Any] = {}
-    shared: dict[bytes, torch.Tensor] = {}
+    jagged = JaggedColumns()
     for name, column in columns.items():
         spec = specs.get(name)
         if spec is None:
@@ -361,7 +362,7 @@ def decode_columns(
             if spec.kind == "object":
                 found: Any = _decode_objects(name, rows, count, wire, allow_pickle, copy)
             else:
-                found = _decode_tensor(name, rows, spec, count, wire, copy, shared)
+                found = _decode_tensor(name, rows, spec, count, wire, copy, jagged)
             decoded[name] = found if index is None else spread(found, index, share=share_rows)
         except CorruptDataError as error:
             error.message = f"get_samples: field '{name}': {error.message}"
@@ -438,7 +439,7 @@ def _decode_tensor(
     num_samples: int,
     wire: WireFormat,
     copy: bool,
-    shared: dict[bytes, torch.Tensor],
+    jagged: JaggedColumns,
 ) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype, None)
     if dtype not in DTYPE_CODES:
@@ -450,6 +451,12 @@ def _decode_tensor(
             raise _mismatch(name, found, spec.describe())
     else:
         wire_dtype, trailing = _on_wire(spec, wire)
+        as_it_is = spec.rank and wire_dtype == dtype and wire.zero_length_rows and not copy
+        kept = jagged.keep(column, num_samples) if as_it_is else None
+        if kept is not None:
+            values = jagged_parts(kept)[0]
+            if values.dtype == dtype and tuple(values.shape[1:]) == trailing:
+                return kept
         rows = _gather(name, column, num_samples)
         if spec.rank == 0:
             rows = _check_scalars(name, rows, wire_dtype, trailing)
@@ -465,8 +472,7 @@ def _decode_tensor(
     dense = rows.dense()
     if dense is not None:
         return dense
-    offsets = shared.setdefault(rows.offsets.numpy().tobytes(), rows.offsets)
-    return to_nested(Ragged(rows.values, offsets))
+    return jagged.add(rows.values, rows.offsets)
 
 
 def _plain(rows: Ragged | torch.Tensor) -> torch.Tensor:

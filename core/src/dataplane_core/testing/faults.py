@@ -14,7 +14,7 @@ from typing import Any
 
 from dataplane_core.middleware import Middleware
 from dataplane_core.plugins import OPERATION_NAMES
-from dataplane_core.spec import Claim, SampleList, WireBatch, hookimpl
+from dataplane_core.spec import Claim, SampleList, SharedRows, WireBatch, hookimpl
 
 __all__ = ["Faults"]
 
@@ -136,6 +136,8 @@ class Faults(Middleware):
 
 
 def _without_last(column: Any, num_rows: int) -> Any:
+    if isinstance(column, SharedRows):
+        return SharedRows(column.rows, column.index[:-num_rows])
     if isinstance(column, list):
         return column[:-num_rows]
     rows = list(column.unbind())[:-num_rows] if column.is_nested else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
-from dataplane_core.codec import Piece, merge_pieces
+from dataplane_core.codec import JaggedColumns, Piece, merge_pieces
 from dataplane_core.ledger import Command, LedgerService, Located, Ref, Reply
 from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
 from dataplane_noop._segments import Segment
@@ -57,7 +57,8 @@ class NoopBackend(LedgerBackend):
                 raise RefsGoneError(f"{len(gone)} rows of write {part.write_id} are gone", refs=refs)
             for name in part.fields:
                 pieces[name].append(segment.piece(name, part.positions, part.rows))
-        return {name: merge_pieces(each) for name, each in pieces.items()}
+        jagged = JaggedColumns()
+        return {name: merge_pieces(each, jagged) for name, each in pieces.items()}
 
     def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
         by_write: dict[int, list[int]] = {}

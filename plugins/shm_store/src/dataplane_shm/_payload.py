@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from dataplane_core.codec import (
+    JaggedColumns,
     Piece,
     Ragged,
     StoredColumn,
@@ -19,7 +20,6 @@ from dataplane_core.codec import (
     jagged_parts,
     merge_pieces,
     rows_in_order,
-    to_nested,
 )
 from dataplane_core.ledger import Located, commands
 from dataplane_core.spec import FieldSpec, WireColumn
@@ -70,7 +70,8 @@ def read(arena: Bytes, located: Located, places: Mapping[int, Place]) -> dict[st
     for part in located.parts:
         for name, column in _stored(arena, part, places[part.write_id], located.specs):
             pieces[name].append(Piece(column, part.positions, part.rows))
-    return {name: merge_pieces(each) for name, each in pieces.items()}
+    jagged = JaggedColumns()
+    return {name: merge_pieces(each, jagged) for name, each in pieces.items()}
 
 
 def view(arena: Bytes, located: Located, places: Mapping[int, Place], num_rows: int) -> dict[str, WireColumn] | None:
@@ -83,6 +84,7 @@ def view(arena: Bytes, located: Located, places: Mapping[int, Place], num_rows: 
         num_rows: n.
     """
     columns: dict[str, WireColumn] = {}
+    jagged = JaggedColumns()
     for part in located.parts:
         start = part.positions[0]
         if not (rows_in_order(part.rows, 0, num_rows) and rows_in_order(part.positions, start, num_rows)):
@@ -91,7 +93,7 @@ def view(arena: Bytes, located: Located, places: Mapping[int, Place], num_rows: 
             if isinstance(column, Ragged):
                 cuts = column.offsets.numpy()[start : start + num_rows + 1]
                 values = column.values[cuts[0] : cuts[-1]]
-                columns[name] = to_nested(Ragged(values, torch.from_numpy(cuts - cuts[0])))
+                columns[name] = jagged.add(values, torch.from_numpy(cuts - cuts[0]))
             else:
                 assert isinstance(column, torch.Tensor)
                 columns[name] = column[start : start + num_rows]

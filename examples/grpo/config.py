@@ -105,6 +105,15 @@ class RolloutsSection(_Section):
     staleness: Annotated[int, Field(ge=0)] = 1
 
 
+class PortionsSection(_Section):
+    """Training on a step's rows in portions, with one optimizer step for all."""
+
+    #: 1: the workers fetch all rows of a step at once.
+    per_step: _Count = 1
+    #: Portions that the workers read from the store while they train on another.
+    read_ahead: Annotated[int, Field(ge=0)] = 0
+
+
 class SavingSection(_Section):
     """Saves to go on from."""
 
@@ -142,6 +151,7 @@ class RunConfig(_Section):
     dynamic_batching: DynamicBatchingSection = DynamicBatchingSection()
     sequence_packing: SequencePackingSection = SequencePackingSection()
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
+    portions: PortionsSection = PortionsSection()
     rollouts: RolloutsSection = RolloutsSection()
     saving: SavingSection = SavingSection()
     ray: RaySection = RaySection()

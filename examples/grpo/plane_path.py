@@ -8,6 +8,7 @@ the store, and writes the columns that it computes back under the same ids.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from ray.actor import ActorHandle
@@ -122,6 +123,7 @@ class DataPlanePath(DataPath):
                 self._plane,
                 batching=batching_of(self._config),
                 timeout_s=self._timeout_s,
+                read_ahead=self._config.portions.read_ahead,
             )
             self._on_rollout("setup_data_plane", self._plane, doing="attaching to the data plane")
 
@@ -153,9 +155,21 @@ class DataPlanePath(DataPath):
             self._meta = self._require().get_reference_policy_logprobs_from_meta(self._meta)
 
     def train(self, loss_fn: LossFunction) -> dict[str, float]:
+        policy, portions = self._require(), self._config.portions
         with reporting():
-            result = self._require().train_from_meta(self._meta, loss_fn)
+            if portions.per_step == 1:
+                result = policy.train_from_meta(self._meta, loss_fn)
+            else:
+                policy.begin_train_step(loss_fn)
+                policy.train_microbatches_from_metas(self._cut(portions.per_step))
+                result = policy.finish_train_step()
         return summarize_training([{**result, "global_loss": result["loss"]}])
+
+    def _cut(self, portions: int) -> list[KVBatchMeta]:
+        """The step's rows in portions of about equal size that all data-parallel ranks can share equally."""
+        unit = self._config.data_parallel
+        bounds = [self._meta.size // unit * number // portions * unit for number in range(portions + 1)]
+        return [self._meta.slice(start, end) for start, end in pairwise(bounds) if start < end]
 
     def finish_step(self) -> Traffic:
         with reporting():

@@ -186,6 +186,8 @@ def _data_path(config: RunConfig, in_memory: bool) -> DataPath:
     ahead = config.rollouts.mode == "async"
     if in_memory and ahead:
         raise UserError("rollouts run ahead through the data plane. Leave out --in-memory or --mode async.")
+    if in_memory and config.portions.per_step > 1:
+        raise UserError("portions are read from the data plane. Leave out --in-memory, or set portions.per_step to 1.")
     if in_memory and config.dynamic_sampling.enabled:
         raise UserError("dynamic sampling filters rows in the data plane. Leave out --in-memory or --dynamic-sampling.")
     if in_memory:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -56,6 +56,17 @@ class LossFunction(Protocol):
     def __call__(
         self, logprobs_ns: Tensor, data: BatchedDataDict, global_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+@dataclass
+class _OpenStep:
+    """What the portions of a step have added up to; sums over this rank's tokens."""
+
+    loss_fn: LossFunction
+    mbs: int | None
+    loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    tokens: Tensor = field(default_factory=lambda: torch.zeros(()))
+    metrics: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
 class PolicyWorker(KeepsTrainingState):
@@ -208,6 +219,47 @@ class PolicyWorker(KeepsTrainingState):
             "all_mb_metrics": metrics,
             "global_tokens": int(total_tokens),
         }
+
+    def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
+        """`train` on portions of one global batch; see `dataplane_integrations.worker.SplitStepWorker`."""
+        self.model.train()
+        self.optimizer.zero_grad()
+        self._open_step = _OpenStep(loss_fn, mbs)
+
+    def train_microbatch(self, data: BatchedDataDict) -> None:
+        """Adds up the gradients of a portion's sums over tokens. Collective."""
+        step = self._open_step
+        microbatches = list(_microbatches(data, step.mbs))
+        for number, microbatch in enumerate(microbatches, start=1):
+            self._before_backward(number == len(microbatches))
+            logprobs_ns = self._forward(self.model, microbatch)
+            part, part_metrics = step.loss_fn(logprobs_ns, microbatch, torch.ones(()))
+            (part * self.dp_size).backward()
+            step.loss += part.detach()
+            step.tokens += loss_mask(microbatch).sum()
+            for name, value in part_metrics.items():
+                step.metrics.setdefault(name, []).append(value)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Divides by all tokens, and makes the optimizer step. Collective. Returns what `train` does."""
+        step = self._open_step
+        global_tokens = self._sum_over_ranks(step.tokens)
+        divisor = global_tokens.clamp(min=1.0).item()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= divisor
+        return {
+            "global_loss": torch.tensor([self._sum_over_ranks(step.loss).item() / divisor], dtype=torch.float64),
+            "grad_norm": torch.tensor([self._optimizer_step()], dtype=torch.float64),
+            "all_mb_metrics": {
+                name: [value.item() / divisor for value in values] for name, values in step.metrics.items()
+            },
+            "global_tokens": int(global_tokens.item()),
+        }
+
+    def abort_train_step(self) -> None:
+        """Drops the gradients of the portions."""
+        self.optimizer.zero_grad()
 
     def training_state(self) -> TrainingState:
         """See `KeepsTrainingState`: this rank's shards of weights and moments, and the schedule."""

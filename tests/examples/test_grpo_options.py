@@ -22,8 +22,10 @@ from grpo_runs import finish, read_metrics, results, start, write_config
 MODEL = ModelConfig(width=32, layers=2, heads=4)
 
 
-def _run(folder: Path, *arguments: str, path: str = "in-memory") -> list[dict[str, Any]]:
-    config = write_config(folder, grpo={"steps": 2})
+def _run(
+    folder: Path, *arguments: str, path: str = "in-memory", portions: dict[str, int] | None = None
+) -> list[dict[str, Any]]:
+    config = write_config(folder, grpo={"steps": 2}, portions=portions or {})
     code, _, err = finish(start(config, folder / "out", *arguments, path=path))
     assert (code, err) == (0, "")
     return read_metrics(folder / "out")
@@ -49,6 +51,27 @@ def test_tensor_parallel_and_packed_runs_train_as_the_plain_run_does(
     plain: list[dict[str, Any]], tmp_path: Path, path: str, arguments: list[str]
 ) -> None:
     _assert_like(plain, results(_run(tmp_path, *arguments, path=path)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [["--tp", "2"], [], ["--workers", "megatron"]], ids=" ".join)
+def test_portions_train_as_the_plain_run_does_and_reading_ahead_changes_no_bit(
+    plain: list[dict[str, Any]], tmp_path: Path, arguments: list[str]
+) -> None:
+    runs = []
+    for depth in (0, 2):
+        folder = tmp_path / str(depth)
+        folder.mkdir()
+        portions = {"per_step": 3, "read_ahead": depth}
+        runs.append(results(_run(folder, *arguments, path="shm_store", portions=portions)))
+    assert runs[0] == runs[1]
+    _assert_like(plain, runs[0])
+
+
+def test_portions_without_a_data_plane_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path, portions={"per_step": 2})
+    assert main(["--config", str(config), "--in-memory", "--out", str(tmp_path / "out")]) == 2
+    assert "portions are read from the data plane" in capsys.readouterr().err
 
 
 def _assert_like(plain: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:

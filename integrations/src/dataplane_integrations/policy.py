@@ -27,6 +27,7 @@ from dataplane_core.schema import (
 )
 from dataplane_core.sharding import shard_meta_for_dp
 from dataplane_core.spec import Scope
+from dataplane_integrations.ahead import check_depth
 from dataplane_integrations.attach import DataPlaneSource
 from dataplane_integrations.batching import Batching, Stage
 from dataplane_integrations.groups import WorkerGroup
@@ -53,9 +54,12 @@ class DataPlanePolicy:
         router_replay: Workers also read ``routed_experts`` in both; rows without it are refused.
         timeout_s: For one call on all workers, in seconds.
         flops_tracker: Gets the lengths of every shard that is trained on.
+        read_ahead: So many portions of `train_microbatches_from_metas` each worker reads from the store while it trains
+            on another. 0: none.
 
     Raises:
         ConfigError: The backend's scope does not include the workers.
+        InvalidRequestError: A negative ``read_ahead``.
         WorkerFailedError: A worker could not attach. What was started here has been ended.
     """
 
@@ -70,7 +74,9 @@ class DataPlanePolicy:
         router_replay: bool = False,
         timeout_s: float = 600.0,
         flops_tracker: FlopsTracker | None = None,
+        read_ahead: int = 0,
     ) -> None:
+        self._read_ahead = check_depth("DataPlanePolicy", read_ahead)
         self._workers = workers
         self._dp_world = max(workers.dp_ranks) + 1
         self._batching = batching or Batching()
@@ -313,6 +319,28 @@ class DataPlanePolicy:
         with self._aborting_on_failure(step):
             args = [(shards[rank],) for rank in self._workers.dp_ranks]
             self._call("train_microbatch_presharded", args, doing="training on a portion of a step")
+
+    def train_microbatches_from_metas(self, metas: Sequence[KVBatchMeta]) -> None:
+        """As one `train_microbatch_from_meta` for each portion, in order, but in one call of the workers. So they can
+        read the next portions from the store while they train on one (``read_ahead``).
+
+        Raises:
+            InvalidRequestError: As `train_microbatch_from_meta`, before any portion is trained on.
+            WorkerFailedError: As `train_microbatch_from_meta`. ``timeout_s`` is the time for each portion.
+        """
+        step = self._require_split_step("train_microbatches_from_metas")
+        portions = [self._shard(meta, "train", self._train_fields, None) for meta in metas]
+        for shards in portions:
+            self._track(shards)
+        step.extend(metas)
+        with self._aborting_on_failure(step):
+            self._call(
+                "train_microbatches_presharded",
+                [([shards[rank] for shards in portions],) for rank in self._workers.dp_ranks],
+                {"read_ahead": self._read_ahead},
+                doing="training on portions of a step",
+                timeout_s=self._timeout_s * max(len(portions), 1),
+            )
 
     def finish_train_step(self) -> dict[str, Any]:
         """The workers make the optimizer step. Returns what `train_from_meta` returns.

@@ -10,7 +10,9 @@ Shape legend: ``N`` rows of this data-parallel rank, ``S`` padded sequence lengt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, cast
 
 import torch
@@ -28,6 +30,7 @@ from dataplane_core.schema import (
     ROUTED_EXPERTS_FIELD,
 )
 from dataplane_core.sharding import REPLICATED_AXES, NamedSharding
+from dataplane_integrations.ahead import check_depth, read_ahead
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.batching import Batching, Stage
 from dataplane_integrations.broadcast import broadcast_from_leader, group_device
@@ -161,6 +164,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         fetch_policy: FetchPolicy = "auto",
         preprocess: Callable[[BatchedDataDict], BatchedDataDict] | None = None,
         dp_aligned_seq_len: bool = True,
+        read: Callable[[], BatchedDataDict] | None = None,
     ) -> BatchedDataDict:
         """Reads the rows and fields of ``meta``. Collective over the replica group, unless ``independent``.
 
@@ -172,6 +176,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 reads, once per replica group. Without it the rows are broadcast unpadded, and every rank pads them.
             dp_aligned_seq_len: Pad to the length that the driver set, the same on all data-parallel ranks; else to the
                 longest of these rows.
+            read: Is called to read, on the rank that does, in place of `_read`: for what was read ahead.
 
         Returns:
             One row per sample id, in that order.
@@ -187,17 +192,17 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "'leader_broadcast'."
             )
 
-        def read() -> BatchedDataDict:
-            batch = self._read(meta, layout, dp_aligned_seq_len)
+        def read_and_preprocess() -> BatchedDataDict:
+            batch = self._read(meta, layout, dp_aligned_seq_len) if read is None else read()
             return batch if preprocess is None else preprocess(_padded(batch, meta))
 
         group = None if fetch_policy == "independent" else self._get_replica_group()
         if group is None or dist.get_world_size(group) == 1:
-            return _padded(read(), meta)
+            return _padded(read_and_preprocess(), meta)
 
         def check_and_read() -> BatchedDataDict:
             self._check_leader_is_first(group)
-            return read()
+            return read_and_preprocess()
 
         batch = broadcast_from_leader(check_and_read, group=group)
         self._check_leader_is_first(group)  # only now: an error before the broadcast would make the other ranks wait
@@ -444,9 +449,35 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         Raises:
             InvalidRequestError: No step is open.
         """
-        worker = self._open_split_step("train_microbatch_presharded")
-        data, _ = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "train")
-        worker.train_microbatch(data)
+        self._train_portions("train_microbatch_presharded", [meta], 0)
+
+    def train_microbatches_presharded(self, metas: Sequence[KVBatchMeta], read_ahead: int = 0) -> None:
+        """As one `train_microbatch_presharded` for each portion, in order.
+
+        Args:
+            metas: This rank's shards of the portions.
+            read_ahead: While a portion is trained on, so many of the next ones are read from the store, in a thread.
+                The rank that reads holds them in memory. Their broadcast and their errors come at their turn.
+
+        Raises:
+            InvalidRequestError: No step is open, or a negative depth.
+        """
+        self._train_portions("train_microbatches_presharded", metas, read_ahead)
+
+    def _train_portions(self, what: str, metas: Sequence[KVBatchMeta], depth: int) -> None:
+        check_depth(what, depth)
+        worker = self._open_split_step(what)
+        group = self._get_replica_group()
+        reads_here = group is None or dist.get_rank(group) == 0
+        reads = [functools.partial(self._read, meta, "padded", True) for meta in metas]
+
+        def train(meta: KVBatchMeta, read: Callable[[], BatchedDataDict]) -> None:
+            data, _ = self._attach_or_repack_pack_metadata(self._fetch(meta, read=read), meta, "train")
+            worker.train_microbatch(data)
+
+        with contextlib.closing(read_ahead(reads, depth if reads_here else 0)) as results:
+            for meta, read in zip(metas, results, strict=True):
+                train(meta, read)  # a call, which frees the portion before the next is fetched
 
     def finish_train_step_presharded(self) -> dict[str, Any]:
         """Makes the optimizer step. Returns the worker's result with ``is_replica_leader``.

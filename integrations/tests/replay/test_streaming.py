@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -13,6 +14,13 @@ from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, LeaseE
 from dataplane_integrations.replay import StreamingConsumer
 
 WAIT_S = 60.0
+#: Batches that the consumers read ahead.
+DEPTH = 0
+
+
+@pytest.fixture(params=[0, 1, 3], ids="{} ahead".format, autouse=True)
+def depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "DEPTH", request.param)
 
 
 @pytest.fixture
@@ -40,7 +48,9 @@ def train_on(consumer: StreamingConsumer) -> list[list[int]]:
 
 
 def consumer_of(client: DataPlaneClient, **options: Any) -> StreamingConsumer:
-    return StreamingConsumer(client, "replay", "train", ["x"], 4, **{"timeout_s": WAIT_S, "lease_s": 5.0, **options})
+    return StreamingConsumer(
+        client, "replay", "train", ["x"], 4, **{"timeout_s": WAIT_S, "lease_s": 5.0, "read_ahead": DEPTH, **options}
+    )
 
 
 def test_batches_are_trained_on_while_rollouts_go_on(stream: DataPlaneClient) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final
 
-from dataplane_core.batch import BatchedDataDict, read_columns
+from dataplane_core.batch import BatchedDataDict, pad_columns, read_columns
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
     ClaimTimeoutError,
@@ -19,6 +23,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import TagFilter
+from dataplane_integrations.ahead import check_depth, read_ahead
 from dataplane_integrations.replay._ids import WEIGHT_VERSION_TAG
 
 __all__ = ["ClaimedBatch", "StreamingConsumer"]
@@ -27,6 +32,8 @@ __all__ = ["ClaimedBatch", "StreamingConsumer"]
 _RENEWALS_PER_LEASE: Final = 3.0
 #: At the end of a partition: seconds between two checks whether a dead consumer's leases have expired.
 _END_POLL_S: Final = 0.1
+#: Seconds after which a claim ahead of its turn looks whether it is still wanted.
+_AHEAD_CLAIM_S: Final = 0.2
 
 
 class ClaimedBatch:
@@ -48,11 +55,19 @@ class ClaimedBatch:
         self._renewed_at = time.monotonic()  # the claim, then the newest renewal that succeeded
         self._lost: LeaseExpiredError | None = None
         self._broken: Exception | None = None  # the error of the newest renewal
-        self._thread = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
+        self._thread: threading.Thread | None = None
+        self._ahead = BatchedDataDict()  # read ahead, unpadded
 
     def read(self, select_fields: Sequence[str] | None = None, **options: Any) -> BatchedDataDict:
         """Reads the rows' columns, padded. Arguments as for `dataplane_core.read_columns`."""
-        return read_columns(self._client, self.meta, select_fields, **options)
+        names = list((self.meta.fields or []) if select_fields is None else select_fields)
+        layout = options.get("layout", "padded")
+        held = names and len(set(names)) == len(names) and set(names) <= self._ahead.keys()
+        if not held or layout not in ("padded", "jagged"):
+            return read_columns(self._client, self.meta, select_fields, **options)
+        columns = BatchedDataDict({name: self._ahead.pop(name) for name in names})
+        options.pop("layout", None)
+        return pad_columns(columns, self.meta, **options) if layout == "padded" else columns
 
     def check(self) -> None:
         """Checks that the lease still holds. Call it before an optimizer step.
@@ -71,15 +86,38 @@ class ClaimedBatch:
                 sample_ids=self.meta.sample_ids,
             ) from self._broken
 
+    def _give_back(self) -> None:
+        """Gives the rows back to the pool. If that fails, they go back when the lease ends."""
+        self._stop_renewing()
+        with contextlib.suppress(DataPlaneError):
+            self._client.nack(self.meta)
+
+    def _read_ahead(self, read: bool) -> None:
+        """Renews the lease from now on, and reads the columns. Runs in the thread that reads ahead."""
+        self._start_renewing()
+        if read:
+            with contextlib.suppress(Exception):  # then `read` reads, and raises if the error is still there
+                self._ahead = read_columns(self._client, self.meta, layout="jagged")
+
+    def _stop_renewing(self) -> None:
+        """Ends the thread that renews the lease, if there is one."""
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+
     def __enter__(self) -> ClaimedBatch:
-        self._thread.start()
+        self._start_renewing()
         return self
+
+    def _start_renewing(self) -> None:
+        self._done.clear()
+        self._thread = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
+        self._thread.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._done.set()
-        self._thread.join()
+        self._stop_renewing()
         if error is not None:
             try:
                 self._client.nack(self.meta)
@@ -102,6 +140,14 @@ class ClaimedBatch:
                 self._broken = error
             else:
                 self._renewed_at, self._broken = asked_at, None
+
+
+@dataclass
+class _Turn:
+    """Whether the trainer waits for a claim that was made ahead, and whether it still wants any."""
+
+    asked_at: float | None = None
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 class StreamingConsumer:
@@ -134,13 +180,16 @@ class StreamingConsumer:
         weight_version: The trainer's version at the start.
         clear: Clear rows after the ack, and rows that are too stale. Pass False if other tasks read them.
         timeout_s: How long to wait for a batch, in seconds.
+        read_ahead: So many batches are claimed, and their ``fields`` read, while the trainer works on another; their
+            leases are renewed meanwhile. 0: none. When the iteration ends, also by an error or a ``break``, those that
+            were not yielded are given back.
 
     Attributes:
         weight_version: The trainer's version; the trainer sets it.
         num_stale: Rows dropped as too stale so far.
 
     Raises:
-        InvalidRequestError: A negative staleness, or a lease of 0 s or less.
+        InvalidRequestError: A negative staleness or ``read_ahead``, or a lease of 0 s or less.
     """
 
     def __init__(
@@ -156,6 +205,7 @@ class StreamingConsumer:
         weight_version: int = 0,
         clear: bool = True,
         timeout_s: float = 60.0,
+        read_ahead: int = 0,
     ) -> None:
         if lease_s <= 0 or (max_staleness is not None and max_staleness < 0):
             raise InvalidRequestError(
@@ -173,6 +223,7 @@ class StreamingConsumer:
         self._max_staleness = max_staleness
         self._clear = clear
         self._timeout_s = timeout_s
+        self._read_ahead = check_depth(f"StreamingConsumer('{partition_id}', '{task_name}')", read_ahead)
 
     def __iter__(self) -> Iterator[ClaimedBatch]:
         """Yields batches until this task has acked every row of the partition.
@@ -184,19 +235,32 @@ class StreamingConsumer:
         """
         give_up: float | None = None
         while True:
-            self.drop_stale()
-            meta = self._claim()
-            if meta.size:
-                give_up = None
-                yield ClaimedBatch(self._client, meta, self._lease_s, clear=self._clear)
-                continue
-            if self._is_over():
-                return
-            # the other rows are on lease to other consumers; those of a dead one come back when its lease ends
-            give_up = time.monotonic() + self._timeout_s if give_up is None else give_up
-            if time.monotonic() > give_up:
-                raise self._nothing_comes_back()
-            time.sleep(_END_POLL_S)
+            turn = _Turn()
+            claims = read_ahead(self._claims(turn), self._read_ahead, _give_back)
+            try:
+                for claim in claims:
+                    self.drop_stale()
+                    turn.asked_at = time.monotonic()
+                    batch = claim()
+                    turn.asked_at = None
+                    if batch is None:
+                        if self._is_over():
+                            return
+                        # the other rows are on lease to other consumers; a dead one's come back when its lease ends
+                        give_up = time.monotonic() + self._timeout_s if give_up is None else give_up
+                        if time.monotonic() > give_up:
+                            raise self._nothing_comes_back()
+                        time.sleep(_END_POLL_S)
+                    elif not self._read_ahead or self._is_current(batch):
+                        give_up = None
+                        batch._stop_renewing()
+                        yield batch
+                    else:  # begin anew, so that no row is handed out that would not have been claimed only now
+                        batch._give_back()
+                        break
+            finally:
+                turn.over.set()
+                claims.close()
 
     def drop_stale(self) -> int:
         """Acks the rows that are too stale, and clears them unless ``clear`` is False. Returns their number.
@@ -229,7 +293,47 @@ class StreamingConsumer:
         assert self._max_staleness is not None
         return self.weight_version - self._max_staleness
 
-    def _claim(self) -> KVBatchMeta:
+    def _claims(self, turn: _Turn) -> Iterator[Callable[[], ClaimedBatch | None]]:
+        """Claims without end; each returns None if no row was left to hand out."""
+        return itertools.repeat(functools.partial(self._claim_ahead, turn) if self._read_ahead else self._claim_batch)
+
+    def _claim_batch(self) -> ClaimedBatch | None:
+        meta = self._claim(self._timeout_s)
+        return ClaimedBatch(self._client, meta, self._lease_s, clear=self._clear) if meta.size else None
+
+    def _claim_ahead(self, turn: _Turn) -> ClaimedBatch | None:
+        """Runs in the thread that reads ahead. The time to wait for a batch begins when the trainer asks for it."""
+        while not turn.over.is_set():
+            try:
+                meta = self._claim(_AHEAD_CLAIM_S)
+            except ClaimTimeoutError as error:
+                asked_at = turn.asked_at
+                if asked_at is None or time.monotonic() - asked_at < self._timeout_s:
+                    continue
+                raise ClaimTimeoutError(
+                    f"StreamingConsumer('{self._partition_id}', '{self._task_name}'): no batch within "
+                    f"{self._timeout_s:g} s. The newest claim: {error.message}",
+                    num_ready=error.num_ready,
+                    shortfall=error.shortfall,
+                ) from error
+            if not meta.size:
+                return None
+            batch = ClaimedBatch(self._client, meta, self._lease_s, clear=self._clear)
+            batch._read_ahead(not turn.over.is_set())
+            return batch
+        return None
+
+    def _is_current(self, batch: ClaimedBatch) -> bool:
+        """Whether a batch that was claimed ahead is still on lease, and none of its rows has become too stale."""
+        try:
+            batch.check()
+        except LeaseExpiredError:
+            return False
+        return self._max_staleness is None or all(
+            row[WEIGHT_VERSION_TAG] >= self._oldest() for row in batch.meta.tags or []
+        )
+
+    def _claim(self, timeout_s: float) -> KVBatchMeta:
         fresh: TagFilter | None = None
         if self._max_staleness is not None:
             fresh = {WEIGHT_VERSION_TAG: (">=", self._oldest())}
@@ -238,7 +342,7 @@ class StreamingConsumer:
             self._task_name,
             self._fields,
             self._batch_size,
-            timeout_s=self._timeout_s,
+            timeout_s=timeout_s,
             lease_s=self._lease_s,
             tag_filter=fresh,
         )
@@ -265,3 +369,8 @@ class StreamingConsumer:
         if held and self._clear:
             self._client.clear_samples(held, self._partition_id)
         return True
+
+
+def _give_back(batch: ClaimedBatch | None) -> None:
+    if batch is not None:
+        batch._give_back()

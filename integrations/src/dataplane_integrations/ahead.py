@@ -1,0 +1,68 @@
+"""Reading ahead: a thread does the next reads while the caller computes on the newest one."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from dataplane_core.errors import InvalidRequestError
+
+__all__ = ["check_depth", "read_ahead"]
+
+_T = TypeVar("_T")
+
+
+def read_ahead(
+    reads: Iterable[Callable[[], _T]], depth: int, discard: Callable[[_T], None] = lambda result: None
+) -> Generator[Callable[[], _T], None, None]:
+    """Does reads in order, in one thread, up to ``depth`` of them before their turn.
+
+    Closing the generator, which a ``for`` loop that ends early also does, cancels the reads that have not begun, waits
+    for the one that runs, and discards what was read and not yielded. Then the thread has ended.
+
+    Args:
+        reads: The reads; may be endless. They are taken one by one, each only when it may begin.
+        depth: How many may run ahead. 0: none; there is no thread, and each runs where its result is asked for.
+        discard: Is called with each result that nobody got.
+
+    Yields:
+        Per read a function that waits for it, and returns its result or raises its error. Call it before the next is
+        yielded. After an error, close the generator.
+    """
+    if depth == 0:
+        yield from reads
+        return
+    waiting = iter(reads)
+    begun: deque[Future[_T]] = deque()
+
+    def take() -> _T:
+        result = begun[0].result()  # if this wait is interrupted, the result is one that nobody got
+        begun.popleft()
+        return result
+
+    thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+    try:
+        while True:
+            begun.extend(thread.submit(read) for read in itertools.islice(waiting, depth + 1 - len(begun)))
+            if not begun:
+                return
+            yield take
+    finally:
+        thread.shutdown(cancel_futures=True)
+        for read in begun:
+            if not read.cancelled() and read.exception() is None:
+                discard(read.result())
+
+
+def check_depth(where: str, depth: int) -> int:
+    """Returns the depth.
+
+    Raises:
+        InvalidRequestError: It is not a whole number of at least 0.
+    """
+    if type(depth) is not int or depth < 0:
+        raise InvalidRequestError(f"{where} refused: read_ahead is {depth!r}. Expected 0, or how many reads run ahead.")
+    return depth

@@ -1,0 +1,276 @@
+"""Portions are read ahead of their turn: the same bits, errors at their own portion, and nothing left running."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from dataplane_core import KVBatchMeta, connect
+from dataplane_core.batch import BatchedDataDict, stack_or_nest
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import InvalidRequestError, MissingDataError
+from dataplane_integrations.ahead import read_ahead
+from dataplane_integrations.errors import ReplicaLeaderError, WorkerFailedError
+from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.groups import InProcessWorkerGroup
+from dataplane_integrations.policy import DataPlanePolicy
+
+WAIT_S = 30.0
+DEPTHS = [0, 1, 2, 9]
+
+
+def _readers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+
+
+# --- the mechanism ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_results_come_in_order_and_no_more_than_the_depth_run_ahead(depth: int) -> None:
+    done: list[int] = []
+
+    def read(number: int) -> int:
+        done.append(number)
+        return number
+
+    taken = []
+    for take in read_ahead((functools.partial(read, number) for number in range(7)), depth):
+        taken.append(take())
+        assert len(done) <= len(taken) + depth
+    assert taken == done == list(range(7))
+    assert _readers() == []
+
+
+def test_the_next_read_runs_while_the_caller_computes() -> None:
+    begun = [threading.Event() for _ in range(3)]
+    for number, take in enumerate(read_ahead([event.set for event in begun], 1)):
+        take()
+        assert all(event.wait(WAIT_S) for event in begun[: number + 2])
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_error_comes_at_its_own_turn(depth: int) -> None:
+    def read(number: int) -> int:
+        if number == 2:
+            raise MissingDataError("gone")
+        return number
+
+    with contextlib.closing(read_ahead([functools.partial(read, number) for number in range(4)], depth)) as takes:
+        assert [next(takes)(), next(takes)()] == [0, 1]
+        third = next(takes)
+        with pytest.raises(MissingDataError):
+            third()
+    assert _readers() == []
+
+
+def test_what_nobody_got_is_discarded_at_the_close_and_the_rest_is_never_read() -> None:
+    read_now, may_end = threading.Event(), threading.Event()
+    done, discarded = [], []
+
+    def read(number: int) -> int:
+        if number == 2:
+            read_now.set()
+            assert may_end.wait(WAIT_S)
+        done.append(number)
+        return number
+
+    takes = read_ahead([functools.partial(read, number) for number in range(9)], 4, discarded.append)
+    assert next(takes)() == 0
+    assert read_now.wait(WAIT_S)
+    threading.Timer(0.05, may_end.set).start()
+    takes.close()
+    assert done == [0, 1, 2]
+    assert discarded == [1, 2]
+    assert _readers() == []
+
+
+def test_a_result_whose_wait_was_interrupted_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from concurrent.futures import Future
+
+    discarded: list[str] = []
+    takes = read_ahead([lambda: "rows"], 1, discarded.append)
+    take = next(takes)
+
+    def interrupt(future: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Future, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        take()
+    monkeypatch.undo()
+    takes.close()
+    assert discarded == ["rows"]
+
+
+# --- a worker that walks portions -------------------------------------------------------------------------------------
+
+
+def _bits(batch: BatchedDataDict) -> dict[str, Any]:
+    return {name: (column.shape, column.dtype, column.numpy().tobytes()) for name, column in batch.items()}
+
+
+@pytest.fixture
+def portions(write_rows: Callable[..., KVBatchMeta]) -> list[KVBatchMeta]:
+    """Three portions of two rows."""
+    meta = write_rows([3, 5, 2, 2, 7, 1])
+    meta.fields = ["input_ids", "generation_logprobs", "sample_mask"]
+    return [meta.slice(start, start + 2) for start in (0, 2, 4)]
+
+
+@pytest.fixture
+def make_worker(toy_worker: Any, client: DataPlaneClient) -> Callable[[], Any]:
+    def make() -> Any:
+        worker = toy_worker()
+        worker.setup_data_plane(client)
+        worker.begin_train_step_presharded(1.0)
+        return worker
+
+    return make
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_portions_are_trained_on_as_if_each_were_a_call(
+    make_worker: Callable[[], Any], portions: list[KVBatchMeta], depth: int
+) -> None:
+    one_by_one, at_once = make_worker(), make_worker()
+    for portion in portions:
+        one_by_one.train_microbatch_presharded(portion)
+    at_once.train_microbatches_presharded(portions, read_ahead=depth)
+    expected, found = ([_bits(batch) for _, batch in worker.seen] for worker in (one_by_one, at_once))
+    assert found == expected
+    assert len(found) == 3
+    assert at_once.finish_train_step_presharded()["all_mb_metrics"] == {"rows": [2, 2, 2]}
+
+
+def test_a_portion_is_read_while_the_one_before_it_is_trained_on(
+    make_worker: Callable[[], Any], portions: list[KVBatchMeta], client: Any
+) -> None:
+    worker = make_worker()
+    done = threading.Semaphore(0)
+    get_samples, train = client.get_samples, worker.train_microbatch
+
+    def counted(*args: Any) -> Any:
+        rows = get_samples(*args)
+        done.release()
+        return rows
+
+    def train_after_the_next_read(data: BatchedDataDict) -> None:
+        reads = 2 if not worker.seen else 1  # the first portion's own, and the next one's
+        if len(worker.seen) < 2:
+            assert all(done.acquire(timeout=WAIT_S) for _ in range(reads))
+        train(data)
+
+    client.get_samples = counted
+    worker.train_microbatch = train_after_the_next_read
+    worker.train_microbatches_presharded(portions, read_ahead=1)
+    assert len(worker.seen) == 3
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_portion_that_is_missing_fails_after_those_before_it(
+    make_worker: Callable[[], Any], portions: list[KVBatchMeta], client: DataPlaneClient, depth: int
+) -> None:
+    client.clear_samples(portions[2].sample_ids[:1], "train")
+    worker = make_worker()
+    with pytest.raises(MissingDataError, match=portions[2].sample_ids[0]):
+        worker.train_microbatches_presharded(portions, read_ahead=depth)
+    assert len(worker.seen) == 2
+    assert _readers() == []
+    worker.abort_train_step_presharded()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_portion_that_cannot_be_trained_on_leaves_nothing_running(
+    make_worker: Callable[[], Any], portions: list[KVBatchMeta], depth: int
+) -> None:
+    worker = make_worker()
+    worker.fail_in = "train_microbatch"
+    with pytest.raises(RuntimeError, match="broke in train_microbatch"):
+        worker.train_microbatches_presharded(portions, read_ahead=depth)
+    assert _readers() == []
+
+
+def test_a_depth_that_makes_no_sense_is_refused(make_worker: Callable[[], Any], client: DataPlaneClient) -> None:
+    with pytest.raises(InvalidRequestError, match="read_ahead is -1"):
+        make_worker().train_microbatches_presharded([], read_ahead=-1)
+    with pytest.raises(InvalidRequestError, match=r"DataPlanePolicy refused: read_ahead is 1\.5"):
+        DataPlanePolicy(InProcessWorkerGroup([make_worker()]), client, read_ahead=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_leader_reads_ahead_and_its_siblings_get_each_portion_and_its_error(ranks: Any, depth: int) -> None:
+    def train(rank: int) -> Any:
+        class Worker(FSDP2DataPlaneMixin):
+            def __init__(self) -> None:
+                self.mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+                self.seen: list[Any] = []
+
+            def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None: ...
+
+            def train_microbatch(self, data: BatchedDataDict) -> None:
+                self.seen.append(data["input_ids"].tolist())
+
+            def finish_train_step(self) -> dict[str, Any]:
+                return {}
+
+            def abort_train_step(self) -> None: ...
+
+        client = connect({"backend": "noop"})
+        client.register_partition("train", ["input_ids"], None, [])
+        ids = [f"p{row}_g0" for row in range(8)]
+        lengths = [1, 3, 2, 2, 4, 1, 2, 3]
+        rows = [torch.full((length,), row) for row, length in enumerate(lengths)]
+        meta = client.put_samples(ids, "train", {"input_ids": stack_or_nest(rows)})
+        meta.sequence_lengths = lengths
+        client.clear_samples(ids[6:7], "train")
+        worker = Worker()
+        worker.setup_data_plane(client)
+        worker.begin_train_step_presharded(None)
+        try:
+            worker.train_microbatches_presharded([meta.slice(row, row + 2) for row in (0, 2, 4, 6)], read_ahead=depth)
+        except Exception as error:
+            return worker.seen, type(error), type(error.__cause__), _readers()
+
+    leader, sibling = ranks(2, train)
+    assert leader[0] == sibling[0] == [[[0, 0, 0], [1, 1, 1]], [[2, 2], [3, 3]], [[4, 4, 4, 4], [5, 0, 0, 0]]]
+    assert leader[1] is MissingDataError
+    assert sibling[1:3] == (ReplicaLeaderError, MissingDataError)
+    assert leader[3] == sibling[3] == []
+
+
+# --- the driver -------------------------------------------------------------------------------------------------------
+
+
+def _trainable(policy: DataPlanePolicy, meta: KVBatchMeta) -> KVBatchMeta:
+    width = max(meta.sequence_lengths or [])
+    columns = ("advantages", "prev_logprobs", "reference_policy_logprobs")
+    return policy.write_to_dataplane(meta, {name: torch.zeros(meta.size, width) for name in columns})
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_the_driver_trains_on_several_portions_in_one_call(
+    toy_worker: Any, client: DataPlaneClient, write_rows: Callable[..., KVBatchMeta], depth: int
+) -> None:
+    workers = [toy_worker(0), toy_worker(1)]
+    with DataPlanePolicy(InProcessWorkerGroup(workers), client, read_ahead=depth) as policy:
+        meta = _trainable(policy, write_rows([3, 5, 2, 2, 7, 1, 4, 4]))
+        policy.begin_train_step(0.25)
+        with pytest.raises(InvalidRequestError, match="shard_meta_for_dp"):
+            policy.train_microbatches_from_metas([meta.slice(0, 4), meta.slice(4, 5)])
+        assert [worker.seen for worker in workers] == [[], []], "a portion that is refused stops all of them"
+        policy.train_microbatches_from_metas([meta.slice(0, 4), meta.slice(4, 8)])
+        assert policy.finish_train_step()["all_mb_metrics"] == {"rows": [2, 2, 2, 2]}
+        policy.begin_train_step(0.25)
+        workers[1].fail_in = "train_microbatch"
+        with pytest.raises(WorkerFailedError, match="broke in train_microbatch"):
+            policy.train_microbatches_from_metas([meta.slice(0, 4), meta.slice(4, 8)])
+        assert client.list_samples("train").size == 0
+        assert [worker.open for worker in workers] == [None, None]

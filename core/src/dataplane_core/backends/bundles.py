@@ -55,6 +55,8 @@ def bundles_of(
         apart_share: How much the rows of the columns that are apart may cost, as a share of the put.
     """
     plain = {name: column for name, column in columns.items() if not isinstance(column, SharedRows)}
+    if len(plain) == len(columns) and (row_cost_bytes is None or len(plain) < 2):  # the usual case of few columns
+        return [Bundle(plain, row_nbytes(plain, num_samples))]
     sizes = {name: np.broadcast_to(cell_nbytes(column, num_samples), num_samples) for name, column in plain.items()}
     apart = _columns_apart(sizes, num_samples, row_cost_bytes, apart_share)
     together = {name: column for name, column in plain.items() if name not in apart}

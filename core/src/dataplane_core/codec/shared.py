@@ -77,14 +77,14 @@ def equal_rows(column: Ragged | torch.Tensor) -> Repeats | None:
     Reads a few bytes of each cell, and all bytes only of those whose few bytes are equal. A hash (XXH3) finds the equal
     ones, and a comparison confirms it.
     """
+    values, num_rows = (column.values, column.num_rows) if isinstance(column, Ragged) else (column, column.shape[0])
+    if num_rows < 2 or values.nbytes < LARGE_CELL_BYTES * num_rows:
+        return None
+    data = byte_array(values)
     if isinstance(column, Ragged):
-        data, num_rows = byte_array(column.values), column.num_rows
         cuts = column.offsets.numpy() * column.itemsize
     else:
-        data, num_rows = byte_array(column), column.shape[0]
-        cuts = np.arange(num_rows + 1, dtype=np.int64) * (len(data) // max(num_rows, 1))
-    if num_rows < 2 or len(data) < LARGE_CELL_BYTES * num_rows:
-        return None
+        cuts = np.arange(num_rows + 1, dtype=np.int64) * (len(data) // num_rows)
     starts, sizes = cuts[:-1], np.diff(cuts)
     samples = _samples(data, starts, sizes)
     alike = Repeats.by_key([(size, sample.tobytes()) for size, sample in zip(sizes.tolist(), samples, strict=True)])

@@ -302,8 +302,9 @@ class Ledger:
         writes = pending.writes(write_id)
         for write in writes:
             slots = {name: slot for slot, name in enumerate(write.fields)}
-            counts = Counter(write.positions or ())
-            num_sharers = {pos: count for pos, count in counts.items() if count > 1}
+            num_sharers: dict[int, int] = {}
+            if write.positions is not None:
+                num_sharers = {pos: count for pos, count in Counter(write.positions).items() if count > 1}
             self._writes[write.write_id] = Write(slots, list(write.row_bytes), len(write.row_bytes), num_sharers)
         freed: list[Ref] = []
         for row, sample_id in enumerate(pending.sample_ids):

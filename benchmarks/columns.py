@@ -5,7 +5,7 @@ Run:  python benchmarks/columns.py [--rounds 15] [--backends noop shm_store redi
 For each backend it prints, all medians of interleaved rounds:
 
 - the cost of a stored row beside its bytes, in microseconds and as bytes that are moved in the same time, from puts and
-  gets of 2,000 small rows and of a few large ones (not for backends that address cells);
+  gets of 4,000 small rows and of a few large ones (not for backends that address cells);
 - reads of each field of a put of 10 (64 samples; six fields of 4 to 32 KB per cell, one of 1 MB, three scalars), as a
   multiple of the read from a store that holds nothing else;
 - batches A and B of `batches.py`, with large columns apart (as it is) and with all columns together;
@@ -79,15 +79,15 @@ def random_rows(num_rows: int, size_bytes: int) -> torch.Tensor:
 
 def print_row_cost(client: DataPlaneClient, rounds: int) -> None:
     """The time that a row takes beside that of its bytes."""
-    small, large = random_rows(2000, 512), random_rows(64, MIB // 4)
+    small, large = random_rows(4000, 512), random_rows(256, MIB // 4)
     contestants = {
         name: steps(client, f"cost-{name}", TensorDict({"x": rows}, batch_size=[len(rows)]))
-        for name, rows in {"small": small, "half": small[:1000], "large": large, "few": large[:32]}.items()
+        for name, rows in {"small": small, "half": small[:2000], "large": large, "few": large[:64]}.items()
     }
     took = medians_ms(contestants, rounds)
     for which, what in enumerate(("put", "get")):
-        us_per_row = (took["small"][which] - took["half"][which]) * 1e3 / 1000
-        us_per_kib = (took["large"][which] - took["few"][which]) * 1e3 / (32 * MIB // 4 / KIB)
+        us_per_row = (took["small"][which] - took["half"][which]) * 1e3 / 2000
+        us_per_kib = (took["large"][which] - took["few"][which]) * 1e3 / (192 * MIB // 4 / KIB)
         us_per_row -= us_per_kib / 2
         print(
             f"  {what}: a row {us_per_row:.1f} us, a KiB {us_per_kib:.2f} us: "

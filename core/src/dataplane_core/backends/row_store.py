@@ -24,7 +24,7 @@ class RowStoreBackend(LedgerBackend):
     """All operations, on a ledger and rows of bytes. A row's handle is an integer that is never used again."""
 
     wire = WireFormat(bytes=True, shared_rows=True)
-    row_cost_bytes = 4096
+    row_cost_bytes = 6144
 
     @abstractmethod
     def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:

@@ -7,7 +7,7 @@ from blob_stores import Plain, open_client
 from dataplane_core.backends import bundles_of
 from dataplane_core.spec import SharedRows
 
-ROW_COST = 4096
+ROW_COST = 4096  # of an engine that is made up
 
 
 def frames(num_rows, size):

@@ -77,7 +77,7 @@ class RedisBackend(Backend):
     scope = Scope.CLUSTER
     Config = RedisConfig
     #: See `bundles_of`.
-    row_cost_bytes: ClassVar[int | None] = 4096
+    row_cost_bytes: ClassVar[int | None] = 6144
 
     def __init__(self, config: RedisConfig) -> None:
         super().__init__(config)

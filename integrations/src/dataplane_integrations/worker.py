@@ -457,7 +457,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         Args:
             metas: This rank's shards of the portions.
             read_ahead: While a portion is trained on, so many of the next ones are read from the store, in a thread.
-                The rank that reads holds them in memory. Their broadcast and their errors come at their turn.
+                The rank that reads holds them in memory: unpadded if it broadcasts them at their turn, else padded.
+                Their errors come at their turn.
 
         Raises:
             InvalidRequestError: No step is open, or a negative depth.
@@ -468,8 +469,14 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         check_depth(what, depth)
         worker = self._open_split_step(what)
         group = self._get_replica_group()
-        reads_here = group is None or dist.get_rank(group) == 0
-        reads = [functools.partial(self._read, meta, "padded", True) for meta in metas]
+        alone = group is None or dist.get_world_size(group) == 1
+        reads_here = alone or dist.get_rank(group) == 0
+
+        def read_portion(meta: KVBatchMeta) -> BatchedDataDict:
+            batch = self._read(meta, "padded", True)
+            return _padded(batch, meta) if alone else batch
+
+        reads = [functools.partial(read_portion, meta) for meta in metas]
 
         def train(meta: KVBatchMeta, read: Callable[[], BatchedDataDict]) -> None:
             data, _ = self._attach_or_repack_pack_metadata(self._fetch(meta, read=read), meta, "train")

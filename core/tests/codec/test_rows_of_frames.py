@@ -39,12 +39,13 @@ def test_rows_joined_at_once_are_those_joined_one_by_one():
     assert offsets[-1] == len(data)
 
 
-def test_splitting_copies_nothing():
-    data, offsets = join_rows([[[b"aaaa", b"bbbb"], [b"cccc", b"dddd"]]])
+def test_splitting_copies_no_large_frame():
+    one, two = b"a" * 2000, b"b" * 2000
+    data, offsets = join_rows([[[one, b"small"], [two, b"short"]]])
     view = memoryview(data)
-    (first, _), (_, last) = split_rows([view[start:stop] for start, stop in pairwise(offsets)])
-    data[:] = data.replace(b"aaaa", b"AAAA").replace(b"dddd", b"DDDD")
-    assert (bytes(first), bytes(last)) == (b"AAAA", b"DDDD")
+    (first, _), (second, last) = split_rows([view[start:stop] for start, stop in pairwise(offsets)])
+    data[:] = data.replace(b"a", b"A").replace(b"b", b"B")
+    assert (bytes(first), bytes(second), bytes(last)) == (one.upper(), two.upper(), b"short")
 
 
 def test_columns_come_back_through_rows():

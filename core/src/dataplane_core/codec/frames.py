@@ -339,8 +339,10 @@ def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[bytearra
     return bytearray().join(parts), offsets
 
 
-def split_rows(rows: Sequence[BytesLike]) -> list[list[memoryview]]:
-    """The frames of each row, as views of the row's memory; ``zip(*split_rows(rows))`` gives columns.
+def split_rows(rows: Sequence[BytesLike]) -> list[list[BytesLike]]:
+    """The frames of each row: large ones as views of the row's memory, small ones as byte strings.
+
+    ``zip(*split_rows(rows))`` gives columns.
 
     Args:
         rows: What `join_row` returned, or slices of `join_rows`' buffer: bytes-like or uint8 arrays.
@@ -362,11 +364,12 @@ def split_rows(rows: Sequence[BytesLike]) -> list[list[memoryview]]:
         end = _ROW_FIXED.size + 8 * count
         if end > size:
             raise FrameError(f"row {number} of {size} bytes is truncated: its index of {count} frames takes {end}.")
-        frames = []
+        frames: list[BytesLike] = []
         for length in struct.unpack_from(f"<{count}q", view, _ROW_FIXED.size):
             if not 0 <= length <= size - end:
                 raise FrameError(f"row {number} of {size} bytes holds no frame of {length} bytes at byte {end}.")
-            frames.append(view[end : end + length])
+            frame = view[end : end + length]
+            frames.append(frame if length > _LARGE_CELL else bytes(frame))
             end += length
         if end != size:
             raise FrameError(f"row {number} of {size} bytes is too long: its frames end at byte {end}.")

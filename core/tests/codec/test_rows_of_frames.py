@@ -43,7 +43,7 @@ def test_splitting_copies_no_large_frame():
     one, two = b"a" * 2000, b"b" * 2000
     data, offsets = join_rows([[[one, b"small"], [two, b"short"]]])
     view = memoryview(data)
-    (first, _), (second, last) = split_rows([view[start:stop] for start, stop in pairwise(offsets)])
+    (first, second), (_, last) = split_rows([view[start:stop] for start, stop in pairwise(offsets)])
     data[:] = data.replace(b"a", b"A").replace(b"b", b"B")
     assert (bytes(first), bytes(second), bytes(last)) == (one.upper(), two.upper(), b"short")
 

@@ -386,7 +386,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
         and tensor.is_contiguous()
-        and not tensor.requires_grad
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
     )
 
 

@@ -125,3 +125,20 @@ def test_a_reply_with_a_wrong_index_is_refused(rows, index, message):
     _, specs = encode_columns({"x": torch.zeros(3, 3)}, 3, wire)
     with pytest.raises(BackendError, match=message):
         decode_columns({"x": SharedRows(rows, index)}, specs, 3, wire)
+
+
+@pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES.keys())
+def test_lazy_views_of_one_memory_are_told_apart(wire):
+    row = torch.randn(100_000, dtype=torch.complex64)
+    for rows in ([row, row.conj(), row], [row.imag, row.conj().imag, row.imag]):
+        columns, specs = encode_columns(lazy(rows), 3, wire)
+        found = decode_columns(columns, specs, 3, wire)["x"]
+        assert torch.equal(found, torch.stack([row.resolve_conj().resolve_neg() for row in rows]))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch says that this layout is in beta state
+def test_sparse_tensors_are_refused_as_ever():
+    sparse = torch.eye(3).to_sparse()
+    for leaf in (sparse, sparse.to_sparse_csr()):
+        with pytest.raises(InvalidTypeError, match="is a sparse tensor"):
+            encode_columns({"x": leaf}, 3, WireFormat(shared_rows=True))

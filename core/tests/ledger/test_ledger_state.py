@@ -73,6 +73,21 @@ def test_garbage_stays_until_it_is_collected(made):
     assert saved_and_loaded(loaded).garbage(0.0) == []
 
 
+def test_what_an_abandoned_put_left_is_found_by_its_id_after_loading():
+    ledger = Ledger()
+    ledger.apply(commands.Register("p", ["x"], None, ["t"], None, {}, "e1"), 0.0)
+    spec = {"x": FieldSpec("tensor", "int64", 1)}
+    split = commands.Split(("x",), [8], [0, 0])
+    put = commands.BeginPut("p", ["a", "b"], spec, [0, 0], write_id=100, splits=[split], ttl_s=1.0)
+    ledger.apply(put, 0.0)
+    ledger.apply(commands.Expire([], [100]), 2.0)
+    reader = StateReader()
+    for section in to_state(ledger, 2.0):
+        reader.take(msgpack.unpackb(msgpack.packb(section)), 2.0)
+    for each in (ledger, reader.ledger):
+        assert each.apply(commands.AbortPut(100), 3.0) == [(102, 0)]
+
+
 def test_a_ledger_that_is_not_self_expiring_keeps_what_is_due_until_it_is_told():
     made = Ledger(self_expiring=False, capacity_bytes=16)
     made.apply(commands.Register("p", ["x"], None, ["t"], None, {}, "epoch"), 0.0)

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from dataplane_core.codec import cell_nbytes, num_rows, row_nbytes
+from dataplane_core.errors import BackendError
 from dataplane_core.spec import SharedRows, WireColumn
 
 __all__ = ["APART_SHARE", "Bundle", "bundles_of"]
@@ -53,6 +54,9 @@ def bundles_of(
         row_cost_bytes: What a stored row costs beside its bytes, as the bytes that are moved in the same time;
             ``benchmarks/columns.py`` prints it. None: only `SharedRows` are apart.
         apart_share: How much the rows of the columns that are apart may cost, as a share of the put.
+
+    Raises:
+        BackendError: Shared rows do not give each sample a row, or have rows that no sample has.
     """
     plain = {name: column for name, column in columns.items() if not isinstance(column, SharedRows)}
     if len(plain) == len(columns) and (row_cost_bytes is None or len(plain) < 2):  # the usual case of few columns
@@ -65,9 +69,20 @@ def bundles_of(
     bundles += [Bundle({name: plain[name]}, sizes[name].tolist()) for name in apart]
     for name, column in columns.items():
         if isinstance(column, SharedRows):
+            _check_index(name, column, num_samples)
             rows = {name: column.rows}
             bundles.append(Bundle(rows, row_nbytes(rows, num_rows(column.rows)), column.index))
     return bundles
+
+
+def _check_index(name: str, column: SharedRows, num_samples: int) -> None:
+    found = num_rows(column.rows)
+    if len(column.index) != num_samples or set(column.index) != set(range(found)):
+        raise BackendError(
+            f"put_samples refused: column '{name}' has {found} shared rows and an index of {len(column.index)}. "
+            f"Expected a row for each of {num_samples} samples, and no other rows. Nothing was written.",
+            hint="Middleware that adds or changes a column encodes it to the wire format that it was given.",
+        )
 
 
 def _columns_apart(

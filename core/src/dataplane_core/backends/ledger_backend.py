@@ -314,9 +314,7 @@ class LedgerBackend(Backend, ABC):
 
     def _fetch_once(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn | SharedRows]:
         """Fetches columns. Rows of a write that several samples share are fetched once."""
-        shared = {
-            name for part in located.parts if len(set(part.positions)) < len(part.positions) for name in part.fields
-        }
+        shared = _shared_fields(located)
         columns: dict[str, WireColumn | SharedRows] = {}
         for name in shared:
             some, index = _without_repeats(located, name, num_samples)
@@ -447,17 +445,31 @@ def _only(located: Located, fields: Sequence[str]) -> Located:
     return replace(located, parts=parts, specs={name: located.specs[name] for name in fields})
 
 
+def _shared_fields(located: Located) -> set[str]:
+    """The fields of which several samples have the same row of a write."""
+    positions: dict[int, list[int]] = {}
+    for part in located.parts:
+        positions.setdefault(part.write_id, []).extend(part.positions)
+    repeated = {write_id for write_id, each in positions.items() if len(set(each)) < len(each)}
+    return {name for part in located.parts if part.write_id in repeated for name in part.fields}
+
+
 def _without_repeats(located: Located, field: str, num_samples: int) -> tuple[Located, list[int]]:
     """What was located of one field, each row of a write once; and for each sample its place among these rows."""
     index = [0] * num_samples
     parts = []
-    count = 0
+    places: dict[Ref, int] = {}
     for part in _only(located, [field]).parts:
-        places: dict[int, int] = {}
+        first = len(places)
+        new: list[int] = []
         for row, position in zip(part.rows, part.positions, strict=True):
-            index[row] = places.setdefault(position, count + len(places))
-        parts.append(replace(part, rows=list(places.values()), positions=list(places)))
-        count += len(places)
+            ref = (part.write_id, position)
+            if ref not in places:
+                places[ref] = len(places)
+                new.append(position)
+            index[row] = places[ref]
+        if new:
+            parts.append(replace(part, rows=list(range(first, len(places))), positions=new))
     return replace(located, parts=parts, specs={field: located.specs[field]}), index
 
 

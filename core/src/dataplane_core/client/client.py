@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.client.checks import (
     check_count,
@@ -25,7 +25,7 @@ from dataplane_core.client.checks import (
 )
 from dataplane_core.client.connection import Connection
 from dataplane_core.client.waiting import wait_for_claim
-from dataplane_core.codec import decode_columns, encode_columns, take_rows
+from dataplane_core.codec import decode_columns, encode_columns, spread
 from dataplane_core.errors import (
     BackendError,
     InvalidRequestError,
@@ -269,7 +269,10 @@ class DataPlaneClient(Connection):
             if len(unique) != len(ids):
                 at = {sample_id: position for position, sample_id in enumerate(unique)}
                 positions = [at[sample_id] for sample_id in ids]
-                columns = {name: take_rows(column, positions) for name, column in columns.items()}
+                columns = {
+                    name: spread(column, positions, share=share_rows and isinstance(column, NonTensorStack))
+                    for name, column in columns.items()
+                }
             return TensorDict(columns, batch_size=[len(ids)])
 
     def get_data(

@@ -9,6 +9,7 @@ from dataplane_core.codec.lists import column_of_list
 from dataplane_core.codec.objects import copy_item, decode_item, encode_item
 from dataplane_core.codec.pieces import Piece, StoredColumn, merge_pieces, rows_in_order
 from dataplane_core.codec.rows import num_rows, object_column, take_rows
+from dataplane_core.codec.shared import spread
 from dataplane_core.codec.sizes import cell_nbytes, row_nbytes
 from dataplane_core.codec.tensors import (
     ALL_DTYPES,
@@ -70,6 +71,7 @@ __all__ = [
     "row_nbytes",
     "rows_in_order",
     "split_rows",
+    "spread",
     "take_rows",
     "to_nested",
     "unframe_column",

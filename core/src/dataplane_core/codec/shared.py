@@ -68,7 +68,7 @@ def same_memory(rows: Sequence[Any]) -> Repeats | None:
 def _memory_of(row: Any) -> Hashable:
     if type(row) is not torch.Tensor or row.layout != torch.strided or not row.numel():
         return id(row)
-    return row.data_ptr(), row.shape, row.stride(), row.dtype, row.device
+    return row.data_ptr(), row.shape, row.stride(), row.dtype, row.device, row.is_conj(), row.is_neg()
 
 
 def equal_rows(column: Ragged | torch.Tensor) -> Repeats | None:

@@ -247,7 +247,7 @@ def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Te
             return host_tensor(torch.stack(list(plain)), what)
         lengths = torch.tensor([row.shape[0] for row in plain], dtype=torch.int64)
         joined = empty_tensor((int(lengths.sum()), *first.shape[1:]), first.dtype)
-        torch.cat([carrier(row) for row in plain], out=carrier(joined))
+        torch.cat(list(plain), out=joined)
     return Ragged(joined, offsets_of(lengths))
 
 

@@ -173,8 +173,9 @@ def _ingest(
     elif leaf.is_nested:
         column = ragged_of_nested(leaf, what)
     else:
-        if wire.shared_rows and num_samples > 1 and leaf.stride(0) == 0 and leaf[0].nbytes >= LARGE_CELL_BYTES:
-            same, leaf = Repeats([0], [0] * num_samples), leaf[:1]  # an expanded tensor
+        expanded = num_samples > 1 and leaf.layout == torch.strided and leaf.stride(0) == 0
+        if wire.shared_rows and expanded and leaf[0].nbytes >= LARGE_CELL_BYTES:
+            same, leaf = Repeats([0], [0] * num_samples), leaf[:1]
         column = host_tensor(leaf, what)
     equal = equal_rows(column) if wire.shared_rows else None
     if equal is None:

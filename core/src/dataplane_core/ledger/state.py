@@ -8,7 +8,7 @@ The state is a sequence of sections. Each is a map for msgpack with its kind und
       seen      the ids ever written, if they are counted
       rows      the rows in order of first write, column by column
     pending     a put that is not yet committed
-    garbage     refs that are free and not yet collected
+    garbage     refs that are free and not yet collected; and their put, if it was abandoned
 
 Times are seconds left. What can be derived is not saved: views, groups, counts, the heap of leases. The queue for room
 is not saved either, since waiting puts report again and again.
@@ -84,8 +84,12 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
             "known_seqs": [None if row is None else row.seq for row in pending.known],
             "left_s": max(0.0, pending.expires_at - now),
         }
-    for refs in _portions(ledger._garbage):
-        yield {"part": "garbage", "refs": pack_refs(refs)}
+    garbage: dict[int | None, list[Ref]] = {}
+    for ref, put in ledger._garbage.items():
+        garbage.setdefault(put, []).append(ref)
+    for put, all_refs in garbage.items():
+        for refs in _portions(all_refs):
+            yield {"part": "garbage", "refs": pack_refs(refs), "put": None if put is None else pack_write_id(put)}
 
 
 class StateReader:
@@ -129,7 +133,10 @@ class StateReader:
         elif part == "pending":
             ledger._pending[unpack_write_id(section["write_id"])] = _restore_pending(ledger, section, now)
         elif part == "garbage":
-            ledger._garbage.update(dict.fromkeys(unpack_refs(section["refs"])))
+            put = section.get("put")  # none in version 3 of the format
+            ledger._garbage.update(
+                dict.fromkeys(unpack_refs(section["refs"]), None if put is None else unpack_write_id(put))
+            )
         else:
             raise ValueError(f"section {part!r} does not belong here")
 

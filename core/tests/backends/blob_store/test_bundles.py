@@ -5,6 +5,7 @@ import torch
 from blob_stores import Plain, open_client
 
 from dataplane_core.backends import bundles_of
+from dataplane_core.errors import BackendError
 from dataplane_core.spec import SharedRows
 
 ROW_COST = 4096  # of an engine that is made up
@@ -53,6 +54,12 @@ def test_shared_rows_are_apart_with_the_row_of_each_sample():
     assert (list(shared.columns), shared.row_bytes, list(shared.positions)) == (["a"], [1000, 1000], [0, 1, 0])
 
 
+@pytest.mark.parametrize("index", [[0, 1], [0, 1, 2], [0, 0, 0], [0, -1, 1]])
+def test_shared_rows_that_do_not_fit_the_samples_are_refused(index):
+    with pytest.raises(BackendError, match="'a' has 2 shared rows"):
+        bundles_of({"a": SharedRows(frames(2, 1000), index)}, 3, ROW_COST)
+
+
 class Counting(Plain):
     """Counts the bytes that are read."""
 
@@ -94,6 +101,11 @@ def test_a_row_that_samples_share_is_moved_once():
         Counting.moved = 0
         found = client.get_samples(ids, "p", ["image", "n"])
         assert torch.equal(found["image"], image.expand(16, -1))
+        assert Counting.moved <= (1 << 20) + 16 * 200
+        for row, name in enumerate(ids):  # each sample's other cells lie elsewhere
+            client.put_samples([name], "p", {"n": torch.tensor([row])})
+        Counting.moved = 0
+        client.get_samples(ids, "p", ["image", "n"])
         assert Counting.moved <= (1 << 20) + 16 * 200
         client.clear_samples(ids[:15], "p")
         assert torch.equal(client.get_samples(ids[15:], "p", ["image"])["image"][0], image)

@@ -307,7 +307,7 @@ class Store:
         never = size_bytes > extents.size_bytes
         if not never and put.ticket is not None:
             # it left the queue when the ledger had room: it takes the next place
-            self._service.call(commands.WaitForRoom(put.ticket, sum(put.row_bytes), wait_s=put.ttl_s))
+            self._service.call(commands.WaitForRoom(put.ticket, put.size_bytes, wait_s=put.ttl_s))
         return CapacityExceededError(
             f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused: its {size_bytes} bytes with "
             f"tables do not fit into the arena, of whose {extents.size_bytes} bytes {extents.used_bytes} are used, "

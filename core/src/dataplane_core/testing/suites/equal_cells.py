@@ -99,17 +99,21 @@ class EqualCellsSuite(Suite, chapter="equal cells"):
 
         Check first: a backend whose wire has shared rows must return a row that several samples refer to once.
         """
-        partition = store.register("image", "objects", "n")
+        partition = store.register("image", "objects", "n", "reply")
         rows = _put_images(store, partition)
         store.put(partition, _NAMES, columns={"objects": as_objects(*rows)})
-        found = store.client.get_samples(_NAMES[::-1], partition, ["image", "objects", "n"], share_rows=True)
+        for row, name in enumerate(_NAMES):  # each sample's other cells lie elsewhere
+            store.put(partition, [name], reply=torch.tensor([row]))
+        order = [5, 4, 3, 2, 1, 0, 3, 3]
+        names, fields = [_NAMES[row] for row in order], ["image", "objects", "n", "reply"]
+        found = store.client.get_samples(names, partition, fields, share_rows=True)
         for name in ("image", "objects"):
             column = found[name]
             some: list[Any] = list(column.unbind()) if isinstance(column, torch.Tensor) else items_of(column)
-            assert [bits(row) for row in some] == [bits(row) for row in rows[::-1]]
+            assert [bits(row) for row in some] == [bits(rows[row]) for row in order]
             if _shares_rows(store):
                 assert len({id(row) for row in some}) == 3, f"{name}: 3 images were read as more than 3 tensors"
-        assert found["n"].tolist() == [5, 4, 3, 2, 1, 0]
+        assert found["n"].tolist() == found["reply"].tolist() == order
 
     def test_clearing_a_sample_leaves_the_others(self, store: Store) -> None:
         """Contract: "Clearing or overwriting one of the samples leaves the others as they are."

@@ -135,10 +135,7 @@ class HostStore(RowStoreBackend):
         address, mine = self.config.address, self.config.model_dump()
         if bootstrap and self._is_first(f"{address}.owner"):
             self._process, self._pipe = fork_server(mine)
-            while not os.path.exists(address):
-                if time.monotonic() > deadline:
-                    raise BackendUnavailableError(f"the server at {address} did not start.")
-                time.sleep(0.01)
+            self._wait_for_server(deadline)
         elif bootstrap and self.exclusive:
             raise AlreadyRunningError(f"a server runs at {address}.", retryable=True)
         if bootstrap and self._ask(deadline, "options") != mine:
@@ -154,6 +151,16 @@ class HostStore(RowStoreBackend):
             os.waitpid(self._process, 0)
             os.unlink(self.config.address)
             os.unlink(f"{self.config.address}.owner")
+
+    def _wait_for_server(self, deadline):
+        """Its socket exists a moment before it listens."""
+        while True:
+            try:
+                return self._ask(deadline, "options")
+            except BackendUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.01)
 
     def _is_first(self, path):
         with contextlib.suppress(FileExistsError):

@@ -42,6 +42,7 @@ __all__ = [
     "WaitForRoom",
     "Write",
     "WriteId",
+    "size_of",
     "writes_of",
 ]
 
@@ -144,6 +145,11 @@ def writes_of(
     return writes
 
 
+def size_of(row_bytes: Sequence[int], splits: Sequence[Split]) -> int:
+    """Size in bytes of the payload of a put; arguments as for `writes_of`."""
+    return sum(row_bytes) + sum(sum(split.row_bytes) for split in splits)
+
+
 @dataclass(frozen=True, slots=True)
 class BeginPut(Command[int]):
     """Validates a put and reserves its bytes. Reply: the write id. Raises as the hook ``put_samples``.
@@ -177,7 +183,7 @@ class BeginPut(Command[int]):
     @property
     def size_bytes(self) -> int:
         """Size of the whole payload."""
-        return sum(self.row_bytes) + sum(sum(split.row_bytes) for split in self.splits)
+        return size_of(self.row_bytes, self.splits)
 
     @property
     def num_ids(self) -> int:

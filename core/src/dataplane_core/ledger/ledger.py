@@ -86,7 +86,7 @@ class Pending:
     @property
     def size_bytes(self) -> int:
         """Size of the whole payload."""
-        return sum(self.row_bytes) + sum(sum(split.row_bytes) for split in self.splits)
+        return commands.size_of(self.row_bytes, self.splits)
 
 
 class Ledger:

@@ -243,7 +243,7 @@ def _xxh3(
 ) -> torch.Tensor:
     """One checksum per cell, (N,) int64, over its partition, sample, field and spec, and its bytes.
 
-    A sample, a field and two cells with different digests never have the same checksum, as `_mixed` is a bijection.
+    For one sample and field, cells with different digests have different checksums, since `_mixed` is a bijection.
     """
     place = "\0".join((request.partition_id, name, spec.to_text())).encode(errors="surrogatepass")
     sums = _mixed(_digests(column, spec, wire) ^ _mixed(ids + np.uint64(xxh3_64_intdigest(place))))

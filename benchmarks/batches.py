@@ -15,7 +15,15 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient
+from dataplane_core.batch import BatchedDataDict
 
+_FLOAT_FIELDS = (
+    "generation_logprobs",
+    "prev_logprobs",
+    "reference_policy_logprobs",
+    "advantages",
+    "token_mask",
+)
 NUM_SAMPLES = 512
 MAX_TOKENS = {"A": 2048, "B": 8192}
 Step = Callable[[], Any]
@@ -38,6 +46,20 @@ def batch(name: str) -> TensorDict:
     columns["reward"] = torch.randn(NUM_SAMPLES, generator=generator)
     columns["input_lengths"] = lengths
     return TensorDict(columns, batch_size=[NUM_SAMPLES])
+
+
+def training_batch(num_rows: int) -> BatchedDataDict:
+    """A padded training batch: rows of 256 to 2,048 tokens, six token-aligned fields."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(256, 2049, (num_rows,), generator=generator)
+    inside = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    columns: dict[str, Any] = {
+        name: torch.randn(inside.shape, generator=generator).where(inside, 0.0) for name in _FLOAT_FIELDS
+    }
+    columns["input_ids"] = torch.randint(0, 32000, inside.shape, generator=generator) * inside
+    columns["input_lengths"] = lengths
+    columns["sample_mask"] = torch.ones(num_rows)
+    return BatchedDataDict(columns)
 
 
 def size_bytes(columns: TensorDict) -> int:

@@ -31,6 +31,7 @@ from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
+from batches import training_batch
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -45,13 +46,6 @@ RANKS: Final = 4
 WAYS: Final[tuple[FetchPolicy, ...]] = ("leader_broadcast", "independent")
 #: In place of a way: measure the leader's memory.
 MEMORY: Final = "memory"
-FLOAT_FIELDS: Final = (
-    "generation_logprobs",
-    "prev_logprobs",
-    "reference_policy_logprobs",
-    "advantages",
-    "token_mask",
-)
 INSTANCE: Final = "benchmark-broadcast"
 
 
@@ -60,20 +54,6 @@ class Worker(FSDP2DataPlaneMixin):
 
     def __init__(self) -> None:
         self.mesh = init_device_mesh("cpu", (1, 1, RANKS), mesh_dim_names=("dp", "cp", "tp"))
-
-
-def make_batch(num_rows: int) -> BatchedDataDict:
-    """A padded training batch."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(256, 2049, (num_rows,), generator=generator)
-    inside = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
-    columns: dict[str, Any] = {
-        name: torch.randn(inside.shape, generator=generator).where(inside, 0.0) for name in FLOAT_FIELDS
-    }
-    columns["input_ids"] = torch.randint(0, 32000, inside.shape, generator=generator) * inside
-    columns["input_lengths"] = lengths
-    columns["sample_mask"] = torch.ones(num_rows)
-    return BatchedDataDict(columns)
 
 
 class Counted:
@@ -151,7 +131,7 @@ def run(rows: int, rounds: int) -> None:
     try:
         with connect({"backend": "tq_simple", "options": options}) as client:
             client.register_partition("train", [], None, ["train"])
-            batch = make_batch(rows)
+            batch = training_batch(rows)
             ids = [f"p{row}_g0" for row in range(rows)]
             meta = kv_first_write(batch, sample_ids=ids, dp_client=client, partition_id="train")
             meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = int(batch["input_lengths"].max())

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from batches import training_batch
 
 from dataplane_core import KVBatchMeta, connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict
@@ -26,26 +27,6 @@ from dataplane_integrations.replay import StreamingConsumer
 from dataplane_integrations.worker import DataPlaneWorkerMixin
 
 ROWS: Final = 128
-FLOAT_FIELDS: Final = (
-    "generation_logprobs",
-    "prev_logprobs",
-    "reference_policy_logprobs",
-    "advantages",
-    "token_mask",
-)
-
-
-def make_batch() -> BatchedDataDict:
-    """A padded training batch."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(256, 2049, (ROWS,), generator=generator)
-    inside = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
-    columns: dict[str, Any] = {
-        name: torch.randn(inside.shape, generator=generator).where(inside, 0.0) for name in FLOAT_FIELDS
-    }
-    columns["input_ids"] = torch.randint(0, 32000, inside.shape, generator=generator) * inside
-    columns["input_lengths"] = lengths
-    return BatchedDataDict(columns)
 
 
 def wait(seconds: float) -> None:
@@ -88,7 +69,7 @@ class Worker(DataPlaneWorkerMixin):
 def write(client: DataPlaneClient, partition: str, batches: int) -> list[KVBatchMeta]:
     """A partition with so many batches."""
     client.register_partition(partition, [], ROWS * batches, ["train"])
-    batch = make_batch()
+    batch = training_batch(ROWS)
     ids = [[f"p{number}x{row}_g0" for row in range(ROWS)] for number in range(batches)]
     return [kv_first_write(batch, sample_ids=each, dp_client=client, partition_id=partition) for each in ids]
 

@@ -75,7 +75,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
             with store.refusal(KeyError):
                 store.client.reset_consumption(*unknown)
 
-    @proves(Capability.GROUPS)
+    @proves(Capability.CURSORS, Capability.GROUPS)
     def test_reset_consumption_of_groups(self, store: Store) -> None:
         """Contract: "the task has been given nothing."
 
@@ -133,7 +133,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         store.client.clear_samples(["tagged"], partition)  # it will never be ready
         assert store.claim(partition, 9, task="b", blocking=True, timeout_s=10.0).size == 1
 
-    @proves(Capability.GROUPS)
+    @proves(Capability.CURSORS, Capability.GROUPS)
     def test_a_save_keeps_broken_groups(self, store: Store, folder: Path) -> None:
         """Contract: "what was cleared still counts for `num_samples`, and its groups are still not given."
 

@@ -74,7 +74,7 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
         assert specs["s"].rank == 0
         assert specs["o"].kind == "object"
 
-    @proves(Capability.CLAIMS)
+    @proves(Capability.LISTING, Capability.CLAIMS)
     def test_describe_counts_per_task(self, store: Store) -> None:
         """Contract: "and per task how many samples are ready (a claim of all registered fields could give them now),
         leased, and given for good."
@@ -95,7 +95,7 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
         assert (tasks["a"].num_ready, tasks["a"].num_leased, tasks["a"].num_consumed) == expected
         assert (tasks["b"].num_ready, tasks["b"].num_leased, tasks["b"].num_consumed) == (6, 0, 0)
 
-    @proves(Capability.GROUPS)
+    @proves(Capability.LISTING, Capability.GROUPS)
     def test_describe_counts_whole_groups(self, store: Store) -> None:
         """Contract: "a claim of all registered fields could give them now"
 

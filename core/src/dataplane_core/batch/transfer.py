@@ -214,7 +214,8 @@ def write_columns(
         return meta.with_fields(())
     lengths = meta.sequence_lengths
     if token_aligned_fields is None:
-        aligned = [] if lengths is None else _padded_columns(columns, lengths)
+        cut = [] if lengths is None else _padded_columns(columns, lengths)
+        aligned = [name for name in cut if columns[name].shape[1] >= max(lengths or [0])]
     else:
         aligned = [name for name in columns if name in token_aligned_fields and not is_per_sample(name, columns[name])]
     if aligned and lengths is None:

@@ -84,7 +84,7 @@ def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneCl
     rollout.setup_data_plane(plane)
     group = InProcessWorkerGroup(workers)
     with DataPlanePolicy(group, plane, router_replay=True, train_fields=["input_ids", "input_lengths"]) as policy:
-        policy.prepare_step("train")
+        policy.prepare_step()
         meta = rollout.write(
             BatchedDataDict({**tiny_megatron.batch_of(LENGTHS, seed=5), ROUTED_EXPERTS_FIELD: _recorded()})
         )
@@ -119,7 +119,7 @@ def test_rows_without_their_routing_are_refused_at_the_write(plane: DataPlaneCli
 def test_rows_without_their_routing_are_refused_at_the_fetch(plane: DataPlaneClient, toy_worker: Any) -> None:
     ids = [f"p{i}_g0" for i in range(len(LENGTHS))]
     with DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), plane, router_replay=True) as policy:
-        policy.prepare_step("train")
+        policy.prepare_step()
         meta = kv_first_write(
             tiny_megatron.batch_of(LENGTHS, seed=5), sample_ids=ids, dp_client=plane, partition_id="train"
         )

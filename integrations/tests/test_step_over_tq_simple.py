@@ -177,7 +177,8 @@ def test_a_step_gives_the_loss_and_gradient_of_one_process(run: Any) -> None:
         result = policy.train_from_meta(meta, loss_of)
 
         read = policy.read_from_dataplane(meta, ["prev_logprobs"])
-        assert torch.allclose(read["prev_logprobs"], batch["prev_logprobs"] * batch["token_mask"], atol=1e-6)
+        expected_logprobs = torch.nn.functional.pad(batch["prev_logprobs"] * batch["token_mask"], (0, 1))
+        assert torch.allclose(read["prev_logprobs"], expected_logprobs, atol=1e-6), "as wide as the workers' forward"
         assert result["loss"].item() == pytest.approx(expected.item(), abs=1e-5)
         assert result["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5)
         assert sum(result["all_mb_metrics"]["loss"]) == pytest.approx(expected.item(), abs=1e-5)

@@ -183,6 +183,33 @@ class ReplayBuffer(BufferState):
             self._give_up(held, requeue=requeue)
         self._clear_rows()
 
+    def to_abort(self, reservations: Sequence[Reservation]) -> list[Reservation]:
+        """Which rollouts are in vain: the staleness rule will not train on their groups, or they are not reserved.
+
+        A rollout may ask this while it generates, and raise `RolloutAbortedError` if it gets all of its reservations.
+
+        Args:
+            reservations: What is being generated.
+        """
+        with self._lock:
+            return self._in_vain(reservations)
+
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        """As `abandon`, after `to_abort`. Prompts of stale groups count as evicted: see ``requeue_evicted``.
+
+        Args:
+            reservations: Those of rollouts that were ended. The prompts of those that are not in vain are generated
+                again.
+        """
+        with self._lock:
+            in_vain = self._in_vain(reservations)
+        self.abandon(in_vain, requeue=self._requeue_evicted)
+        self.abandon([each for each in reservations if each not in in_vain])
+
+    def _in_vain(self, reservations: Sequence[Reservation]) -> list[Reservation]:
+        stale = set(self._policy.abort(self._view()))
+        return [each for each in reservations if each.group in stale or not self._is_held(each)]
+
     def fail(
         self,
         message: str,
@@ -222,13 +249,15 @@ class ReplayBuffer(BufferState):
 
     # --- the trainer's side -------------------------------------------------------------------------------------------
 
-    def select(self, num_groups: int, *, timeout_s: float = 60.0) -> KVBatchMeta:
+    def select(self, num_groups: int, *, min_groups: int | None = None, timeout_s: float = 60.0) -> KVBatchMeta:
         """Selects groups to train on, by the staleness rule. Blocks until there are enough.
 
         They stay in the buffer, and cannot be evicted, until `consume`, `discard` or `put_back`.
 
         Args:
-            num_groups: How many. Fewer only if the prompts are used up.
+            num_groups: How many. Fewer only if the prompts are used up, or with ``min_groups``.
+            min_groups: Do not wait for more than so many; take as many as the rule gives now, up to ``num_groups``.
+                None: ``num_groups``.
             timeout_s: How long to wait, in seconds.
 
         Returns:
@@ -238,18 +267,27 @@ class ReplayBuffer(BufferState):
             ReplayTimeoutError: There were not enough groups; the message says what there is.
             CollectorFailedError: There are too few groups, and every collector has failed.
         """
-        if num_groups < 1:
-            raise InvalidRequestError(f"select refused: num_groups is {num_groups}. Expected 1 or more.")
+        at_least = num_groups if min_groups is None else min_groups
+        if not 1 <= at_least <= num_groups:
+            raise InvalidRequestError(
+                f"select refused: num_groups is {num_groups}, min_groups is {min_groups}. Expected 1 or more, and no "
+                "more min_groups than num_groups."
+            )
 
         def chosen() -> list[str] | None:
-            waiting = sum(not each.view.selected for each in self._groups.values())
-            wanted = min(num_groups, waiting) if self._drained() else num_groups
-            if wanted == 0:
-                return []
-            names = self._policy.select(self._view(), wanted)
-            if names is None:
-                self._check_collectors()
-            return None if names is None else self._checked(names, wanted)
+            most, fewest = num_groups, at_least
+            if self._drained():
+                most, fewest = min(most, sum(not each.view.selected for each in self._groups.values())), 1
+                if most == 0:
+                    return []
+            view = self._view()
+            if most == fewest or self._policy.select(view, fewest) is not None:
+                for wanted in range(most, fewest - 1, -1):
+                    names = self._policy.select(view, wanted)
+                    if names is not None:
+                        return self._checked(names, wanted)
+            self._check_collectors()
+            return None
 
         with self._lock:
             self._check_open()
@@ -267,7 +305,13 @@ class ReplayBuffer(BufferState):
             return self._meta_of(names)
 
     def take(
-        self, num_groups: int, select_fields: Sequence[str] | None = None, *, timeout_s: float = 60.0, **options: Any
+        self,
+        num_groups: int,
+        select_fields: Sequence[str] | None = None,
+        *,
+        min_groups: int | None = None,
+        timeout_s: float = 60.0,
+        **options: Any,
     ) -> tuple[KVBatchMeta, BatchedDataDict]:
         """Selects groups, reads them into this process, and clears them.
 
@@ -277,13 +321,14 @@ class ReplayBuffer(BufferState):
         Args:
             num_groups: As for `select`.
             select_fields: The columns; None: those that were committed.
+            min_groups: As for `select`.
             timeout_s: As for `select`.
             options: As for `dataplane_core.read_columns`.
 
         Returns:
             The meta, whose rows are cleared, and the columns. If the read fails, the groups are put back.
         """
-        meta = self.select(num_groups, timeout_s=timeout_s)
+        meta = self.select(num_groups, min_groups=min_groups, timeout_s=timeout_s)
         if not meta.size:
             return meta, BatchedDataDict()
         try:

@@ -212,6 +212,7 @@ class BufferState(DataPlaneClientMixin):
             prompt, attempt = self._next_prompt, 0
             self._next_prompt += 1
         name = group_name(self._weight_version, prompt, attempt)
+        step = self._policy.target_step(self._view())
         reservation = Reservation(
             group=name,
             prompt=prompt,
@@ -221,8 +222,9 @@ class BufferState(DataPlaneClientMixin):
             collector=collector,
             incarnation=self._incarnations.setdefault(collector, 0),
             order=self._next_order,
+            target_step=step,
         )
-        view = GroupView(group=name, weight_version=self._weight_version, order=self._next_order)
+        view = GroupView(group=name, weight_version=self._weight_version, order=self._next_order, target_step=step)
         self._next_order += 1
         self._groups[name] = Group(reservation, view)
         self._counts.reserved += 1

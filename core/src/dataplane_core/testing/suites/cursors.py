@@ -92,7 +92,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         assert store.claim(partition, 2, blocking=True, timeout_s=10.0).size == 0
 
     def test_a_save_is_loaded(self, store: Store, folder: Path) -> None:
-        """Contract: "`load(folder, partitions=None) -> metadata` writes them to any store, of any backend and size."
+        """Contract: "load(folder, partitions=None) -> metadata writes them to any store, of any backend and size."
 
         Check first: list_fields, export_partition and set_cursor. Rows with different fields must keep them, and their
         order.
@@ -135,7 +135,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
 
     @proves(Capability.CURSORS, Capability.GROUPS)
     def test_a_save_keeps_broken_groups(self, store: Store, folder: Path) -> None:
-        """Contract: "what was cleared still counts for `num_samples`, and its groups are still not given."
+        """Contract: "what was cleared still counts for num_samples, and its groups are still not given."
 
         Check first: export_partition must reply the groups that lost a member, also without num_samples.
         """
@@ -153,7 +153,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
             assert store.claim(partition, 6).sample_ids == ["n_g0", "n_g1"]
 
     def test_a_save_is_whole_or_not_there(self, store: Store, folder: Path) -> None:
-        """Contract: "A save that is damaged or incomplete is refused (`CorruptDataError`) before anything is changed."
+        """Contract: "A save that is damaged or incomplete is refused (CorruptDataError) before anything is changed."
 
         Check first: core, not the backend: core must check the files before it calls a hook.
         """
@@ -185,7 +185,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         assert store.client.list_sample_ids(partition) == ids(3)
 
     def test_an_empty_partition_is_saved(self, store: Store, folder: Path) -> None:
-        """Contract: "`save(folder, metadata=None, partitions=None)` writes partitions (None: all) with registration"
+        """Contract: "save(folder, metadata=None, partitions=None) writes partitions (None: all) with registration"
 
         Check first: list_samples and export_partition of a partition without rows.
         """

@@ -17,7 +17,7 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
     """Listings and counts."""
 
     def test_partitions_are_listed(self, store: Store) -> None:
-        """Contract: "`list_partitions()`: the names of the registered partitions, sorted."
+        """Contract: "list_partitions(): the names of the registered partitions, sorted."
 
         Check first: list_partitions must reply every registered partition, of whichever client, and no cleared one.
         """
@@ -108,7 +108,7 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
         assert store.client.describe(partition).tasks["train"].num_ready == 2
 
     def test_ping(self, store: Store) -> None:
-        """Contract: "`ping()` returns once the store has answered, and raises what any other call would raise."
+        """Contract: "ping() returns once the store has answered, and raises what any other call would raise."
 
         Check first: list_partitions must ask the store.
         """

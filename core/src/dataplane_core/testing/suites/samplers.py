@@ -24,7 +24,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
     """Claims with a sampler or a rank."""
 
     def test_freshest_first(self, store: Store) -> None:
-        """Contract: "`sampler="freshest"` gives the samples that were first written last, the newest first."
+        """Contract: "sampler='freshest' gives the samples that were first written last, the newest first."
 
         Check first: the claim hook must pass `sampler` to the ledger.
         """
@@ -85,7 +85,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         assert store.client.check_consumption_status(partition, ["train"])
 
     def test_a_cleared_batch_is_refused(self, store: Store) -> None:
-        """Contract: "If a sample of the batch was cleared: `ValueError`."
+        """Contract: "If a sample of the batch was cleared: ValueError."
 
         Check first: the claim must not give other samples in place of the cleared ones.
         """
@@ -102,7 +102,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
 
     def test_balanced_ranks(self, store: Store) -> None:
         """Contract: "as many for each rank, at most one unit apart, and about as many tokens by the tag
-        `input_lengths`."
+        input_lengths."
 
         Check first: the claim hook must pass `dp_rank` and `dp_size` to the ledger.
         """
@@ -141,7 +141,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         assert [part.sample_ids for part in parts] == [names[:2] + names[4:6], names[2:4] + names[6:]]
 
     def test_odd_arguments_are_refused(self, store: Store) -> None:
-        """Contract: "`sampler="balanced"` needs `dp_rank` and `dp_size`."
+        """Contract: "sampler='balanced' needs dp_rank and dp_size."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """

@@ -27,7 +27,12 @@ from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.errors import WorkerFailedError
 from dataplane_integrations.groups import InProcessWorkerGroup
 from dataplane_integrations.rollout import DataPlaneRolloutMixin
-from dataplane_integrations.router_replay import RoutingReplay, context_parallel_tokens, lay_out_routed_experts
+from dataplane_integrations.router_replay import (
+    RoutingReplay,
+    context_parallel_tokens,
+    fill_missing_routes,
+    lay_out_routed_experts,
+)
 
 LENGTHS = [5, 2, 7, 3]
 WIDTH = 8
@@ -131,6 +136,29 @@ def test_rows_without_their_routing_are_refused_at_the_fetch(plane: DataPlaneCli
     assert isinstance(caught.value.__cause__, MissingDataError)
     assert "routed_experts" in caught.value.__cause__.message
     assert "required_fields=['routed_experts']" in (caught.value.__cause__.hint or "")
+
+
+# --- turns without experts --------------------------------------------------------------------------------------------
+
+
+def _logs() -> list[list[dict[str, Any]]]:
+    answer = {"role": "assistant", "token_ids": torch.arange(2), "routed_experts": torch.ones(2, 3, 2).short()}
+    return [[{"role": "user", "token_ids": torch.arange(4)}, answer], [{"role": "user"}, {**answer}]]
+
+
+def test_turns_without_experts_are_left_to_the_router_or_refused_as_told() -> None:
+    logs = _logs()
+    fill_missing_routes(logs)
+    filled = logs[0][0]["routed_experts"]
+    assert filled.dtype == torch.int16
+    assert torch.equal(filled, torch.full((4, 3, 2), -1).short())
+    assert bool((logs[0][1]["routed_experts"] == 1).all())
+    assert "routed_experts" not in logs[1][0], "it has no tokens"
+    with pytest.raises(InvalidRequestError, match="turn 0 of sample 0 has tokens and no experts"):
+        fill_missing_routes(_logs(), missing="refuse")
+    bare = [[{"role": "user", "token_ids": torch.arange(4)}]]
+    fill_missing_routes(bare, missing="refuse")
+    assert "routed_experts" not in bare[0][0], "the first write says that nothing was recorded"
 
 
 # --- the layout -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -25,9 +25,17 @@ from torch import Tensor, nn
 
 from dataplane_core.codec import jagged_parts
 from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError
+from dataplane_core.schema import ROUTED_EXPERTS_FIELD
 from dataplane_integrations.megatron import model_config
 
-__all__ = ["MissingRoutes", "RecordedRouting", "RoutingReplay", "context_parallel_tokens", "lay_out_routed_experts"]
+__all__ = [
+    "MissingRoutes",
+    "RecordedRouting",
+    "RoutingReplay",
+    "context_parallel_tokens",
+    "fill_missing_routes",
+    "lay_out_routed_experts",
+]
 
 #: What becomes of a token that the rollout recorded no experts for: the ``router`` chooses them, or the rows are
 #: refused (``refuse``). The last token of a row never has any: generation does not run it.
@@ -35,6 +43,37 @@ MissingRoutes: TypeAlias = Literal["router", "refuse"]
 
 #: Stands for "no expert" in a column of experts.
 _NONE: Final = -1
+
+
+def fill_missing_routes(
+    message_logs: Sequence[Sequence[MutableMapping[str, Any]]], missing: MissingRoutes = "router"
+) -> None:
+    """Gives every turn with tokens its ``routed_experts``, **in place**, before the rollout joins the turns.
+
+    Generation records experts only where it ran, so turns of a prompt or of a failed trajectory have none. If no turn
+    of the batch has any, nothing is filled, so that ``required_fields`` of the first write still refuses the batch.
+
+    Args:
+        message_logs: Per sample its turns, with ``token_ids`` and perhaps ``routed_experts`` (tokens, L, k).
+        missing: ``router``: fill with -1, so the router chooses; ``refuse``: raise.
+
+    Raises:
+        InvalidRequestError: A turn has tokens and no experts, and these are refused. The message names sample and turn.
+    """
+    recorded = (turn.get(ROUTED_EXPERTS_FIELD) for log in message_logs for turn in log)
+    like = next((routes for routes in recorded if routes is not None), None)
+    if like is None:
+        return
+    for sample, log in enumerate(message_logs):
+        for number, turn in enumerate(log):
+            if turn.get("token_ids") is None or turn.get(ROUTED_EXPERTS_FIELD) is not None:
+                continue
+            if missing == "refuse":
+                raise InvalidRequestError(
+                    f"routed_experts refused: turn {number} of sample {sample} has tokens and no experts, and others "
+                    "have some. Expected experts for each turn, or missing='router'."
+                )
+            turn[ROUTED_EXPERTS_FIELD] = like.new_full((len(turn["token_ids"]), *like.shape[1:]), _NONE)
 
 
 def lay_out_routed_experts(

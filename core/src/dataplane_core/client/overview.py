@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from dataplane_core.client.checks import check_counts, check_name
+from dataplane_core.client.checks import check_counts, check_ids, check_name
 from dataplane_core.client.connection import Connection
 from dataplane_core.errors import UnknownTaskError, preview
 from dataplane_core.meta import KVBatchMeta
@@ -142,8 +142,13 @@ class Overview(Connection):
                 )
             return list(state.consumed[task_name])
 
-    def reset_consumption(self, partition_id: str, task_name: str) -> None:
-        """Takes back all that a task was given, so that it can claim every sample again. Its leases end.
+    def reset_consumption(self, partition_id: str, task_name: str, sample_ids: Sequence[str] = ()) -> None:
+        """Takes back all that a task was given, so that it can claim the samples again. Its leases end.
+
+        Args:
+            partition_id: A registered partition.
+            task_name: A task of it.
+            sample_ids: Samples that it keeps, or is given now, for good. Those that are not there are ignored.
 
         Raises:
             UnknownPartitionError, UnknownTaskError: Not registered.
@@ -153,7 +158,7 @@ class Overview(Connection):
             >>> client.claim_meta("step-1", "trainer", ["reward"], 3).sample_ids
             ['p0_g1', 'p1_g0', 'p1_g1']
         """
-        self._set_cursor("reset_consumption", partition_id, task_name, [], create=False)
+        self._set_cursor("reset_consumption", partition_id, task_name, check_ids(sample_ids), create=False)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 

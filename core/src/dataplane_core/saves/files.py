@@ -4,8 +4,7 @@ A rename replaces the manifest, after the file that it names is on the disk. So 
 save unchanged; the next save removes files that a crash left. No pickle.
 
 ``manifest.json``: the first line ``{"format": ..., "version": 2, "sha256": ...}`` describes the second, which is the
-body. ``rows-*.bin``: the blocks end to end. The body has size and XXH3-128 of each block. In version 1 it has their
-SHA-256.
+body. ``rows-*.bin``: the blocks end to end. The body has size and XXH3-128 of each block.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class SavedFiles:
 
     Raises:
         MissingDataError: The folder has no save.
-        UnsupportedOperationError: A newer version of this package wrote the save.
+        UnsupportedOperationError: Another version of this package wrote the save.
         CorruptDataError: The manifest is not that of a save, or was changed.
     """
 
@@ -130,10 +129,10 @@ class SavedFiles:
             raise CorruptDataError(f"'{manifest}' is not the manifest of a save: its first line is damaged.") from error
         if not known:
             raise CorruptDataError(f"'{manifest}' says format {head['format']!r}. Expected {kind!r}.")
-        if version > VERSION:
+        if version != VERSION:
             raise UnsupportedOperationError(
-                f"the save in '{self._path}' is of format version {version}. Expected at most {VERSION}.",
-                hint="Install the version that wrote it, or a newer one.",
+                f"the save in '{self._path}' is of format version {version}. Expected {VERSION}.",
+                hint="Install the version that wrote it.",
             )
         text = rest.removesuffix(b"\n")
         if hashlib.sha256(text).hexdigest() != head.get("sha256"):
@@ -160,16 +159,10 @@ class SavedFiles:
                             f"{where}: block {number} has {len(block)} bytes. Expected {entry['size_bytes']}; the file "
                             "was truncated."
                         )
-                    if not _is_intact(block, entry):
+                    if xxhash.xxh3_128_hexdigest(block) != entry["xxh3_128"]:
                         raise CorruptDataError(f"{where}: the digest of block {number} differs; take another save.")
                     yield block
                 if file.read(1):
                     raise CorruptDataError(f"{where}: it goes on after its {len(self.body['blocks'])} blocks.")
         except FileNotFoundError as error:
             raise CorruptDataError(f"the save in '{self._path}' lacks its file {path.name}.") from error
-
-
-def _is_intact(block: bytes, entry: Mapping[str, Any]) -> bool:
-    if "sha256" in entry:  # version 1
-        return bool(hashlib.sha256(block).hexdigest() == entry["sha256"])
-    return bool(xxhash.xxh3_128_hexdigest(block) == entry["xxh3_128"])

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Final, cast
-
-import numpy as np
-from tensordict import TensorDict
+from typing import Any, Final
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.codec import decode_columns, decode_item, encode_columns, encode_item, join_rows, split_rows
-from dataplane_core.errors import CorruptDataError, InvalidRequestError, preview
+from dataplane_core.codec import decode_item, encode_item
+from dataplane_core.errors import InvalidRequestError, preview
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.saves import SavedFiles, write_save
-from dataplane_core.spec import FieldSpec, WireFormat
+from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
+from dataplane_core.spec import Capability, FieldSpec
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._remote import RemoteReplayBuffer
 
@@ -28,9 +24,6 @@ __all__ = ["RestoredReplay", "restore_replay", "save_replay"]
 _KIND: Final = "dataplane-replay"
 #: Rows of a block. Only one block is in memory at a time.
 _ROWS_PER_BLOCK: Final = 256
-_FRAMES: Final = WireFormat(bytes=True)
-#: Lease of the claim by which a restore gives rows to a task again; much longer than it takes.
-_GIVE_AGAIN_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +68,7 @@ def save_replay(
         registration: The arguments of ``register_partition`` besides ``partition_id``. With them, a restore registers
             the partition; without, the restoring process must.
         given: Task -> the held rows that it had been given. A restore gives them to the task again, so that its claims
-            continue with the other rows. Whole groups if the partition has groups.
+            continue with the other rows. None: what the store says of every task, if its backend declares ``cursors``.
         extra: Other values that the trainer wants back: None, bool, int, float, str, bytes, lists, dicts and tensors.
 
     Raises:
@@ -96,13 +89,14 @@ def save_replay(
             metas = {sample_id: each["meta"] for each in state["groups"] for sample_id in each["meta"]["sample_ids"]}
             listed = listed.subset([row for row, sample_id in enumerate(listed.sample_ids) if sample_id in metas])
             columns = {sample_id: tuple(fields or metas[sample_id]["fields"]) for sample_id in listed.sample_ids}
-        cursors = {task: list(ids) for task, ids in (given or {}).items()}
+        cursors = (
+            _consumed(client, partition, columns) if given is None else {task: list(ids) for task, ids in given.items()}
+        )
         unknown = [sample_id for ids in cursors.values() for sample_id in ids if sample_id not in columns]
         if unknown:
             raise InvalidRequestError(
                 f"save_replay('{partition}') refused: given names rows that are not held: {preview(unknown)}."
             )
-        blocks: list[dict[str, Any]] = []
         body = {
             "partition_id": partition,
             "registration": None if registration is None else _plain(registration),
@@ -111,9 +105,16 @@ def save_replay(
             "given": cursors,
             "buffer": state,
             "extra": b64encode(encode_item(dict(extra or {}), "extra")).decode(),
-            "row_blocks": blocks,  # filled while the blocks are written, before the body
         }
-        write_save(folder, _KIND, body, _blocks_of(client, listed, columns, blocks))
+        write_save(folder, _KIND, body, _blocks_of(client, listed, columns))
+
+
+def _consumed(client: DataPlaneClient, partition_id: str, saved: Container[str]) -> dict[str, list[str]]:
+    """Task -> the saved rows that it was given for good."""
+    if not client.capabilities >= {Capability.CURSORS, Capability.LISTING}:
+        return {}
+    tasks = client.describe(partition_id).info.consumer_tasks
+    return {task: [each for each in client.list_consumed(partition_id, task) if each in saved] for task in tasks}
 
 
 def _plain(registration: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,26 +125,22 @@ def _plain(registration: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _blocks_of(
-    client: DataPlaneClient, meta: KVBatchMeta, columns: Mapping[str, tuple[str, ...]], index: list[dict[str, Any]]
+    client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, tuple[str, ...]]
 ) -> Iterator[bytearray]:
-    """Reads rows in order, in blocks of rows with the same columns, and adds an entry for each block to ``index``."""
+    """Reads rows in order, in blocks of rows with the same fields."""
+    specs: dict[str, FieldSpec] = {}
     start = 0
     while start < meta.size:
-        names = columns[meta.sample_ids[start]]
+        names = fields[meta.sample_ids[start]]
         stop = start
-        while stop < min(meta.size, start + _ROWS_PER_BLOCK) and columns[meta.sample_ids[stop]] == names:
+        while stop < min(meta.size, start + _ROWS_PER_BLOCK) and fields[meta.sample_ids[stop]] == names:
             stop += 1
         ids = meta.sample_ids[start:stop]
-        frames, specs = encode_columns(client.get_samples(ids, meta.partition_id, list(names)), len(ids), _FRAMES)
-        data, offsets = join_rows([[cast("Sequence[bytes]", frames[name]) for name in names]])
-        index.append(
-            {
-                "num_rows": len(ids),
-                "specs": {name: specs[name].to_text() for name in names},
-                "row_sizes": np.diff(offsets).tolist(),
-            }
-        )
-        yield data
+        found = client.get_samples(ids, meta.partition_id, list(names), share_rows=True)
+        if any(name not in specs for name in names):
+            specs.update(client.describe(meta.partition_id).specs)
+        columns = tensor_rows(dict(found.items()), specs)
+        yield pack_rows(columns, len(ids), {"sample_ids": ids})
         start = stop
 
 
@@ -164,8 +161,8 @@ def restore_replay(
     Raises:
         MissingDataError: The folder has no save.
         CorruptDataError: The save is damaged. Nothing has been written.
-        UnsupportedOperationError: A newer version wrote the save; or it has cursors, and the backend lacks claims or
-            leases.
+        UnsupportedOperationError: Another version wrote the save; or it has cursors, and the backend does not declare
+            ``cursors``.
         InvalidRequestError: The save has no buffer, or that of another partition or group size.
     """
     saved = SavedFiles(folder, _KIND)
@@ -182,53 +179,15 @@ def restore_replay(
         client.register_partition(partition, **body["registration"])
     ids: list[str] = body["sample_ids"]
     tags: list[dict[str, Any]] = [dict(row) for row in body["tags"] or [{}] * len(ids)]
-    start = 0
-    first_field: dict[str, str] = {}
-    for block, entry in zip(saved.blocks(), body["row_blocks"], strict=True):
-        stop = start + entry["num_rows"]
-        columns = _columns_of(block, entry)
-        client.put_samples(ids[start:stop], partition, columns, tags=tags[start:stop])
-        first_field.update(dict.fromkeys(ids[start:stop], next(iter(entry["specs"]))))
-        start = stop
+    at = {sample_id: row for row, sample_id in enumerate(ids)}
+    for block in saved.blocks():
+        columns, head = unpack_rows(block)
+        some = head["sample_ids"]
+        client.put_samples(some, partition, columns, tags=[tags[at[each]] for each in some])
     for task, given in body["given"].items():
-        _give_again(client, partition, task, given, first_field)
+        client.reset_consumption(partition, task, given)
     return RestoredReplay(
         meta=KVBatchMeta(partition, None, ids, tags=[dict(row) for row in body["tags"] or [{}] * len(ids)]),
         weight_version=None if state is None else state["weight_version"],
         extra=decode_item(b64decode(body["extra"])),
     )
-
-
-def _columns_of(block: bytes, entry: Mapping[str, Any]) -> TensorDict:
-    cuts = np.concatenate(([0], np.cumsum(entry["row_sizes"], dtype=np.int64))).tolist()
-    view = memoryview(block)
-    rows = split_rows([view[start:stop] for start, stop in pairwise(cuts)])
-    specs = {name: FieldSpec.from_text(text) for name, text in entry["specs"].items()}
-    frames = {name: [row[position] for row in rows] for position, name in enumerate(specs)}
-    num_rows = entry["num_rows"]
-    return TensorDict(decode_columns(frames, specs, num_rows, _FRAMES), batch_size=[num_rows])
-
-
-def _give_again(
-    client: DataPlaneClient, partition_id: str, task: str, given: Sequence[str], first_field: Mapping[str, str]
-) -> None:
-    """Makes a task claim all rows, ack those that it had been given, and give the others back."""
-    if not given:
-        return
-    required = sorted({first_field[sample_id] for sample_id in given})
-    at_most = len(given) * -(-len(first_field) // len(given))  # of groups a multiple, as len(given) is
-    claimed = client.claim_meta(partition_id, task, required, at_most, blocking=False, lease_s=_GIVE_AGAIN_S)
-    wanted = set(given)
-    again = [row for row, sample_id in enumerate(claimed.sample_ids) if sample_id in wanted]
-    if len(again) == len(wanted):
-        client.ack(claimed.subset(again))
-    else:
-        again = []
-    others = claimed.drop(again)
-    if others is not None:
-        client.nack(others)
-    if not again:
-        raise CorruptDataError(
-            f"restore_replay('{partition_id}'): task '{task}' had been given {len(given)} rows, and not all of them "
-            "could be given to it again. Expected whole groups, of rows that nobody claims meanwhile."
-        )

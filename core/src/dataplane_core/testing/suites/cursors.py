@@ -52,8 +52,8 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
             store.client.list_consumed("nowhere", "train")
 
     def test_reset_consumption(self, store: Store) -> None:
-        """Contract: "the task has been given nothing. Its leases end, and their tokens are no longer valid. Other tasks
-        keep what they have."
+        """Contract: "the task has been given these samples for good, and nothing else. Its leases end, and their tokens
+        are no longer valid. Other tasks keep what they have."
 
         Check first: set_cursor without ids must end every hold of the task, and offer all rows to its claims again.
         """
@@ -71,13 +71,16 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         assert store.claim(partition, 6, blocking=True, timeout_s=10.0).sample_ids == ids(6)
         assert store.claim(partition, 1, blocking=True, timeout_s=10.0).size == 0
         assert store.client.check_consumption_status(partition, ["train", "other"])
+        store.client.reset_consumption(partition, "train", ["s4", "s1", "nobody"])
+        assert store.client.list_consumed(partition, "train") == ["s1", "s4"]
+        assert store.claim(partition, 6, blocking=True, timeout_s=10.0).sample_ids == ["s0", "s2", "s3", "s5"]
         for unknown in ((partition, "nobody"), ("nowhere", "train")):
             with store.refusal(KeyError):
                 store.client.reset_consumption(*unknown)
 
     @proves(Capability.CURSORS, Capability.GROUPS)
     def test_reset_consumption_of_groups(self, store: Store) -> None:
-        """Contract: "the task has been given nothing."
+        """Contract: "the task has been given these samples for good, and nothing else."
 
         Check first: the counts per group that set_cursor must bring back too.
         """
@@ -90,6 +93,8 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         store.client.reset_consumption(partition, "train")
         assert store.claim(partition, 4, blocking=True, timeout_s=10.0).sample_ids == names
         assert store.claim(partition, 2, blocking=True, timeout_s=10.0).size == 0
+        store.client.reset_consumption(partition, "train", names[:2])
+        assert store.claim(partition, 4, blocking=True, timeout_s=10.0).sample_ids == names[2:]
 
     def test_a_save_is_loaded(self, store: Store, folder: Path) -> None:
         """Contract: "load(folder, partitions=None) -> metadata writes them to any store, of any backend and size."

@@ -37,7 +37,7 @@ def plot_run(
     above.plot(steps, [line["reward"] for line in metrics], color="tab:blue", label="mean reward of the step's answers")
     for kind, color in (("sampled", "tab:orange"), ("greedy", "tab:green")):
         ends = [evaluation[when][kind] for when in ("before", "after")]
-        above.plot([steps[0], steps[-1]], ends, "o--", color=color, linewidth=1, label=f"held-out prompts, {kind}")
+        above.plot([steps[0], steps[-1]], ends, "o", color=color, label=f"held-out prompts, {kind}")
     above.set_ylim(0, 1.02)
     above.set_xlabel("step")
     above.set_ylabel("share of right digits")
@@ -55,7 +55,8 @@ def _draw_lanes(axes: Axes, timeline: Sequence[dict[str, Any]]) -> None:
     trained = [span for span in timeline if span["what"] == "train"]
     shown = trained[len(trained) // 2 :][:_SHOWN_STEPS]
     start, end = shown[0]["began"], shown[-1]["ended"]
-    visible = [span for span in timeline if span["ended"] > start and span["began"] < end]
+    spans = {(span["began"], span.get("worker", "")): span for span in timeline}  # the prompts of a claim have one
+    visible = [span for span in spans.values() if span["ended"] > start and span["began"] < end]
     lanes = sorted({span.get("worker", "") for span in visible})  # the trainer has no name: first
     for span in visible:
         row, begin, length = lanes.index(span.get("worker", "")), span["began"] - start, span["ended"] - span["began"]

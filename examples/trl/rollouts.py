@@ -20,13 +20,21 @@ from typing import Any
 from torch import nn
 
 from dataplane_core import DataPlaneClient, KVBatchMeta
-from dataplane_core.errors import MissingDataError, StalePartitionError, UnknownPartitionError
-from dataplane_integrations.replay import StreamingConsumer
+from dataplane_core.errors import (
+    LeaseExpiredError,
+    LostSamplesError,
+    MissingDataError,
+    StalePartitionError,
+    UnknownPartitionError,
+)
+from dataplane_integrations.replay import StreamingConsumer, group_of
 from dataplane_integrations.rollout import mint_sample_ids
 
 __all__ = ["DataPlaneRollouts", "Generate", "serve"]
 
 FIELDS = ["prompt_ids", "completion_ids", "logprobs"]
+#: Raised by calls on a partition that has been dropped.
+_DROPPED = (UnknownPartitionError, StalePartitionError)
 #: Seconds between two questions whether the run has begun.
 _POLL_S = 0.2
 
@@ -47,8 +55,8 @@ class DataPlaneRollouts:
 
     So the weights that made an answer are at most ``ahead`` versions older than those that are trained on it.
 
-    Use it as a context manager around ``trainer.train()``, which ends the last claim. If the training fails, the answers
-    that the trainer holds go back to the pool.
+    Use it as a context manager around ``trainer.train()``. At its end, also after an error, all partitions are dropped,
+    which ends the rollout processes.
 
     Args:
         client: The trainer's client.
@@ -96,12 +104,11 @@ class DataPlaneRollouts:
         weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
         if batch == 0:
             self._client.register_partition("weights", list(weights), None, ["rollout"])
+            self._client.register_partition("prompts", ["prompt"], None, ["rollout"])
         columns = {name: value.unsqueeze(0) for name, value in weights.items()}
         self._client.put_samples([f"v{batch}"], "weights", columns, tags=[{"weight_version": batch}])
         self._client.clear_samples([f"v{batch - 2}"], "weights")
 
-        if batch == 0:
-            self._client.register_partition("prompts", ["prompt"], batches * len(wanted), ["rollout"])
         while self._asked < min(batch + self._ahead + 1, batches):
             self._ask(trainer, self._asked)
             self._asked += 1
@@ -113,16 +120,20 @@ class DataPlaneRollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._finish()
-        else:
-            self._held.__exit__(kind, error, trace)
+        try:
+            if error is None:
+                self._finish()
+            else:
+                self._held.__exit__(kind, error, trace)
+        finally:
+            for name in ("prompts", "weights", *map(_answers, range(max(self._batch, 0), self._asked))):
+                self._client.clear_samples(None, name)
 
     def _ask(self, trainer: Any, batch: int) -> None:
         """Writes the prompts of a batch, with what a rollout process must know."""
         prompts, answers = _prompts(trainer, batch), trainer.num_generations
         self._client.register_partition(
-            f"answers-{batch}", FIELDS, len(prompts) * answers, ["train"], grpo_group_size=answers
+            _answers(batch), FIELDS, len(prompts) * answers, ["train"], grpo_group_size=answers
         )
         tags = {
             "batch": batch,
@@ -137,7 +148,7 @@ class DataPlaneRollouts:
         """Waits for the answers of a batch, which are held on lease from then on, and returns them in this order."""
         consumer = StreamingConsumer(
             self._client,
-            f"answers-{batch}",
+            _answers(batch),
             "train",
             FIELDS,
             len(sample_ids),
@@ -147,10 +158,8 @@ class DataPlaneRollouts:
         batches = self._held.enter_context(contextlib.closing(iter(consumer)))
         claimed = self._held.enter_context(next(batches))
         rows = self._client.get_samples(sample_ids, claimed.meta.partition_id, FIELDS)
-        for sample_id, tags in zip(claimed.meta.sample_ids, claimed.meta.tags or [], strict=True):
-            prompt, _, answer = sample_id.rpartition("_g")
-            if answer == "0":
-                self.timeline.append({"what": "generate", "batch": batch, "prompt": prompt, **tags})
+        made = dict(zip(map(group_of, claimed.meta.sample_ids), claimed.meta.tags or [], strict=True))
+        self.timeline += [{"what": "generate", "batch": batch, "prompt": name, **tags} for name, tags in made.items()]
         self._in_training, self._training_began = sample_ids, time.monotonic()
         return {name: [row.tolist() for row in rows[name].unbind()] for name in FIELDS}
 
@@ -162,7 +171,12 @@ class DataPlaneRollouts:
         self.timeline.append({"what": "train", "batch": self._batch, **span})
         self._held.close()
         self.trained += self._in_training
-        self._client.clear_samples(None, f"answers-{self._batch}")
+        self._client.clear_samples(None, _answers(self._batch))
+
+
+def _answers(batch: int) -> str:
+    """The partition of a generation batch's answers."""
+    return f"answers-{batch}"
 
 
 def _prompts(trainer: Any, batch: int) -> dict[str, Any]:
@@ -185,8 +199,8 @@ def serve(
 ) -> None:
     """Answers prompts until the run needs no more. Any number of processes may do so, and join or die at any time.
 
-    The prompts are claimed on lease, which a thread renews while the process lives. If it dies, others get them when the
-    lease ends.
+    The prompts are claimed on lease, which a thread renews while the process lives. If it dies, others get its prompts
+    when the lease ends.
 
     Args:
         client: This process's client.
@@ -198,20 +212,21 @@ def serve(
         timeout_s: Seconds to wait for the run to begin, and for prompts.
     """
     _wait_for_run(client, timeout_s)
-    version = -1
     claims = StreamingConsumer(
         client, "prompts", "rollout", ["prompt"], prompts_per_claim, lease_s=lease_s, timeout_s=timeout_s
     )
-    for claimed in claims:
-        with claimed:
-            began = time.monotonic()
-            version = _load_newest(client, model, version)  # after the claim, so the weights are new enough
-            tags = (claimed.meta.tags or [])[0]
-            prompts = list(claimed.read()["prompt"])
-            rows = generate(prompts, tags["answers"], tags["max_new_tokens"], tags["temperature"])
-            claimed.check()  # raises if others may have been given the prompts
-            made = {"worker": worker, "weight_version": version, "began": began, "ended": time.monotonic()}
-            _put(client, claimed.meta, rows, made)
+    version = -1
+    with contextlib.suppress(*_DROPPED):  # the run is over
+        for claimed in claims:
+            with contextlib.suppress(LeaseExpiredError), claimed:  # too late: others were given the prompts
+                began = time.monotonic()
+                version = _load_newest(client, model, version)  # after the claim, so they are new enough
+                tags = (claimed.meta.tags or [])[0]
+                prompts = list(claimed.read()["prompt"])
+                rows = generate(prompts, tags["answers"], tags["max_new_tokens"], tags["temperature"])
+                claimed.check()
+                made = {"worker": worker, "weight_version": version, "began": began, "ended": time.monotonic()}
+                _put(client, claimed.meta, rows, made)
 
 
 def _put(client: DataPlaneClient, meta: KVBatchMeta, rows: dict[str, list[Any]], made: dict[str, Any]) -> None:
@@ -219,8 +234,8 @@ def _put(client: DataPlaneClient, meta: KVBatchMeta, rows: dict[str, list[Any]],
     for index, (prompt, tags) in enumerate(zip(meta.sample_ids, meta.tags or [], strict=True)):
         answers = tags["answers"]
         own = {name: column[index * answers : (index + 1) * answers] for name, column in rows.items()}
-        with contextlib.suppress(UnknownPartitionError, StalePartitionError):  # others answered it, and it was trained on
-            client.put_samples(mint_sample_ids([prompt], answers), f"answers-{tags['batch']}", own, tags=[made] * answers)
+        with contextlib.suppress(*_DROPPED):  # others answered it, and it has been trained on
+            client.put_samples(mint_sample_ids([prompt], answers), _answers(tags["batch"]), own, tags=[made] * answers)
 
 
 def _load_newest(client: DataPlaneClient, model: nn.Module, version: int) -> int:
@@ -231,9 +246,11 @@ def _load_newest(client: DataPlaneClient, model: nn.Module, version: int) -> int
             return version
         try:
             columns = client.get_samples([f"v{newest}"], "weights", list(model.state_dict()))
+        except LostSamplesError:
+            raise
         except MissingDataError:  # two newer versions have come meanwhile
             continue
-        model.load_state_dict({name: columns[name][0] for name in columns.keys()})
+        model.load_state_dict({name: columns[name][0] for name in model.state_dict()})
         return newest
 
 

@@ -97,7 +97,7 @@ class Generator:
 
 
 def evaluate(generate: Generator, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
-    """The mean reward on the held-out prompts, sampled (8 answers each, always with the same random numbers) and greedy."""
+    """The mean reward on the held-out prompts: sampled, 8 answers each, from one fixed seed; and greedy."""
     shares = {}
     for name, answers, temperature in (("sampled", 8, 1.0), ("greedy", 1, 0.0)):
         with torch.random.fork_rng():

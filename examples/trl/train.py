@@ -48,12 +48,13 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
     torch.set_num_threads(1)
     model, tokenizer = build_model(config["seed"]), build_tokenizer()
     generate = Generator(model, tokenizer)
-    options, answers = config["rollouts"], config["answers_per_prompt"]
+    options = config["rollouts"]
     if config["prompts_per_step"] % options["prompts_per_claim"]:
         raise SystemExit("error: rollouts.prompts_per_claim must be a divisor of prompts_per_step.")
     before = evaluate(generate, tokenizer)
     print(f"before: held-out prompts: sampled {before['sampled']:.3f}, greedy {before['greedy']:.3f}", flush=True)
 
+    dataset = Dataset.from_dict({"prompt": draw_prompts(config["steps"] * config["prompts_per_step"], config["seed"])})
     with connect(config["data_plane"]) as client:
         rollouts = DataPlaneRollouts(
             client, ahead=options["ahead"], lease_s=options["lease_s"], timeout_s=options["timeout_s"]
@@ -61,30 +62,10 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,
-            processing_class=tokenizer,
-            train_dataset=Dataset.from_dict(
-                {"prompt": draw_prompts(config["steps"] * config["prompts_per_step"], config["seed"])}
-            ),
             rollout_func=rollouts,
-            args=GRPOConfig(
-                output_dir=str(out / "trl"),
-                max_steps=config["steps"],
-                per_device_train_batch_size=config["prompts_per_step"] * answers,
-                num_generations=answers,
-                max_completion_length=DIGITS,
-                learning_rate=config["learning_rate"],
-                lr_scheduler_type="constant",
-                shuffle_dataset=False,
-                off_policy_mask_threshold=config["off_policy_mask_threshold"],
-                activation_checkpointing=False,
-                use_cpu=True,
-                bf16=False,
-                report_to=[],
-                save_strategy="no",
-                logging_steps=1,
-                disable_tqdm=True,
-                seed=config["seed"],
-            ),
+            args=training_arguments(config, out),
+            train_dataset=dataset,
+            processing_class=tokenizer,
             callbacks=[StepLines()],
         )
         trainer.remove_callback(PrinterCallback)
@@ -108,6 +89,28 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
     plot_run(metrics, rollouts.timeline, summary["evaluation"], out / "reward.png")
     print(json.dumps(summary))
     print(f"written to {out}: metrics.jsonl, timeline.jsonl, summary.json, reward.png")
+
+
+def training_arguments(config: dict[str, Any], out: Path) -> GRPOConfig:
+    return GRPOConfig(
+        output_dir=str(out / "trl"),
+        shuffle_dataset=False,  # the rollout processes get the prompts in the order of the data set
+        max_steps=config["steps"],
+        per_device_train_batch_size=config["prompts_per_step"] * config["answers_per_prompt"],
+        num_generations=config["answers_per_prompt"],
+        max_completion_length=DIGITS,
+        learning_rate=config["learning_rate"],
+        lr_scheduler_type="constant",
+        off_policy_mask_threshold=config["off_policy_mask_threshold"],
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        seed=config["seed"],
+    )
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
             processing_class=tokenizer,
             callbacks=[StepLines()],
         )
-        trainer.remove_callback(PrinterCallback)
+        trainer.remove_callback(PrinterCallback)  # `StepLines` prints
         with rollout_processes(options["processes"], config_file), rollouts:
             trainer.train()
 

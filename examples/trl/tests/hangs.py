@@ -1,7 +1,7 @@
 """Run as a program: a rollout process that hangs at a given point of a given claim, for a test that kills it there.
 
-``hangs.py CONFIG POINT NTH``: ``POINT`` is ``generating``, when no answer is written, or ``written``, when all are and the
-claim is not acked. When it is there, it prints its prompts.
+``hangs.py CONFIG POINT NTH``: ``POINT`` is ``generating``, when no answer is written, or ``written``, when all are and
+the claim is not acked. When it is there, it prints its prompts.
 """
 
 from __future__ import annotations

@@ -155,8 +155,7 @@ class DataPlaneRollouts:
             lease_s=self._lease_s,
             timeout_s=self._timeout_s,
         )
-        batches = self._held.enter_context(contextlib.closing(iter(consumer)))
-        claimed = self._held.enter_context(next(batches))
+        claimed = self._held.enter_context(next(iter(consumer)))
         rows = self._client.get_samples(sample_ids, claimed.meta.partition_id, FIELDS)
         made = dict(zip(map(group_of, claimed.meta.sample_ids), claimed.meta.tags or [], strict=True))
         self.timeline += [{"what": "generate", "batch": batch, "prompt": name, **tags} for name, tags in made.items()]
@@ -241,7 +240,7 @@ def _put(client: DataPlaneClient, meta: KVBatchMeta, rows: dict[str, list[Any]],
 def _load_newest(client: DataPlaneClient, model: nn.Module, version: int) -> int:
     """Loads the newest weights into the model, unless it has them. Returns their version."""
     while True:
-        newest = max(tags["weight_version"] for tags in client.list_samples("weights").tags or [])
+        newest: int = max(tags["weight_version"] for tags in client.list_samples("weights").tags or [])
         if newest == version:
             return version
         try:

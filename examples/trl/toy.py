@@ -82,7 +82,7 @@ class Generator:
         sampling: dict[str, Any] = {"do_sample": False}
         if temperature:
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
-        made = self._model.generate(
+        made: Any = self._model.generate(
             **encoded, max_new_tokens=max_new_tokens, output_scores=True, return_dict_in_generate=True, **sampling
         )
         tokens = made.sequences[:, encoded["input_ids"].shape[1] :]

@@ -14,7 +14,7 @@ import yaml
 from rollouts import serve
 from toy import Generator, build_model, build_tokenizer
 
-from dataplane_core import connect
+from dataplane_core import DataPlaneError, connect
 
 
 def main() -> int:
@@ -30,6 +30,9 @@ def main() -> int:
     try:
         with connect(config["data_plane"], bootstrap=False) as client:
             serve(client, model, Generator(model, build_tokenizer()), worker=args.name, **options)
+    except DataPlaneError as error:
+        print(f"error: {args.name}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0

@@ -31,7 +31,7 @@ from toy import DIGITS, Generator, build_model, build_tokenizer, draw_prompts, e
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from dataplane_core import connect
+from dataplane_core import DataPlaneError, connect
 
 
 class StepLines(TrainerCallback):
@@ -143,6 +143,9 @@ def main(argv: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         run(yaml.safe_load(args.config.read_text(encoding="utf-8")), args.config, args.out)
+    except DataPlaneError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

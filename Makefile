@@ -22,7 +22,10 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS   ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-long check format backends-page docs clean
+# An example that needs versions of its own has an environment of its own, .venv-NAME, and its tests in its folder.
+EXAMPLES := trl
+
+.PHONY: help setup demo test test-long $(addprefix test-,$(EXAMPLES)) check format backends-page docs clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +48,20 @@ test: setup  ## Run the tests (13 minutes on 2 cores)
 
 test-long: setup  ## Run all tests, with the long proofs
 	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST)
+	$(MAKE) $(addprefix test-,$(EXAMPLES))
+
+test-trl:  ## Run the tests of examples/trl, in an environment of its own
+
+$(addprefix test-,$(EXAMPLES)): test-%: .venv-%/.installed
+	.venv-$*/bin/python -m pytest examples/$*/tests
+
+.venv-%/.installed: examples/%/requirements.txt $(PROJECTS) scripts/system_packages.sh
+	@PYTHON=$(PYTHON) bash scripts/system_packages.sh
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --upgrade pip
+	.venv-$*/bin/python -m pip install --quiet "$(TORCH)"
+	.venv-$*/bin/python -m pip install --quiet -r examples/$*/requirements.txt
+	@touch $@
 
 check: setup  ## Lint, format and types
 	$(BIN)/ruff check .
@@ -62,4 +79,4 @@ docs: setup  ## Build the documentation as a site under site/
 	$(BIN)/python -m mkdocs build --strict
 
 clean:  ## Remove the virtual environment and what runs left behind
-	rm -rf $(VENV) out site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(addprefix .venv-,$(EXAMPLES)) out site .pytest_cache .mypy_cache .ruff_cache .hypothesis

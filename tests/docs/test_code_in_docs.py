@@ -237,10 +237,18 @@ def test_the_pages_on_megatron_and_on_images_run_from_top_to_bottom():
     assert done.stdout.split("\n")[-2] == "18 patches"
 
 
+def test_the_page_on_trl_shows_lines_of_the_example():
+    """Which its own tests run, where TRL is installed."""
+    lines = "".join(_lines(path.read_text(encoding="utf-8")) for path in (ROOT / "examples/trl").glob("*.py"))
+    shown = blocks("docs/trl.md")
+    assert len(shown) == 3
+    assert [block for block in shown if _lines(block) not in lines] == []
+
+
 def test_no_page_with_code_is_left_out():
     pages = [path for pattern in ("*.md", "docs/*.md", "*/*/README.md", "*/README.md") for path in ROOT.glob(pattern)]
     shown = {str(path.relative_to(ROOT)) for path in pages if "```python" in path.read_text(encoding="utf-8")}
     pages_of_tests = {"README.md", "integrations/README.md"} | {
-        f"docs/{name}.md" for name in ("guide", "writing-a-backend", "megatron", "async", "multimodal")
+        f"docs/{name}.md" for name in ("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl")
     }
     assert shown == pages_of_tests | set(IN_PROCESS) | set(OVER_SERVERS)

@@ -17,17 +17,22 @@ from dataplane_core.spec import TagValue
 
 __all__ = ["column_of_rows", "columns_to_put", "one_row", "parsed", "tags_to_put", "tags_to_show", "to_batch"]
 
+#: Fields whose rows, if they have two dims, have the tokens in the second one: M-RoPE's (4, L). The store wants the dim
+#: that differs from row to row first, so they are stored as (L, 4).
+_TOKENS_LAST: Final = frozenset({"position_ids"})
 #: Begins a tag that holds a list or dict, which follows as JSON.
 _JSON: Final = "~tq.json:"
 
 
 def columns_to_put(fields: TensorDictBase | Mapping[str, Any], num_rows: int) -> dict[str, Any]:
     """The columns of a put. One value for all rows becomes an object per row; numpy scalars become numbers."""
-    return {name: _column_to_put(fields[name], num_rows) for name in fields.keys()}  # noqa: SIM118 - a TensorDict
+    return {name: _column_to_put(name, fields[name], num_rows) for name in fields.keys()}  # noqa: SIM118 - a TensorDict
 
 
-def _column_to_put(column: Any, num_rows: int) -> Any:
+def _column_to_put(name: str, column: Any, num_rows: int) -> Any:
     if isinstance(column, torch.Tensor):
+        if name in _TOKENS_LAST and column.dim() == 3:
+            return torch.nested.as_nested_tensor([row.t() for row in column.unbind()], layout=torch.jagged)
         return column
     data = column.data if isinstance(column, NonTensorData) else column
     if isinstance(column, NonTensorData) and not _is_row_aligned(data, num_rows):
@@ -70,7 +75,7 @@ def one_row(fields: TensorDictBase | Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
             if value.is_nested:
                 raise ValueError("Please use (async)kv_batch_put for batch operation: a nested tensor is many rows.")
-            row[name] = value.unsqueeze(0)
+            row[name] = _column_to_put(name, value.unsqueeze(0), 1)
         else:
             row[name] = NonTensorStack(NonTensorData(data=_plain(value)))
     return row
@@ -92,6 +97,9 @@ def to_batch(columns: TensorDictBase) -> TensorDict:
             column = torch.nested.nested_tensor_from_jagged(
                 values, offsets[length], min_seqlen=length, max_seqlen=length
             )
+        if name in _TOKENS_LAST and isinstance(column, torch.Tensor) and column.dim() == 3:
+            values = column.values().t().contiguous()
+            column = torch.nested.nested_tensor_from_jagged(values, column.offsets(), jagged_dim=2)
         shown[name] = column
     return TensorDict(shown, batch_size=columns.batch_size)
 

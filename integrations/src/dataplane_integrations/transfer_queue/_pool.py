@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, ParamSpec, TypeVar
 
-__all__ = ["in_put_threads", "in_threads"]
+__all__ = ["end_threads", "in_put_threads", "in_threads"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,6 +29,14 @@ def _new_pools() -> None:
 
 _new_pools()
 os.register_at_fork(after_in_child=_new_pools)  # threads do not survive a fork
+
+
+def end_threads() -> None:
+    """Ends the threads that are idle now. The next call starts new ones."""
+    ended = list(_pools.values())
+    _new_pools()
+    for pool in ended:
+        pool.shutdown()
 
 
 def in_threads(call: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:

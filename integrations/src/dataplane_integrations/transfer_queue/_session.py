@@ -17,6 +17,7 @@ from dataplane_core import DataPlaneConfig, connect
 from dataplane_core.config import load_config
 from dataplane_core.errors import ConfigError
 from dataplane_integrations.transfer_queue import _directory
+from dataplane_integrations.transfer_queue._pool import end_threads
 from dataplane_integrations.transfer_queue.client import TransferQueueClient
 
 __all__ = ["CONFIG_VARIABLE", "Session", "attached", "current", "end", "find_config", "start"]
@@ -97,6 +98,7 @@ def end() -> None:
             if session.published:
                 _directory.withdraw()
             session.client.close()
+            end_threads()
 
 
 def find_config(conf: Any) -> DataPlaneConfig:

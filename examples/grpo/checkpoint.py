@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dataplane_integrations.durable_files import sync_folder, write_file
+from dataplane_core.saves import sync_folder, write_file
 
 from .config import RunConfig
 from .errors import RunFailedError, UserError

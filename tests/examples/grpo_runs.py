@@ -96,10 +96,15 @@ def running_past(step: int, process: subprocess.Popen[str]) -> Iterator[Running]
     try:
         assert process.stdout is not None
         pids: dict[str, int] = {}
+        printed = ""
         for line in process.stdout:
             pids |= {name: int(pid) for name, pid in re.findall(r"([a-z]+ worker(?: \d)?) \(pid (\d+)\)", line)}
+            printed += line
             if re.match(rf"step +{step}/", line):
                 break
+        else:
+            _, err = process.communicate()
+            raise AssertionError(f"the run ended before step {step}, and printed:\n{printed}\n{err}")
         assert set(pids) == {"rollout worker", "policy worker 0", "policy worker 1"}
         family = psutil.Process(process.pid).children(recursive=True)
         yield Running(process, pids, family)

@@ -29,6 +29,8 @@ class DataPlaneConfig(BaseModel):
         op_timeout_s: Timeout of one operation in seconds. A blocking claim has its own.
         attach_wait_s: Seconds, within ``op_timeout_s``, that ``connect(config, bootstrap=False)`` waits for an owner
             that has not started yet. 0: it does not wait.
+        open_partitions: Whether a put or a claim may name a partition or a task that is not registered. The first one
+            then registers it, as ``if_exists="keep"`` does: a put its fields, a claim its task.
         allow_pickle: Lets object columns hold items outside the closed set. These are pickled.
     """
 
@@ -39,6 +41,7 @@ class DataPlaneConfig(BaseModel):
     middleware: list[Any] = Field(default_factory=list)
     op_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     attach_wait_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    open_partitions: bool = False
     allow_pickle: bool = False
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "PluginError",
     "PluginImportError",
     "PluginSignatureError",
+    "SaveError",
     "SchemaMismatchError",
     "Shortfall",
     "StalePartitionError",
@@ -414,6 +415,10 @@ class CorruptDataError(DataPlaneError, ValueError):
     def __init__(self, message: str, *, cells: Mapping[str, Sequence[str]] | None = None, **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
         self.cells = {sample_id: tuple(fields) for sample_id, fields in (cells or {}).items()}
+
+
+class SaveError(DataPlaneError, OSError):
+    """A save cannot be written or read. The cause is the operating system's error."""
 
 
 class FrameError(CorruptDataError):

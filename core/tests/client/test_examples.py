@@ -4,13 +4,15 @@ import doctest
 import inspect
 
 from dataplane_core import DataPlaneClient
+from dataplane_core.client.overview import Overview
 
 
-def test_the_examples_of_the_client_run_one_after_the_other():
-    documented = [DataPlaneClient, *(each for each in vars(DataPlaneClient).values() if inspect.isfunction(each))]
+def test_the_examples_of_the_client_run_one_after_the_other(tmp_path):
+    members = [*vars(DataPlaneClient).values(), *vars(Overview).values()]
+    documented = [DataPlaneClient, *(each for each in members if inspect.isfunction(each))]
     docstrings = [inspect.getdoc(each) for each in documented if not each.__name__.startswith("_")]
     assert all(text and ">>> " in text for text in docstrings)
-    story = doctest.DocTestParser().get_doctest("\n\n".join(docstrings), {}, "client", None, None)
+    story = doctest.DocTestParser().get_doctest("\n\n".join(docstrings), {"folder": tmp_path}, "client", None, None)
     runner = doctest.DocTestRunner()
     runner.run(story, clear_globs=False)
     story.globs["client"].close()

@@ -77,7 +77,19 @@ print(json.dumps([before == dict(os.environ), opened, handlers == logging.root.h
 #: From the ground up: each imports only from those before it.
 WINGS = (
     *("_compiler_marks", "errors", "entry_points", "config", "schema", "meta"),  # modules beside the wings
-    *("spec", "host_memory", "codec", "ledger", "backends", "middleware", "client", "plugins", "sharding", "batch"),
+    *(
+        "spec",
+        "host_memory",
+        "codec",
+        "ledger",
+        "backends",
+        "middleware",
+        "saves",
+        "client",
+        "plugins",
+        "sharding",
+        "batch",
+    ),
     *("testing", "cli"),
 )
 ROOT = Path(__file__).resolve().parents[3]

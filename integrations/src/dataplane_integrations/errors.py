@@ -11,7 +11,6 @@ __all__ = [
     "CollectorFailedError",
     "PlacementError",
     "ReplayClosedError",
-    "ReplaySaveError",
     "ReplayTimeoutError",
     "ReplicaLeaderError",
     "ReservationLostError",
@@ -71,10 +70,6 @@ class ReplayTimeoutError(OperationTimeoutError):
 
 class ReplayClosedError(ClientClosedError):
     """The replay buffer was closed."""
-
-
-class ReplaySaveError(DataPlaneError, OSError):
-    """A save of a replay buffer cannot be written or read. The cause is the operating system's error."""
 
 
 class ReservationLostError(DataPlaneError, RuntimeError):

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dataplane_integrations.replay._files import SavedFiles, write_save
+from dataplane_core.saves import SavedFiles, write_save
 
 STEPS = ("makedirs", "open", "write", "fsync", "close", "replace", "unlink")
 
 
 def save(folder: Path, number: int) -> None:
-    write_save(folder, {"number": number}, [b"%d" % number * 1000, b"", b"second block"])
+    write_save(folder, "test", {"number": number}, [b"%d" % number * 1000, b"", b"second block"])
 
 
 def count_or_kill(kill_at: int | None) -> list[str]:
@@ -70,7 +70,7 @@ def main(root: Path) -> None:
             save(folder, 2)
 
         in_a_fork(killed)
-        saved = SavedFiles(folder)
+        saved = SavedFiles(folder, "test")
         blocks = [block.decode() for block in saved.blocks()]
         whole = blocks == [str(saved.body["number"]) * 1000, "", "second block"]
         number = saved.body["number"]
@@ -80,7 +80,7 @@ def main(root: Path) -> None:
                 "step": steps[kill_at],
                 "read": number,
                 "whole": whole,
-                "next": SavedFiles(folder).body["number"],
+                "next": SavedFiles(folder, "test").body["number"],
                 "files": len(list(folder.iterdir())),
             }
         )

@@ -25,9 +25,9 @@ from dataplane_core.errors import (
     InvalidTypeError,
     MissingDataError,
     OperationTimeoutError,
+    SaveError,
     UnsupportedOperationError,
 )
-from dataplane_integrations.errors import ReplaySaveError
 from dataplane_integrations.replay import (
     Collector,
     InOrderPolicy,
@@ -326,8 +326,8 @@ def test_refusals_say_what_is_wrong(saved: Path, client: DataPlaneClient, tmp_pa
     with pytest.raises(InvalidRequestError, match="the save of 'replay' holds no buffer"):
         restore_replay(saved, client, buffer=ReplayBuffer(client, "replay", policy, group_size=2))
     head, _, body = (saved / "manifest.json").read_bytes().partition(b"\n")
-    (saved / "manifest.json").write_bytes(head.replace(b'"version": 1', b'"version": 2') + b"\n" + body)
-    with pytest.raises(UnsupportedOperationError, match=r"is of format version 2\. Expected at most 1"):
+    (saved / "manifest.json").write_bytes(head.replace(b'"version": 2', b'"version": 3') + b"\n" + body)
+    with pytest.raises(UnsupportedOperationError, match=r"is of format version 3\. Expected at most 2"):
         restore_replay(saved, client)
     (saved / "manifest.json").write_bytes(b'{"format": "other", "version": 1}\n{}')
     with pytest.raises(CorruptDataError, match="says format 'other'"):
@@ -410,7 +410,7 @@ def test_a_full_disk_is_said_and_the_former_save_stays(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", refuse)
-        with pytest.raises(ReplaySaveError, match=r"No space left on device\. A former save is as it was"):
+        with pytest.raises(SaveError, match=r"No space left on device\. A former save is as it was"):
             save_replay(saved, client, partition_id="replay", fields=["x"])
     assert restore_replay(saved, client).meta.sample_ids == ["a", "b"]
     save_replay(saved, client, partition_id="replay", fields=["x"], registration=SMALL)

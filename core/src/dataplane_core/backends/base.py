@@ -118,7 +118,8 @@ REQUIRED_OPERATIONS: Final[tuple[str, ...]] = (
 _BY_CAPABILITY: Final[dict[Capability, tuple[str, ...]]] = {
     Capability.CLAIMS: ("claim", "check_consumption"),
     Capability.LEASES: ("ack", "nack", "renew"),
-    Capability.LISTING: ("list_samples",),
+    Capability.LISTING: ("list_samples", "list_partitions", "inspect_partition", "list_fields"),
+    Capability.CURSORS: ("export_partition", "set_cursor"),
 }
 
 

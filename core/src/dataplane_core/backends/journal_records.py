@@ -33,7 +33,7 @@ from dataplane_core.ledger import (
     unpack_splits,
     unpack_write_id,
 )
-from dataplane_core.spec import FieldSpec
+from dataplane_core.spec import FieldSpec, IfExists
 
 __all__ = [
     "DIGEST_BYTES",
@@ -49,9 +49,9 @@ __all__ = [
 ]
 
 #: The version of the format that this module writes.
-VERSION: Final = 4
-#: The versions that it reads. In version 3 no put has splits, and no row of a write is shared.
-READABLE: Final = (3, VERSION)
+VERSION: Final = 5
+#: The versions that it reads.
+READABLE: Final = (3, 4, VERSION)
 #: Length of a digest.
 DIGEST_BYTES: Final = 16
 _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or begin a new store."
@@ -113,6 +113,7 @@ _KINDS: Final[Mapping[Any, _Kind]] = {
     Sequence[commands.WriteId]: _Kind(
         (list,), lambda ids: list(map(pack_write_id, ids)), lambda data: list(map(unpack_write_id, data))
     ),
+    IfExists: _Kind((str,)),
     Sequence[Ref]: _Kind((list,), pack_refs, unpack_refs),
     Sequence[commands.Split]: _Kind((list,), pack_splits, unpack_splits),
     Mapping[str, FieldSpec]: _Kind(
@@ -145,6 +146,11 @@ _ALL: Final[tuple[type[Command[Any]], ...]] = (Begin, Plan, Snapshot, *commands.
 _CLASSES: Final = {each.op: each for each in _ALL if not each.reads}
 #: Op -> the fields that a record of it holds, in order.
 OPS: Final[Mapping[str, Mapping[str, _Kind]]] = {op: _kinds(each) for op, each in _CLASSES.items()}
+#: Version -> op -> fields that this version and earlier ones do not have, with their values there.
+_ABSENT: Final[Mapping[int, Mapping[str, Mapping[str, Any]]]] = {
+    3: {commands.BeginPut.op: {"splits": []}},
+    4: {commands.Register.op: {"if_exists": "replace"}},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +194,9 @@ class Record:
             held = msgpack.unpackb(body)
             if held["v"] not in READABLE:
                 _refuse_version(held["v"], seq)
-            if held["v"] == 3 and held["op"] == commands.BeginPut.op:
-                held["splits"] = []
+            for version, absent in _ABSENT.items():
+                if held["v"] <= version:
+                    held.update(absent.get(held["op"], {}))
             kinds = OPS[held["op"]]
             known = {name: kind.unpack(_typed(held[name], kind)) for name, kind in kinds.items()}
             unknown = held.keys() - known.keys() - {"v", "seq", "prev", "op"}

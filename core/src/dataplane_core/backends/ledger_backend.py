@@ -44,15 +44,24 @@ from dataplane_core.spec import (
     ConsumptionReply,
     ConsumptionRequest,
     DescribeRequest,
+    ExportRequest,
+    FieldList,
+    FieldsRequest,
     GetRequest,
+    InspectRequest,
+    ListPartitionsRequest,
     ListRequest,
     NackRequest,
+    PartitionDescription,
     PartitionInfo,
+    PartitionList,
+    PartitionState,
     PutReply,
     PutRequest,
     RegisterRequest,
     RenewRequest,
     SampleList,
+    SetCursorRequest,
     SettleReply,
     SharedRows,
     WireBatch,
@@ -182,6 +191,7 @@ class LedgerBackend(Backend, ABC):
             request.grpo_group_size,
             request.enums,
             request.epoch,
+            request.if_exists,
         )
         info, freed = self._ledger(request.deadline, register)
         self._collect(freed, request.deadline)
@@ -283,6 +293,27 @@ class LedgerBackend(Backend, ABC):
     def list_samples(self, request: ListRequest) -> SampleList:
         """Lists ids and tags."""
         return self._ledger(request.deadline, commands.ListSamples(request.partition_id, request.tag_filter))
+
+    def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
+        """Lists the registered partitions."""
+        return self._ledger(request.deadline, commands.ListPartitions())
+
+    def inspect_partition(self, request: InspectRequest) -> PartitionDescription:
+        """Counts what a partition holds."""
+        return self._ledger(request.deadline, commands.Inspect(request.partition_id))
+
+    def list_fields(self, request: FieldsRequest) -> FieldList:
+        """Lists the produced fields of samples."""
+        return self._ledger(request.deadline, commands.ListFields(request.partition_id, request.sample_ids))
+
+    def export_partition(self, request: ExportRequest) -> PartitionState:
+        """Reads cursors and history."""
+        return self._ledger(request.deadline, commands.Export(request.partition_id))
+
+    def set_cursor(self, request: SetCursorRequest) -> SettleReply:
+        """Sets which samples a task has been given."""
+        cursor = commands.SetCursor(request.partition_id, request.task_name, request.sample_ids, request.create)
+        return SettleReply(num_samples=self._ledger(request.deadline, cursor))
 
     # --- what a storage author may override ---------------------------------------------------------------------------
 

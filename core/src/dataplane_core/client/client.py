@@ -6,6 +6,7 @@ that do not depend on the backend are kept here.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,8 @@ from dataplane_core.client.checks import (
     check_seconds,
     strings_of,
 )
-from dataplane_core.client.connection import Connection
+from dataplane_core.client.overview import Overview
+from dataplane_core.client.saving import load, save
 from dataplane_core.client.waiting import wait_for_claim
 from dataplane_core.codec import decode_columns, encode_columns, spread
 from dataplane_core.errors import (
@@ -31,6 +33,7 @@ from dataplane_core.errors import (
     InvalidRequestError,
     InvalidTypeError,
     StalePartitionError,
+    UnknownPartitionError,
     UnsupportedOperationError,
     preview,
 )
@@ -46,14 +49,13 @@ from dataplane_core.spec import (
     ConsumptionRequest,
     DescribeRequest,
     GetRequest,
-    ListRequest,
+    IfExists,
     NackRequest,
     PartitionInfo,
     PutReply,
     PutRequest,
     RegisterRequest,
     RenewRequest,
-    SampleList,
     SettleReply,
     TagFilter,
     TagValue,
@@ -66,7 +68,7 @@ from dataplane_core.spec import (
 __all__ = ["DataPlaneClient"]
 
 
-class DataPlaneClient(Connection):
+class DataPlaneClient(Overview):
     """A process's connection to a store. `dataplane_core.connect` makes it; `close`, or leaving its ``with``, ends it.
 
     Several threads may share a client. It cannot be pickled, and a forked child cannot use its parent's. Every method
@@ -91,8 +93,10 @@ class DataPlaneClient(Connection):
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None = None,
         enums: Mapping[str, Sequence[str]] | None = None,
+        *,
+        if_exists: IfExists = "replace",
     ) -> None:
-        """Opens a new, empty partition. What an earlier registration of the same name held is gone when this returns.
+        """Opens a partition. By default it is new and empty: what an earlier registration held is gone on return.
 
         Args:
             partition_id: The name of the partition, not empty.
@@ -102,15 +106,25 @@ class DataPlaneClient(Connection):
             consumer_tasks: The tasks that will claim.
             grpo_group_size: Claims hand out whole groups of this many samples (capability ``groups``).
             enums: Field -> the strings that it may hold, for object columns.
+            if_exists: ``replace``: drops an earlier registration of the same name with all that it held. ``keep``:
+                leaves it as it is, with its rows, tags, cursors, schema and ``num_samples``, and adds the fields, tasks
+                and strings of enums that it lacks. Of several processes that register with ``keep`` at the same time,
+                one opens the partition and the others keep it.
 
         Raises:
-            InvalidRequestError: A size below 1, repeated or empty names.
+            InvalidRequestError: A size below 1, empty names, or ``keep`` with another group size than the partition
+                has.
             UnsupportedOperationError: The backend does not declare groups.
 
         Examples:
             >>> client.register_partition("step-1", ["input_ids", "reward"], 4, ["trainer"])
         """
         with self._operation():
+            if if_exists not in ("replace", "keep"):
+                raise InvalidRequestError(
+                    f"register_partition('{partition_id}') refused: if_exists must be 'replace' or 'keep', got "
+                    f"{if_exists!r}."
+                )
             check_name("partition_id", partition_id)
             field_names = check_names("fields", fields)
             tasks = check_names("consumer_tasks", consumer_tasks)
@@ -131,6 +145,7 @@ class DataPlaneClient(Connection):
                 consumer_tasks=tasks,
                 grpo_group_size=grpo_group_size,
                 enums={name: check_names(f"enums['{name}']", words) for name, words in (enums or {}).items()},
+                if_exists=if_exists,
                 deadline=self._deadline(),
             )
             self._infos[partition_id] = self._call("register_partition", request, PartitionInfo)
@@ -200,7 +215,13 @@ class DataPlaneClient(Connection):
                 tags=rows,
                 deadline=self._deadline(),
             )
-            self._put(where, request, fields)
+            try:
+                self._put(where, request, fields)
+            except UnknownPartitionError:
+                if not self._config.open_partitions:
+                    raise
+                self._open_partition(partition_id, list(columns), [], request.deadline)
+                self._put(where, request, fields)
             return KVBatchMeta(
                 partition_id,
                 None,
@@ -214,7 +235,7 @@ class DataPlaneClient(Connection):
         self,
         sample_ids: Sequence[str],
         partition_id: str,
-        select_fields: Sequence[str],
+        select_fields: Sequence[str] | None,
         *,
         share_rows: bool = False,
     ) -> TensorDict:
@@ -223,7 +244,7 @@ class DataPlaneClient(Connection):
         Args:
             sample_ids: N ids. An empty list: nothing is sent, and the batch has size 0.
             partition_id: A registered partition.
-            select_fields: The columns to read. They are always named; there is no value for "all".
+            select_fields: The columns to read. None: all fields that every one of the samples has.
             share_rows: Whether rows may share memory. Large equal cells of a put, such as the image of a group, are
                 stored and moved once. By default each row gets a copy. With True they share one: a column with such
                 cells is a ``NonTensorStack``, where equal rows are the same tensor or item.
@@ -247,8 +268,8 @@ class DataPlaneClient(Connection):
         with self._operation():
             check_name("partition_id", partition_id)
             ids = check_ids(sample_ids)
-            names = check_names("select_fields", select_fields)
-            if not names:
+            names = [] if select_fields is None else check_names("select_fields", select_fields)
+            if select_fields is not None and not names:
                 raise InvalidRequestError(
                     f"get_samples('{partition_id}', {len(ids)} samples) refused: select_fields is empty. Expected the "
                     "names of the columns to read."
@@ -256,6 +277,10 @@ class DataPlaneClient(Connection):
             if not ids:
                 return TensorDict({}, batch_size=[0])
             unique = list(dict.fromkeys(ids))
+            if select_fields is None:
+                names = self._common_fields(partition_id, unique)
+                if not names:
+                    return TensorDict({}, batch_size=[len(ids)])
             request = GetRequest(partition_id=partition_id, sample_ids=unique, fields=names, deadline=self._deadline())
             batch = self._call("get_samples", request, WireBatch)
             for name in names:
@@ -371,6 +396,8 @@ class DataPlaneClient(Connection):
                 tag_filter=condition,
                 deadline=float("inf"),
             )
+            if self._config.open_partitions:
+                self._open_partition(partition_id, names, [task_name], self._deadline())
             if blocking:
                 claim = wait_for_claim(request, self._claim, timeout_s, self._pacer, self._closing)
             else:
@@ -454,33 +481,72 @@ class DataPlaneClient(Connection):
             request = ClearRequest(partition_id=partition_id, sample_ids=ids, deadline=self._deadline())
             self._call("clear_samples", request, ClearReply)
 
-    def list_samples(self, partition_id: str, tag_filter: TagFilter | None = None) -> KVBatchMeta:
-        """The ids and tags of a partition's samples, in order of first write. No cells are read.
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        metadata: Mapping[str, Any] | None = None,
+        partitions: Sequence[str] | None = None,
+    ) -> None:
+        """Saves partitions in a folder: registration, rows, tags, schema, and what tasks have consumed; not leases.
+
+        Any store of any backend and size can `load` the save. Blocks until it is on the disk. Memory for about 64 MB,
+        or one row if that is larger, is in use at a time. Other clients may write and clear meanwhile: rows that are
+        cleared during the save may be left out, and so may rows that are written during it.
 
         Args:
-            partition_id: A registered partition.
-            tag_filter: A condition on tags, as for `claim_meta`.
+            folder: Holds one save, and is created if needed. The new save replaces the former one when it is complete.
+            metadata: JSON values that `load` returns.
+            partitions: The partitions to save. None: all.
 
         Raises:
             UnknownPartitionError: Not registered.
+            StalePartitionError: A partition was registered again meanwhile. After any error, the former save is as it
+                was.
+            SaveError: The files cannot be written.
+            UnsupportedOperationError: The backend does not declare ``listing`` and ``cursors``.
 
         Examples:
-            >>> client.list_samples("step-1", {"input_lengths": (">=", 2)}).sample_ids
-            ['p0_g1', 'p1_g1']
+            >>> client.save(folder, {"step": 7})
         """
-        with self._operation():
-            self._require(Capability.LISTING, "list_samples")
-            check_name("partition_id", partition_id)
-            condition = check_tag_filter(tag_filter)
-            if condition is not None:
-                self._require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
-            request = ListRequest(partition_id=partition_id, tag_filter=condition, deadline=self._deadline())
-            listed = self._call("list_samples", request, SampleList)
-            ids, tags = list(listed.sample_ids), [dict(row) for row in listed.tags]
-            check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(tags))
-            return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(tags), tags=tags)
+        with self._naming_errors():
+            save(self, folder, metadata, partitions)
+
+    def load(self, folder: str | os.PathLike[str], partitions: Sequence[str] | None = None) -> dict[str, Any]:
+        """Loads partitions that `save` has saved, of this backend or another one. Leased samples are ready again.
+
+        The save is checked before anything is changed. A partition of the same name is replaced. Its tasks are added
+        at the end, so that nobody can claim from it before; to claims and puts that wait, it is a new partition.
+
+        Args:
+            folder: The folder.
+            partitions: The partitions to load. None: all that the save has.
+
+        Returns:
+            The metadata that `save` was given.
+
+        Raises:
+            MissingDataError: The folder has no save.
+            CorruptDataError: The save is damaged. Nothing was changed.
+            InvalidRequestError: The save has no such partition. Nothing was changed.
+            DataPlaneError: A write failed. The partitions that were to be loaded are cleared.
+
+        Examples:
+            >>> client.load(folder, ["step-1"])
+            {'step': 7}
+            >>> client.list_sample_ids("step-1")
+            ['p0_g1', 'p1_g0', 'p1_g1']
+        """
+        with self._naming_errors():
+            return load(self, folder, partitions)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _common_fields(self, partition_id: str, sample_ids: list[str]) -> list[str]:
+        """The fields that every one of the samples has."""
+        what = f"get_samples('{partition_id}', {len(sample_ids)} samples, select_fields=None)"
+        patterns = {id(names): names for names in self._list_fields(what, partition_id, sample_ids)}
+        first, *others = patterns.values()
+        return [name for name in first if all(name in names for names in others)]
 
     def _encode_columns(self, where: str, fields: Any, num_samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
         if not isinstance(fields, (TensorDictBase, Mapping)):
@@ -514,7 +580,7 @@ class DataPlaneClient(Connection):
         for attempt in (0, 1):
             info = self._infos.get(request.partition_id)
             if info is None or attempt:
-                info = self._infos[request.partition_id] = self._describe(request)
+                info = self._infos[request.partition_id] = self._describe(request.partition_id, request.deadline)
             request.epoch = info.epoch
             try:
                 for name, strings in words.items():
@@ -523,7 +589,7 @@ class DataPlaneClient(Connection):
                 return
             except (StalePartitionError, InvalidRequestError) as error:
                 # the registration that was cached may be an old one
-                if attempt or (isinstance(error, InvalidRequestError) and self._describe(request).epoch == info.epoch):
+                if attempt or (isinstance(error, InvalidRequestError) and self._epoch(request) == info.epoch):
                     raise
 
     def _commit(self, where: str, request: PutRequest) -> None:
@@ -538,8 +604,33 @@ class DataPlaneClient(Connection):
         reply = self._call("put_samples", copied, PutReply)
         check_counts(where, len(request.sample_ids), rows=reply.num_samples)
 
-    def _describe(self, request: PutRequest) -> PartitionInfo:
-        describe = DescribeRequest(partition_id=request.partition_id, deadline=request.deadline)
+    def _open_partition(self, partition_id: str, fields: Sequence[str], tasks: list[str], deadline: float) -> None:
+        """Registers a partition, or adds tasks to it, as a config with ``open_partitions`` allows."""
+        try:
+            info = self._describe(partition_id, deadline)
+        except UnknownPartitionError:
+            group_size = None
+        else:
+            if set(tasks) <= set(info.consumer_tasks):
+                return
+            group_size = info.grpo_group_size
+        request = RegisterRequest(
+            partition_id=partition_id,
+            fields=list(fields),
+            num_samples=None,
+            consumer_tasks=tasks,
+            grpo_group_size=group_size,
+            enums={},
+            if_exists="keep",
+            deadline=deadline,
+        )
+        self._call("register_partition", request, PartitionInfo)
+
+    def _epoch(self, request: PutRequest) -> str:
+        return self._describe(request.partition_id, request.deadline).epoch
+
+    def _describe(self, partition_id: str, deadline: float) -> PartitionInfo:
+        describe = DescribeRequest(partition_id=partition_id, deadline=deadline)
         return self._call("describe_partition", describe, PartitionInfo)
 
     def _claim(self, request: ClaimRequest) -> Claim:

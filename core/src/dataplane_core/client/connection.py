@@ -203,15 +203,22 @@ class Connection:
                 raise ClientClosedError("the client is closed.", backend=self.backend_name)
             self._in_flight += 1
         try:
-            yield
-        except DataPlaneError as error:
-            error.backend = error.backend or self.backend_name
-            raise
+            with self._naming_errors():
+                yield
         finally:
             with self._state:
                 self._in_flight -= 1
                 if self._in_flight == 0:
                     self._idle.notify_all()
+
+    @contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        """Names the backend in errors."""
+        try:
+            yield
+        except DataPlaneError as error:
+            error.backend = error.backend or self.backend_name
+            raise
 
     def _deadline(self) -> float:
         return time.monotonic() + self._config.op_timeout_s

@@ -32,7 +32,7 @@ from dataplane_core.codec.tensors import (
     ragged_of_rows,
     to_nested,
 )
-from dataplane_core.codec.wire import decode_columns, encode_columns
+from dataplane_core.codec.wire import TensorRows, decode_columns, encode_columns
 
 __all__ = [
     "ALL_DTYPES",
@@ -41,6 +41,7 @@ __all__ = [
     "Piece",
     "Ragged",
     "StoredColumn",
+    "TensorRows",
     "bounds_of",
     "byte_array",
     "byte_slices",

@@ -67,7 +67,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 
-__all__ = ["decode_columns", "encode_columns"]
+__all__ = ["TensorRows", "decode_columns", "encode_columns"]
 
 _OBJECTS: Final = FieldSpec.of_objects()
 
@@ -87,8 +87,8 @@ def encode_columns(
 
     Args:
         fields: Columns of ``num_samples`` rows: tensors of any device but meta, dense or nested, contiguous or not;
-            object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also lists, which
-            `codec.lists.column_of_list` converts.
+            object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also `TensorRows`, and
+            lists, which `codec.lists.column_of_list` converts.
         num_samples: N, at least 1.
         wire: The backend's wire format.
         allow_pickle: Accept object items outside the closed set.
@@ -129,7 +129,7 @@ def _leaves(fields: TensorDictBase | Mapping[str, Any]) -> Iterator[tuple[str, A
         for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
             parts = [part.get(name) for part in fields.tensordicts]
             if all(isinstance(part, torch.Tensor) for part in parts):
-                yield name, _Rows(parts)
+                yield name, TensorRows(parts)
             else:
                 yield name, fields.get(name)
     elif isinstance(fields, TensorDictBase):
@@ -139,20 +139,20 @@ def _leaves(fields: TensorDictBase | Mapping[str, Any]) -> Iterator[tuple[str, A
         yield from fields.items()
 
 
-class _Rows(list[torch.Tensor]):
-    """Row tensors of a lazily stacked TensorDict."""
+class TensorRows(list[torch.Tensor]):
+    """A tensor column as its rows. Rows may be the same memory: large ones are then stored once."""
 
 
 def _is_rows(leaf: object) -> bool:
-    return isinstance(leaf, _Rows)
+    return isinstance(leaf, TensorRows)
 
 
 def _ingest(
-    name: str, leaf: torch.Tensor | _Rows, num_samples: int, wire: WireFormat
+    name: str, leaf: torch.Tensor | TensorRows, num_samples: int, wire: WireFormat
 ) -> tuple[Ragged | torch.Tensor, Repeats | None]:
     """The plain rows of a leaf. If the wire has shared rows, without large equal ones, and which rows these are."""
     what = f"put_samples refused: field '{name}'"
-    if isinstance(leaf, _Rows):
+    if isinstance(leaf, TensorRows):
         found = len(leaf)
     elif leaf.dim() == 0:
         raise InvalidRequestError(f"{what} is a scalar tensor. Expected {num_samples} rows, one per sample id.")
@@ -163,7 +163,7 @@ def _ingest(
     if found != num_samples:
         raise InvalidRequestError(f"{what} has {found} rows. Expected {num_samples}, one row per sample id.")
     same = None
-    if isinstance(leaf, _Rows):
+    if isinstance(leaf, TensorRows):
         if wire.shared_rows and sum(row.nbytes for row in leaf) >= LARGE_CELL_BYTES * len(leaf):
             same = same_memory(leaf)
         try:
@@ -239,7 +239,7 @@ def _encode_objects(
 
 
 def _encode_tensor(
-    column: Ragged | torch.Tensor, spec: FieldSpec, wire: WireFormat, source: torch.Tensor | _Rows | None
+    column: Ragged | torch.Tensor, spec: FieldSpec, wire: WireFormat, source: torch.Tensor | TensorRows | None
 ) -> WireColumn:
     """Encodes plain rows. If ``source``, the caller's leaf, is given, the result shares no memory with it."""
     if wire.bytes:
@@ -286,8 +286,8 @@ def _on_wire(spec: FieldSpec, wire: WireFormat) -> tuple[torch.dtype, tuple[int,
     return dtype, spec.trailing
 
 
-def _shares(tensor: torch.Tensor, source: torch.Tensor | _Rows) -> bool:
-    if isinstance(source, _Rows):
+def _shares(tensor: torch.Tensor, source: torch.Tensor | TensorRows) -> bool:
+    if isinstance(source, TensorRows):
         return any(_shares(tensor, row) for row in source)
     if source.is_nested:
         source = jagged_parts(source)[0] if is_jagged(source) else source

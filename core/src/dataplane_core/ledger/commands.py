@@ -11,7 +11,18 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
 from dataplane_core.ledger.rows import Ref
-from dataplane_core.spec import Claim, FieldSpec, PartitionInfo, SampleList, TagValue
+from dataplane_core.spec import (
+    Claim,
+    FieldList,
+    FieldSpec,
+    IfExists,
+    PartitionDescription,
+    PartitionInfo,
+    PartitionList,
+    PartitionState,
+    SampleList,
+    TagValue,
+)
 
 __all__ = [
     "COMMANDS",
@@ -28,6 +39,10 @@ __all__ = [
     "Describe",
     "Due",
     "Expire",
+    "Export",
+    "Inspect",
+    "ListFields",
+    "ListPartitions",
     "ListSamples",
     "Locate",
     "Located",
@@ -37,6 +52,7 @@ __all__ = [
     "PutTags",
     "Register",
     "Renew",
+    "SetCursor",
     "Settle",
     "Split",
     "WaitForRoom",
@@ -69,7 +85,11 @@ class Command(Generic[Reply]):
 
 @dataclass(frozen=True, slots=True)
 class Register(Command[tuple[PartitionInfo, list[Ref]]]):
-    """Opens a partition. Reply: the registration, and the refs of the earlier one, which are now free."""
+    """Opens a partition, or extends the one that is there, as ``if_exists`` says.
+
+    Reply: the registration, and the refs of one that was dropped, which are now free. Raises `InvalidRequestError` if
+    the partition that is kept has another group size.
+    """
 
     op = "register"
     partition_id: str
@@ -79,6 +99,7 @@ class Register(Command[tuple[PartitionInfo, list[Ref]]]):
     grpo_group_size: int | None
     enums: Mapping[str, Sequence[str]]
     epoch: str
+    if_exists: IfExists = "replace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +338,56 @@ class ListSamples(Command[SampleList]):
 
 
 @dataclass(frozen=True, slots=True)
+class ListPartitions(Command[PartitionList]):
+    """Reply: the names of all partitions, in order of registration."""
+
+    op = "list_partitions"
+    reads = True
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect(Command[PartitionDescription]):
+    """Reply: what the partition holds. Raises `UnknownPartitionError`."""
+
+    op = "inspect"
+    reads = True
+    partition_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListFields(Command[FieldList]):
+    """Reply: the produced fields of samples. Raises `UnknownPartitionError`, and `MissingDataError` for samples."""
+
+    op = "list_fields"
+    reads = True
+    partition_id: str
+    sample_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Export(Command[PartitionState]):
+    """Reply: what the partition knows besides its rows. Raises `UnknownPartitionError`."""
+
+    op = "export"
+    reads = True
+    partition_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetCursor(Command[int]):
+    """Sets the samples that a task has been given for good. Reply: how many of them are there.
+
+    Its leases end. Raises `UnknownPartitionError`, and `UnknownTaskError` unless ``create``.
+    """
+
+    op = "set_cursor"
+    partition_id: str
+    task_name: str
+    sample_ids: Sequence[str]
+    create: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ClaimSamples(Command[Claim]):
     """Hands out ready samples to a task. Reply: the claim. Fields, order and errors are those of the hook ``claim``."""
 
@@ -438,5 +509,6 @@ class Collected(Command[None]):
 #: All commands.
 COMMANDS: Final = (
     *(Register, Describe, BeginPut, CheckPut, WaitForRoom, CommitPut, AbortPut, PutTags, Locate, ListSamples),
+    *(ListPartitions, Inspect, ListFields, Export, SetCursor),
     *(ClaimSamples, MayClaim, Ack, Nack, Renew, Consumed, Expire, Due, Clear, Collected),
 )

@@ -44,7 +44,18 @@ from dataplane_core.ledger.commands import Command, Located, Part, Reply
 from dataplane_core.ledger.partition import Partition, Task
 from dataplane_core.ledger.room import RoomQueue
 from dataplane_core.ledger.rows import Ref, Row, group_of
-from dataplane_core.spec import Claim, FieldSpec, PartitionInfo, SampleList, TagValue, matches
+from dataplane_core.spec import (
+    Claim,
+    FieldList,
+    FieldSpec,
+    PartitionDescription,
+    PartitionInfo,
+    PartitionList,
+    PartitionState,
+    SampleList,
+    TagValue,
+    matches,
+)
 
 __all__ = ["Ledger"]
 
@@ -131,6 +142,10 @@ class Ledger:
 
     @_apply.register
     def _register(self, command: commands.Register, now: float) -> tuple[PartitionInfo, list[Ref]]:
+        known = self._partitions.get(command.partition_id)
+        if known is not None and command.if_exists == "keep":
+            known.extend(command)
+            return known.info, []
         _, freed = self._drop(command.partition_id, None)
         info = PartitionInfo(
             epoch=command.epoch,
@@ -210,7 +225,7 @@ class Ledger:
             self._abandon(write_id, pending)
             raise
         partition.version += 1
-        return self._apply_put(partition, write_id, pending)
+        return self._apply_put(partition, write_id, pending, now)
 
     @_apply.register
     def _abort_put(self, command: commands.AbortPut, now: float) -> list[Ref]:
@@ -296,9 +311,10 @@ class Ledger:
             hint="Write smaller batches or raise capacity_bytes." if never else "Clear samples that are consumed.",
         )
 
-    def _apply_put(self, partition: Partition, write_id: int, pending: Pending) -> list[Ref]:
+    def _apply_put(self, partition: Partition, write_id: int, pending: Pending, now: float) -> list[Ref]:
         for name, spec in pending.specs.items():
             partition.specs.setdefault(name, spec)
+        partition.held_bytes += pending.size_bytes
         writes = pending.writes(write_id)
         for write in writes:
             slots = {name: slot for slot, name in enumerate(write.fields)}
@@ -313,9 +329,9 @@ class Ledger:
                 pos = row if write.positions is None else write.positions[row]
                 cells.update(dict.fromkeys(write.fields, (write.write_id, pos)))
             tags = None if pending.tags is None else pending.tags[row]
-            freed.extend(partition.write_row(sample_id, self._next_seq, cells, tags))
+            freed.extend(partition.write_row(sample_id, self._next_seq, cells, tags, now))
             self._next_seq += 1
-        return self._free(freed)
+        return self._free(partition, freed)
 
     def _refuse_stale(self, pending: Pending, what: str) -> NoReturn:
         raise StalePartitionError(
@@ -381,6 +397,40 @@ class Ledger:
         rows.sort(key=lambda row: row.seq)
         return SampleList(sample_ids=[row.sample_id for row in rows], tags=[dict(row.tags) for row in rows])
 
+    @_apply.register
+    def _list_partitions(self, command: commands.ListPartitions, now: float) -> PartitionList:
+        return PartitionList(partition_ids=list(self._partitions))
+
+    @_apply.register
+    def _inspect(self, command: commands.Inspect, now: float) -> PartitionDescription:
+        return self._partition(command.partition_id).describe(now)
+
+    @_apply.register
+    def _list_fields(self, command: commands.ListFields, now: float) -> FieldList:
+        rows = self._partition(command.partition_id).rows
+        absent = [sample_id for sample_id in command.sample_ids if sample_id not in rows]
+        if absent:
+            what = f"get_samples('{command.partition_id}', {len(command.sample_ids)} samples)"
+            raise MissingDataError.for_samples(what, command.partition_id, absent)
+        patterns: dict[tuple[str, ...], int] = {}
+        index = [patterns.setdefault(tuple(rows[sample_id].cells), len(patterns)) for sample_id in command.sample_ids]
+        return FieldList(patterns=list(patterns), index=index)
+
+    # --- cursors ------------------------------------------------------------------------------------------------------
+
+    @_apply.register
+    def _export(self, command: commands.Export, now: float) -> PartitionState:
+        partition = self._partition(command.partition_id)
+        return PartitionState(
+            consumed=partition.consumed_ids(),
+            cleared_ids=sorted(partition.seen.difference(partition.rows)),
+            broken_groups=sorted(partition.broken_groups),
+        )
+
+    @_apply.register
+    def _set_cursor(self, command: commands.SetCursor, now: float) -> int:
+        return self._partition(command.partition_id).set_cursor(command)
+
     # --- claims -------------------------------------------------------------------------------------------------------
 
     @_apply.register
@@ -433,7 +483,7 @@ class Ledger:
         if sample_ids is None:
             del self._partitions[partition_id]
             refs = [ref for row in partition.rows.values() for ref in dict.fromkeys(row.cells.values())]
-            return len(partition.rows), self._free(refs)
+            return len(partition.rows), self._free(partition, refs)
         gone: list[Ref] = []
         count = 0
         for sample_id in sample_ids:
@@ -444,7 +494,7 @@ class Ledger:
         if count:
             partition.version += 1
             partition.tidy()
-        return count, self._free(gone)
+        return count, self._free(partition, gone)
 
     def garbage(self, now: float) -> list[Ref]:
         """Refs that are free and not yet reported as `Collected`, including those of abandoned puts."""
@@ -456,8 +506,8 @@ class Ledger:
         for ref in command.refs:
             self._garbage.pop((ref[0], ref[1]), None)
 
-    def _free(self, refs: list[Ref]) -> list[Ref]:
-        """Gives up one reference per ref. Returns the refs that no sample refers to any longer."""
+    def _free(self, partition: Partition, refs: list[Ref]) -> list[Ref]:
+        """Gives up one reference per ref of a partition. Returns the refs that no sample refers to any longer."""
         freed: list[Ref] = []
         for ref in refs:
             write_id, pos = ref
@@ -468,6 +518,7 @@ class Ledger:
                     del write.num_sharers[pos]
                 continue
             self.held_bytes -= write.row_bytes[pos]
+            partition.held_bytes -= write.row_bytes[pos]
             write.num_live -= 1
             if not write.num_live:
                 del self._writes[write_id]

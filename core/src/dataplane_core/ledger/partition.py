@@ -11,7 +11,7 @@ from dataplane_core.ledger.leases import Leases
 from dataplane_core.ledger.rows import Claimable, Group, Hold, Ref, Row, group_of
 from dataplane_core.ledger.shortfall import find_shortfall
 from dataplane_core.ledger.views import ReadySet, ReadyView
-from dataplane_core.spec import Claim, FieldSpec, PartitionInfo, TagValue
+from dataplane_core.spec import Claim, FieldSpec, PartitionDescription, PartitionInfo, TagValue, TaskDescription
 
 __all__ = ["Partition", "Task"]
 
@@ -63,6 +63,8 @@ class Partition:
         broken_groups: Names of the groups that lost a member. They are never removed from this set.
         leases: The times at which leases may end.
         version: Grows with every change of ``rows``.
+        num_cleared: How many rows were cleared.
+        held_bytes: Payload bytes of the rows.
         self_expiring: Whether a lease ends by itself when its time is over, or only by `end_lease`.
     """
 
@@ -77,11 +79,29 @@ class Partition:
     broken_groups: set[str] = field(default_factory=set)
     leases: Leases = field(default_factory=Leases)
     version: int = 0
+    num_cleared: int = 0
+    held_bytes: int = 0
+
+    def extend(self, command: commands.Register) -> None:
+        """Adds what a further registration names to this one.
+
+        Raises:
+            InvalidRequestError: It has another group size.
+        """
+        info = self.info
+        if command.grpo_group_size != info.grpo_group_size:
+            raise InvalidRequestError(
+                f"register_partition('{self.partition_id}') refused: grpo_group_size is {command.grpo_group_size}. The "
+                f"partition that is kept has {info.grpo_group_size}. Nothing was changed."
+            )
+        for task_name in command.consumer_tasks:
+            self.tasks.setdefault(task_name, Task())
+        self.info = info.extended(command.fields, command.consumer_tasks, command.enums)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def write_row(
-        self, sample_id: str, seq: int, cells: Mapping[str, Ref], tags: Mapping[str, TagValue] | None
+        self, sample_id: str, seq: int, cells: Mapping[str, Ref], tags: Mapping[str, TagValue] | None, now: float
     ) -> list[Ref]:
         """Makes cells of one row produced, all at once, with its tags.
 
@@ -90,6 +110,7 @@ class Partition:
             seq: Its number, if it is created.
             cells: The fields written, each with the ref of its payload. May be empty.
             tags: Merged key by key into the row's tags, or None.
+            now: The time.
 
         Returns:
             Refs that no cell of the row uses any longer.
@@ -97,7 +118,7 @@ class Partition:
         row = self.rows.get(sample_id)
         is_new = row is None
         if row is None:
-            row = self._new_row(sample_id, seq)
+            row = self._new_row(sample_id, seq, now)
         before = row.cells
         replaced: list[Ref] = []
         if cells:
@@ -128,6 +149,7 @@ class Partition:
         row = self.rows.pop(sample_id, None)
         if row is None:
             return None
+        self.num_cleared += 1
         claimable = self._claimable_of(row)
         for task in self.tasks.values():
             for view in task.views.values():
@@ -143,8 +165,8 @@ class Partition:
             self.broken_groups.add(row.group)
         return list(dict.fromkeys(row.cells.values()))
 
-    def _new_row(self, sample_id: str, seq: int) -> Row:
-        row = Row(sample_id, seq, None if self.info.grpo_group_size is None else group_of(sample_id))
+    def _new_row(self, sample_id: str, seq: int, now: float) -> Row:
+        row = Row(sample_id, seq, None if self.info.grpo_group_size is None else group_of(sample_id), now)
         self.rows[sample_id] = row
         if self.info.num_samples is not None and len(self.seen) < self.info.num_samples:
             self.seen.add(sample_id)
@@ -225,6 +247,55 @@ class Partition:
                 task.num_held += 1
             if isinstance(claimable, Group):
                 claimable.num_held[task_name] = len(claimable.members)
+
+    # --- cursors ------------------------------------------------------------------------------------------------------
+
+    def set_cursor(self, command: commands.SetCursor) -> int:
+        """Gives rows to a task for good, and takes back all others. Returns how many of the rows are there."""
+        if command.create:
+            self.tasks.setdefault(command.task_name, Task())
+            self.info = self.info.extended((), (command.task_name,), {})
+        task = self._task(command.task_name)
+        for row in list(self.rows.values()):
+            if command.task_name in row.holds:
+                self._give_back(row, command.task_name)
+        given = [self.rows[sample_id] for sample_id in dict.fromkeys(command.sample_ids) if sample_id in self.rows]
+        for row in given:
+            for view in task.views.values():
+                view.discard(self._claimable_of(row).seq)
+            self.restore_hold(row, command.task_name, Hold("", "", 0.0, True))
+        self.tidy()
+        return len(given)
+
+    def consumed_ids(self) -> dict[str, list[str]]:
+        """Task -> the rows that it was given for good."""
+        return {
+            task_name: [row.sample_id for row in self.rows.values() if _is_done(row.holds.get(task_name))]
+            for task_name in self.tasks
+        }
+
+    def describe(self, now: float) -> PartitionDescription:
+        """What the partition holds."""
+        self._expire(now)
+        declared = frozenset(self.info.fields)
+        tasks = {
+            task_name: TaskDescription(
+                num_ready=len(self._view(task_name, task, declared).of(None, now)) * self._group_size,
+                num_leased=task.num_held - task.num_done,
+                num_consumed=task.num_done,
+            )
+            for task_name, task in self.tasks.items()
+        }
+        oldest = next(iter(self.rows.values()), None)
+        return PartitionDescription(
+            info=self.info,
+            specs=dict(self.specs),
+            num_samples=len(self.rows),
+            num_cleared=self.num_cleared,
+            held_bytes=self.held_bytes,
+            oldest_s=None if oldest is None else max(0.0, now - oldest.written_at),
+            tasks=tasks,
+        )
 
     # --- leases -------------------------------------------------------------------------------------------------------
 
@@ -332,7 +403,7 @@ class Partition:
             self.groups[row.group].num_held[task_name] -= 1
 
     def restore_hold(self, row: Row, task_name: str, hold: Hold) -> None:
-        """Adds a hold while the partition is restored from a saved state, before the first claim."""
+        """Adds a hold to a row that the task does not hold and that is in none of the task's views."""
         row.holds[task_name] = hold
         task = self.tasks[task_name]
         task.num_held += 1
@@ -397,3 +468,7 @@ class Partition:
                 hint=f"Registered: {preview(self.tasks, limit=5) or 'none'}.",
             )
         return task
+
+
+def _is_done(hold: Hold | None) -> bool:
+    return hold is not None and hold.done

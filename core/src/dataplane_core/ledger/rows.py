@@ -48,6 +48,7 @@ class Row:
         sample_id: Its id.
         seq: Its number, in order of first write.
         group: The name of its group, or None.
+        written_at: When it was first written, on the ledger's clock.
         cells: Produced field -> the ref of its payload.
         tags: Its tags.
         holds: Task -> its hold on the row.
@@ -56,6 +57,7 @@ class Row:
     sample_id: str
     seq: int
     group: str | None
+    written_at: float
     cells: dict[str, Ref] = field(default_factory=dict)
     tags: dict[str, TagValue] = field(default_factory=dict)
     holds: dict[str, Hold] = field(default_factory=dict)

@@ -69,8 +69,8 @@ class LedgerService:
             match command:
                 case commands.ClaimSamples():
                     return cast("Reply", self._claim(command))
-                # other commands may leave a known shortfall slightly outdated; these two make it wrong
-                case commands.Register() | commands.Clear(sample_ids=None):
+                # other commands may leave a known shortfall slightly outdated; these make it wrong
+                case commands.Register() | commands.SetCursor() | commands.Clear(sample_ids=None):
                     for question in [each for each in self._explained if each[0] == command.partition_id]:
                         del self._explained[question]
                 case commands.BeginPut():

@@ -158,6 +158,8 @@ def _partition_state(partition: Partition, places: Mapping[int, int], now: float
         "specs": {name: spec.to_text() for name, spec in partition.specs.items()},
         "poisoned_groups": sorted(partition.broken_groups),  # the name of this key in version 3 of the format
         "version": partition.version,
+        "num_cleared": partition.num_cleared,
+        "held_bytes": partition.held_bytes,
     }
     for some in _portions(sorted(partition.seen)):
         yield {"part": "seen", "sample_ids": some}
@@ -187,6 +189,7 @@ def _rows_state(rows: list[Row], places: Mapping[int, int], now: float) -> dict[
         "sample_ids": [row.sample_id for row in rows],
         "seqs": [row.seq for row in rows],
         "tags": [row.tags for row in rows],
+        "ages_s": [max(0.0, now - row.written_at) for row in rows],
         "fields": [list(pattern) for pattern in patterns],
         "cells": cells,
         "holds": [{**dict(zip(lease, key, strict=True)), "rows": held} for key, held in holds.items()],
@@ -210,18 +213,22 @@ def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Parti
         specs={name: FieldSpec.from_text(text) for name, text in section["specs"].items()},
         broken_groups=set(section["poisoned_groups"]),
         version=section["version"],
+        num_cleared=section.get("num_cleared", 0),  # neither in versions 3 and 4 of the format
+        held_bytes=section.get("held_bytes", 0),
     )
 
 
 def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: list[int], now: float) -> None:
     grouped = partition.info.grpo_group_size is not None
     patterns = [tuple(names) for names in section["fields"]]
+    ages_s = section.get("ages_s") or [0.0] * len(section["sample_ids"])  # none in versions 3 and 4 of the format
     rows: list[Row] = []
-    for sample_id, seq, tags, flat in _columns(section, "sample_ids", "seqs", "tags", "cells"):
+    columns = zip(_columns(section, "sample_ids", "seqs", "tags", "cells"), ages_s, strict=True)
+    for (sample_id, seq, tags, flat), age_s in columns:
         cells: dict[str, Ref] = dict.fromkeys(patterns[flat[0]], (write_ids[flat[1]], flat[2])) if flat else {}
         for at in range(3, len(flat), 3):
             cells.update(dict.fromkeys(patterns[flat[at]], (write_ids[flat[at + 1]], flat[at + 2])))
-        row = Row(sample_id, seq, group_of(sample_id) if grouped else None, cells, tags)
+        row = Row(sample_id, seq, group_of(sample_id) if grouped else None, now - age_s, cells, tags)
         rows.append(row)
         partition.rows[sample_id] = row
         if row.group is not None:
@@ -240,7 +247,9 @@ def _restore_pending(ledger: Ledger, section: Mapping[str, Any], now: float) -> 
     for sample_id, seq in _columns(section, "sample_ids", "known_seqs"):
         row = rows.get(sample_id)
         # if the row was cleared since the put began, a new Row stands for it: the commit is then refused
-        known.append(None if seq is None else row if row is not None and row.seq == seq else Row(sample_id, seq, None))
+        known.append(
+            None if seq is None else row if row is not None and row.seq == seq else Row(sample_id, seq, None, 0.0)
+        )
     return Pending(
         partition_id=section["partition_id"],
         epoch=section["epoch"],

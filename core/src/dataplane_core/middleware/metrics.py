@@ -28,15 +28,24 @@ from dataplane_core.spec import (
     ConsumptionReply,
     ConsumptionRequest,
     DescribeRequest,
+    ExportRequest,
+    FieldList,
+    FieldsRequest,
     GetRequest,
+    InspectRequest,
+    ListPartitionsRequest,
     ListRequest,
     NackRequest,
+    PartitionDescription,
     PartitionInfo,
+    PartitionList,
+    PartitionState,
     PutReply,
     PutRequest,
     RegisterRequest,
     RenewRequest,
     SampleList,
+    SetCursorRequest,
     SettleReply,
     WireBatch,
     hookimpl,
@@ -117,10 +126,11 @@ class Metrics(Middleware):
 
     @hookimpl(wrapper=True)
     def register_partition(self, request: RegisterRequest) -> Generator[None, PartitionInfo, PartitionInfo]:
-        """Counts. The partition's live bytes start at zero."""
+        """Counts. The live bytes of a new partition start at zero."""
         info: PartitionInfo = yield from self._measure("register_partition", request, 0)
-        with self._lock:
-            self._drop(request.partition_id, None)
+        if request.if_exists == "replace":
+            with self._lock:
+                self._drop(request.partition_id, None)
         return info
 
     @hookimpl(wrapper=True)
@@ -200,6 +210,36 @@ class Metrics(Middleware):
         listed: SampleList = yield from self._measure("list_samples", request, 0)
         return listed
 
+    @hookimpl(wrapper=True)
+    def list_partitions(self, request: ListPartitionsRequest) -> Generator[None, PartitionList, PartitionList]:
+        """Counts."""
+        listed: PartitionList = yield from self._measure("list_partitions", request, 0)
+        return listed
+
+    @hookimpl(wrapper=True)
+    def inspect_partition(self, request: InspectRequest) -> Generator[None, PartitionDescription, PartitionDescription]:
+        """Counts."""
+        found: PartitionDescription = yield from self._measure("inspect_partition", request, 0)
+        return found
+
+    @hookimpl(wrapper=True)
+    def list_fields(self, request: FieldsRequest) -> Generator[None, FieldList, FieldList]:
+        """Counts keys."""
+        found: FieldList = yield from self._measure("list_fields", request, len(request.sample_ids))
+        return found
+
+    @hookimpl(wrapper=True)
+    def export_partition(self, request: ExportRequest) -> Generator[None, PartitionState, PartitionState]:
+        """Counts."""
+        state: PartitionState = yield from self._measure("export_partition", request, 0)
+        return state
+
+    @hookimpl(wrapper=True)
+    def set_cursor(self, request: SetCursorRequest) -> Generator[None, SettleReply, SettleReply]:
+        """Counts keys."""
+        reply: SettleReply = yield from self._measure("set_cursor", request, len(request.sample_ids))
+        return reply
+
     def _measure(self, op: str, request: Any, n_keys: int, n_bytes: int = 0) -> _Steps:
         start = time.perf_counter()
         status = "ok"
@@ -218,7 +258,7 @@ class Metrics(Middleware):
         finally:
             event = OperationEvent(
                 op=op,
-                partition_id=request.partition_id,
+                partition_id=getattr(request, "partition_id", ""),  # a listing of partitions names none
                 n_keys=n_keys,
                 n_bytes=n_bytes,
                 wall_ms=(time.perf_counter() - start) * 1e3,

@@ -18,7 +18,7 @@ __all__ = ["GUARANTEES", "OPERATIONS", "Capability", "Scope", "WireFormat"]
 class Capability(StrEnum):
     """An operation or guarantee that a backend may declare.
 
-    The first seven are operations. If a backend does not declare one, the client refuses it with
+    The first eight are operations. If a backend does not declare one, the client refuses it with
     `UnsupportedOperationError`. The rest are guarantees. The conformance kit tests what is declared, and that the
     client refuses the operations that are not.
     """
@@ -34,7 +34,9 @@ class Capability(StrEnum):
     CAPACITY = "capacity"
     """The options ``capacity_bytes`` and ``on_full`` limit the payload that the store holds."""
     LISTING = "listing"
-    """`list_samples`."""
+    """`list_samples`, `list_partitions`, `describe`, and reads of all fields."""
+    CURSORS = "cursors"
+    """`list_consumed`, `reset_consumption`, `save` and `load`."""
     OVERWRITE = "overwrite"
     """A put may replace cells that are already produced."""
 
@@ -56,6 +58,7 @@ OPERATIONS: Final[frozenset[Capability]] = frozenset(
         Capability.TAG_FILTERS,
         Capability.CAPACITY,
         Capability.LISTING,
+        Capability.CURSORS,
         Capability.OVERWRITE,
     }
 )

@@ -15,8 +15,8 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import pluggy
 
@@ -38,17 +38,28 @@ __all__ = [
     "ConsumptionRequest",
     "DataPlaneSpec",
     "DescribeRequest",
+    "ExportRequest",
+    "FieldList",
+    "FieldsRequest",
     "GetRequest",
+    "IfExists",
+    "InspectRequest",
+    "ListPartitionsRequest",
     "ListRequest",
     "NackRequest",
+    "PartitionDescription",
     "PartitionInfo",
+    "PartitionList",
+    "PartitionState",
     "PutReply",
     "PutRequest",
     "RegisterRequest",
     "RenewRequest",
     "SampleList",
+    "SetCursorRequest",
     "SettleReply",
     "SharedRows",
+    "TaskDescription",
     "WireBatch",
     "WireColumn",
     "hookimpl",
@@ -66,6 +77,9 @@ hookimpl = pluggy.HookimplMarker("dataplane")
 
 #: One column as a backend sees it: a dense or jagged tensor, or a list of row tensors, of frames or of items.
 WireColumn: TypeAlias = "torch.Tensor | list[Any]"
+
+#: What a registration does with a partition of the same name: drops it, or keeps it.
+IfExists: TypeAlias = Literal["replace", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +110,7 @@ def this_process() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class RegisterRequest:
-    """Open a partition. An earlier registration of the same name is dropped.
+    """Open a partition.
 
     Attributes:
         partition_id: The partition.
@@ -105,7 +119,10 @@ class RegisterRequest:
         consumer_tasks: The tasks that get a cursor.
         grpo_group_size: Samples per group, or None.
         enums: Field -> the strings that it may hold.
-        epoch: The id of the registration: random bits drawn by the client (`new_id`).
+        if_exists: What becomes of an earlier registration of the same name. ``replace``: it is dropped, with its rows.
+            ``keep``: it stays, with rows, tags, cursors, schema, epoch and ``num_samples``. Only the new ``fields``,
+            ``consumer_tasks`` and ``enums`` are added to it.
+        epoch: The id of the registration, if it is a new one: random bits drawn by the client (`new_id`).
         deadline: On `time.monotonic`'s clock, in seconds.
     """
 
@@ -115,6 +132,7 @@ class RegisterRequest:
     consumer_tasks: list[str]
     grpo_group_size: int | None
     enums: dict[str, list[str]]
+    if_exists: IfExists = "replace"
     epoch: str = field(default_factory=new_id)
     deadline: float
 
@@ -260,6 +278,58 @@ class ListRequest:
     deadline: float
 
 
+@dataclass(slots=True, kw_only=True)
+class ListPartitionsRequest:
+    """List the registered partitions."""
+
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class InspectRequest:
+    """Count what a partition holds."""
+
+    partition_id: str
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class FieldsRequest:
+    """Ask which fields samples have."""
+
+    partition_id: str
+    sample_ids: list[str]
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ExportRequest:
+    """Read what a partition knows besides its rows, to save it."""
+
+    partition_id: str
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class SetCursorRequest:
+    """Set which samples a task has been given.
+
+    Attributes:
+        partition_id: The partition.
+        task_name: The consumer task.
+        sample_ids: The samples that it has been given for good, in place of those before. Ids that are not there are
+            ignored. Leases of the task end.
+        create: Whether to add the task if the partition does not have it.
+        deadline: On `time.monotonic`'s clock, in seconds.
+    """
+
+    partition_id: str
+    task_name: str
+    sample_ids: list[str]
+    create: bool
+    deadline: float
+
+
 # --- replies: frozen --------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +352,20 @@ class PartitionInfo:
     consumer_tasks: tuple[str, ...]
     grpo_group_size: int | None
     enums: Mapping[str, tuple[str, ...]]
+
+    def extended(
+        self, fields: Sequence[str], consumer_tasks: Sequence[str], enums: Mapping[str, Sequence[str]]
+    ) -> PartitionInfo:
+        """This registration with further fields, tasks and strings of enums, as ``if_exists="keep"`` adds them."""
+        return replace(
+            self,
+            fields=tuple(dict.fromkeys((*self.fields, *fields))),
+            consumer_tasks=tuple(dict.fromkeys((*self.consumer_tasks, *consumer_tasks))),
+            enums={
+                name: tuple(dict.fromkeys((*self.enums.get(name, ()), *enums.get(name, ()))))
+                for name in dict.fromkeys((*self.enums, *enums))
+            },
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,6 +451,79 @@ class SampleList:
     tags: Sequence[Mapping[str, TagValue]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionList:
+    """The names of all registered partitions, in any order."""
+
+    partition_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldList:
+    """Which fields samples have.
+
+    Attributes:
+        patterns: Sets of fields, each in any order.
+        index: For each sample, the place of its set in ``patterns``.
+    """
+
+    patterns: Sequence[Sequence[str]]
+    index: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskDescription:
+    """What a consumer task was given of a partition.
+
+    Attributes:
+        num_ready: Samples that a claim of all registered fields could give it now.
+        num_leased: Samples that it holds under a lease.
+        num_consumed: Samples that it was given for good: without a lease, or acked.
+    """
+
+    num_ready: int
+    num_leased: int
+    num_consumed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionDescription:
+    """What a partition holds.
+
+    Attributes:
+        info: Its registration.
+        specs: Field -> kind, dtype, rank and trailing shape of its cells, for each field that was written.
+        num_samples: How many samples it holds.
+        num_cleared: How many samples of this registration were cleared.
+        held_bytes: Payload bytes of the samples that it holds, as counted for ``capacity_bytes``.
+        oldest_s: Seconds since the first write of the oldest sample that it holds, or None if it holds none.
+        tasks: Task -> what it was given.
+    """
+
+    info: PartitionInfo
+    specs: Mapping[str, FieldSpec]
+    num_samples: int
+    num_cleared: int
+    held_bytes: int
+    oldest_s: float | None
+    tasks: Mapping[str, TaskDescription]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionState:
+    """What a partition knows besides its registration and its rows.
+
+    Attributes:
+        consumed: Task -> the samples that it was given for good, in order of first write.
+        cleared_ids: Samples that were cleared and count for ``num_samples``. Empty if ``num_samples`` is None.
+        broken_groups: Groups that lost a member.
+    """
+
+    consumed: Mapping[str, Sequence[str]]
+    cleared_ids: Sequence[str]
+    broken_groups: Sequence[str]
+
+
 # --- the specs --------------------------------------------------------------------------------------------------------
 
 
@@ -378,7 +535,11 @@ class DataPlaneSpec:
 
     @hookspec(firstresult=True)
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:  # type: ignore[empty-body]
-        """Opens the partition. On return, rows, tags, cursors and schema of an earlier registration are gone."""
+        """Opens the partition. On return, an earlier registration is dropped or extended, as ``if_exists`` says.
+
+        Raises:
+            InvalidRequestError: ``if_exists`` is ``keep``, and the partition has another group size. Nothing changed.
+        """
 
     @hookspec(firstresult=True)
     def describe_partition(self, request: DescribeRequest) -> PartitionInfo:  # type: ignore[empty-body]
@@ -458,4 +619,41 @@ class DataPlaneSpec:
 
         Raises:
             UnknownPartitionError: Not registered.
+        """
+
+    @hookspec(firstresult=True)
+    def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:  # type: ignore[empty-body]
+        """Lists the registered partitions."""
+
+    @hookspec(firstresult=True)
+    def inspect_partition(self, request: InspectRequest) -> PartitionDescription:  # type: ignore[empty-body]
+        """Counts what the partition holds, and what its tasks were given.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+        """
+
+    @hookspec(firstresult=True)
+    def list_fields(self, request: FieldsRequest) -> FieldList:  # type: ignore[empty-body]
+        """Lists the produced fields of samples.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+            MissingDataError: Names the first missing samples, and counts the rest.
+        """
+
+    @hookspec(firstresult=True)
+    def export_partition(self, request: ExportRequest) -> PartitionState:  # type: ignore[empty-body]
+        """Reads cursors and history.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+        """
+
+    @hookspec(firstresult=True)
+    def set_cursor(self, request: SetCursorRequest) -> SettleReply:  # type: ignore[empty-body]
+        """Sets which samples a task has been given, all at once. Replies how many of the samples are there.
+
+        Raises:
+            UnknownPartitionError, UnknownTaskError: Not registered.
         """

@@ -14,6 +14,7 @@ from dataplane_core.testing.suites.clear import ClearSuite
 from dataplane_core.testing.suites.consumption import ConsumptionSuite
 from dataplane_core.testing.suites.costs import CostSuite
 from dataplane_core.testing.suites.crashes import CrashSuite
+from dataplane_core.testing.suites.cursors import CursorSuite
 from dataplane_core.testing.suites.equal_cells import EqualCellsSuite
 from dataplane_core.testing.suites.errors import ErrorSuite
 from dataplane_core.testing.suites.faults import FaultSuite
@@ -21,12 +22,14 @@ from dataplane_core.testing.suites.get import GetSuite
 from dataplane_core.testing.suites.groups import GroupSuite
 from dataplane_core.testing.suites.guarantees import GuaranteeSuite
 from dataplane_core.testing.suites.journal import JournalSuite
+from dataplane_core.testing.suites.keeping import KeepingSuite
 from dataplane_core.testing.suites.leases import LeaseSuite
 from dataplane_core.testing.suites.lifecycle import LifecycleSuite
 from dataplane_core.testing.suites.listing import ListingSuite
 from dataplane_core.testing.suites.machine import MachineSuite
 from dataplane_core.testing.suites.matrix import MatrixSuite
 from dataplane_core.testing.suites.multimodal import MultimodalSuite
+from dataplane_core.testing.suites.overview import OverviewSuite
 from dataplane_core.testing.suites.overwrite import OverwriteSuite
 from dataplane_core.testing.suites.processes import ProcessSuite
 from dataplane_core.testing.suites.put import PutSuite
@@ -57,6 +60,8 @@ class BackendConformance(
     RoomSuite,
     ClearSuite,
     OverwriteSuite,
+    CursorSuite,
+    OverviewSuite,
     ListingSuite,
     TagFilterSuite,
     LeaseSuite,
@@ -68,6 +73,7 @@ class BackendConformance(
     GetSuite,
     PutRefusalSuite,
     PutSuite,
+    KeepingSuite,
     RegistrationSuite,
     CapabilitySuite,
     JournalSuite,

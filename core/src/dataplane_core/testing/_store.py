@@ -102,6 +102,7 @@ class Deployment:
         op_timeout_s: float | None = None,
         attach_wait_s: float = 10.0,
         allow_pickle: bool = False,
+        open_partitions: bool = False,
         middleware: Sequence[Any] = (),
     ) -> DataPlaneClient:
         """A client of the backend under test. The caller must close it."""
@@ -112,6 +113,7 @@ class Deployment:
             op_timeout_s=self.case.op_timeout_s if op_timeout_s is None else op_timeout_s,
             attach_wait_s=attach_wait_s,
             allow_pickle=allow_pickle,
+            open_partitions=open_partitions,
         )
         return connect_backend(self.backend_class, config, bootstrap=bootstrap)
 
@@ -267,6 +269,10 @@ class Store:
             return self.keep(client)
         return self.attached_client(**config)
 
+    def same_store_client(self) -> DataPlaneClient:
+        """A further client of the same store, if there can be one, else the shared client."""
+        return self.client if self.scope is Scope.PROCESS else self.attached_client()
+
     def attached_client(self, **config: Any) -> DataPlaneClient:
         """A further client of the same store, closed when the test ends. For scopes wider than one process."""
         return self.keep(self.deployment.connect(self.deployment.attach_options(), bootstrap=False, **config))
@@ -311,6 +317,26 @@ class Store:
         owner.register_partition(chosen, fields or ("x",), num_samples, tasks, group_size, enums)
         self._partitions.append((owner, chosen))
         return chosen
+
+    def keep_partition(
+        self,
+        partition_id: str,
+        *fields: str,
+        num_samples: int | None = None,
+        tasks: Sequence[str] = (),
+        group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+        client: DataPlaneClient | None = None,
+    ) -> None:
+        """Registers a partition with ``if_exists="keep"``, as `register` does otherwise."""
+        owner = client or self.client
+        self._partitions.append((owner, partition_id))
+        owner.register_partition(partition_id, fields, num_samples, tasks, group_size, enums, if_exists="keep")
+
+    def owned_id(self, client: DataPlaneClient) -> str:
+        """A new partition id. What the client registers under it is cleared when the test ends."""
+        self._partitions.append((client, self.new_id()))
+        return self._partitions[-1][1]
 
     def put(
         self,

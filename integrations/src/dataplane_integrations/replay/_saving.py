@@ -17,13 +17,15 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.codec import decode_columns, decode_item, encode_columns, encode_item, join_rows, split_rows
 from dataplane_core.errors import CorruptDataError, InvalidRequestError, preview
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.saves import SavedFiles, write_save
 from dataplane_core.spec import FieldSpec, WireFormat
 from dataplane_integrations.replay._buffer import ReplayBuffer
-from dataplane_integrations.replay._files import SavedFiles, write_save
 from dataplane_integrations.replay._remote import RemoteReplayBuffer
 
 __all__ = ["RestoredReplay", "restore_replay", "save_replay"]
 
+#: The name of the format of a save.
+_KIND: Final = "dataplane-replay"
 #: Rows of a block. Only one block is in memory at a time.
 _ROWS_PER_BLOCK: Final = 256
 _FRAMES: Final = WireFormat(bytes=True)
@@ -79,7 +81,7 @@ def save_replay(
     Raises:
         InvalidRequestError: Neither a buffer nor a partition, no fields, or ids that are not held.
         MissingDataError: A row lacks one of the columns.
-        ReplaySaveError: The save cannot be written. Like after any other error, the former save is unchanged.
+        SaveError: The save cannot be written. Like after any other error, the former save is unchanged.
         OperationTimeoutError, BackendUnavailableError: The store does not answer.
     """
     partition = partition_id if buffer is None else buffer.partition_id
@@ -111,7 +113,7 @@ def save_replay(
             "extra": b64encode(encode_item(dict(extra or {}), "extra")).decode(),
             "row_blocks": blocks,  # filled while the blocks are written, before the body
         }
-        write_save(folder, body, _blocks_of(client, listed, columns, blocks))
+        write_save(folder, _KIND, body, _blocks_of(client, listed, columns, blocks))
 
 
 def _plain(registration: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def restore_replay(
             tag filters.
         InvalidRequestError: The save has no buffer, or that of another partition or group size.
     """
-    saved = SavedFiles(folder)
+    saved = SavedFiles(folder, _KIND)
     body = saved.body
     for _ in saved.blocks():  # checks all blocks, with one in memory at a time
         pass

@@ -1,15 +1,15 @@
 """`RedisBackend`: every operation is a script on the server. Large payload bypasses the scripts.
 
-Puts are in `_puts`, reads and listings in `_reads`, claims and their settling in `_claims`.
+Puts are in `_puts`, reads and listings in `_reads`, claims and their settling in `_claims`, registrations, counts and
+cursors in `_overview`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, ClassVar, Final
 
 from dataplane_core.backends import Backend, Finding
@@ -26,16 +26,25 @@ from dataplane_core.spec import (
     ConsumptionReply,
     ConsumptionRequest,
     DescribeRequest,
+    ExportRequest,
+    FieldList,
+    FieldsRequest,
     GetRequest,
+    InspectRequest,
+    ListPartitionsRequest,
     ListRequest,
     NackRequest,
+    PartitionDescription,
     PartitionInfo,
+    PartitionList,
+    PartitionState,
     PutReply,
     PutRequest,
     RegisterRequest,
     RenewRequest,
     SampleList,
     Scope,
+    SetCursorRequest,
     SettleReply,
     WireBatch,
     WireFormat,
@@ -45,11 +54,11 @@ from dataplane_redis._claims import Claims
 from dataplane_redis._diagnosis import diagnose
 from dataplane_redis._instance import Durability, Instance, check_server, durability_of
 from dataplane_redis._link import Link
+from dataplane_redis._overview import Overview
 from dataplane_redis._puts import Puts
 from dataplane_redis._reads import Reads
 from dataplane_redis._server import PrivateServer, private_url
 from dataplane_redis._session import Session
-from dataplane_redis._wire import text_of
 from dataplane_redis.config import RedisConfig
 
 __all__ = ["RedisBackend"]
@@ -87,6 +96,7 @@ class RedisBackend(Backend):
         self._puts = Puts(self._session)
         self._reads = Reads(self._session)
         self._claims = Claims(self._session)
+        self._overview = Overview(self._session, self._reads, self._claims)
 
     @classmethod
     def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
@@ -139,38 +149,37 @@ class RedisBackend(Backend):
         """How the server keeps data, by its current settings."""
         return durability_of(self._session.connected()[0], self.config, deadline)
 
-    # --- registration -------------------------------------------------------------------------------------------------
+    # --- registrations ------------------------------------------------------------------------------------------------
 
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:
-        """Registers a partition and drops an earlier registration of it."""
-        info = {
-            "fields": request.fields,
-            "num_samples": request.num_samples,
-            "consumer_tasks": request.consumer_tasks,
-            "grpo_group_size": request.grpo_group_size,
-            "enums": request.enums,
-        }
-        _, left = self._session.run(
-            f"register_partition('{request.partition_id}')",
-            request.deadline,
-            "register",
-            request.partition_id,
-            request.epoch,
-            json.dumps(info),
-            -1 if request.num_samples is None else request.num_samples,
-            -1 if request.grpo_group_size is None else request.grpo_group_size,
-            request.consumer_tasks,
-        )
+        """Registers a partition. Drops an earlier registration of it, or adds to it."""
+        info, left = self._overview.register(request)
         self._collect(left, request.deadline)
-        return _info_of(request.epoch, info)
+        return info
 
     def describe_partition(self, request: DescribeRequest) -> PartitionInfo:
         """Reads a registration."""
-        what = f"describe_partition('{request.partition_id}')"
-        reply = self._session.run(what, request.deadline, "describe", request.partition_id)
-        if reply[0] != b"ok":
-            _refusals.raise_partition(request.partition_id, reply)
-        return _info_of(text_of(reply[1]), json.loads(reply[2]))
+        return self._overview.describe(request)
+
+    def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
+        """Lists the registered partitions."""
+        return self._overview.list_partitions(request)
+
+    def inspect_partition(self, request: InspectRequest) -> PartitionDescription:
+        """Counts what a partition holds."""
+        return self._overview.inspect(request)
+
+    def list_fields(self, request: FieldsRequest) -> FieldList:
+        """Lists the produced fields of samples."""
+        return self._overview.list_fields(request)
+
+    def export_partition(self, request: ExportRequest) -> PartitionState:
+        """Reads cursors and history."""
+        return self._overview.export(request)
+
+    def set_cursor(self, request: SetCursorRequest) -> SettleReply:
+        """Sets which samples a task has been given."""
+        return self._overview.set_cursor(request)
 
     # --- puts ---------------------------------------------------------------------------------------------------------
 
@@ -234,14 +243,3 @@ class RedisBackend(Backend):
         """Deletes the payload of dropped registrations, in parts. If it fails, a later call deletes the rest."""
         while left:
             _, left = self._session.run("clear_samples", deadline, "collect", _COLLECT_WRITES)
-
-
-def _info_of(epoch: str, info: Mapping[str, Any]) -> PartitionInfo:
-    return PartitionInfo(
-        epoch=epoch,
-        fields=tuple(info["fields"]),
-        num_samples=info["num_samples"],
-        consumer_tasks=tuple(info["consumer_tasks"]),
-        grpo_group_size=info["grpo_group_size"],
-        enums={name: tuple(words) for name, words in info["enums"].items()},
-    )

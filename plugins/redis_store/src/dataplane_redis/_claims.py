@@ -158,15 +158,8 @@ class Claims:
         """
         if not request.explain:
             return Claim(version=version, ask_again_s=ask_again_s)
-        question = (request.partition_id, request.task_name, required, conditions, _LOOK_ROWS)
-        reply: Any = None
-        while reply is None or (reply[0] == b"again" and time.monotonic() < request.deadline - _COUNT_RESERVE_S):
-            try:
-                reply = self._session.run(what, request.deadline, "shortfall", *question)
-            except OperationTimeoutError:
-                if reply is None:
-                    raise
-                break
+        question = (request.partition_id, request.task_name, required, conditions)
+        reply = self._shortfall(what, request.deadline, question)
         if reply[0] not in (b"ok", b"again"):
             _refusals.raise_claim(what, request, reply)
         _, num_ready, num_leased, leased, num_passed, num_incomplete, groups, num_lacking, cells = reply
@@ -184,6 +177,25 @@ class Claims:
         )
         num_ready = min(num_ready, request.batch_size)
         return Claim(num_ready=num_ready, shortfall=shortfall, version=version, ask_again_s=ask_again_s)
+
+    def _shortfall(self, what: str, deadline: float, question: tuple[str, str, bytes, bytes]) -> Any:
+        """The reply of the script ``shortfall``, run until it has looked at all rows or the deadline comes."""
+        reply: Any = None
+        while reply is None or (reply[0] == b"again" and time.monotonic() < deadline - _COUNT_RESERVE_S):
+            try:
+                reply = self._session.run(what, deadline, "shortfall", *question, _LOOK_ROWS)
+            except OperationTimeoutError:
+                if reply is None:
+                    raise
+                break
+        return reply
+
+    def count(self, what: str, partition_id: str, task_name: str, required: bytes, deadline: float) -> tuple[int, int]:
+        """How many samples with these fields are ready for a task, and how many it has on lease."""
+        reply = self._shortfall(what, deadline, (partition_id, task_name, required, b""))
+        if reply[0] not in (b"ok", b"again"):
+            _refusals.raise_task(partition_id, task_name, reply)
+        return reply[1], reply[2]
 
     # --- settling -----------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class Reads:
         what = f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)"
         moved: set[_Place] = set()
         while True:
-            reply = self._locate(what, request)
+            reply = self._locate(what, request.partition_id, request.sample_ids, request.fields, request.deadline)
             if reply[0] == b"unknown_partition":
                 _refusals.raise_partition(request.partition_id, reply)
             layouts = [unpack_layout(layout) for layout in reply[2]]
@@ -90,17 +90,35 @@ class Reads:
                     f"{what} timed out: the rows were overwritten faster than they could be read."
                 )
 
-    def _locate(self, what: str, request: GetRequest) -> Any:
+    def fields_of(
+        self, what: str, partition_id: str, sample_ids: Sequence[str], deadline: float
+    ) -> list[tuple[str, ...] | None]:
+        """The produced fields of each sample. None for a sample that does not exist."""
+        reply = self._locate(what, partition_id, sample_ids, (), deadline)
+        if reply[0] == b"unknown_partition":
+            _refusals.raise_partition(partition_id, reply)
+        layouts = [unpack_layout(layout) for layout in reply[2]]
+        refs = iter(unpack_rows([row for row in reply[1] if row is not None]))
+        known: dict[tuple[int, ...], tuple[str, ...]] = {}
+        found: list[tuple[str, ...] | None] = []
+        for row in reply[1]:
+            if row is None:
+                found.append(None)
+                continue
+            key = tuple([layout for _, _, layout, _ in next(refs)])
+            if key not in known:
+                known[key] = tuple(dict.fromkeys(name for layout in key for name in layouts[layout]))
+            found.append(known[key])
+        return found
+
+    def _locate(self, what: str, partition_id: str, ids: Sequence[str], fields: Sequence[str], deadline: float) -> Any:
         """Runs the script on parts of the rows, and joins the replies."""
-        ids = request.sample_ids
-        most = INLINE_BYTES if len(ids) <= INLINE_ROWS else -1
+        most = INLINE_BYTES if fields and len(ids) <= INLINE_ROWS else -1
         whole: Any = None
         first = 0
         while first < len(ids):
             some = ids[first : first + _LOCATE_ROWS]
-            reply = self._session.run(
-                what, request.deadline, "locate", request.partition_id, some, request.fields, most
-            )
+            reply = self._session.run(what, deadline, "locate", partition_id, some, fields, most)
             if reply[0] == b"unknown_partition":
                 return reply
             if whole is not None and whole[4] != reply[4]:  # the partition was registered again

@@ -39,6 +39,7 @@ __all__ = [
     "raise_partition",
     "raise_put",
     "raise_settle",
+    "raise_task",
 ]
 
 
@@ -143,7 +144,7 @@ def raise_claim(what: str, request: ClaimRequest, reply: Sequence[Any]) -> NoRet
         raise InvalidRequestError(
             f"{what} refused: batch_size {request.batch_size} is not a multiple of the group size {reply[1]}."
         )
-    _raise_task(request.partition_id, request.task_name, reply)
+    raise_task(request.partition_id, request.task_name, reply)
 
 
 def raise_settle(what: str, request: AckRequest | NackRequest | RenewRequest, reply: Sequence[Any]) -> NoReturn:
@@ -160,10 +161,11 @@ def raise_settle(what: str, request: AckRequest | NackRequest | RenewRequest, re
             f"{what} refused: it names {reply[2]} of the {reply[3]} samples held of group '{text_of(reply[1])}'. "
             "Groups are handed out, settled and renewed as a whole. No row was changed."
         )
-    _raise_task(request.partition_id, request.task_name, reply)
+    raise_task(request.partition_id, request.task_name, reply)
 
 
-def _raise_task(partition_id: str, task_name: str, reply: Sequence[Any]) -> NoReturn:
+def raise_task(partition_id: str, task_name: str, reply: Sequence[Any]) -> NoReturn:
+    """The partition or the task is not registered."""
     if reply[0] == b"unknown_task":
         raise UnknownTaskError(
             f"partition '{partition_id}' has no consumer task '{task_name}'.",

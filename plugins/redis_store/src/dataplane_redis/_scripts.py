@@ -14,13 +14,14 @@ from typing import Final
 __all__ = ["SCRIPTS", "STORE_VERSION", "Script"]
 
 #: The version of keys and scripts. A client refuses an instance of another version.
-STORE_VERSION: Final = 2
+STORE_VERSION: Final = 3
 
 #: Operation -> the flags of its script, and the files that its text starts with. Scripts that free memory, or need
 #: almost none, may also run while the server is out of memory.
 _OPERATIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "instance": ("allow-oom", ()),
     "register": ("allow-oom", ("common", "drop")),
+    "extend": ("allow-oom", ("common", "adding")),
     "describe": ("no-writes", ("common",)),
     "put": ("", ("common", "line")),
     "room": ("allow-oom", ("common", "line")),
@@ -31,6 +32,9 @@ _OPERATIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "shortfall": ("allow-oom", ("common", "leases", "filter")),
     "settle": ("allow-oom", ("common", "leases")),
     "consumed": ("no-writes", ("common",)),
+    "inspect": ("no-writes", ("common",)),
+    "consumed_ids": ("no-writes", ("common", "leases")),
+    "cursor": ("allow-oom", ("common", "leases", "adding")),
     "clear": ("allow-oom", ("common", "leases", "drop")),
     "collect": ("allow-oom", ("common",)),
 }

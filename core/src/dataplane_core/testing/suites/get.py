@@ -179,7 +179,7 @@ class GetSuite(Suite, chapter="get"):
     # --- arguments ----------------------------------------------------------------------------------------------------
 
     def test_select_fields_is_required(self, store: Store) -> None:
-        """Contract: "select_fields is required; there is no "all"."
+        """Contract: "`select_fields` is required."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -189,8 +189,26 @@ class GetSuite(Suite, chapter="get"):
             store.client.get_samples(["a"], partition, [])
         with pytest.raises(TypeError):
             store.client.get_samples(["a"], partition)  # type: ignore[call-arg]
-        with store.refusal(TypeError, "select_fields"):
-            store.client.get_samples(["a"], partition, None)  # type: ignore[arg-type]
+
+    @proves(Capability.LISTING)
+    def test_get_all_fields(self, store: Store) -> None:
+        """Contract: "None stands for all fields that every one of the samples has"
+
+        Check first: list_fields must reply the fields of each sample, those of every put to it.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3), y=torch.zeros(3, 2))
+        store.put(partition, ids(2), z=as_objects("a", "b"))
+        found = store.client.get_samples(["s1", "s0", "s1"], partition, None)
+        assert sorted(found.keys()) == ["x", "y", "z"]
+        assert found["x"].tolist() == [1, 0, 1]
+        assert sorted(store.client.get_samples(["s2", "s0"], partition, None).keys()) == ["x", "y"]
+        store.put(partition, ["t"], [{"a": 1}])
+        assert store.client.get_samples(["t", "s0"], partition, None).batch_size == (2,)
+        with store.refusal(KeyError, "nobody"):
+            store.client.get_samples(["s0", "nobody"], partition, None)
+        with store.refusal(KeyError, "nowhere"):
+            store.client.get_samples(["s0"], "nowhere", None)
 
     def test_get_without_ids_does_no_io(self, store: Store) -> None:
         """Contract: "Empty ids: an empty TensorDict of batch size 0."

@@ -72,6 +72,10 @@ if #gone > 0 then
   batched('ZREM', P.at .. 'o', gone)
   batched('ZREM', P.at .. 'c', units)
   if P.num then batched('SADD', P.at .. 'x', gone) end
+  call('HINCRBY', P.meta, 'cleared', #gone)
+  local oldest = call('ZRANGE', P.at .. 'o', 0, 0, 'WITHSCORES')[2]
+  local kept = oldest and call('ZREVRANGEBYSCORE', P.at .. 'w', oldest, '-inf', 'WITHSCORES', 'LIMIT', 0, 1)[2]
+  call('ZREMRANGEBYSCORE', P.at .. 'w', '-inf', kept and '(' .. kept or '+inf')
   free_refs(P, refs)
   changed(P)
 end

@@ -14,7 +14,7 @@
 --   base:line, waiting, freed   puts that wait for room, see line.lua
 --   base:why:<digest>    the shortfall of a claim that timed out, kept for a short time, see shortfall.lua
 --   base:trash           set: dropped registrations; base:trash:<epoch>: their writes
---   base:p:<partition>   hash: epoch, num, group, info, ntasks, seen, bytes, whole, t:<task> -> index,
+--   base:p:<partition>   hash: epoch, num, group, info, ntasks, seen, cleared, bytes, whole, t:<task> -> index,
 --                        d:<index> -> samples done, w:<index> -> whole groups held, change: the mark of the last
 --                        change, noted: see changed, lease: the last lease's number,
 --                        r:<index> -> the lease that a claim is filling
@@ -22,6 +22,7 @@
 --   base:e:<epoch>:      r   hash   id -> row: seq, then the refs (write, position, layout, bytes) of its payload
 --                        t   hash   id -> msgpack map of tags
 --                        o   zset   id by seq: the order of first writes
+--                        w   zset   "<time>:<seq>" by seq: when the rows from this seq on were first written
 --                        x   set    ids that were cleared, if num is set
 --                        s   hash   field -> spec
 --                        l   list   layouts: the field names of a write, in order; li: hash layout -> index

@@ -209,6 +209,9 @@ for i, id in ipairs(ids) do
 end
 batched('HSET', P.at .. 'r', row_args)
 batched('ZADD', P.at .. 'o', order_args)
+if order_args[1] then
+  call('ZADD', P.at .. 'w', order_args[1], string.format('%.6f:%s', now(), order_args[1]))
+end
 batched('HSET', P.at .. 't', tag_args)
 for _, key in ipairs(group_names) do
   join_group(P, key, groups[key], joining[key])

@@ -1,6 +1,7 @@
--- Request: {partition, epoch, info, num (-1: none), group (-1: none), tasks}.
-local name, epoch, info, num, group, tasks = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {partition, epoch, info, num (-1: none), group (-1: none), tasks, whether to keep an earlier registration}.
+local name, epoch, info, num, group, tasks, keep = unpack(cmsgpack.unpack(ARGV[1]))
 local old = open_partition(name)
+if old and keep == 1 then return {'changed'} end
 if old then drop_partition(old) end
 local meta = BASE .. ':p:' .. name
 local args = {'epoch', epoch, 'info', info, 'ntasks', #tasks}

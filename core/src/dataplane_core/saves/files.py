@@ -1,10 +1,11 @@
-"""A save on disk: a file of rows, and a manifest that names it. The newest complete save is always readable.
+"""A save on disk: a file of blocks, and a manifest that names it. The newest complete save is always readable.
 
 A rename replaces the manifest, after the file that it names is on the disk. So a crash at any point leaves the former
 save unchanged; the next save removes files that a crash left. No pickle.
 
-``manifest.json``: the first line ``{"format": "dataplane-replay", "version": 1, "sha256": ...}`` describes the second,
-which is the body. ``rows-*.bin``: the blocks of rows end to end. The body has size and SHA-256 of each block.
+``manifest.json``: the first line ``{"format": ..., "version": 2, "sha256": ...}`` describes the second, which is the
+body. ``rows-*.bin``: the blocks end to end. The body has size and XXH3-128 of each block. In version 1 it has their
+SHA-256.
 """
 
 from __future__ import annotations
@@ -14,41 +15,59 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from dataplane_core.errors import CorruptDataError, DataPlaneError, MissingDataError, UnsupportedOperationError
-from dataplane_integrations.durable_files import sync_folder, write_file
-from dataplane_integrations.errors import ReplaySaveError
+import xxhash
+
+from dataplane_core.errors import (
+    CorruptDataError,
+    DataPlaneError,
+    MissingDataError,
+    SaveError,
+    UnsupportedOperationError,
+)
+from dataplane_core.saves.durable import sync_folder, write_file
 
 __all__ = ["SavedFiles", "write_save"]
 
 MANIFEST: Final = "manifest.json"
-FORMAT: Final = "dataplane-replay"
-VERSION: Final = 1
+VERSION: Final = 2
 _ROWS_PREFIX: Final = "rows-"
 _TEMPORARY: Final = "manifest.json.new"
 
 
-def write_save(folder: str | os.PathLike[str], body: Mapping[str, Any], blocks: Iterable[bytes | bytearray]) -> None:
+def write_save(
+    folder: str | os.PathLike[str],
+    kind: str,
+    body: Mapping[str, Any],
+    blocks: Iterable[bytes | bytearray],
+) -> None:
     """Replaces the save in a folder. Creates the folder if needed. Only one process may do this at a time.
 
     Args:
         folder: The folder.
+        kind: The name of the save's format.
         body: JSON values.
-        blocks: The rows, consumed one by one, so that they need not fit in memory.
+        blocks: The content, consumed one by one, so that it need not fit in memory. ``body`` is read after them.
 
     Raises:
-        ReplaySaveError: The save cannot be written. The former save is unchanged.
+        SaveError: The save cannot be written. The former save is unchanged.
         DataPlaneError: What ``blocks`` raised. The former save is unchanged.
     """
     path = Path(folder)
     try:
         os.makedirs(path, exist_ok=True)
         rows_name = f"{_ROWS_PREFIX}{uuid.uuid4().hex}.bin"
-        index = _write_blocks(path / rows_name, blocks)
+        try:
+            index = _write_blocks(path / rows_name, blocks)
+        except BaseException:
+            with suppress(OSError):  # the next save removes it
+                os.unlink(path / rows_name)
+            raise
         text = json.dumps({**body, "rows_file": rows_name, "blocks": index}, separators=(",", ":")).encode()
-        head = {"format": FORMAT, "version": VERSION, "sha256": hashlib.sha256(text).hexdigest()}
+        head = {"format": kind, "version": VERSION, "sha256": hashlib.sha256(text).hexdigest()}
         write_file(path / _TEMPORARY, [json.dumps(head).encode(), b"\n", text, b"\n"])
         sync_folder(path)
         os.replace(path / _TEMPORARY, path / MANIFEST)
@@ -59,7 +78,7 @@ def write_save(folder: str | os.PathLike[str], body: Mapping[str, Any], blocks: 
     except DataPlaneError:  # an error of the store, even if it is also an OSError (a timeout)
         raise
     except OSError as error:
-        raise ReplaySaveError(
+        raise SaveError(
             f"the save in '{path}' could not be written: {error.strerror or error}. A former save is as it was."
         ) from error
 
@@ -69,7 +88,7 @@ def _write_blocks(path: Path, blocks: Iterable[bytes | bytearray]) -> list[dict[
 
     def noted() -> Iterator[bytes | bytearray]:
         for block in blocks:
-            index.append({"size_bytes": len(block), "sha256": hashlib.sha256(block).hexdigest()})
+            index.append({"size_bytes": len(block), "xxh3_128": xxhash.xxh3_128_hexdigest(block)})
             yield block
 
     write_file(path, noted())
@@ -81,6 +100,7 @@ class SavedFiles:
 
     Args:
         folder: The folder.
+        kind: The name of the save's format.
 
     Attributes:
         body: The body that was passed to `write_save`.
@@ -91,29 +111,29 @@ class SavedFiles:
         CorruptDataError: The manifest is not that of a save, or was changed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], kind: str) -> None:
         self._path = Path(folder)
         manifest = self._path / MANIFEST
         try:
             head_line, _, rest = manifest.read_bytes().partition(b"\n")
         except FileNotFoundError as error:
             raise MissingDataError(
-                f"no save in '{self._path}': there is no {MANIFEST}.", hint="save_replay(folder, ...) makes one."
+                f"no save in '{self._path}': there is no {MANIFEST}.", hint="Name the folder that was saved to."
             ) from error
         except OSError as error:
-            raise ReplaySaveError(f"the save in '{self._path}' cannot be read: {error.strerror or error}.") from error
+            raise SaveError(f"the save in '{self._path}' cannot be read: {error.strerror or error}.") from error
         try:
             head = json.loads(head_line)
-            known = head["format"] == FORMAT
+            known = head["format"] == kind
             version = int(head["version"])
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptDataError(f"'{manifest}' is not the manifest of a save: its first line is damaged.") from error
         if not known:
-            raise CorruptDataError(f"'{manifest}' says format {head['format']!r}. Expected {FORMAT!r}.")
+            raise CorruptDataError(f"'{manifest}' says format {head['format']!r}. Expected {kind!r}.")
         if version > VERSION:
             raise UnsupportedOperationError(
                 f"the save in '{self._path}' is of format version {version}. Expected at most {VERSION}.",
-                hint="Install the dataplane-integrations that wrote it, or a newer one.",
+                hint="Install the version that wrote it, or a newer one.",
             )
         text = rest.removesuffix(b"\n")
         if hashlib.sha256(text).hexdigest() != head.get("sha256"):
@@ -140,10 +160,16 @@ class SavedFiles:
                             f"{where}: block {number} has {len(block)} bytes. Expected {entry['size_bytes']}; the file "
                             "was truncated."
                         )
-                    if hashlib.sha256(block).hexdigest() != entry["sha256"]:
-                        raise CorruptDataError(f"{where}: the SHA-256 of block {number} differs; take another save.")
+                    if not _is_intact(block, entry):
+                        raise CorruptDataError(f"{where}: the digest of block {number} differs; take another save.")
                     yield block
                 if file.read(1):
                     raise CorruptDataError(f"{where}: it goes on after its {len(self.body['blocks'])} blocks.")
         except FileNotFoundError as error:
             raise CorruptDataError(f"the save in '{self._path}' lacks its file {path.name}.") from error
+
+
+def _is_intact(block: bytes, entry: Mapping[str, Any]) -> bool:
+    if "sha256" in entry:  # version 1
+        return bool(hashlib.sha256(block).hexdigest() == entry["sha256"])
+    return bool(xxhash.xxh3_128_hexdigest(block) == entry["xxh3_128"])

@@ -1,0 +1,197 @@
+"""What a client can learn about a store without reading cells: partitions, samples, tags, counts, cursors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from dataplane_core.client.checks import check_counts, check_name
+from dataplane_core.client.connection import Connection
+from dataplane_core.errors import UnknownTaskError, preview
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import (
+    Capability,
+    ExportRequest,
+    FieldList,
+    FieldsRequest,
+    InspectRequest,
+    ListPartitionsRequest,
+    ListRequest,
+    PartitionDescription,
+    PartitionList,
+    PartitionState,
+    SampleList,
+    SetCursorRequest,
+    SettleReply,
+    TagFilter,
+    check_tag_filter,
+    lengths_of,
+)
+
+__all__ = ["Overview"]
+
+#: Fields whose names begin with it belong to middleware. Callers do not see them.
+_HIDDEN: Final = "~"
+
+
+class Overview(Connection):
+    """The part of `DataPlaneClient` that lists and counts. Its examples continue those of `DataPlaneClient`."""
+
+    def ping(self) -> None:
+        """Asks the store for a sign of life. Blocks until it answers, at most ``op_timeout_s``.
+
+        Raises:
+            OperationTimeoutError, BackendUnavailableError: It does not answer.
+            UnsupportedOperationError: The backend does not declare ``listing``.
+
+        Examples:
+            >>> client.ping()
+        """
+        self._list_partitions("ping")
+
+    def list_partitions(self) -> list[str]:
+        """The names of all registered partitions, sorted.
+
+        Examples:
+            >>> client.list_partitions()
+            ['step-1']
+        """
+        return self._list_partitions("list_partitions")
+
+    def describe(self, partition_id: str) -> PartitionDescription:
+        """Counts what a partition holds, and what its tasks were given.
+
+        Returns:
+            Its registration (``info``), kind, dtype and shape of each written field (``specs``), the number of samples
+            held and cleared, their bytes, the age of the oldest, and per task how many are ready, leased and consumed.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+
+        Examples:
+            >>> found = client.describe("step-1")
+            >>> found.num_samples, found.num_cleared, found.specs["reward"].dtype
+            (3, 1, 'float32')
+            >>> found.tasks["trainer"].num_consumed
+            3
+        """
+        with self._operation():
+            self._require(Capability.LISTING, "describe")
+            check_name("partition_id", partition_id)
+            request = InspectRequest(partition_id=partition_id, deadline=self._deadline())
+            found = self._call("inspect_partition", request, PartitionDescription)
+            hidden = [name for name in found.specs if name.startswith(_HIDDEN)]
+            if not hidden:
+                return found
+            shown = {name: spec for name, spec in found.specs.items() if name not in hidden}
+            return replace(found, specs=shown)
+
+    def list_samples(self, partition_id: str, tag_filter: TagFilter | None = None) -> KVBatchMeta:
+        """The ids and tags of a partition's samples, in order of first write. No cells are read.
+
+        Args:
+            partition_id: A registered partition.
+            tag_filter: A condition on tags, as for `claim_meta`.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+
+        Examples:
+            >>> client.list_samples("step-1", {"input_lengths": (">=", 2)}).sample_ids
+            ['p0_g1', 'p1_g1']
+        """
+        with self._operation():
+            self._require(Capability.LISTING, "list_samples")
+            check_name("partition_id", partition_id)
+            condition = check_tag_filter(tag_filter)
+            if condition is not None:
+                self._require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
+            request = ListRequest(partition_id=partition_id, tag_filter=condition, deadline=self._deadline())
+            listed = self._call("list_samples", request, SampleList)
+            ids, tags = list(listed.sample_ids), [dict(row) for row in listed.tags]
+            check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(tags))
+            return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(tags), tags=tags)
+
+    def list_sample_ids(self, partition_id: str, tag_filter: TagFilter | None = None) -> list[str]:
+        """As `list_samples`, the ids alone.
+
+        Examples:
+            >>> client.list_sample_ids("step-1")
+            ['p0_g1', 'p1_g0', 'p1_g1']
+        """
+        return self.list_samples(partition_id, tag_filter).sample_ids
+
+    def list_consumed(self, partition_id: str, task_name: str) -> list[str]:
+        """The held samples that a task was given for good (without a lease, or acked), in order of first write.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+
+        Examples:
+            >>> client.list_consumed("step-1", "trainer")
+            ['p0_g1', 'p1_g0', 'p1_g1']
+        """
+        with self._naming_errors():
+            check_name("task_name", task_name)
+            state = self._export("list_consumed", partition_id)
+            if task_name not in state.consumed:
+                raise UnknownTaskError(
+                    f"partition '{partition_id}' has no consumer task '{task_name}'.",
+                    hint=f"Registered: {preview(state.consumed, limit=5) or 'none'}.",
+                )
+            return list(state.consumed[task_name])
+
+    def reset_consumption(self, partition_id: str, task_name: str) -> None:
+        """Takes back all that a task was given, so that it can claim every sample again. Its leases end.
+
+        Raises:
+            UnknownPartitionError, UnknownTaskError: Not registered.
+
+        Examples:
+            >>> client.reset_consumption("step-1", "trainer")
+            >>> client.claim_meta("step-1", "trainer", ["reward"], 3).sample_ids
+            ['p0_g1', 'p1_g0', 'p1_g1']
+        """
+        self._set_cursor("reset_consumption", partition_id, task_name, [], create=False)
+
+    # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _list_partitions(self, what: str) -> list[str]:
+        with self._operation():
+            self._require(Capability.LISTING, what)
+            request = ListPartitionsRequest(deadline=self._deadline())
+            return sorted(self._call("list_partitions", request, PartitionList).partition_ids)
+
+    def _list_fields(self, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]:
+        """For each sample the fields that it has, without those of middleware. Equal lists are the same object."""
+        with self._operation():
+            self._require(Capability.LISTING, what)
+            request = FieldsRequest(partition_id=partition_id, sample_ids=sample_ids, deadline=self._deadline())
+            found = self._call("list_fields", request, FieldList)
+            check_counts(what, len(sample_ids), samples=len(found.index))
+        patterns = [[name for name in names if not name.startswith(_HIDDEN)] for names in found.patterns]
+        return [patterns[place] for place in found.index]
+
+    def _export(self, what: str, partition_id: str) -> PartitionState:
+        with self._operation():
+            self._require(Capability.CURSORS, what)
+            check_name("partition_id", partition_id)
+            request = ExportRequest(partition_id=partition_id, deadline=self._deadline())
+            return self._call("export_partition", request, PartitionState)
+
+    def _set_cursor(
+        self, what: str, partition_id: str, task_name: str, sample_ids: Sequence[str], *, create: bool
+    ) -> int:
+        with self._operation():
+            self._require(Capability.CURSORS, what)
+            check_name("partition_id", partition_id)
+            check_name("task_name", task_name)
+            request = SetCursorRequest(
+                partition_id=partition_id,
+                task_name=task_name,
+                sample_ids=list(sample_ids),
+                create=create,
+                deadline=self._deadline(),
+            )
+            return self._call("set_cursor", request, SettleReply).num_samples

@@ -1,0 +1,253 @@
+"""`DataPlaneClient.save` and `load`: partitions with their rows, tags, cursors and schema, in a folder on disk.
+
+They use only the operations that every backend has, so a save of one backend can be loaded into any other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+from tensordict import TensorDict
+
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.errors import (
+    CorruptDataError,
+    DataPlaneError,
+    InvalidRequestError,
+    MissingDataError,
+    StalePartitionError,
+    UnknownPartitionError,
+    preview,
+)
+from dataplane_core.ledger import group_of
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
+from dataplane_core.spec import FieldSpec, PartitionDescription, PartitionInfo, PartitionState
+
+__all__ = ["load", "save"]
+
+_KIND: Final = "dataplane-partitions"
+#: Size of a block that is aimed at, the rows of the first block of a partition, and the most rows of any.
+_BLOCK_BYTES: Final = 32 << 20
+_FIRST_ROWS: Final = 64
+_MOST_ROWS: Final = 4096
+
+
+class _Client(Protocol):
+    """The part of `DataPlaneClient` that this module uses."""
+
+    @property
+    def config(self) -> DataPlaneConfig: ...
+    def register_partition(self, partition_id: str, *args: Any, **kwargs: Any) -> None: ...
+    def put_samples(self, sample_ids: Sequence[str], partition_id: str, *args: Any, **kwargs: Any) -> Any: ...
+    def get_samples(self, sample_ids: Sequence[str], partition_id: str, *args: Any, **kwargs: Any) -> TensorDict: ...
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None: ...
+    def list_partitions(self) -> list[str]: ...
+    def list_samples(self, partition_id: str) -> KVBatchMeta: ...
+    def describe(self, partition_id: str) -> PartitionDescription: ...
+    def _list_fields(self, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]: ...
+    def _export(self, what: str, partition_id: str) -> PartitionState: ...
+    def _set_cursor(
+        self, what: str, partition_id: str, task_name: str, sample_ids: Sequence[str], *, create: bool
+    ) -> int: ...
+
+
+# --- save -------------------------------------------------------------------------------------------------------------
+
+
+def save(
+    client: _Client,
+    folder: str | os.PathLike[str],
+    metadata: Mapping[str, Any] | None,
+    partitions: Sequence[str] | None,
+) -> None:
+    """See `DataPlaneClient.save`."""
+    names = client.list_partitions() if partitions is None else list(partitions)
+    saved: list[dict[str, Any]] = []
+    body = {"metadata": dict(metadata or {}), "partitions": saved}  # filled while the blocks are written
+    write_save(folder, _KIND, body, (block for name in names for block in _blocks_of(client, name, saved)))
+
+
+def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) -> Iterator[bytearray]:
+    """The blocks of a partition. Adds its entry to ``saved``."""
+    info = client.describe(partition_id).info
+    state = client._export("save", partition_id)
+    listed = client.list_samples(partition_id)
+    consumed = {task: set(ids) for task, ids in state.consumed.items()}
+    num_blocks = num_saved = 0
+    gone: list[str] = []
+    specs: dict[str, FieldSpec] = {}
+    start, num_rows = 0, _FIRST_ROWS
+    while start < listed.size:
+        some = listed.slice(start, start + num_rows)
+        batches, lost = _read(client, partition_id, some.sample_ids, specs)
+        gone += lost
+        size_bytes = 0
+        tags = dict(zip(some.sample_ids, some.tags or (), strict=True))
+        for number, (ids, columns) in enumerate(batches):
+            # the first block of a portion creates all of its rows, so that their order is kept
+            rows = [sample_id for sample_id in some.sample_ids if sample_id not in lost] if number == 0 else []
+            head = {
+                "sample_ids": ids,
+                "created": rows,
+                "tags": [tags[sample_id] for sample_id in rows],
+                "consumed": {task: [each for each in rows if each in given] for task, given in consumed.items()},
+            }
+            block = pack_rows(columns, len(ids), head, allow_pickle=client.config.allow_pickle)
+            size_bytes += len(block)
+            num_blocks += 1
+            num_saved += len(rows)
+            yield block
+        start += some.size
+        mean_bytes = max(1, size_bytes // max(1, some.size))
+        num_rows = max(1, min(_MOST_ROWS, 4 * num_rows, _BLOCK_BYTES // mean_bytes))
+    if client.describe(partition_id).info.epoch != info.epoch:
+        raise StalePartitionError(
+            f"save: partition '{partition_id}' was registered again while it was saved.", retryable=True
+        )
+    saved.append(
+        {
+            "partition_id": partition_id,
+            "registration": _registration(info),
+            "num_blocks": num_blocks,
+            "num_samples": num_saved,
+            "cleared_ids": [*state.cleared_ids, *(gone if info.num_samples is not None else ())],
+            "broken_groups": list(state.broken_groups),
+        }
+    )
+
+
+def _read(
+    client: _Client, partition_id: str, sample_ids: Sequence[str], specs: dict[str, FieldSpec]
+) -> tuple[list[tuple[list[str], dict[str, Any]]], set[str]]:
+    """Reads rows: fields of the same rows together. Leaves out the rows that were cleared meanwhile.
+
+    Args:
+        client: Reads the rows.
+        partition_id: The partition.
+        sample_ids: The rows.
+        specs: The specs of its fields, as far as known. New ones are added.
+
+    Returns:
+        Ids and columns of each set of rows; and the rows that are gone.
+    """
+    ids, gone = list(sample_ids), set[str]()
+    what = f"save: get_samples('{partition_id}', {len(ids)} samples)"
+    while ids:
+        try:
+            fields = client._list_fields(what, partition_id, ids)
+            rows_with: dict[str, list[str]] = {}
+            for sample_id, names in zip(ids, fields, strict=True):
+                for name in names:
+                    rows_with.setdefault(name, []).append(sample_id)
+            by_rows: dict[tuple[str, ...], list[str]] = {}
+            for name, rows in rows_with.items():
+                by_rows.setdefault(tuple(rows), []).append(name)
+            batches: list[tuple[list[str], dict[str, Any]]] = []
+            for some, names in by_rows.items():
+                columns = client.get_samples(some, partition_id, names, share_rows=True)
+                if any(name not in specs for name in names):
+                    specs.update(client.describe(partition_id).specs)
+                batches.append((list(some), tensor_rows(dict(columns.items()), specs)))
+            return batches or [(ids, {})], gone
+        except UnknownPartitionError:
+            raise
+        except MissingDataError:
+            held = set(client.list_samples(partition_id).sample_ids)
+            if held.issuperset(ids):  # not cleared, but lost
+                raise
+            gone.update(sample_id for sample_id in ids if sample_id not in held)
+            ids = [sample_id for sample_id in ids if sample_id in held]
+    return [], gone
+
+
+def _registration(info: PartitionInfo) -> dict[str, Any]:
+    return {
+        "fields": list(info.fields),
+        "num_samples": info.num_samples,
+        "consumer_tasks": list(info.consumer_tasks),
+        "grpo_group_size": info.grpo_group_size,
+        "enums": {name: list(words) for name, words in info.enums.items()},
+    }
+
+
+# --- load -------------------------------------------------------------------------------------------------------------
+
+
+def load(client: _Client, folder: str | os.PathLike[str], partitions: Sequence[str] | None) -> dict[str, Any]:
+    """See `DataPlaneClient.load`."""
+    saved = SavedFiles(folder, _KIND)
+    entries: list[dict[str, Any]] = saved.body["partitions"]
+    held = [entry["partition_id"] for entry in entries]
+    unknown = [name for name in partitions or () if name not in held]
+    if unknown:
+        raise InvalidRequestError(
+            f"load refused: the save in '{folder}' has no partition {preview(unknown)}. It has: "
+            f"{preview(held, limit=5) or 'none'}."
+        )
+    for _ in saved.blocks():  # checks all blocks, with one in memory at a time
+        pass
+    begun: list[str] = []
+    try:
+        blocks = saved.blocks()
+        for entry in entries:
+            some = (next(blocks) for _ in range(entry["num_blocks"]))
+            if partitions is None or entry["partition_id"] in partitions:
+                begun.append(entry["partition_id"])
+                _load_partition(client, entry, some)
+            else:
+                for _ in some:
+                    pass
+    except BaseException:
+        for partition_id in begun:
+            with suppress(DataPlaneError):  # the caller gets the error of the load
+                client.clear_samples(None, partition_id)
+        raise
+    metadata: dict[str, Any] = saved.body["metadata"]
+    return metadata
+
+
+def _load_partition(client: _Client, entry: Mapping[str, Any], blocks: Iterator[bytes]) -> None:
+    """Registers a partition without tasks, so that none can claim, writes its rows, and adds the tasks at last."""
+    partition_id = entry["partition_id"]
+    registration = {**entry["registration"], "consumer_tasks": []}
+    client.register_partition(partition_id, **registration)
+    _clear_again(client, partition_id, entry)
+    consumed: dict[str, list[str]] = {task: [] for task in entry["registration"]["consumer_tasks"]}
+    num_loaded = 0
+    for block in blocks:
+        columns, head = unpack_rows(block, allow_pickle=client.config.allow_pickle)
+        ids, created, tags = head["sample_ids"], head["created"], head["tags"]
+        num_loaded += len(created)
+        for task, given in head["consumed"].items():
+            consumed.setdefault(task, []).extend(given)
+        whole = bool(columns) and ids == created
+        if created and not whole:
+            client.put_samples(created, partition_id, tags=tags)
+        if columns:
+            client.put_samples(ids, partition_id, columns, tags=tags if whole else None)
+    if num_loaded != entry["num_samples"]:
+        raise CorruptDataError(
+            f"load: the save of partition '{partition_id}' has {num_loaded} samples. Expected {entry['num_samples']}."
+        )
+    for task, given in consumed.items():
+        client._set_cursor("load", partition_id, task, given, create=True)
+
+
+def _clear_again(client: _Client, partition_id: str, entry: Mapping[str, Any]) -> None:
+    """Writes and clears what had been cleared: so it counts for ``num_samples``, and its groups count as broken."""
+    grouped = entry["registration"]["grpo_group_size"] is not None
+    members: dict[str, list[str]] = {f"{group}_g": [] for group in entry["broken_groups"]}
+    for sample_id in entry["cleared_ids"]:
+        members.setdefault(f"{group_of(sample_id)}_g" if grouped else sample_id, []).append(sample_id)
+    of_each = [ids or [f"{group}0"] for group, ids in members.items()]
+    # one member of a group at a time: of a member that was written again, more may be cleared than a group may have
+    for place in range(max(map(len, of_each), default=0)):
+        ids = [ids[place] for ids in of_each if place < len(ids)]
+        for start in range(0, len(ids), _MOST_ROWS):
+            some = ids[start : start + _MOST_ROWS]
+            client.put_samples(some, partition_id, tags=[{}] * len(some))
+            client.clear_samples(some, partition_id)

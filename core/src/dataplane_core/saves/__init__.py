@@ -1,0 +1,19 @@
+"""Saves on disk: whole or not there, checked when read, without pickle.
+
+`DataPlaneClient.save` and `load` use it, and so does the replay buffer of the integrations.
+"""
+
+from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
+from dataplane_core.saves.durable import sync_folder, write_file
+from dataplane_core.saves.files import SavedFiles, write_save
+from dataplane_core.saves.rows import pack_rows, tensor_rows, unpack_rows
+
+__all__ = [
+    "SavedFiles",
+    "pack_rows",
+    "sync_folder",
+    "tensor_rows",
+    "unpack_rows",
+    "write_file",
+    "write_save",
+]

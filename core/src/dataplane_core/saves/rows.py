@@ -1,0 +1,89 @@
+"""Columns as one block of bytes, for saves: dtypes, ragged rows and objects are kept, and no pickle is used.
+
+A block is the size of its head (8 bytes, little-endian), the head (a msgpack map), and the frames of all cells end to
+end. Rows of a column that are equal are stored once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Final, cast
+
+import msgpack
+from tensordict import NonTensorStack
+
+from dataplane_core.codec import BytesLike, TensorRows, decode_columns, encode_columns
+from dataplane_core.errors import CorruptDataError
+from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
+
+__all__ = ["pack_rows", "tensor_rows", "unpack_rows"]
+
+_FRAMES: Final = WireFormat(bytes=True, shared_rows=True)
+_SIZE: Final = struct.Struct("<Q")
+
+
+def pack_rows(
+    columns: Mapping[str, Any], num_rows: int, head: Mapping[str, Any], *, allow_pickle: bool = False
+) -> bytearray:
+    """Packs columns.
+
+    Args:
+        columns: Columns of ``num_rows`` rows, as for the codec. May be empty.
+        num_rows: N.
+        head: Further values for msgpack, which `unpack_rows` returns.
+        allow_pickle: As for the codec.
+    """
+    packed: list[dict[str, Any]] = []
+    frames: list[BytesLike] = []
+    encoded, specs = encode_columns(columns, num_rows, _FRAMES, allow_pickle=allow_pickle) if columns else ({}, {})
+    for name, column in encoded.items():
+        rows, index = (column.rows, list(column.index)) if isinstance(column, SharedRows) else (column, None)
+        cells = cast("Sequence[BytesLike]", rows)
+        frames += cells
+        packed.append(
+            {"name": name, "spec": specs[name].to_text(), "sizes": [len(cell) for cell in cells], "index": index}
+        )
+    packed_head = msgpack.packb({"num_rows": num_rows, "columns": packed, "head": dict(head)})
+    return bytearray(b"".join((_SIZE.pack(len(packed_head)), packed_head, *frames)))
+
+
+def unpack_rows(block: bytes, *, allow_pickle: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads what `pack_rows` packed: the columns, whose equal large rows share memory, and the head.
+
+    Raises:
+        CorruptDataError: The block is not of that form.
+    """
+    view = memoryview(block)
+    try:
+        (size,) = _SIZE.unpack_from(view)
+        start = _SIZE.size + size
+        held = msgpack.unpackb(view[_SIZE.size : start])
+        columns: dict[str, WireColumn | SharedRows] = {}
+        specs: dict[str, FieldSpec] = {}
+        for column in held["columns"]:
+            cuts = list(accumulate(column["sizes"], initial=start))
+            frames: Any = [view[begin:end] for begin, end in pairwise(cuts)]
+            start = cuts[-1]
+            columns[column["name"]] = frames if column["index"] is None else SharedRows(frames, column["index"])
+            specs[column["name"]] = FieldSpec.from_text(column["spec"])
+        num_rows, head = held["num_rows"], dict(held["head"])
+    except (struct.error, ValueError, KeyError, TypeError) as error:
+        raise CorruptDataError(f"a block of a save cannot be read: {type(error).__name__}: {error}.") from error
+    if start != len(view):
+        raise CorruptDataError(f"a block of a save has {len(view)} bytes. Expected {start}.")
+    if not columns:
+        return {}, head
+    decoded = decode_columns(columns, specs, num_rows, _FRAMES, allow_pickle=allow_pickle, share_rows=True)
+    return tensor_rows(decoded, specs), head
+
+
+def tensor_rows(columns: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> dict[str, Any]:
+    """The columns of a read with ``share_rows``, in a form in which a put takes shared rows of tensors as tensors."""
+    return {
+        name: TensorRows(column.tolist())
+        if specs[name].kind == "tensor" and isinstance(column, NonTensorStack)
+        else column
+        for name, column in columns.items()
+    }

@@ -1,0 +1,117 @@
+"""`list_partitions`, `describe`, `ping`: what a store holds."""
+
+from __future__ import annotations
+
+import torch
+
+from dataplane_core.spec import Capability, FieldSpec
+from dataplane_core.testing._base import Suite
+from dataplane_core.testing._columns import as_objects, ids, jagged
+from dataplane_core.testing._marks import proves
+from dataplane_core.testing._store import Store
+
+__all__ = ["OverviewSuite"]
+
+
+class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
+    """Listings and counts."""
+
+    def test_partitions_are_listed(self, store: Store) -> None:
+        """Contract: "`list_partitions()`: the names of the registered partitions, sorted."
+
+        Check first: list_partitions must reply every registered partition, of whichever client, and no cleared one.
+        """
+        first, second = sorted([store.register("x"), store.register("x")])
+        listed = store.client.list_partitions()
+        assert listed == sorted(listed)
+        assert [each for each in listed if each in (first, second)] == [first, second]
+        assert first in store.same_store_client().list_partitions()
+        store.client.clear_samples(None, first)
+        listed = store.client.list_partitions()
+        assert first not in listed
+        assert second in listed
+
+    def test_describe_counts_samples(self, store: Store) -> None:
+        """Contract: "how many samples it holds, and how many were cleared; their payload bytes; seconds since the first
+        write of the oldest"
+
+        Check first: inspect_partition. Overwritten and cleared payload must not be counted, and cleared samples must
+        not count as the oldest.
+        """
+        partition = store.register("x", "y", num_samples=9, tasks=["a", "b"])
+        empty = store.client.describe(partition)
+        assert (empty.num_samples, empty.num_cleared, empty.held_bytes, empty.oldest_s) == (0, 0, 0, None)
+        assert (empty.info.fields, empty.info.num_samples, empty.info.consumer_tasks) == (("x", "y"), 9, ("a", "b"))
+        rows = 64
+        store.put(partition, ids(rows), x=torch.zeros(rows, 100, dtype=torch.float64))
+        full = store.client.describe(partition)
+        assert full.num_samples == rows
+        assert rows * 800 <= full.held_bytes <= 2 * rows * 800
+        assert full.oldest_s is not None
+        assert 0.0 <= full.oldest_s < 600.0
+        store.client.clear_samples(ids(rows)[:48], partition)
+        less = store.client.describe(partition)
+        assert (less.num_samples, less.num_cleared) == (16, 48)
+        assert less.held_bytes == full.held_bytes // 4
+        store.client.clear_samples(ids(rows), partition)
+        none = store.client.describe(partition)
+        assert (none.num_samples, none.num_cleared, none.held_bytes, none.oldest_s) == (0, 64, 0, None)
+        with store.refusal(KeyError, "nowhere"):
+            store.client.describe("nowhere")
+
+    def test_describe_tells_the_schema(self, store: Store) -> None:
+        """Contract: "kind, dtype, rank and trailing shape of each field that was written"
+
+        Check first: inspect_partition must reply the specs that the puts fixed.
+        """
+        partition = store.register("x", "never")
+        store.put(
+            partition, ids(2), x=jagged([torch.zeros(3, 2), torch.zeros(1, 2)]), s=torch.zeros(2), o=as_objects(1, 2)
+        )
+        specs = store.client.describe(partition).specs
+        assert sorted(specs) == ["o", "s", "x"]
+        assert specs["x"] == FieldSpec("tensor", "float32", 2, (2,))
+        assert specs["s"].rank == 0
+        assert specs["o"].kind == "object"
+
+    @proves(Capability.CLAIMS)
+    def test_describe_counts_per_task(self, store: Store) -> None:
+        """Contract: "and per task how many samples are ready (a claim of all registered fields could give them now),
+        leased, and given for good."
+
+        Check first: inspect_partition. Each task has counts of its own, and an acked lease counts as given for good.
+        """
+        partition = store.register("x", "y", tasks=["a", "b"])
+        store.put(partition, ids(8), x=torch.arange(8))
+        store.put(partition, ids(6), y=torch.arange(6))
+        store.claim(partition, 2, task="a")
+        if store.declares(Capability.LEASES):
+            leased = store.claim(partition, 3, task="a", lease_s=600.0)
+            store.client.ack(leased.slice(0, 1))
+            expected = (1, 2, 3)
+        else:
+            expected = (4, 0, 2)
+        tasks = store.client.describe(partition).tasks
+        assert (tasks["a"].num_ready, tasks["a"].num_leased, tasks["a"].num_consumed) == expected
+        assert (tasks["b"].num_ready, tasks["b"].num_leased, tasks["b"].num_consumed) == (6, 0, 0)
+
+    @proves(Capability.GROUPS)
+    def test_describe_counts_whole_groups(self, store: Store) -> None:
+        """Contract: "a claim of all registered fields could give them now"
+
+        Check first: inspect_partition must not count samples of groups that lack a member or lost one as ready.
+        """
+        partition = store.register("x", group_size=2)
+        store.put(partition, ["k_g0", "k_g1", "l_g0", "m_g0", "m_g1"], x=torch.arange(5))
+        assert store.client.describe(partition).tasks["train"].num_ready == 4
+        store.client.clear_samples(["m_g0"], partition)
+        assert store.client.describe(partition).tasks["train"].num_ready == 2
+
+    def test_ping(self, store: Store) -> None:
+        """Contract: "`ping()` returns once the store has answered, and raises what any other call would raise."
+
+        Check first: list_partitions must ask the store.
+        """
+        store.client.ping()
+        with store.refusal(RuntimeError, "closed"):
+            store.deployment.closed_client().ping()

@@ -1,0 +1,240 @@
+"""What is known about partitions besides their cells: registrations, counts, cursors. Set cursors, too."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from dataplane_core.errors import InvalidRequestError, MissingDataError
+from dataplane_core.spec import (
+    DescribeRequest,
+    ExportRequest,
+    FieldList,
+    FieldSpec,
+    FieldsRequest,
+    InspectRequest,
+    ListPartitionsRequest,
+    PartitionDescription,
+    PartitionInfo,
+    PartitionList,
+    PartitionState,
+    RegisterRequest,
+    SetCursorRequest,
+    SettleReply,
+    TaskDescription,
+)
+from dataplane_redis import _refusals
+from dataplane_redis._claims import Claims
+from dataplane_redis._reads import Reads
+from dataplane_redis._session import Session
+from dataplane_redis._wire import pack_layout, text_of
+
+__all__ = ["Overview"]
+
+#: Rows that one script looks at, and members that one command scans.
+_LIST_ROWS: Final = 4000
+_SCAN: Final = b"4000"
+#: How the head of a group begins: its seq, and whether it is broken (see common.lua).
+_GROUP_HEAD: Final = struct.Struct("<Q?")
+
+
+class Overview:
+    """Registrations and cursors, as one client sees them."""
+
+    def __init__(self, session: Session, reads: Reads, claims: Claims) -> None:
+        self._session = session
+        self._reads = reads
+        self._claims = claims
+
+    # --- registrations ------------------------------------------------------------------------------------------------
+
+    def register(self, request: RegisterRequest) -> tuple[PartitionInfo, int]:
+        """Registers a partition, or adds to its registration. Replies also whether dropped payload is left to delete.
+
+        Two clients that add at the same time both succeed: the script changes only the description that was read.
+        """
+        what = f"register_partition('{request.partition_id}')"
+        while True:
+            known = self._read(what, request.partition_id, request.deadline) if request.if_exists == "keep" else None
+            if known is None:
+                reply = self._open(what, request)
+                if reply is not None:
+                    return reply
+                continue
+            epoch, text = known
+            info = _info_of(epoch, text)
+            if info.grpo_group_size != request.grpo_group_size:
+                raise InvalidRequestError(
+                    f"{what} refused: grpo_group_size is {request.grpo_group_size}. The partition that is kept has "
+                    f"{info.grpo_group_size}. Nothing was changed."
+                )
+            extended = info.extended(request.fields, request.consumer_tasks, request.enums)
+            if extended == info:
+                return info, 0
+            tasks = [name for name in extended.consumer_tasks if name not in info.consumer_tasks]
+            names = (request.partition_id, epoch, text, _text_of(extended), tasks)
+            if self._session.run(what, request.deadline, "extend", *names)[0] == b"ok":
+                return extended, 0
+
+    def _open(self, what: str, request: RegisterRequest) -> tuple[PartitionInfo, int] | None:
+        """Opens a partition. None if it is there and must be kept."""
+        info = PartitionInfo(
+            epoch=request.epoch,
+            fields=tuple(request.fields),
+            num_samples=request.num_samples,
+            consumer_tasks=tuple(request.consumer_tasks),
+            grpo_group_size=request.grpo_group_size,
+            enums={name: tuple(words) for name, words in request.enums.items()},
+        )
+        reply = self._session.run(
+            what,
+            request.deadline,
+            "register",
+            request.partition_id,
+            request.epoch,
+            _text_of(info),
+            -1 if request.num_samples is None else request.num_samples,
+            -1 if request.grpo_group_size is None else request.grpo_group_size,
+            request.consumer_tasks,
+            int(request.if_exists == "keep"),
+        )
+        return None if reply[0] == b"changed" else (info, reply[1])
+
+    def describe(self, request: DescribeRequest) -> PartitionInfo:
+        """Reads a registration."""
+        what = f"describe_partition('{request.partition_id}')"
+        reply = self._session.run(what, request.deadline, "describe", request.partition_id)
+        if reply[0] != b"ok":
+            _refusals.raise_partition(request.partition_id, reply)
+        return _info_of(text_of(reply[1]), reply[2])
+
+    def _read(self, what: str, partition_id: str, deadline: float) -> tuple[str, bytes] | None:
+        """The epoch and the stored description of a registration. None if there is none."""
+        reply = self._session.run(what, deadline, "describe", partition_id)
+        return (text_of(reply[1]), reply[2]) if reply[0] == b"ok" else None
+
+    def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
+        """Lists the registered partitions."""
+        names = self._session.command(
+            "list_partitions()", request.deadline, b"SMEMBERS", self._session.base + b":parts"
+        )
+        return PartitionList(partition_ids=list(map(text_of, names)))
+
+    # --- counts -------------------------------------------------------------------------------------------------------
+
+    def inspect(self, request: InspectRequest) -> PartitionDescription:
+        """Counts what a partition holds. Ready and leased samples are counted as for the shortfall of a claim."""
+        what = f"describe('{request.partition_id}')"
+        reply = self._session.run(what, request.deadline, "inspect", request.partition_id)
+        if reply[0] != b"ok":
+            _refusals.raise_partition(request.partition_id, reply)
+        _, epoch, text, specs, num_samples, num_cleared, held_bytes, oldest_s, tasks = reply
+        info = _info_of(text_of(epoch), text)
+        required = pack_layout(sorted(info.fields))
+        consumed = {text_of(name): count for name, count in _pairs(tasks)}
+        described = {}
+        for name in info.consumer_tasks:
+            ready, leased = self._claims.count(what, request.partition_id, name, required, request.deadline)
+            described[name] = TaskDescription(num_ready=ready, num_leased=leased, num_consumed=consumed.get(name, 0))
+        return PartitionDescription(
+            info=info,
+            specs={text_of(name): FieldSpec.from_text(spec.decode()) for name, spec in _pairs(specs)},
+            num_samples=num_samples,
+            num_cleared=num_cleared,
+            held_bytes=held_bytes,
+            oldest_s=float(oldest_s) if oldest_s else None,
+            tasks=described,
+        )
+
+    def list_fields(self, request: FieldsRequest) -> FieldList:
+        """Lists the produced fields of samples."""
+        what = f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)"
+        found = self._reads.fields_of(what, request.partition_id, request.sample_ids, request.deadline)
+        absent = [sample_id for sample_id, names in zip(request.sample_ids, found, strict=True) if names is None]
+        if absent:
+            raise MissingDataError.for_samples(what, request.partition_id, absent)
+        patterns: dict[Any, int] = {}
+        index = [patterns.setdefault(names, len(patterns)) for names in found]
+        return FieldList(patterns=list(patterns), index=index)
+
+    # --- cursors ------------------------------------------------------------------------------------------------------
+
+    def export(self, request: ExportRequest) -> PartitionState:
+        """Reads cursors and history, in parts. Starts again if the partition is registered again meanwhile."""
+        what = f"export_partition('{request.partition_id}')"
+        consumed: dict[str, list[str]] = {}
+        epoch, seq = b"", b"0"
+        while seq:
+            reply = self._session.run(
+                what, request.deadline, "consumed_ids", request.partition_id, epoch, seq, _LIST_ROWS
+            )
+            if reply[0] == b"changed":
+                consumed, epoch, seq = {}, b"", b"0"
+                continue
+            if reply[0] != b"ok":
+                _refusals.raise_partition(request.partition_id, reply)
+            _, ids, epoch, seq, tasks = reply
+            for name, marks in _pairs(tasks):
+                given = consumed.setdefault(text_of(name), [])
+                given += [text_of(each) for each, mark in zip(ids, marks.decode(), strict=True) if mark == "1"]
+        rows = b"%s:e:%s:" % (self._session.base, epoch)
+        cleared = [text_of(each) for each in self._scan(what, request.deadline, b"SSCAN", rows + b"x")]
+        heads = self._scan(what, request.deadline, b"HSCAN", rows + b"g")
+        broken = [text_of(name) for name, head in _pairs(list(heads)) if _GROUP_HEAD.unpack_from(head)[1]]
+        return PartitionState(consumed=consumed, cleared_ids=sorted(set(cleared)), broken_groups=sorted(set(broken)))
+
+    def _scan(self, what: str, deadline: float, command: bytes, key: bytes) -> Iterator[bytes]:
+        """The members of a set or a hash, in parts."""
+        cursor = b"0"
+        while True:
+            cursor, some = self._session.command(what, deadline, command, key, cursor, b"COUNT", _SCAN)
+            yield from some
+            if cursor == b"0":
+                return
+
+    def set_cursor(self, request: SetCursorRequest) -> SettleReply:
+        """Sets which samples a task has been given, in one script."""
+        what = f"set_cursor('{request.partition_id}', '{request.task_name}')"
+        while True:
+            epoch, text, new_text = "", b"", ""
+            known = self._read(what, request.partition_id, request.deadline) if request.create else None
+            if known is not None:
+                info = _info_of(*known)
+                if request.task_name not in info.consumer_tasks:
+                    epoch, text = known
+                    new_text = _text_of(info.extended((), (request.task_name,), {}))
+            names = (request.partition_id, request.task_name, request.sample_ids, epoch, text, new_text)
+            reply = self._session.run(what, request.deadline, "cursor", *names)
+            if reply[0] == b"ok":
+                return SettleReply(num_samples=reply[1])
+            if reply[0] != b"changed":
+                _refusals.raise_task(request.partition_id, request.task_name, reply)
+
+
+def _text_of(info: PartitionInfo) -> str:
+    kept: Mapping[str, Any] = {
+        "fields": info.fields,
+        "num_samples": info.num_samples,
+        "consumer_tasks": info.consumer_tasks,
+        "grpo_group_size": info.grpo_group_size,
+        "enums": info.enums,
+    }
+    return json.dumps(kept)
+
+
+def _info_of(epoch: str, text: bytes) -> PartitionInfo:
+    info = json.loads(text)
+    return PartitionInfo(
+        epoch=epoch,
+        fields=tuple(info["fields"]),
+        num_samples=info["num_samples"],
+        consumer_tasks=tuple(info["consumer_tasks"]),
+        grpo_group_size=info["grpo_group_size"],
+        enums={name: tuple(words) for name, words in info["enums"].items()},
+    )
+
+
+def _pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
+    return zip(flat[::2], flat[1::2], strict=True)

@@ -1,0 +1,12 @@
+-- Replaces the description of a registration, and adds tasks to it. False if it is not the given one any longer.
+local function add_to_registration(P, epoch, info, new_info, tasks)
+  if not P or P.epoch ~= epoch or call('HGET', P.meta, 'info') ~= info then return false end
+  local args = {'info', new_info, 'ntasks', P.ntasks + #tasks}
+  for i, task in ipairs(tasks) do
+    args[#args + 1] = 't:' .. task
+    args[#args + 1] = P.ntasks + i - 1
+  end
+  batched('HSET', P.meta, args)
+  P.ntasks = P.ntasks + #tasks
+  return true
+end

@@ -1,0 +1,47 @@
+-- Request: {partition, task, ids, epoch, info, new info}. Gives these rows to a task for good, and takes back all others.
+-- With an epoch, adds the task to the registration first; replies {'changed'} if that is another one now.
+local name, task_name, ids, epoch, info, new_info = unpack(cmsgpack.unpack(ARGV[1]))
+local P = open_partition(name)
+if epoch ~= '' and not add_to_registration(P, epoch, info, new_info, {task_name}) then return {'changed'} end
+if not P then return unknown_partition() end
+local task = task_index(P, task_name)
+if not task then return unknown_task(P) end
+local held_key = P.at .. 'h:' .. task
+
+-- Views and filters are built again by the next claims.
+local dropped, names = {held_key}, {}
+for _, view in ipairs(views_of(P, task)) do
+  dropped[#dropped + 1] = view.ready
+  names[#names + 1] = view.name
+end
+for _, digest in ipairs(call('ZRANGE', P.at .. 'fs', 0, -1)) do
+  for _, suffix in ipairs({'', ':m', ':n'}) do dropped[#dropped + 1] = P.at .. 'f:' .. digest .. suffix end
+end
+batched('HDEL', P.at .. 'vw', names)
+for first = 1, #dropped, CHUNK do call('UNLINK', unpack(dropped, first, math.min(first + CHUNK - 1, #dropped))) end
+for _, number in ipairs(call('HKEYS', P.at .. 'k')) do
+  local lease = read_lease(P, number)
+  if lease.task == task then drop_lease(P, lease) end
+end
+call('HDEL', P.meta, 'd:' .. task, 'w:' .. task, 'r:' .. task)
+
+local holds, given = {}, {}
+for i, row in ipairs(hmget(P.at .. 'r', ids)) do
+  if row then
+    given[#given + 1] = ids[i]
+    holds[#holds + 1] = ids[i]
+    holds[#holds + 1] = 'D'
+  end
+end
+batched('HSET', held_key, holds)
+if #given > 0 then call('HSET', P.meta, 'd:' .. task, #given) end
+if P.group then
+  local units, whole = distinct_groups(given), 0
+  local heads = load_heads(P, units)
+  for _, unit in ipairs(units) do
+    if is_whole(P, heads[unit]) then whole = whole + 1 end
+  end
+  if whole > 0 then call('HSET', P.meta, 'w:' .. task, whole) end
+end
+changed(P)
+return {'ok', #given}

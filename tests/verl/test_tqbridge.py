@@ -18,12 +18,14 @@ ROWS = [torch.arange(n) for n in (3, 1, 4, 2)]
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["dp2", "dp2-tp2"])
 def group(request, store):
-    pool = RayResourcePool([2 * request.param], use_gpu=False)
+    pool = RayResourcePool([2 * request.param], use_gpu=False, max_colocate_count=1)
     workers = RayClassWithInitArgs(ray.remote(Scorer), tensor_parallel=request.param)
     group = RayWorkerGroup(pool, workers, device_name="cpu")
     yield group
     for worker in group.workers:
         ray.kill(worker)
+    for placement in pool.get_placement_groups():
+        ray.util.remove_placement_group(placement)
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def test_workers_use_the_config_of_the_driver(group):
 def test_workers_read_their_rows_and_write_a_column(group, tq, batch):
     output = group.compute_log_prob(batch)
     assert type(output) is tq.KVBatchMeta
-    assert (output.keys, output.tags, output.partition_id) == (batch.keys, batch.tags, "train")
+    assert (output.keys, output.partition_id) == (batch.keys, "train")
     assert set(output.fields) == {"input_ids", "log_probs"}
     written = tq.kv_batch_get(output.keys, "train", "log_probs")["log_probs"]
     assert [row.tolist() for row in written.unbind()] == [(row * 2.0).tolist() for row in ROWS]

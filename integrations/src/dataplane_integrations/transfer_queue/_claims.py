@@ -160,6 +160,7 @@ class Claims:
                 plan = self._read_plan(partition_id, task_name, dp_rank, batch_index)
                 if plan is None:
                     _, ranks = self._choose(sampler, partition_id, task_name, fields, batch_size, config)
+                    sampler.clear_cache(partition_id)  # what it chose is kept in the store
                     names = [json.dumps([partition_id, task_name, rank, batch_index]) for rank in ranks]
                     if names:
                         tags = [{"ids": json.dumps(ids)} for ids in ranks.values()]
@@ -186,12 +187,12 @@ class Claims:
     def _publish(self, sampler: BaseSampler) -> None:
         settings: dict[str, Any] = {"polling_mode": bool(self._polling), "sampler": type(sampler).__name__}
         settings.update({name: getattr(sampler, name) for name in _ARGUMENTS if hasattr(sampler, name)})
-        self._client.put_samples(["controller"], _SETTINGS, tags=[settings])
+        self._client.put_samples(["controller"], _SETTINGS, tags=[{"settings": json.dumps(settings)}])
 
     def _read_settings(self) -> BaseSampler:
         if self._sampler is None:
             found = find_rows(self._client, _SETTINGS, ["controller"])
-            settings = dict(found[0].tags) if found else {}
+            settings = json.loads(found[0].tags["settings"]) if found else {}
             self._polling = bool(settings.pop("polling_mode", False))
             name = settings.pop("sampler", "SequentialSampler")
             self._sampler = _sampler_of(name, **settings)

@@ -26,7 +26,8 @@ _JSON: Final = "~tq.json:"
 
 def columns_to_put(fields: TensorDictBase | Mapping[str, Any], num_rows: int) -> dict[str, Any]:
     """The columns of a put. One value for all rows becomes an object per row; numpy scalars become numbers."""
-    return {name: _column_to_put(name, fields[name], num_rows) for name in fields.keys()}  # noqa: SIM118 - a TensorDict
+    names = list(fields.keys())  # a TensorDict iterates over rows; its `get`, unlike its index, keeps non-tensor data
+    return {name: _column_to_put(name, fields.get(name), num_rows) for name in names}
 
 
 def _column_to_put(name: str, column: Any, num_rows: int) -> Any:

@@ -83,19 +83,19 @@ class Claims:
             return self._planned(sampler, partition_id, task_name, fields, batch_size, config)
 
     def forget(self, partition_id: str | None) -> None:
-        """Drops what samplers chose in a partition, or in all."""
-        if self._sampler is None or type(self._sampler) is SequentialSampler:
-            return
+        """Drops what samplers chose in a partition. None: what this process chose in all."""
         with self._lock:
-            if partition_id is None:
+            if self._sampler is not None and partition_id is None:
                 self._sampler.load_checkpoint({name: {} for name in self._sampler.save_checkpoint()})
-                return
-            self._sampler.clear_cache(partition_id)
-            try:
-                plans = [name for name in self._client.list_sample_ids(_PLANS) if json.loads(name)[0] == partition_id]
-            except UnknownPartitionError:
-                return
-            self._client.clear_samples(plans, _PLANS)
+            elif self._sampler is not None and partition_id is not None:
+                self._sampler.clear_cache(partition_id)
+        if partition_id is None:
+            return
+        try:
+            plans = [name for name in self._client.list_sample_ids(_PLANS) if json.loads(name)[0] == partition_id]
+        except UnknownPartitionError:
+            return
+        self._client.clear_samples(plans, _PLANS)
 
     # --- one choice -----------------------------------------------------------------------------------------------------
 

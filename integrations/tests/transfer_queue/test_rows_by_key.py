@@ -120,6 +120,17 @@ def test_mrope_positions_may_differ_in_their_second_dim(tq: ModuleType) -> None:
     ]
 
 
+def test_a_column_of_another_dtype_is_converted_if_no_value_changes(tq: ModuleType) -> None:
+    tq.kv_put("a", "p", fields={"x": torch.tensor([0.5])})
+    tq.kv_put("b", "p", fields={"x": torch.tensor([1, 2])})
+    got = tq.kv_batch_get(["a", "b"], "p")["x"]
+    assert got.dtype == torch.float32
+    assert got.values().tolist() == [0.5, 1.0, 2.0]
+    for wrong in (torch.tensor([2**24 + 1]), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="as fixed by its first write"):
+            tq.kv_put("c", "p", fields={"x": wrong})
+
+
 def test_wrong_arguments(tq: ModuleType) -> None:
     with pytest.raises(ValueError, match="at least one"):
         tq.kv_put("a", "p")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import MissingDataError, UnknownPartitionError
+from dataplane_core.errors import MissingDataError, SchemaMismatchError, UnknownPartitionError
 from dataplane_core.spec import FieldSpec
 from dataplane_integrations.transfer_queue._columns import tags_to_show
 from dataplane_integrations.transfer_queue._indexes import index_of
 from dataplane_integrations.transfer_queue.metadata import BatchMeta
 
-__all__ = ["KEY", "TAGS", "Row", "common_fields", "find_rows", "meta_of", "schema_of"]
+__all__ = ["KEY", "TAGS", "Row", "common_fields", "find_rows", "meta_of", "put_rows", "schema_of"]
 
 #: Where a `BatchMeta` keeps the sample ids, and the tags that the store had when it was made.
 KEY, TAGS = "_key", "_tags"
@@ -51,6 +51,34 @@ def find_rows(client: DataPlaneClient, partition_id: str, sample_ids: Sequence[s
             Row(sample_id, tags_to_show(tags), names)
             for sample_id, tags, names in zip(listed.sample_ids, listed.tags or (), fields, strict=True)
         ]
+
+
+def put_rows(
+    client: DataPlaneClient,
+    partition_id: str,
+    sample_ids: Sequence[str],
+    columns: Mapping[str, Any] | None,
+    tags: Sequence[Mapping[str, Any]] | None,
+) -> None:
+    """Writes columns, tags, or both. A column of another dtype than its field has is converted if no value changes.
+
+    Raises:
+        SchemaMismatchError: A column is of another kind than its field, or a value would change.
+    """
+    try:
+        client.put_samples(sample_ids, partition_id, columns, tags)
+    except SchemaMismatchError:
+        specs = client.describe(partition_id).specs
+        converted = {name: _converted(column, specs.get(name)) for name, column in (columns or {}).items()}
+        client.put_samples(sample_ids, partition_id, converted, tags)
+
+
+def _converted(column: Any, spec: FieldSpec | None) -> Any:
+    if not isinstance(column, torch.Tensor) or spec is None or spec.kind != "tensor":
+        return column
+    values = column.values() if column.is_nested else column
+    same = values.to(spec.torch_dtype).to(values.dtype)
+    return column.to(spec.torch_dtype) if torch.equal(same, values) else column
 
 
 def common_fields(rows: Iterable[Row]) -> list[str]:

@@ -33,7 +33,7 @@ from dataplane_integrations.transfer_queue._indexes import (
     number_of,
 )
 from dataplane_integrations.transfer_queue._pool import in_put_threads, in_threads
-from dataplane_integrations.transfer_queue._rows import KEY, TAGS, common_fields, find_rows, meta_of
+from dataplane_integrations.transfer_queue._rows import KEY, TAGS, common_fields, find_rows, meta_of, put_rows
 from dataplane_integrations.transfer_queue.metadata import BatchMeta
 
 __all__ = ["StorageKeyNotFoundError", "TransferQueueClient"]
@@ -201,9 +201,10 @@ class TransferQueueClient:
         ids, tags = self._ids(metadata), self._changed_tags(metadata)
         for part_id, places in parts.items():
             whole = len(parts) == 1
-            self.store.put_samples(
-                ids if whole else [ids[place] for place in places],
+            put_rows(
+                self.store,
                 part_id,
+                ids if whole else [ids[place] for place in places],
                 columns if whole else {name: _select(column, places) for name, column in columns.items()},
                 None if tags is None else [tags[place] for place in places],
             )

@@ -13,7 +13,7 @@ from dataplane_core.errors import LostSamplesError, MissingDataError, UnknownPar
 from dataplane_integrations.transfer_queue import _session
 from dataplane_integrations.transfer_queue._columns import columns_to_put, one_row, parsed, tags_to_put, to_batch
 from dataplane_integrations.transfer_queue._pool import in_put_threads, in_threads
-from dataplane_integrations.transfer_queue._rows import common_fields, find_rows
+from dataplane_integrations.transfer_queue._rows import common_fields, find_rows, put_rows
 from dataplane_integrations.transfer_queue.client import TransferQueueClient
 from dataplane_integrations.transfer_queue.metadata import KVBatchMeta
 
@@ -154,7 +154,7 @@ def _put(
     store = _session.attached().client.store
     if columns is not None and data_parser is not None:
         columns = parsed(columns, data_parser)
-    store.put_samples(keys, partition_id, columns, None if tags is None else tags_to_put(tags))
+    put_rows(store, partition_id, keys, columns, None if tags is None else tags_to_put(tags))
     rows = find_rows(store, partition_id, keys)
     found = {row.sample_id: row.tags for row in rows}  # rows that were cleared meanwhile have no tags
     return KVBatchMeta(list(keys), [found.get(key, {}) for key in keys], partition_id, sorted(common_fields(rows)))

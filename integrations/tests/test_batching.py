@@ -56,3 +56,9 @@ def test_a_missing_limit_is_named() -> None:
 def test_a_pad_multiple_below_1_is_refused() -> None:
     with pytest.raises(ConfigError, match="pad_multiple is 0"):
         Batching(pad_multiple=0)
+
+
+def test_sizes_of_training_batches_are_read() -> None:
+    batching = Batching.from_config({"train_global_batch_size": 512, "train_micro_batch_size": 4})
+    assert (batching.global_batch_size, batching.micro_batch_size) == (512, 4)
+    assert Batching.from_config({}).global_batch_size is None

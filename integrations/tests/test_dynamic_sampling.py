@@ -13,7 +13,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.dynamic_sampling import DynamicSampling, all_match, tag_varies
 from dataplane_integrations.errors import SamplingExhaustedError
-from dataplane_integrations.rollout import mint_sample_ids
+from dataplane_integrations.rollout import RolloutReceipt, mint_sample_ids
 
 GOOD, SOLVED, HOPELESS = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
 Generate = Callable[[Sequence[list[float]]], KVBatchMeta]
@@ -160,6 +160,41 @@ def test_a_complete_step_takes_no_more_and_gives_its_rows_away_once(
     sampling.take()
     sampling.discard()
     assert _clears(client) == (0, 0)
+
+
+def test_the_carry_of_the_kept_rows_accumulates_over_the_generations(
+    client: DataPlaneClient, generate: Generate
+) -> None:
+    plan = [[GOOD, SOLVED], [HOPELESS], [SOLVED, GOOD, GOOD]]
+
+    def with_carry(number: int) -> RolloutReceipt:
+        meta = generate(plan[number])
+        rewards = torch.tensor([value for group in plan[number] for value in group])
+        prompts = torch.full((meta.size, number + 1), number + 1)  # as wide as the generation's longest prompt
+        turns = [[f"turn of {sample_id}"] for sample_id in meta.sample_ids]
+        return RolloutReceipt(meta=meta, carry={"total_reward": rewards, "prompts": prompts, "turns": turns})
+
+    sampling = DynamicSampling(client, num_groups=2, group_size=2)
+    meta = sampling.collect(with_carry)
+    assert meta.sample_ids == ["r0p0_g0", "r0p0_g1", "r2p1_g0", "r2p1_g1"]
+    assert sampling.carry["total_reward"].tolist() == GOOD * 2
+    assert sampling.carry["prompts"].tolist() == [[1, 0, 0]] * 2 + [[3, 3, 3]] * 2
+    assert sampling.carry["turns"] == [[f"turn of {sample_id}"] for sample_id in meta.sample_ids]
+
+
+def test_a_carry_that_does_not_fit_is_refused_before_anything_is_cleared(
+    client: DataPlaneClient, generate: Generate
+) -> None:
+    sampling = DynamicSampling(client, num_groups=3, group_size=2)
+    sampling.add(RolloutReceipt(meta=generate([GOOD]), carry={"total_reward": torch.ones(2)}))
+    with pytest.raises(InvalidRequestError, match=r"the carry has 3 rows. Expected 4"):
+        sampling.add(RolloutReceipt(meta=generate([SOLVED, GOOD]), carry={"total_reward": torch.ones(3)}))
+    with pytest.raises(InvalidRequestError, match=r"the columns none. Expected those .*: total_reward"):
+        sampling.add(generate([SOLVED, GOOD]))
+    assert _clears(client) == (0, 0)
+    assert (sampling.counts.generations, sampling.carry.size) == (1, 2)
+    sampling.discard()
+    assert not sampling.carry
 
 
 def test_members_of_a_group_need_not_lie_side_by_side(client: DataPlaneClient, generate: Generate) -> None:

@@ -60,6 +60,11 @@ def stand(rank: int, layout: Layout) -> dict[str, Any]:
         "sampling": get_megatron_mimo_sampling_info(None, grids),
         "needs": {name: _needs_data_for_module(grid, name) for name, grid in grids.items()},
         "shared": get_megatron_mimo_shared_dp_info(grids),
+        "named": {name: get_megatron_mimo_dp_info(None, grids, module_name=name) for name in grids},
+        "every stage": (
+            get_megatron_mimo_dp_info(None, grids, every_language_stage=True),
+            get_megatron_mimo_sampling_info(None, grids, every_language_stage=True),
+        ),
     }
 
 
@@ -87,6 +92,12 @@ def test_language_tp2_pp2_and_ranks_outside_every_grid(eight_ranks: Any) -> None
     assert [each["info"] for each in found[4:6]] == [(0, 1, True, "vision"), (0, 1, False, "vision")]
     assert [each["info"] for each in found[6:]] == [(0, 1, False, "language")] * 2
     assert [each["sampling"] for each in found] == [(0, 1, rank < 5) for rank in range(WORLD)]
+    assert [each["named"]["vision"] for each in found[3:6]] == [
+        (0, 1, False, "vision"),
+        (0, 1, True, "vision"),
+        (0, 1, False, "vision"),
+    ]
+    assert [each["named"]["language"] for each in found[3:5]] == [(0, 1, True, "language"), (0, 1, False, "language")]
     assert [each["module"] for each in found[6:]] == [None, None]
     assert [each["shared"] for each in found[6:]] == [{}, {}]
 
@@ -102,6 +113,17 @@ def test_modules_that_share_ranks_have_each_their_own_parallelism(eight_ranks: A
         # the inner stages of the language model load for the encoder that they share the rank with
         assert each["info"] == ((rank, 8, True, "vision") if inner else (language_rank, 2, True, "language"))
         assert each["sampling"] == (0, 1, True)
+        assert each["named"] == {
+            "language": (language_rank, 2, not inner, "language"),
+            "vision": (rank, 8, True, "vision"),
+        }
+
+
+def test_inner_stages_of_the_language_model_can_need_data_too(eight_ranks: Any) -> None:
+    found = eight_ranks(stand, {"vision": ((1, 2, 2), 0), "language": ((1, 4, 1), 4)})
+    assert [each["info"][2] for each in found] == [True, False, True, False, True, False, False, True]
+    assert [each["every stage"] for each in found[:4]] == [(each["info"], each["sampling"]) for each in found[:4]]
+    assert [each["every stage"] for each in found[4:]] == [((0, 1, True, "language"), (0, 1, True))] * 4
 
 
 def test_groups_that_were_not_created_are_named_with_what_to_call(eight_ranks: Any) -> None:

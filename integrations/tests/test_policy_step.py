@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_step_from_logprobs_to_training(
     assert seen == list(range(1, 9))
 
     read = policy.read_from_dataplane(meta, ["prev_logprobs", "input_lengths"])
-    assert read["prev_logprobs"][1].tolist() == [-2.0] + [0.0] * 6
+    assert read["prev_logprobs"][1].tolist() == [-2.0] + [0.0] * 7, "as wide as the workers' forward"
     policy.finish_step(meta)
     assert _is_cleared(client, meta)
 
@@ -102,6 +103,107 @@ def test_arguments_of_training_reach_the_workers(policy: DataPlanePolicy, write_
     columns = {name: torch.zeros(8, 7) for name in ("advantages", "prev_logprobs", "reference_policy_logprobs")}
     result = policy.train_from_meta(policy.write_to_dataplane(meta, columns), 1.0, eval_mode=True, gbs=4, mbs=2)
     assert result["arguments"] == (True, 4, 2)
+
+
+# --- calls as a trainer of NeMo RL makes them -------------------------------------------------------------------------
+
+COLUMNS = ("advantages", "prev_logprobs", "reference_policy_logprobs")
+
+
+class Timer:
+    """Notes what was measured, and whether a worker ran meanwhile."""
+
+    def __init__(self, workers: list[Any]) -> None:
+        self.workers = workers
+        self.measured: dict[str, int] = {}
+
+    @contextmanager
+    def time(self, label: str) -> Iterator[None]:
+        before = sum(len(worker.seen) for worker in self.workers)
+        yield
+        self.measured[label] = sum(len(worker.seen) for worker in self.workers) - before
+
+
+def test_a_timer_measures_the_phases_of_each_call(
+    policy: DataPlanePolicy, workers: list[Any], write_rows: Write
+) -> None:
+    meta = policy.write_to_dataplane(write_rows(LENGTHS), {name: torch.zeros(8, 7) for name in COLUMNS})
+    timer = Timer(workers)
+    policy.get_logprobs_from_meta(meta, timer=timer)
+    policy.get_reference_policy_logprobs_from_meta(meta, timer=timer)
+    policy.train_from_meta(meta, 1.0, timer=timer)
+    calls = ("get_logprobs", "get_reference_policy_logprobs", "policy_training")
+    assert timer.measured == {
+        f"{call}/{phase}": n for call in calls for phase, n in (("shard_meta", 0), ("workers", 2))
+    }
+    portions = Timer(workers)
+    policy.begin_train_step(1.0, None, 2)
+    policy.train_microbatches_from_meta(meta, timer=portions)
+    policy.finish_train_step()
+    assert portions.measured == {"policy_training/shard_meta": 0, "policy_training/workers": 2}
+
+
+def test_a_call_says_which_fields_it_trains_on(policy: DataPlanePolicy, workers: list[Any], write_rows: Write) -> None:
+    meta = write_rows(LENGTHS)
+    policy.train_from_meta(meta, 1.0, train_fields=("input_ids", "input_lengths"))
+    assert [set(data) for worker in workers for _, data in worker.seen] == [{"input_ids", "input_lengths"}] * 2
+    with pytest.raises(WorkerFailedError, match="advantages"):  # the next call reads all of them again
+        policy.train_from_meta(meta, 1.0)
+
+
+def test_sizes_of_batches_come_from_the_config_unless_the_call_says(
+    workers: list[Any], client: DataPlaneClient, write_rows: Write
+) -> None:
+    batching = Batching.from_config({"train_global_batch_size": 4, "train_micro_batch_size": 2})
+    fields = ["input_ids", "input_lengths"]
+    with DataPlanePolicy(InProcessWorkerGroup(workers), client, batching=batching, train_fields=fields) as policy:
+        meta = write_rows(LENGTHS)
+        assert policy.train_from_meta(meta, 1.0)["arguments"] == (False, 4, 2)
+        assert policy.train_from_meta(meta, 1.0, gbs=8, mbs=1)["arguments"] == (False, 8, 1)
+        # rows of the first global batch come first on both ranks
+        assert [data["input_lengths"].tolist() for _, data in workers[0].seen] == [[4, 1, 6, 5], [4, 1, 3, 2]]
+
+
+def test_a_step_and_a_validation_have_their_tasks(policy: DataPlanePolicy, client: DataPlaneClient) -> None:
+    assert policy.prepare_step(4, 2) == "train"
+    assert policy.prepare_val_partition(2) == "val"
+    ids = ["a_g0", "a_g1"]
+    for partition, tasks in (("train", ["prev_lp", "ref_lp", "train"]), ("val", ["val"])):
+        client.put_samples(ids, partition, {"x": torch.arange(2)})
+        for task in tasks:
+            assert client.claim_meta(partition, task, ["x"], 2, blocking=False).sample_ids == ids
+    policy.discard_samples(sample_ids=["a_g1"], partition_id="val")
+    assert client.list_samples("val").sample_ids == ["a_g0"]
+
+
+def test_the_driver_reads_at_the_width_of_the_workers(policy: DataPlanePolicy, write_rows: Write) -> None:
+    meta = write_rows([5, 2], pad_to_multiple=6)
+    assert policy.read_from_dataplane(meta, select_fields=["token_mask"])["token_mask"].shape == (2, 12)
+    assert meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 12
+    bare = KVBatchMeta("train", None, meta.sample_ids)
+    assert policy.read_from_dataplane(bare, ["token_mask"])["token_mask"].shape == (2, 5)
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 1)])
+def test_the_driver_writes_an_advantage_per_sample(
+    policy: DataPlanePolicy, client: DataPlaneClient, write_rows: Write, shape: tuple[int, ...]
+) -> None:
+    meta = write_rows(LENGTHS)
+    policy.write_to_dataplane(meta, fields={"advantages": torch.ones(shape)})
+    assert client.get_samples(meta.sample_ids, "train", ["advantages"])["advantages"].shape == shape
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(
+    workers: list[Any], client: DataPlaneClient, write_rows: Write, told: bool
+) -> None:
+    group = InProcessWorkerGroup(workers)
+    with DataPlanePolicy(group, client, router_replay=True, reference_router_replay=told) as policy:
+        meta = policy.write_to_dataplane(write_rows([2, 1]), {"routed_experts": torch.zeros(2, 2, 1, 1).short()})
+        policy.get_logprobs_from_meta(meta)
+        policy.get_reference_policy_logprobs_from_meta(meta)
+    reads = {what: "routed_experts" in data for worker in workers for what, data in worker.seen}
+    assert reads == {"get_logprobs": True, "get_reference_policy_logprobs": told}
 
 
 @pytest.mark.parametrize("call", ["get_logprobs", "get_reference_policy_logprobs"])
@@ -165,18 +267,18 @@ def test_rows_stay_when_a_global_batch_does_not_divide_them(
 def test_partitions_are_opened_afresh_and_emptied(
     policy: DataPlanePolicy, make_batch: Any, client: DataPlaneClient
 ) -> None:
-    assert policy.prepare_step("train", num_samples=4, group_size=2) == "train"
-    assert policy.prepare_val_partition() == "validation"
+    assert policy.prepare_step(num_samples=4, group_size=2) == "train"
+    assert policy.prepare_val_partition(partition_id="validation") == "validation"
     for partition in ("train", "validation"):
         client.put_samples(["a_g0", "a_g1"], partition, {"x": torch.arange(2)})
     policy.discard_samples(["a_g0"])
     assert client.list_samples("train").sample_ids == ["a_g1"]
     policy.discard_samples(None, "validation")
-    policy.prepare_step("train")
+    policy.prepare_step()
     assert client.list_samples("train").size == 0
     client.put_samples(["b_g0"], "train", {"x": torch.arange(1)})
     policy.finish_step()
-    policy.prepare_step("train")
+    policy.prepare_step()
     assert client.list_samples("train").size == 0
 
 

@@ -67,21 +67,23 @@ def test_independent_fetches_are_one_per_rank(ranks: Any) -> None:
     assert ranks(4, run) == [1] * 4
 
 
-def test_preprocessing_and_its_plan_reach_the_siblings(ranks: Any) -> None:
+def test_every_rank_preprocesses_what_the_leader_read(ranks: Any) -> None:
     def run(rank: int) -> tuple[Any, ...]:
-        worker, _, meta = _prepared((1, 1, 2))
+        worker, metrics, meta = _prepared((1, 1, 2))
         runs = []
 
-        def preprocess(batch: BatchedDataDict) -> BatchedDataDict:
-            runs.append(rank)
+        def preprocess(of: Any, batch: BatchedDataDict) -> BatchedDataDict:
+            runs.append((of is worker, of._local_coords()["tensor_parallel"]))
             batch["doubled"] = batch["input_ids"] * 2
             batch.micro_batch_indices = [[[0, 2]]]
             return batch
 
         batch = worker._fetch(meta, preprocess=preprocess)
-        return runs, batch["doubled"].tolist(), batch.micro_batch_indices
+        return runs, batch["doubled"].tolist(), batch.micro_batch_indices, _calls(metrics).get("get_samples", 0)
 
-    assert ranks(2, run) == [([0], [[2, 4], [6, 8]], [[[0, 2]]]), ([], [[2, 4], [6, 8]], [[[0, 2]]])]
+    first, second = ranks(2, run)
+    assert first == ([(True, 0)], [[2, 4], [6, 8]], [[[0, 2]]], 1)
+    assert second == ([(True, 1)], [[2, 4], [6, 8]], [[[0, 2]]], 0)
 
 
 def test_a_leaders_failed_fetch_fails_its_siblings_with_the_cause(ranks: Any) -> None:

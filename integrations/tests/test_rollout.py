@@ -62,6 +62,26 @@ def test_the_number_of_ids_must_match(rollout: DataPlaneRolloutMixin, make_batch
         rollout._first_write(make_batch([3, 1]), sample_ids=["a_g0"], partition_id="train")
 
 
+def test_a_carry_of_the_callers_own_may_be_wide_and_is_not_written(
+    rollout: DataPlaneRolloutMixin, client: DataPlaneClient, make_batch: Any
+) -> None:
+    prompts = torch.tensor([[1, 2], [3, 0]])
+    receipt = rollout._first_write(
+        make_batch([3, 1]), sample_ids=["a_g0", "a_g1"], partition_id="train", carry={"prompts": prompts}
+    )
+    assert receipt.carry == {"input_lengths": [3, 1], "prompts": prompts}
+    assert "prompts" not in (receipt.meta.fields or [])
+    with pytest.raises(InvalidRequestError, match=r"the carry has 1 rows. Expected 2"):
+        rollout._first_write(
+            make_batch([3, 1]),
+            sample_ids=["b_g0", "b_g1"],
+            partition_id="train",
+            carry_fields=(),
+            carry={"prompts": prompts[:1]},
+        )
+    assert client.list_samples("train").sample_ids == ["a_g0", "a_g1"]
+
+
 def test_the_carry_stays_small(rollout: DataPlaneRolloutMixin, make_batch: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"'input_ids' has shape \(2, 3\). Expected \(N,\)"):
         rollout._first_write(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -19,12 +21,18 @@ from torch import Tensor
 from dataplane_core import KVBatchMeta, connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import DataPlaneError, InvalidRequestError, MissingDataError
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, MissingDataError, UnsupportedOperationError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.errors import WorkerFailedError
 from dataplane_integrations.groups import InProcessWorkerGroup
 from dataplane_integrations.rollout import DataPlaneRolloutMixin
+from dataplane_integrations.router_replay import (
+    RoutingReplay,
+    context_parallel_tokens,
+    fill_missing_routes,
+    lay_out_routed_experts,
+)
 
 LENGTHS = [5, 2, 7, 3]
 WIDTH = 8
@@ -84,7 +92,7 @@ def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneCl
     rollout.setup_data_plane(plane)
     group = InProcessWorkerGroup(workers)
     with DataPlanePolicy(group, plane, router_replay=True, train_fields=["input_ids", "input_lengths"]) as policy:
-        policy.prepare_step("train")
+        policy.prepare_step()
         meta = rollout.write(
             BatchedDataDict({**tiny_megatron.batch_of(LENGTHS, seed=5), ROUTED_EXPERTS_FIELD: _recorded()})
         )
@@ -119,7 +127,7 @@ def test_rows_without_their_routing_are_refused_at_the_write(plane: DataPlaneCli
 def test_rows_without_their_routing_are_refused_at_the_fetch(plane: DataPlaneClient, toy_worker: Any) -> None:
     ids = [f"p{i}_g0" for i in range(len(LENGTHS))]
     with DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), plane, router_replay=True) as policy:
-        policy.prepare_step("train")
+        policy.prepare_step()
         meta = kv_first_write(
             tiny_megatron.batch_of(LENGTHS, seed=5), sample_ids=ids, dp_client=plane, partition_id="train"
         )
@@ -128,6 +136,171 @@ def test_rows_without_their_routing_are_refused_at_the_fetch(plane: DataPlaneCli
     assert isinstance(caught.value.__cause__, MissingDataError)
     assert "routed_experts" in caught.value.__cause__.message
     assert "required_fields=['routed_experts']" in (caught.value.__cause__.hint or "")
+
+
+# --- turns without experts --------------------------------------------------------------------------------------------
+
+
+def _logs() -> list[list[dict[str, Any]]]:
+    answer = {"role": "assistant", "token_ids": torch.arange(2), "routed_experts": torch.ones(2, 3, 2).short()}
+    return [[{"role": "user", "token_ids": torch.arange(4)}, answer], [{"role": "user"}, {**answer}]]
+
+
+def test_turns_without_experts_are_left_to_the_router_or_refused_as_told() -> None:
+    logs = _logs()
+    fill_missing_routes(logs)
+    filled = logs[0][0]["routed_experts"]
+    assert filled.dtype == torch.int16
+    assert torch.equal(filled, torch.full((4, 3, 2), -1).short())
+    assert bool((logs[0][1]["routed_experts"] == 1).all())
+    assert "routed_experts" not in logs[1][0], "it has no tokens"
+    with pytest.raises(InvalidRequestError, match="turn 0 of sample 0 has tokens and no experts"):
+        fill_missing_routes(_logs(), missing="refuse")
+    bare = [[{"role": "user", "token_ids": torch.arange(4)}]]
+    fill_missing_routes(bare, missing="refuse")
+    assert "routed_experts" not in bare[0][0], "the first write says that nothing was recorded"
+
+
+# --- the layout -------------------------------------------------------------------------------------------------------
+
+SHORT = torch.arange(1, 17).view(2, 8, 1, 1)  # two rows of 8 tokens; the numbers name the tokens
+
+
+def _laid_out(lengths: list[int], **layout: Any) -> list[list[int]]:
+    column = lay_out_routed_experts(SHORT, lengths, **layout)
+    assert column.shape[2:] == (1, 1)
+    return column[..., 0, 0].tolist()
+
+
+def test_rows_side_by_side_name_no_expert_beyond_their_length() -> None:
+    assert _laid_out([3, 8]) == [[1, 2, 3, -1, -1, -1, -1, -1], [9, 10, 11, 12, 13, 14, 15, 16]]
+    assert _laid_out([3, 8], context_rank=0, context_size=2) == [[1, 2, -1, -1], [9, 10, 15, 16]]
+    assert _laid_out([3, 8], context_rank=1, context_size=2) == [[3, -1, -1, -1], [11, 12, 13, 14]]
+
+
+def test_packed_rows_lie_one_after_another_each_cut_for_context_parallelism_by_itself() -> None:
+    bounds = torch.tensor([0, 4, 12], dtype=torch.int32)
+    assert _laid_out([3, 6], cu_seqlens_padded=bounds) == [[1, 2, 3, -1, 9, 10, 11, 12, 13, 14, -1, -1]]
+    halves = [_laid_out([3, 6], cu_seqlens_padded=bounds, context_rank=rank, context_size=2) for rank in range(2)]
+    assert halves == [[[1, -1, 9, 10, -1, -1]], [[2, 3, 11, 12, 13, 14]]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "layout", "reason"),
+    [
+        ([3], {}, "2 rows, 1 lengths and 3 bounds"),
+        ([3, 9], {}, "row 1 has 9 tokens, and room for 8"),
+        ([3, 4], {"cu_seqlens_padded": [0, 2, 6]}, "row 0 has 3 tokens, and room for 2"),
+        ([3, 4], {"cu_seqlens_padded": [0, 3, 7], "context_size": 2}, "room for 3 tokens. Expected a multiple of 4"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(lengths: list[int], layout: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        lay_out_routed_experts(SHORT, lengths, **layout)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_context_parallel_ranks_hold_each_token_once(size: int) -> None:
+    held = [context_parallel_tokens([0, 8, 24], rank, size) for rank in range(size)]
+    assert sorted(torch.cat(held).tolist()) == list(range(24))
+    assert {len(tokens) for tokens in held} == {24 // size}
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Stage(torch.nn.Module):
+    """A pipeline stage of a model of two layers, of which the first has experts."""
+
+    def __init__(self, layer: int, experts: int | None = EXPERTS) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            num_layers=2,
+            num_moe_experts=experts,
+            moe_layer_freq=[1, 0],
+            moe_router_topk=CHOSEN,
+            moe_router_fusion=False,
+            moe_router_load_balancing_type="none",
+            recompute_granularity=None,
+            pipeline_model_parallel_size=2,
+            sequence_parallel=True,
+        )
+        self.layer = torch.nn.Linear(1, 1)
+        self.layer.layer_number = layer  # type: ignore[assignment]
+
+
+def _said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (InvalidRequestError, UnsupportedOperationError) as error:
+        return str(error)
+    return "nothing"
+
+
+def _refusals(rank: int) -> dict[str, Any]:
+    known = torch.tensor([[0, 1], [2, 3], [1, 0], [-1, -1], [-1, -1]]).view(1, 5, 1, 2)
+    gap, half = known.clone(), known.clone()
+    gap[0, 1] = -1
+    half[0, 2, 0, 1] = -1
+    jagged = torch.nested.nested_tensor_from_jagged(torch.cat([known[0, :4], gap[0, :3]]), torch.tensor([0, 4, 7]))
+    bare, strict = RoutingReplay(Stage(2)), RoutingReplay(Stage(2), missing="refuse")
+    bare.install(known)
+    bare.install(None)
+    bare.remove()
+    return {
+        "on a stage without experts": _said(lambda: bare.check(known)),
+        "nothing to record": _said(lambda: _record_on(bare)),
+        "in a model without experts": _said(lambda: RoutingReplay(Stage(1, experts=None))),
+        "routers that cannot be set": _said(lambda: RoutingReplay(Stage(1))),
+        "half": _said(lambda: bare.check(half)),
+        "a gap, left to the router": _said(lambda: bare.check(gap, [4])),
+        "the last token": _said(lambda: strict.check(known, [4])),
+        "a gap": _said(lambda: strict.check(gap, [4])),
+        "a gap in jagged rows": _said(lambda: strict.check(jagged)),
+        "installed unchecked": _said(lambda: strict.install(half)),
+        "what to do": _said(lambda: RoutingReplay(Stage(2), missing="fill")),  # type: ignore[arg-type]
+    }
+
+
+def _record_on(replay: RoutingReplay) -> None:
+    with replay.recording() as recorded:
+        recorded.routed_experts(1)
+
+
+def test_routes_are_checked_once_and_missing_ones_are_refused_only_if_told(ranks: Any) -> None:
+    [said] = ranks(1, _refusals, timeout_s=150)
+    nothing = ("on a stage without experts", "a gap, left to the router", "the last token", "installed unchecked")
+    assert [said.pop(name) for name in nothing] == ["nothing"] * 4
+    for name, part in {
+        "nothing to record": "on a pipeline stage that has such layers",
+        "in a model without experts": "no mixture-of-experts layers",
+        "routers that cannot be set": "no mixture-of-experts layers whose experts can be set",
+        "half": "row 0, token 2, layer 0 names some experts and lacks others: [1, -1]",
+        "a gap": "row 0, token 1, layer 0 names no expert: [-1, -1]",
+        "a gap in jagged rows": "row 1, token 1, layer 0 names no expert",
+        "what to do": "missing is 'fill'. Expected 'router' or 'refuse'",
+    }.items():
+        assert part in said.pop(name)
+    assert not said
+
+
+def _read_wrong(rank: int) -> list[str]:
+    """What a worker says of rows that name an expert twice, when it reads them."""
+    with megatron_on_cpu({}), connect({"backend": "noop"}) as client:
+        worker = TinyMegatronWorker({"experts": EXPERTS})
+        worker.setup_data_plane(client)
+        meta = _write(client, "train", torch.ones_like(_recorded()))
+        checks = []
+        assert worker.routing_replay is not None
+        check = worker.routing_replay.check
+        worker.routing_replay.check = lambda *args: (checks.append(1), check(*args))[1]  # type: ignore[method-assign]
+        return [_said(lambda: worker.get_logprobs_presharded(meta)), str(len(checks)), str(len(worker.installed))]
+
+
+def test_rows_are_checked_when_they_are_read(ranks: Any) -> None:
+    [(said, checks, installs)] = ranks(1, _read_wrong, timeout_s=150)
+    assert "row 0, token 0, layer 0 names an expert twice: [1, 1]" in said
+    assert (checks, installs) == ("1", "0")
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -310,6 +483,7 @@ def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
         for wrong in (right[:, :, :1], right.float(), twice, beyond):
             try:
                 worker.replay.install(wrong)
+                worker.replay.check(wrong)
             except DataPlaneError as error:
                 seen["refusals"].append(str(error))
         worker.replay.install(right[:, :4])
@@ -321,6 +495,15 @@ def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
         again = worker.get_logprobs(data)
         assert again is not None
         seen["cleared"] = torch.equal(again["logprobs"], drifted["logprobs"])
+
+        worker.get_logprobs_presharded(meta)  # replays, and leaves the experts of its last forward installed
+        bare = replace(meta, fields=list(LP_SEED_FIELDS))
+        worker.get_reference_policy_logprobs_presharded(bare)
+        fields = ["prev_logprobs", "reference_policy_logprobs"]
+        td = client.get_samples(meta.sample_ids, "train", fields)
+        policy, reference = (td.get(name).values() for name in fields)
+        seen["policy"] = (policy - reference).abs().max().item()
+        seen["reference"] = torch.equal(reference, drifted["logprobs"][inside])
         worker.replay.remove()
         seen["removed"] = all(
             module.router_replay is None for module in worker.model.modules() if hasattr(module, "router_replay")
@@ -335,6 +518,8 @@ def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks: Any, 
     assert seen["replayed"] <= 1e-6
     assert seen["drifted"] > 1e-2, "another router, another model"
     assert seen["cleared"]
+    assert seen["policy"] > 1e-2
+    assert seen["reference"], "the reference policy's routers choose for themselves"
     assert seen["removed"]
     shape, dtype, twice, beyond, tokens = seen["refusals"]
     assert "Expected (rows, tokens, 2 layers, 2 experts)" in shape

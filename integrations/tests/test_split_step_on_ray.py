@@ -81,7 +81,7 @@ def test_a_failed_portion_is_told_while_another_worker_is_still_busy_with_it(
 ) -> None:
     config = {"backend": "redis_store", "options": {"namespace": "split-step"}, "op_timeout_s": 30}
     with DataPlanePolicy(RayWorkerGroup(actors), config, train_fields=FIELDS, timeout_s=120) as policy:
-        policy.prepare_step("train")
+        policy.prepare_step()
         meta: KVBatchMeta = kv_first_write(
             make_batch([2, 1, 3, 2]), sample_ids=list("abcd"), dp_client=policy.client, partition_id="train"
         )

@@ -169,7 +169,7 @@ def test_a_step_gives_the_loss_and_gradient_of_one_process(run: Any) -> None:
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     for step in range(2):
-        partition = policy.prepare_step("train", num_samples=8, group_size=2)
+        partition = policy.prepare_step(num_samples=8, group_size=2)
         meta = _generate(rollout, step, partition)
         meta = policy.write_to_dataplane(meta, {"advantages": advantages})
         meta = policy.get_logprobs_from_meta(meta)
@@ -177,7 +177,8 @@ def test_a_step_gives_the_loss_and_gradient_of_one_process(run: Any) -> None:
         result = policy.train_from_meta(meta, loss_of)
 
         read = policy.read_from_dataplane(meta, ["prev_logprobs"])
-        assert torch.allclose(read["prev_logprobs"], batch["prev_logprobs"] * batch["token_mask"], atol=1e-6)
+        expected_logprobs = torch.nn.functional.pad(batch["prev_logprobs"] * batch["token_mask"], (0, 1))
+        assert torch.allclose(read["prev_logprobs"], expected_logprobs, atol=1e-6), "as wide as the workers' forward"
         assert result["loss"].item() == pytest.approx(expected.item(), abs=1e-5)
         assert result["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5)
         assert sum(result["all_mb_metrics"]["loss"]) == pytest.approx(expected.item(), abs=1e-5)
@@ -187,7 +188,7 @@ def test_a_step_gives_the_loss_and_gradient_of_one_process(run: Any) -> None:
 
 def test_rows_are_cleared_and_the_cause_is_told_when_a_worker_raises(run: Any) -> None:
     rollout, workers, policy = run
-    partition = policy.prepare_step("failing")
+    partition = policy.prepare_step(partition_id="failing")
     meta = _generate(rollout, 9, partition)
     wait_for_all({"worker 0": workers[0].break_next.remote()}, timeout_s=30, doing="breaking")
     with pytest.raises(

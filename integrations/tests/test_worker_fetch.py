@@ -70,15 +70,22 @@ def test_the_jagged_layout_keeps_rows_jagged(worker: Any, write_rows: Write) -> 
     assert fetched["input_ids"].layout is torch.jagged
 
 
-def test_preprocess_sees_the_batch_and_its_result_is_returned(worker: Any, write_rows: Write) -> None:
-    def keep_ids(batch: BatchedDataDict) -> BatchedDataDict:
-        return BatchedDataDict({"input_ids": batch["input_ids"]})
+def test_preprocess_sees_worker_and_batch_and_its_result_is_returned(worker: Any, write_rows: Write) -> None:
+    def keep_ids(of: Any, batch: BatchedDataDict) -> BatchedDataDict:
+        return BatchedDataDict({"input_ids": batch["input_ids"], "of": [of] * batch.size})
 
-    assert list(worker._fetch(write_rows([2, 1]), preprocess=keep_ids)) == ["input_ids"]
+    fetched = worker._fetch(write_rows([2, 1]), preprocess=keep_ids)
+    assert fetched["input_ids"].tolist() == [[1, 1], [2, 0]], "padded"
+    assert fetched["of"] == [worker, worker]
 
 
-@pytest.mark.parametrize("policy", ["auto", "independent", "leader_broadcast"])
-def test_a_rank_without_siblings_reads_under_every_policy(worker: Any, write_rows: Write, policy: str) -> None:
+def test_a_broadcast_without_a_replica_group_is_refused(worker: Any, write_rows: Write) -> None:
+    with pytest.raises(InvalidRequestError, match="'leader_broadcast', and ToyWorker has no replica group"):
+        worker._fetch(write_rows([2, 1]), fetch_policy="leader_broadcast")
+
+
+@pytest.mark.parametrize("policy", ["auto", "independent"])
+def test_a_rank_without_siblings_reads_under_every_other_policy(worker: Any, write_rows: Write, policy: str) -> None:
     assert worker._fetch(write_rows([2, 1]), fetch_policy=policy).size == 2
 
 

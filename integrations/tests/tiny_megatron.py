@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_integrations.megatron import MegatronDataPlaneMixin
-from dataplane_integrations.router_replay import RoutingReplay
+from dataplane_integrations.router_replay import RoutingReplay, lay_out_routed_experts
 
 VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 16, 16, 4, 2, 16
 LEARNING_RATE = 0.1
@@ -210,7 +210,7 @@ class TinyMegatronTrainer:
         plain = make_model(layout)
         self.model = DistributedDataParallel(plain.config, DistributedDataParallelConfig(), plain)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.5)
-        self.replay = RoutingReplay(self.model) if layout.get("experts") else None
+        self.replay = self.routing_replay = RoutingReplay(self.model) if layout.get("experts") else None
         #: Per forward of a model with experts, what was installed, laid out as the model's input.
         self.installed: list[Tensor] = []
         self.counts: list[int] = []
@@ -226,6 +226,13 @@ class TinyMegatronTrainer:
 
         parts = self._run_schedule(data, micro_batch_size, lambda part: keep, forward_only=True)
         return {"logprobs": torch.cat(parts)} if parts else None  # only the last stage has any
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> dict[str, Tensor] | None:
+        """Those of the policy: its weights are the reference's before the first step."""
+        result = self.get_logprobs(data, micro_batch_size)
+        return result and {"reference_logprobs": result["logprobs"]}
 
     def train(
         self,
@@ -332,7 +339,8 @@ class TinyMegatronTrainer:
 
     def _forward(self, model: Any, part: BatchedDataDict, inputs: _Inputs) -> Tensor:
         if self.replay is not None and "routed_experts" in part:
-            self.installed.append(inputs.take(inputs.lay_out(part["routed_experts"], fill=-1)))
+            self.installed.append(inputs.experts(part))
+            assert torch.equal(self.installed[-1], inputs.take(inputs.lay_out(part["routed_experts"], fill=-1)))
             self.replay.install(self.installed[-1])
         logits: Tensor = model(
             inputs.take(inputs.ids), inputs.take(inputs.positions), None, packed_seq_params=inputs.packed_seq_params
@@ -392,6 +400,16 @@ class _Inputs:
     def take(self, laid_out: Tensor) -> Tensor:
         """What this context-parallel rank holds of it."""
         return laid_out[:, self._places[dist.get_rank(self._group)]]
+
+    def experts(self, part: BatchedDataDict) -> Tensor:
+        """The column of experts, as the library lays it out."""
+        return lay_out_routed_experts(
+            part["routed_experts"],
+            part["input_lengths"],
+            cu_seqlens_padded=None if self.packed_seq_params is None else self._bounds,
+            context_rank=dist.get_rank(self._group),
+            context_size=self._size,
+        )
 
     def logprobs(self, logits_bsv: Tensor) -> Tensor:
         """(N, S) of all rows, on every tensor- and context-parallel rank, from this rank's logits."""

@@ -134,8 +134,11 @@ class KVBatchMeta:
         merged.fields = list(dict.fromkeys([*(self.fields or []), *names]))
         return merged
 
-    def stamp_tags(self, columns: Mapping[str, Sequence[Any]]) -> None:
+    def stamp_tags(self, columns: Mapping[str, Any]) -> None:
         """Sets tags **in place**, one column of values per tag name; creates ``tags`` if None.
+
+        A column is a sequence, a tensor or an array of ``size`` values. Python values are stored: ``.tolist()`` of
+        tensors and arrays, ``.item()`` of their scalars.
 
         Metas that shared the old dicts of tags, as shards do, do not see the change.
 
@@ -150,8 +153,9 @@ class KVBatchMeta:
                 )
         rows = [{} for _ in self.sample_ids] if self.tags is None else [dict(row) for row in self.tags]
         for name, values in columns.items():
-            for row, value in zip(rows, values, strict=True):
-                row[name] = value
+            listed = values.tolist() if hasattr(values, "tolist") else values
+            for row, value in zip(rows, listed, strict=True):
+                row[name] = value.item() if hasattr(value, "item") else value
         self.tags = rows
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "INPUT_LENGTHS_FIELD",
     "INPUT_LENGTHS_TAG",
     "LP_SEED_FIELDS",
+    "MESSAGE_LOG",
     "MICRO_BATCH_INDICES",
     "MICRO_BATCH_LENGTHS",
     "MULTIMODAL_FIELDS",
@@ -107,11 +108,14 @@ MULTIMODAL_FIELDS: Final[frozenset[str]] = frozenset(
 )
 
 #: Message logs (`dataplane_core.batch.message_log`): per sample the tokens, role and content of each turn, as lists of
-#: equal length, and (N,) int64 how many of its tokens the assistant wrote.
+#: equal length, and (N,) int64 the tokens of the assistant's first turn.
 TURN_LENGTHS_FIELD: Final = "turn_lengths"
 TURN_ROLES_FIELD: Final = "turn_roles"
 TURN_CONTENTS_FIELD: Final = "turn_contents"
 RESPONSE_TOKEN_LENGTHS_FIELD: Final = "response_token_lengths"
+
+#: What `read_columns` puts the turns under if it is asked for them. Never stored.
+MESSAGE_LOG: Final = "message_log"
 
 
 def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool) -> list[str]:

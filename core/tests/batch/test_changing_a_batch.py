@@ -23,6 +23,17 @@ def test_repeated_list_items_are_deep_copies():
     assert repeated[1] == item == {"turns": ["hi"]}
 
 
+def test_repeated_items_share_their_media_if_told_and_nothing_else():
+    image = torch.ones(4)
+    item = [{"role": "user", "content": [{"pixel_values": image, "size": [2, 2]}]}]
+    batch = BatchedDataDict(log=[item], pixel_values=[image])
+    shared = batch.repeat_interleave(num_repeats=2, share_immutable_media=True)
+    for log, pixels in zip(shared["log"], shared["pixel_values"], strict=True):
+        assert log[0]["content"][0]["pixel_values"] is pixels is image
+        assert log[0]["content"][0]["size"] is not item[0]["content"][0]["size"]
+    assert batch.repeat_interleave(2)["pixel_values"][0] is not image
+
+
 def test_repeat_interleave_by_zero_leaves_no_rows_and_by_less_is_refused():
     assert BatchedDataDict(t=torch.ones(3, 2), names=["a", "b", "c"]).repeat_interleave(0).size == 0
     with pytest.raises(ValueError, match="got -1"):

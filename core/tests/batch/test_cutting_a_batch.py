@@ -60,6 +60,23 @@ def test_chunks_are_equal_and_cover_the_batch():
     assert [rows_of(batch.chunk(rank, 3)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
+def test_a_chunk_keeps_its_values_when_the_batch_changes_and_the_other_way_round():
+    jagged = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    batch = BatchedDataDict(t=torch.ones(2, 3), a=np.ones(2), j=jagged, names=["a", "b"])
+    chunk = batch.chunk(1, 2)
+    batch["t"].zero_()
+    batch["a"][:] = 0
+    batch["j"].values().zero_()
+    batch["names"][1] = "changed"
+    assert chunk["t"].sum() == 3
+    assert chunk["a"].tolist() == [1]
+    assert chunk["j"].values().tolist() == [1, 1, 1]
+    assert chunk["names"] == ["b"]
+    chunk["t"][:] = 7
+    assert batch["t"].sum() == 0
+    assert chunk["t"].untyped_storage().nbytes() == chunk["t"].nbytes  # a pickled chunk is no larger than its rows
+
+
 @pytest.mark.parametrize(
     ("rank", "chunks", "said"),
     [(3, 3, "rank 3 .* 3 chunks"), (-1, 3, "rank -1"), (0, 4, "6 rows .* 4 chunks"), (0, 0, "0 chunks")],

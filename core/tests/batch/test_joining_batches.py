@@ -42,6 +42,24 @@ def test_tensors_of_3_and_more_dims_pad_dim_1_and_keep_their_trailing_dims():
     assert torch.equal(joined[1:], wide)
 
 
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.int64, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.bool, torch.int32),
+        (torch.float32, torch.float64, torch.int64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shapes", [[(2,)] * 3, [(2, 3)] * 3, [(2, 3), (1, 5), (1, 2)]], ids=["1-D", "2-D", "padded"])
+def test_mixed_dtypes_are_promoted_as_torch_cat_does(dtypes, shapes):
+    parts = [torch.ones(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+    joined = BatchedDataDict.from_batches([{"x": part} for part in parts], pad_value_dict={"x": 1})["x"]
+    assert joined.dtype == torch.cat([part.flatten() for part in parts]).dtype
+    assert (joined == 1).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.uint16, torch.complex64], ids=str)
 def test_every_dtype_is_kept_by_padding(dtype):
     parts = [torch.tensor([[1, 2]]).to(dtype), torch.tensor([[3]]).to(dtype)]
@@ -90,8 +108,8 @@ def test_another_type_is_not_implemented_and_names_key_and_type():
 
 @pytest.mark.parametrize(
     "other",
-    [torch.ones(1, 2), torch.ones(1, 2, 4, dtype=torch.int64), torch.ones(1, 2, 5)],
-    ids=["dims", "dtype", "trailing shape"],
+    [torch.ones(1, 2), torch.ones(1, 2, 4, dtype=torch.float8_e5m2), torch.ones(1, 2, 5)],
+    ids=["dims", "dtypes that torch does not promote", "trailing shape"],
 )
 def test_columns_that_differ_in_more_than_dim_1_are_refused_by_name(other):
     with pytest.raises(ValueError, match="column 'e' differs between batches"):

@@ -59,13 +59,13 @@ def test_a_log_is_split_into_columns_of_turns():
     assert columns["turn_lengths"] == [[2, 3, 1], [2, 1, 0, 2], []]
     assert columns["turn_roles"] == [["system", "user", "assistant"], ["user", "assistant", "tool", "assistant"], []]
     assert columns["turn_contents"][1] == [[{"type": "text", "text": "look"}], "call", "", "done"]
-    assert columns["response_token_lengths"].tolist() == [1, 3, 0]
+    assert columns["response_token_lengths"].tolist() == [1, 1, 0]  # of the assistant's first turn
     assert columns["response_token_lengths"].dtype == torch.int64
 
 
 def test_which_roles_respond_can_be_said():
     columns = split_message_logs(LOGS, response_roles=["assistant", "user"])
-    assert columns["response_token_lengths"].tolist() == [4, 5, 0]
+    assert columns["response_token_lengths"].tolist() == [3, 2, 0]
 
 
 def test_a_log_comes_back_through_the_data_plane(client):
@@ -111,9 +111,39 @@ def test_object_arrays_are_taken():
     assert plain(rebuild_message_logs(columns)) == plain(LOGS)
 
 
-def test_a_turn_that_lacks_a_key_names_sample_and_turn():
-    with pytest.raises(InvalidRequestError, match="turn 1 of sample 2 lacks content, token_ids"):
-        split_message_logs([[], [], [LOGS[0][0], {"role": "user"}]])
+def test_a_turn_without_a_role_names_sample_and_turn():
+    with pytest.raises(InvalidRequestError, match="turn 1 of sample 2 lacks role"):
+        split_message_logs([[], [], [LOGS[0][0], {"content": "hi"}]])
+
+
+def test_a_turn_may_lack_content_and_tokens(client):
+    log = [
+        {"role": "assistant"},
+        {"role": "user", "content": "hi", "token_ids": None},
+        {"role": "assistant", "token_ids": torch.tensor([5, 6])},
+    ]
+    columns = split_message_logs([log])
+    assert columns["turn_lengths"] == [[0, 0, 2]]
+    assert columns["turn_contents"].tolist() == [["", "hi", ""]]
+    assert columns["response_token_lengths"].tolist() == [2], "the first response that has tokens"
+    (rebuilt,) = rebuild_message_logs({"input_ids": torch.tensor([[5, 6]]), **columns})
+    assert [turn["token_ids"].tolist() for turn in rebuilt] == [[], [], [5, 6]]
+
+
+@pytest.mark.parametrize("layout", ["padded", "jagged"])
+def test_a_read_rebuilds_the_logs_where_asked(client, layout):
+    batch = {"input_ids": INPUT_IDS, "input_lengths": torch.tensor(LENGTHS), "generation_logprobs": -INPUT_IDS.float()}
+    meta = kv_first_write(
+        {**batch, **split_message_logs(LOGS)}, sample_ids=["a", "b", "c"], dp_client=client, partition_id="train"
+    )
+    assert "message_log" not in read_columns(client, meta, layout=layout)
+    read = read_columns(client, meta, ["generation_logprobs"], layout=layout, message_logs=True)
+    assert plain(read["message_log"]) == plain(LOGS)
+    assert read["message_log"][1][3]["generation_logprobs"].tolist() == [-10, -11]
+    read["message_log"][0][0]["token_ids"][0] = 99
+    ids = read["input_ids"]
+    assert (ids.values() if layout == "jagged" else ids.flatten()).tolist().count(99) == 1, "views"
+    assert read_columns(client, meta.subset([]), message_logs=True) == {}
 
 
 def test_tokens_have_one_dim():

@@ -55,3 +55,31 @@ def test_a_batch_without_a_plan_or_with_that_of_several_batches_is_refused_at_on
     with pytest.raises(ValueError, match=r"2 chunks.*get_batch"):
         batch.make_microbatch_iterator_with_dynamic_shapes()
     assert [part.size for part in batch.get_batch(1, 2).make_microbatch_iterator_with_dynamic_shapes()] == [2]
+
+
+def test_packed_microbatches_are_the_sequences_of_a_bin_uncut():
+    batch = batch_of(5)
+    batch.micro_batch_indices, batch.micro_batch_lengths = [[[0, 2], [2, 5]]], [[7, 9]]
+    parts = list(batch.make_microbatch_iterator_for_packable_sequences())
+    assert [part["names"] for part in parts] == [["n0", "n1"], ["n2", "n3", "n4"]]
+    assert [part["ids"].shape for part in parts] == [(2, 6), (3, 6)]
+
+
+def test_the_plan_says_how_many_microbatches_come_and_how_long_the_longest_is():
+    batch = batch_of(5)
+    batch.micro_batch_indices, batch.micro_batch_lengths = [[[0, 2], [2, 4], [4, 5]]], [[7, 9, 3]]
+    assert batch.get_microbatch_iterator_dynamic_shapes_len() == 3
+    assert batch.get_microbatch_iterator_for_packable_sequences_len() == (3, 9)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "make_microbatch_iterator_for_packable_sequences",
+        "get_microbatch_iterator_dynamic_shapes_len",
+        "get_microbatch_iterator_for_packable_sequences_len",
+    ],
+)
+def test_without_a_plan_of_one_chunk_there_is_nothing_to_iterate_or_count(method):
+    with pytest.raises(ValueError, match=f"{method}: the batch has no plan"):
+        getattr(batch_of(2), method)()

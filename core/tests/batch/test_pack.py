@@ -124,6 +124,12 @@ def test_only_declared_fields_are_packed():
     assert packed["array"] == [1, "x", None, 2.0]
 
 
+def test_without_lengths_every_column_stays_as_it_is():
+    packed = pack_jagged_fields({"tokens": torch.ones(4, 5)}, lengths=None, token_aligned_fields=["tokens"])
+    assert packed.batch_size == (4,)
+    assert packed["tokens"].shape == (4, 5)
+
+
 def test_a_tensordict_is_taken_as_well():
     fields = TensorDict({"tokens": torch.ones(4, 5), "texts": ["a", "b", "c", "d"]}, batch_size=[4])
     packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields={"tokens", "texts"})

@@ -72,20 +72,24 @@ def test_each_chunk_is_packed_by_itself_and_get_batch_finds_it():
         assert len(counts) == 1
 
 
-def test_largest_first_orders_bins_by_falling_tokens():
+def test_largest_first_sorts_the_bins_of_a_shard_and_moves_no_row_to_another_shard():
     lengths = [1, 9, 2, 8, 3, 7, 4, 6]
     shards, came_from = shard(lengths, 2, max_tokens_per_microbatch=9, microbatch_order="largest_first")
-    tokens = [part.micro_batch_lengths[0] for part in shards]
-    assert all(lengths == sorted(lengths, reverse=True) for lengths in tokens)
-    # dealt in that order, so that bins of like size run side by side
-    assert [shard_tokens[0] for shard_tokens in tokens] == sorted(
-        (each for part in tokens for each in part), reverse=True
-    )[:2]
     in_packer_order, _ = shard(lengths, 2, max_tokens_per_microbatch=9, microbatch_order="packer")
-    assert [part.micro_batch_lengths for part in in_packer_order] != [[each] for each in tokens]
+    for part, other in zip(shards, in_packer_order, strict=True):
+        assert part.micro_batch_lengths[0] == sorted(other.micro_batch_lengths[0], reverse=True)
+        assert sorted(part["names"]) == sorted(other["names"])
+        assert sorted(bins_of(part)[0]) == sorted(bins_of(other)[0])
+    assert [part.micro_batch_lengths for part in in_packer_order] != [part.micro_batch_lengths for part in shards]
     joined = BatchedDataDict.from_batches(shards)
     joined.reorder_data(came_from)
     assert joined["input_lengths"].tolist() == lengths
+
+
+def test_the_algorithm_may_be_named_in_any_case_and_no_order_is_the_packers():
+    plain, _ = shard([3, 1, 4, 1, 5], 2, algorithm="first_fit_decreasing")
+    named, _ = shard([3, 1, 4, 1, 5], 2, algorithm="FIRST_FIT_DECREASING", microbatch_order=None)
+    assert [part["names"] for part in named] == [part["names"] for part in plain]
 
 
 def test_a_row_over_the_limit_is_refused_with_both_numbers():

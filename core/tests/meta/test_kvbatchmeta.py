@@ -2,7 +2,9 @@
 
 import pickle
 
+import numpy as np
 import pytest
+import torch
 
 from dataplane_core import KVBatchMeta
 
@@ -79,6 +81,24 @@ def test_stamp_tags_works_in_place_all_columns_or_none():
     with pytest.raises(ValueError, match="tag 'w' must align 1:1"):
         stamped.stamp_tags({"v": [0, 0, 0], "w": [1]})
     assert stamped.tags == [{"v": 7}, {"v": 8}, {"v": 9}]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([0.5, 1.0, 2.0]),
+        torch.tensor([0.5, 1.0, 2.0], dtype=torch.bfloat16),
+        np.array([0.5, 1.0, 2.0], dtype=np.float32),
+        [np.float32(0.5), torch.tensor(1.0), 2.0],
+    ],
+    ids=["tensor", "bfloat16", "array", "scalars of both"],
+)
+def test_stamped_tensors_and_arrays_become_python_values(values):
+    stamped = meta(tags=None)
+    stamped.stamp_tags({"std": values, "kept": torch.tensor([True, False, True])})
+    assert [tag["std"] for tag in stamped.tags] == [0.5, 1.0, 2.0]
+    assert [tag["kept"] for tag in stamped.tags] == [True, False, True]
+    assert {type(value) for tag in stamped.tags for value in tag.values()} == {float, bool}
 
 
 def test_slice_follows_pythons_rules_and_pickling_keeps_all():

@@ -1,10 +1,13 @@
 """The metrics middleware: one event per operation, totals, bytes that live."""
 
+import logging
+
 import pytest
 import torch
 from tensordict import TensorDict
 
 from dataplane_core import connect
+from dataplane_core.errors import ConfigError
 from dataplane_core.middleware import Metrics
 
 
@@ -65,6 +68,31 @@ def test_live_bytes_follow_puts_overwrites_and_clears_and_the_peak_stays(client,
     assert live() == {"live_bytes": 0, "peak_bytes": 40}
 
 
+def test_totals_are_over_all_partitions(client, metrics):
+    client.register_partition("q", ["x"], None, ["t"])
+    client.put_samples(["a", "b"], "p", columns())
+    client.put_samples(["a"], "q", {"r": torch.zeros(1, 10)})
+    client.get_samples(["a"], "q", ["r"])
+    client.put_samples(["b"], "p", None, tags=[{"reward": 1.0}])  # no bytes
+    client.clear_samples(["a"], "p")
+    totals = metrics.snapshot()
+    del totals["operations"], totals["partitions"]
+    assert totals == {
+        "total_ops": 7,
+        "total_keys": 2 + 1 + 1 + 1 + 1,
+        "total_bytes": 32 + 40 + 40,
+        "bytes_outstanding": 16 + 40,
+        "peak_bytes_outstanding": 32 + 40,
+        "n_keys_outstanding": 2,
+        "max_bytes_per_key_seen": 40,
+        "last_put_bytes_per_key": 40,
+    }
+    client.register_partition("q", ["x"], None, ["t"])
+    client.clear_samples(None, "p")
+    assert metrics.snapshot()["bytes_outstanding"] == 0
+    assert metrics.snapshot()["n_keys_outstanding"] == 0
+
+
 def test_ragged_and_object_columns_are_counted(client, events):
     ragged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(5)], layout=torch.jagged)
     client.put_samples(["a", "b"], "p", {"r": ragged})
@@ -76,3 +104,22 @@ def test_it_can_be_named_in_a_config():
         client.register_partition("p", ["x"], None, ["t"])
         (metrics,) = client.middleware
         assert metrics.snapshot()["operations"]["register_partition"]["calls"] == 1
+
+
+@pytest.mark.parametrize("separator", [":", "."])
+def test_a_config_can_name_the_function_that_gets_the_events(caplog, separator):
+    options = {"on_event": f"dataplane_core.middleware{separator}log_event"}
+    caplog.set_level(logging.INFO, logger="dataplane_core")
+    with connect({"backend": "noop", "middleware": [{"metrics": options}]}) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+    assert "op='register_partition'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("dataplane_core.nothing:f", "was not found"), ("dataplane_core.middleware", "is a module")]
+)
+def test_a_function_that_is_not_there_is_refused_before_anything_starts(name, said):
+    with pytest.raises(ConfigError, match=said):
+        connect({"backend": "noop", "middleware": [{"metrics": {"on_event": name}}]})
+    with pytest.raises(ValueError, match=said):
+        Metrics(on_event=name)

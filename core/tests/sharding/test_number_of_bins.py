@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.sharding import PACKERS, concatenative
+from dataplane_core.sharding import PACKERS, concatenative, get_packer, packing_metrics
 
 
 def raised(bins, target):
@@ -44,3 +44,18 @@ def test_too_few_sequences_are_refused_with_the_numbers():
         concatenative([1, 1, 1], 10, bin_count_multiple=4)
     with pytest.raises(ValueError, match=r"0 sequences are too few for 1 bins"):
         concatenative([], 10, min_bin_count=1)
+
+
+@pytest.mark.parametrize("name", ["modified_first_fit_decreasing", "MODIFIED_FIRST_FIT_DECREASING"])
+def test_a_packer_by_name_packs_as_its_function(name):
+    packer = get_packer(name, 10, collect_metrics=True, min_bin_count=3, bin_count_multiple=2)
+    lengths = [9, 4, 4, 2, 7, 3]
+    bins = packer.pack(lengths)
+    assert bins == PACKERS[name.lower()](lengths, 10, min_bin_count=3, bin_count_multiple=2)
+    assert packer.metrics == [packing_metrics(bins, lengths, 10)]
+    assert get_packer(name, 10).metrics is None
+
+
+def test_a_packer_that_does_not_exist_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"no algorithm 'best_fit'\. Expected one of concatenative"):
+        get_packer("best_fit", 10)

@@ -166,11 +166,12 @@ def test_the_width_is_the_common_forward_length():
     assert shards[0].extra_info["micro_batch_lengths"] == [[16]]
 
 
-def test_largest_first_orders_bins_before_they_are_dealt():
+def test_largest_first_orders_the_bins_of_a_rank_after_they_are_dealt():
     packing = PACKED | {"algorithm": "concatenative", "microbatch_order": "largest_first"}
     shards, _ = shard_meta_for_dp(meta_of([8, 64, 64, 40, 40, 64]), dp_world=2, sequence_packing_args=packing)
-    assert [shard.extra_info["micro_batch_lengths"] for shard in shards] == [[[64, 64, 40]], [[64, 40, 8]]]
-    assert [shard.sample_ids for shard in shards] == [["s1", "s5", "s4"], ["s2", "s3", "s0"]]
+    # The bins in order, which are dealt out in turn: 8, 64, 64, 40, 40, 64.
+    assert [shard.extra_info["micro_batch_lengths"] for shard in shards] == [[[64, 40, 8]], [[64, 64, 40]]]
+    assert [shard.sample_ids for shard in shards] == [["s2", "s4", "s0"], ["s1", "s5", "s3"]]
 
 
 def test_shards_inherit_extra_info_and_what_they_change_stays_theirs():

@@ -65,6 +65,9 @@ class Batching:
         dynamic: Dynamic batching, or None.
         packing: Sequence packing, or None.
         pad_multiple: The common padded length is a multiple of this many tokens, and of `length_round`.
+        global_batch_size: Rows of each optimizer step over all ranks, in training calls that do not say; None: one step
+            for all rows.
+        micro_batch_size: Rows per microbatch in training calls that do not say, where no plan is made.
 
     Raises:
         ConfigError: Dynamic batching and sequence packing together.
@@ -73,6 +76,8 @@ class Batching:
     dynamic: DynamicBatching | None = None
     packing: SequencePacking | None = None
     pad_multiple: int = 1
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.dynamic is not None and self.packing is not None:
@@ -88,8 +93,8 @@ class Batching:
 
         Args:
             cfg: ``dynamic_batching`` and ``sequence_packing``, each with ``enabled`` and the attributes of
-                `DynamicBatching` and `SequencePacking`, and ``make_sequence_length_divisible_by``. All are
-                optional; other keys are ignored.
+                `DynamicBatching` and `SequencePacking`; ``make_sequence_length_divisible_by``;
+                ``train_global_batch_size`` and ``train_micro_batch_size``. All are optional; other keys are ignored.
 
         Raises:
             ConfigError: Both are enabled, or a key that one of them needs is missing.
@@ -115,6 +120,8 @@ class Batching:
                 microbatch_order=str(packing.get("microbatch_order") or "packer"),
             ),
             pad_multiple=multiple,
+            global_batch_size=_optional(cfg, "train_global_batch_size"),
+            micro_batch_size=_optional(cfg, "train_micro_batch_size"),
         )
 
     @property

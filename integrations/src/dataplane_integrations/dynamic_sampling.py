@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, preview
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import TagFilter, check_tag_filter, matches
 from dataplane_integrations.errors import SamplingExhaustedError
+from dataplane_integrations.rollout import RolloutReceipt
 
 __all__ = ["DynamicSampling", "GroupRule", "SamplingCounts", "all_match", "tag_varies"]
 
@@ -103,6 +105,8 @@ class DynamicSampling:
         keep: The rule.
         max_generations: The limit of generations.
         allow_fewer: At the limit, return the groups that are held (`exhausted` is then True) instead of raising.
+        carry: The carries of the held rows, joined, in the order of their meta; wide columns are padded with zeros.
+            `take` leaves it here.
 
     Raises:
         InvalidRequestError: A number below 1.
@@ -115,6 +119,7 @@ class DynamicSampling:
     max_generations: int = 10
     allow_fewer: bool = False
     counts: SamplingCounts = field(default_factory=SamplingCounts, init=False)
+    carry: BatchedDataDict = field(default_factory=BatchedDataDict, init=False)
     _held: KVBatchMeta | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -139,12 +144,13 @@ class DynamicSampling:
         """Whether the generations are used up before the step is complete."""
         return not self.complete and self.counts.generations >= self.max_generations
 
-    def collect(self, generate: Callable[[int], KVBatchMeta]) -> KVBatchMeta:
+    def collect(self, generate: Callable[[int], KVBatchMeta | RolloutReceipt]) -> KVBatchMeta:
         """Generates until the step is complete, or the limit is reached.
 
         Args:
             generate: Called with the number of the generation, from 0. Returns its rows, with the tags that ``keep``
-                reads: whole groups, with ids that no earlier generation used.
+                reads: whole groups, with ids that no earlier generation used. With a receipt, the kept rows of its
+                carry are in `carry`.
 
         Returns:
             The rows of the wanted groups, in the order of generation; the rows of a group are adjacent. With
@@ -157,12 +163,13 @@ class DynamicSampling:
         pending: list[KVBatchMeta] = []
         try:
             while not self.complete and not self.exhausted:
-                pending = [generate(self.counts.generations)]
-                self.add(pending[0])
+                made = generate(self.counts.generations)
+                pending = [made.meta if isinstance(made, RolloutReceipt) else made]
+                self.add(made)
                 pending = []
             return self.take()
         except BaseException as error:
-            held, self._held = self._held, None
+            held, self._held, self.carry = self._held, None, BatchedDataDict()
             self.counts.held = 0
             for meta in [*([] if held is None else [held]), *pending]:
                 try:
@@ -171,19 +178,21 @@ class DynamicSampling:
                     error.add_note(f"{meta.size} rows could not be cleared: {type(broken).__name__}: {broken}")
             raise
 
-    def add(self, meta: KVBatchMeta) -> bool:
+    def add(self, made: KVBatchMeta | RolloutReceipt) -> bool:
         """Adds one generation. Clears the groups that the rule refuses, and those beyond the wanted number.
 
         Args:
-            meta: Whole groups, with the tags that ``keep`` reads.
+            made: Whole groups, with the tags that ``keep`` reads; or their receipt, with a carry.
 
         Returns:
             Whether the step is complete.
 
         Raises:
-            InvalidRequestError: Missing tags, an incomplete group, an id that is already held, another partition, or no
-                generation left. Nothing has been cleared.
+            InvalidRequestError: Missing tags, an incomplete group, an id that is already held, another partition, no
+                generation left, or a carry that does not fit the rows or the earlier carries. Nothing has been cleared.
         """
+        receipt = made if isinstance(made, RolloutReceipt) else RolloutReceipt(meta=made)
+        meta = receipt.meta
         self._check(meta)
         groups = self._groups(meta)
         tags = meta.tags or []
@@ -195,6 +204,7 @@ class DynamicSampling:
 
         part = meta.subset(stay)
         joined = part if self._held is None else self._held.concat(part)
+        self.carry = self._joined_carry(receipt, stay)
         self._held = joined if joined.size else None
         self.counts.generations += 1
         self.counts.generated += len(groups)
@@ -230,12 +240,31 @@ class DynamicSampling:
         held, self._held = self._held, None
         if held is not None:
             self.counts.held = 0
+            self.carry = BatchedDataDict()
             self._clear(held)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _clear(self, meta: KVBatchMeta) -> None:
         self.client.clear_samples(meta.sample_ids, meta.partition_id)
+
+    def _joined_carry(self, receipt: RolloutReceipt, stay: Sequence[int]) -> BatchedDataDict:
+        new = BatchedDataDict(receipt.carry)
+        if new and new.size != receipt.meta.size:
+            raise InvalidRequestError(
+                f"dynamic sampling refused: the carry has {new.size} rows. Expected {receipt.meta.size}, as the meta."
+            )
+        if not stay:
+            return self.carry
+        kept = new.select_indices(stay) if new else new
+        if self._held is None:
+            return kept
+        if set(kept) != set(self.carry):
+            raise InvalidRequestError(
+                f"dynamic sampling refused: the carry has the columns {', '.join(kept) or 'none'}. Expected those of "
+                f"the earlier generations: {', '.join(self.carry) or 'none'}."
+            )
+        return BatchedDataDict.from_batches([self.carry, kept]) if kept else kept
 
     def _check(self, meta: KVBatchMeta) -> None:
         where = f"dynamic sampling refused generation {self.counts.generations} of '{meta.partition_id}'"

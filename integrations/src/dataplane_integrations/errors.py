@@ -14,6 +14,7 @@ __all__ = [
     "ReplayTimeoutError",
     "ReplicaLeaderError",
     "ReservationLostError",
+    "RolloutAbortedError",
     "SamplingExhaustedError",
     "WorkerFailedError",
     "WorkerTimeoutError",
@@ -82,6 +83,10 @@ class ReservationLostError(DataPlaneError, RuntimeError):
     def __init__(self, message: str, *, groups: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
         self.groups = tuple(groups)
+
+
+class RolloutAbortedError(DataPlaneError, RuntimeError):
+    """A rollout was ended because its groups would not be trained on any more. Raised by a rollout; no failure."""
 
 
 class CollectorFailedError(DataPlaneError, RuntimeError):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,14 @@ import torch.distributed as dist
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.schema import PAD_TO_MULTIPLE, padded_length
+from dataplane_core.schema import PAD_TO_MULTIPLE, ROUTED_EXPERTS_FIELD, padded_length
 from dataplane_integrations.attach import DataPlaneSource
 from dataplane_integrations.batching import Stage
 from dataplane_integrations.broadcast import broadcast_from_leader, group_device
 from dataplane_integrations.worker import DataPlaneWorkerMixin
+
+if TYPE_CHECKING:
+    from dataplane_integrations.router_replay import RoutingReplay
 
 __all__ = [
     "MegatronDataPlaneMixin",
@@ -33,6 +36,7 @@ __all__ = [
     "megatron_data_parallel_group",
     "megatron_pad_multiple",
     "megatron_replica_group",
+    "model_config",
 ]
 
 #: Megatron's model-parallel group and the group made here for it. If Megatron has another group now, it was initialized
@@ -112,7 +116,13 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
     With pipeline parallelism only the last stage has results. They are broadcast to the other stages, since the leader,
     on the first stage, writes them. On the other stages the return values of ``train``, ``get_logprobs`` and the like
     are ignored, and may be None.
+
+    Attributes:
+        routing_replay: The trainer's `RoutingReplay`, if it replays routes. Then ``routed_experts`` are checked once
+            when they are read, and each call of the driver begins with routers that choose for themselves.
     """
+
+    routing_replay: RoutingReplay | None = None
 
     def setup_data_plane(self, cfg: DataPlaneSource) -> None:
         """Attaches. If Megatron is initialized, also makes the replica group; it is then collective over all ranks."""
@@ -129,6 +139,12 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
     def _get_data_parallel_group(self) -> dist.ProcessGroup | None:
         return megatron_data_parallel_group()
 
+    def _read(self, meta: KVBatchMeta, layout: Literal["padded", "jagged"], dp_aligned: bool) -> BatchedDataDict:
+        batch = super()._read(meta, layout, dp_aligned)
+        if self.routing_replay is not None and ROUTED_EXPERTS_FIELD in batch:
+            self.routing_replay.check(batch[ROUTED_EXPERTS_FIELD], meta.sequence_lengths)
+        return batch
+
     # --- lengths ------------------------------------------------------------------------------------------------------
 
     def _sequence_parallel(self) -> bool:
@@ -137,11 +153,7 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
         ``model`` is a Megatron module, or the list of its chunks. Without a model: True, since more padding than needed
         does no harm.
         """
-        model = getattr(self, "model", None)
-        first = model[0] if isinstance(model, Sequence) and model else model
-        while first is not None and not hasattr(first, "config"):
-            first = getattr(first, "module", None)  # wrappers such as Float16Module
-        return bool(getattr(getattr(first, "config", None), "sequence_parallel", True))
+        return bool(getattr(model_config(getattr(self, "model", None)), "sequence_parallel", True))
 
     def _pad_multiple(self) -> int:
         """The number of tokens that this worker's sequence length must be a multiple of."""
@@ -177,6 +189,8 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
 
     def _run(self, compute: Callable[[], Any]) -> Any:
         """Calls ``compute`` and returns its result of the last pipeline stage. Collective over the pipeline."""
+        if self.routing_replay is not None:
+            self.routing_replay.clear()  # else a forward without routes, as of the reference policy, would use the last
         group = _parallel_state().get_pipeline_model_parallel_group()
         last = dist.get_world_size(group) - 1
         if last == 0:
@@ -190,6 +204,14 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
             return BatchedDataDict({"result": [dict(result) if isinstance(result, Mapping) else result]})
 
         return broadcast_from_leader(result_as_batch, group=group, leader=last)["result"][0]
+
+
+def model_config(model: Any) -> Any:
+    """The config of a Megatron module, wrapped or not, or of the first of its chunks; None if it has none."""
+    first = model[0] if isinstance(model, Sequence) and model else model
+    while first is not None and not hasattr(first, "config"):
+        first = getattr(first, "module", None)  # wrappers such as Float16Module
+    return getattr(first, "config", None)
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------

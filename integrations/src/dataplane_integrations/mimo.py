@@ -65,35 +65,43 @@ ModuleGrids: TypeAlias = Mapping[str, ModuleGrid]
 # --- this rank's place ------------------------------------------------------------------------------------------------
 
 
-def get_megatron_mimo_dp_info(cfg: Any, grids: ModuleGrids) -> tuple[int, int, bool, str]:
+def get_megatron_mimo_dp_info(
+    cfg: Any, grids: ModuleGrids, module_name: str | None = None, *, every_language_stage: bool = False
+) -> tuple[int, int, bool, str]:
     """What this rank works on, as arguments of `slice_batch_for_megatron_mimo`.
 
     Args:
         cfg: The trainer's parallelism config. Not used: the grids have all the information.
         grids: Module name -> grid.
+        module_name: Ask for this module, where modules share ranks. None: for the rank's module.
+        every_language_stage: Whether the inner pipeline stages of the language model need data too. Models whose
+            decoder blocks take ``position_ids``, as with M-RoPE, need this.
 
     Returns:
         Data-parallel rank and size within this rank's module, whether the rank needs data, and the module's name.
-        Outside every grid ``(0, 1, False, "language")``. If several modules share the rank, the values of the first
+        Outside every grid ``(0, 1, False, "language")``, and outside the grid of ``module_name``
+        ``(0, 1, False, module_name)``. If several modules share the rank, and none is named, the values of the first
         module, in the order of ``grids``, that needs data here; see `get_megatron_mimo_shared_dp_info` for all.
 
     Raises:
         ConfigError: The groups ``dp`` and ``pp`` of a grid were not created.
     """
-    held = _modules_of_rank(grids)
-    loaders = [name for name in held if _needs_data_for_module(held[name], name)]
+    held = {name: grid for name, grid in _modules_of_rank(grids).items() if module_name in (None, name)}
+    loaders = [name for name in held if _needs_data_for_module(held[name], name, every_language_stage)]
     name = next(iter([*loaders, *held]), None)
     if name is None:
-        return 0, 1, False, LANGUAGE_MODULE
+        return 0, 1, False, module_name or LANGUAGE_MODULE
     return *_coordinate(held[name], name, "dp"), bool(loaders), name
 
 
-def get_megatron_mimo_sampling_info(cfg: Any, grids: ModuleGrids) -> tuple[int, int, bool]:
+def get_megatron_mimo_sampling_info(
+    cfg: Any, grids: ModuleGrids, *, every_language_stage: bool = False
+) -> tuple[int, int, bool]:
     """The values for the sampler: ``(0, 1, needs_data)``, since all loading ranks see the same global micro-batch.
 
     Arguments and errors are those of `get_megatron_mimo_dp_info`.
     """
-    return 0, 1, get_megatron_mimo_dp_info(cfg, grids)[2]
+    return 0, 1, get_megatron_mimo_dp_info(cfg, grids, every_language_stage=every_language_stage)[2]
 
 
 def get_megatron_mimo_shared_dp_info(grids: ModuleGrids) -> dict[str, tuple[int, int]]:
@@ -116,11 +124,11 @@ def _find_rank_module(grids: ModuleGrids) -> tuple[ModuleGrid, str] | tuple[None
     return next(((grid, name) for name, grid in _modules_of_rank(grids).items()), (None, None))
 
 
-def _needs_data_for_module(grid: ModuleGrid, module_name: str) -> bool:
+def _needs_data_for_module(grid: ModuleGrid, module_name: str, every_language_stage: bool = False) -> bool:
     """Whether this rank loads data for a module. False if it is not in the grid.
 
-    The language model needs data on its first pipeline stage (token ids) and its last (labels), an encoder on its
-    first.
+    The language model needs data on its first pipeline stage (token ids) and its last (labels), or on every stage; an
+    encoder on its first.
 
     Raises:
         ConfigError: The grid's group ``pp`` was not created.
@@ -128,7 +136,7 @@ def _needs_data_for_module(grid: ModuleGrid, module_name: str) -> bool:
     if not _holds_rank(grid):
         return False
     stage, stages = _coordinate(grid, module_name, "pp")
-    return stage == 0 or (module_name == LANGUAGE_MODULE and stage == stages - 1)
+    return stage == 0 or (module_name == LANGUAGE_MODULE and (every_language_stage or stage == stages - 1))
 
 
 def _modules_of_rank(grids: ModuleGrids) -> dict[str, ModuleGrid]:
@@ -168,7 +176,7 @@ class _Share:
         """Start and end of this part of ``count`` items."""
         if count % self.size:
             raise InvalidRequestError(
-                f"slice_batch_for_megatron_mimo refused: '{key}' has {count} {what}, which are not a multiple of the "
+                f"slice_batch_for_megatron_mimo refused: '{key}' has {count} {what}, which is not divisible by the "
                 f"module's {self.size} data-parallel ranks. Choose a micro-batch that all modules can divide."
             )
         part = count // self.size
@@ -182,9 +190,11 @@ def slice_batch_for_megatron_mimo(
 
     - Tensors, dense or jagged, and object arrays are cut along dim 0. ``position_ids`` of shape (3, N, S), as for
       M-RoPE, are cut along dim 1.
+    - Lists are cut in the same way if their length can be divided. Other lists are not changed.
     - Nested dicts are cut in the same way. A dict with ``hidden_states`` (T, ...), the patches of all images end to
-      end, and ``grid_thw`` (n, 3) is cut by whole images. Its other tensors must have a row per image or per patch.
-    - Other values (scalars, strings, lists, None, tensors without dims) are not changed.
+      end, and ``grid_thw`` (n, 3) is cut by whole images. Its other tensors are cut if they have a row per image or
+      per patch; all its other values are not changed.
+    - Other values (scalars, strings, None, tensors without dims) are not changed.
 
     Args:
         batch: The global micro-batch. Not changed.
@@ -270,6 +280,9 @@ def _slice_value(path: str, key: str, value: Any, share: _Share) -> Any:
         if key == _POSITION_IDS and value.dim() == 3 and value.shape[0] == 3:
             start, end = share.bounds(path, value.shape[1], "rows on dim 1")
             return value[:, start:end]
+    elif isinstance(value, list):
+        if len(value) % share.size:  # not a value per row
+            return value
     elif not (isinstance(value, np.ndarray) and value.ndim):
         return value
     column = BatchedDataDict({key: value})  # knows how to cut each kind of column
@@ -296,9 +309,11 @@ def _slice_images(inputs: Mapping[str, Any], share: _Share, path: str) -> dict[s
             cut[key] = value[start:end]
         elif len(value) == total:
             cut[key] = value[first:last]
+        elif key != _PATCHES:
+            cut[key] = value
         else:
             raise InvalidRequestError(
-                f"slice_batch_for_megatron_mimo refused: '{path}{key}' has {len(value)} rows. Expected "
-                f"{'' if key == _PATCHES else f'{images}, one per image, or '}{total}, one per patch of '{_GRIDS}'."
+                f"slice_batch_for_megatron_mimo refused: '{path}{key}' has {len(value)} rows. Expected {total}, one "
+                f"per patch of '{_GRIDS}'."
             )
     return cut

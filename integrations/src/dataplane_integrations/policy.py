@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from dataplane_core.batch import BatchedDataDict, read_columns, write_columns
 from dataplane_core.client import DataPlaneClient
@@ -34,10 +34,17 @@ from dataplane_integrations.groups import WorkerGroup
 from dataplane_integrations.results import FlopsTracker, aggregate_training_results, theoretical_tflops
 from dataplane_integrations.worker import DataPlaneWorkerMixin
 
-__all__ = ["DataPlanePolicy"]
+__all__ = ["DataPlanePolicy", "Timer"]
 
 #: Seconds to wait for the workers after a failure: some hang in a collective with the failed ones and do not answer.
 _PATIENCE_AFTER_FAILURE_S: Final = 2.0
+
+
+class Timer(Protocol):
+    """Measures the phases of a call: ``shard_meta`` (planning) and ``workers`` (from their call to their results)."""
+
+    def time(self, label: str) -> contextlib.AbstractContextManager[Any]:
+        """Measures a block. ``label`` is the call and the phase, such as ``get_logprobs/workers``."""
 
 
 class DataPlanePolicy:
@@ -51,7 +58,9 @@ class DataPlanePolicy:
         batching: How rows become microbatches. The plan is made here, so all ranks get the same number.
         train_fields: The fields that workers read in `train_from_meta`.
         logprob_fields: The fields that workers read in the logprob calls.
-        router_replay: Workers also read ``routed_experts`` in both; rows without it are refused.
+        router_replay: Workers also read ``routed_experts`` in both; rows without it are refused. The reference policy
+            does not: its routers choose for themselves.
+        reference_router_replay: The reference policy reads ``routed_experts`` too.
         timeout_s: For one call on all workers, in seconds.
         flops_tracker: Gets the lengths of every shard that is trained on.
         read_ahead: So many portions of `train_microbatches_from_metas` each worker reads from the store while it trains
@@ -72,6 +81,7 @@ class DataPlanePolicy:
         train_fields: Sequence[str] = DP_TRAIN_FIELDS,
         logprob_fields: Sequence[str] = LP_SEED_FIELDS,
         router_replay: bool = False,
+        reference_router_replay: bool = False,
         timeout_s: float = 600.0,
         flops_tracker: FlopsTracker | None = None,
         read_ahead: int = 0,
@@ -80,8 +90,10 @@ class DataPlanePolicy:
         self._workers = workers
         self._dp_world = max(workers.dp_ranks) + 1
         self._batching = batching or Batching()
+        self._router_replay = router_replay
         self._train_fields = fields_with_optional_routed_experts(train_fields, enabled=router_replay)
         self._logprob_fields = fields_with_optional_routed_experts(logprob_fields, enabled=router_replay)
+        self._reference_fields = fields_with_optional_routed_experts(logprob_fields, enabled=reference_router_replay)
         self._timeout_s = timeout_s
         self._flops_tracker = flops_tracker
         self._step_partition: str | None = None
@@ -128,21 +140,21 @@ class DataPlanePolicy:
 
     def prepare_step(
         self,
-        partition_id: str = "train",
-        *,
         num_samples: int | None = None,
-        fields: Sequence[str] | None = None,
-        consumer_tasks: Sequence[str] = ("train",),
         group_size: int | None = None,
+        *,
+        partition_id: str = "train",
+        fields: Sequence[str] | None = None,
+        consumer_tasks: Sequence[str] = ("prev_lp", "ref_lp", "train"),
     ) -> str:
         """Registers the step's partition. Rows of an earlier step under that name are dropped.
 
         Args:
-            partition_id: Its name.
             num_samples: Number of rows that will be written, if claims need to know the end.
-            fields: Fields that producers are expected to write; None: those of training. They may write more.
-            consumer_tasks: The tasks that will claim.
             group_size: Claims hand out whole groups of this many rows.
+            partition_id: Its name.
+            fields: Fields that producers are expected to write; None: those of training. They may write more.
+            consumer_tasks: The tasks that may claim. The calls on the workers claim nothing.
 
         Returns:
             ``partition_id``.
@@ -154,26 +166,29 @@ class DataPlanePolicy:
 
     def prepare_val_partition(
         self,
-        partition_id: str = "validation",
-        *,
         num_samples: int | None = None,
+        *,
+        partition_id: str = "val",
         fields: Sequence[str] | None = None,
-        consumer_tasks: Sequence[str] = ("validation",),
+        consumer_tasks: Sequence[str] | None = None,
     ) -> str:
-        """Registers a partition for validation, besides the step's. `discard_samples` or a new call empties it."""
+        """Registers a partition for validation, besides the step's. `discard_samples` or a new call empties it.
+
+        The arguments are those of `prepare_step`. By default, the only task is named as the partition.
+        """
         names = self._logprob_fields if fields is None else list(fields)
-        self._client.register_partition(partition_id, names, num_samples, consumer_tasks)
+        self._client.register_partition(partition_id, names, num_samples, consumer_tasks or [partition_id])
         return partition_id
 
-    def discard_samples(self, samples: KVBatchMeta | Sequence[str] | None, partition_id: str | None = None) -> None:
+    def discard_samples(self, sample_ids: KVBatchMeta | Sequence[str] | None, partition_id: str | None = None) -> None:
         """Clears rows. Ignores rows that do not exist.
 
         Args:
-            samples: A meta; or ids; or None for the whole partition.
+            sample_ids: The ids; or a meta; or None for the whole partition.
             partition_id: Their partition; None: the meta's, else the step's.
         """
-        if isinstance(samples, KVBatchMeta):
-            self._client.clear_samples(samples.sample_ids, partition_id or samples.partition_id)
+        if isinstance(sample_ids, KVBatchMeta):
+            self._client.clear_samples(sample_ids.sample_ids, partition_id or sample_ids.partition_id)
             return
         partition = partition_id or self._step_partition
         if partition is None:
@@ -181,7 +196,7 @@ class DataPlanePolicy:
                 "discard_samples refused: ids without a partition, and no step is open. Expected partition_id=..., a "
                 "meta, or prepare_step() first."
             )
-        self._client.clear_samples(None if samples is None else list(samples), partition)
+        self._client.clear_samples(None if sample_ids is None else list(sample_ids), partition)
 
     def finish_step(self, meta: KVBatchMeta | None = None) -> None:
         """Clears the rows of ``meta``; without a meta, everything in the step's partition."""
@@ -194,15 +209,19 @@ class DataPlanePolicy:
         select_fields: Sequence[str] | None = None,
         *,
         pad_value_dict: Mapping[str, int | float] | None = None,
+        message_logs: bool = False,
     ) -> BatchedDataDict:
-        """Reads columns into the driver, padded to the longest row. Meant for small columns, such as rewards.
+        """Reads columns into the driver, padded to the common length of the workers. Meant for small columns.
 
         Args:
-            meta: The rows.
+            meta: The rows. If it has lengths, the common length is written into its ``extra_info``.
             select_fields: The columns; None: those that the meta names.
             pad_value_dict: Pad values by field; default 0.
+            message_logs: Also return the conversations, as `read_columns` does.
         """
-        return read_columns(self._client, meta, select_fields, pad_value_dict=pad_value_dict, pad_to_seqlen=0)
+        if meta.sequence_lengths:
+            self._stamp_common_length(meta)
+        return read_columns(self._client, meta, select_fields, pad_value_dict=pad_value_dict, message_logs=message_logs)
 
     def write_to_dataplane(
         self, meta: KVBatchMeta, fields: Mapping[str, Any], *, token_aligned_fields: Collection[str] | None = None
@@ -222,12 +241,15 @@ class DataPlanePolicy:
 
     # --- calls on the workers -----------------------------------------------------------------------------------------
 
-    def get_logprobs_from_meta(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> KVBatchMeta:
+    def get_logprobs_from_meta(
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> KVBatchMeta:
         """The workers compute the logprobs and write the column ``prev_logprobs``.
 
         Args:
             meta: The rows, with ``sequence_lengths``. The common length is written into its ``extra_info``.
             micro_batch_size: Rows per microbatch if `Batching` makes no plan.
+            timer: Measures ``get_logprobs/shard_meta`` and ``get_logprobs/workers``.
 
         Returns:
             The meta, with the field added.
@@ -236,15 +258,14 @@ class DataPlanePolicy:
             InvalidRequestError: The rows cannot be sharded (see `shard_meta_for_dp`). They are not cleared.
             WorkerFailedError: A worker raised, died or did not answer. The rows have been cleared.
         """
-        return self._logprobs("get_logprobs_presharded", "prev_logprobs", meta, micro_batch_size)
+        return self._logprobs("get_logprobs", "prev_logprobs", self._logprob_fields, meta, micro_batch_size, timer)
 
     def get_reference_policy_logprobs_from_meta(
-        self, meta: KVBatchMeta, micro_batch_size: int | None = None
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> KVBatchMeta:
         """As `get_logprobs_from_meta`, for the reference policy: writes ``reference_policy_logprobs``."""
-        return self._logprobs(
-            "get_reference_policy_logprobs_presharded", "reference_policy_logprobs", meta, micro_batch_size
-        )
+        call, field = "get_reference_policy_logprobs", "reference_policy_logprobs"
+        return self._logprobs(call, field, self._reference_fields, meta, micro_batch_size, timer)
 
     def train_from_meta(
         self,
@@ -253,6 +274,8 @@ class DataPlanePolicy:
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
+        timer: Timer | None = None,
+        train_fields: Sequence[str] | None = None,
     ) -> dict[str, Any]:
         """The workers train on the rows.
 
@@ -260,8 +283,12 @@ class DataPlanePolicy:
             meta: The rows, with ``sequence_lengths``. The common length is written into its ``extra_info``.
             loss_fn: The loss, which is sent to the workers.
             eval_mode: Only compute the loss.
-            gbs: Global batch size in rows, with one optimizer step each; None: one step for all rows.
-            mbs: Rows per microbatch if `Batching` makes no plan.
+            gbs: Global batch size in rows, with one optimizer step each; None: that of `Batching`, which by default is
+                one step for all rows.
+            mbs: Rows per microbatch if `Batching` makes no plan; None: that of `Batching`.
+            timer: Measures ``policy_training/shard_meta`` and ``policy_training/workers``.
+            train_fields: The fields that workers read in this call; None: those given to the constructor. With router
+                replay, ``routed_experts`` is added.
 
         Returns:
             ``loss`` and ``grad_norm``, one value per global batch; ``all_mb_metrics``; other keys that the workers
@@ -274,22 +301,28 @@ class DataPlanePolicy:
             WorkerFailedError: A worker raised, died or did not answer. The rows have been cleared.
         """
         self._refuse_open_step("train_from_meta")
-        shards = self._shard(meta, "train", self._train_fields, gbs)
+        fields = self._train_fields
+        if train_fields is not None:
+            fields = fields_with_optional_routed_experts(train_fields, enabled=self._router_replay)
+        gbs, mbs = gbs or self._batching.global_batch_size, mbs or self._batching.micro_batch_size
+        with _timed(timer, "policy_training/shard_meta"):
+            shards = self._shard(meta, "train", fields, gbs)
         if self._flops_tracker is not None:
             self._flops_tracker.reset()
         self._track(shards)
         with self._clearing_on_failure([meta]):
-            results = self._call(
-                "train_presharded",
-                [(shards[rank], loss_fn) for rank in self._workers.dp_ranks],
-                {"eval_mode": eval_mode, "gbs": gbs, "mbs": mbs},
-                doing="training",
-            )
+            with _timed(timer, "policy_training/workers"):
+                results = self._call(
+                    "train_presharded",
+                    [(shards[rank], loss_fn) for rank in self._workers.dp_ranks],
+                    {"eval_mode": eval_mode, "gbs": gbs, "mbs": mbs},
+                    doing="training",
+                )
             return self._aggregate(results)
 
-    def begin_train_step(self, loss_fn: Any, *, gbs: int | None = None, mbs: int | None = None) -> None:
+    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
         """Opens an optimizer step whose rows arrive in portions. Call `train_microbatch_from_meta` for each portion,
-        then `finish_train_step`.
+        then `finish_train_step`. ``gbs`` and ``mbs`` are those of `train_from_meta`.
 
         Raises:
             InvalidRequestError: A step is already open.
@@ -298,13 +331,18 @@ class DataPlanePolicy:
         self._refuse_open_step("begin_train_step")
         self._split_step = []
         with self._aborting_on_failure(self._split_step):
+            gbs, mbs = gbs or self._batching.global_batch_size, mbs or self._batching.micro_batch_size
             args = [(loss_fn,) for _ in self._workers.dp_ranks]
             self._call("begin_train_step_presharded", args, {"gbs": gbs, "mbs": mbs}, doing="beginning a training step")
         if self._flops_tracker is not None:
             self._flops_tracker.reset()
 
-    def train_microbatch_from_meta(self, meta: KVBatchMeta) -> None:
+    def train_microbatch_from_meta(self, meta: KVBatchMeta, timer: Timer | None = None) -> None:
         """The workers accumulate the gradients of one portion of the open step.
+
+        Args:
+            meta: The rows of the portion, with ``sequence_lengths``.
+            timer: Measures as in `train_from_meta`.
 
         Raises:
             InvalidRequestError: No step is open, or the rows cannot be sharded (see `shard_meta_for_dp`). The rows are
@@ -313,12 +351,16 @@ class DataPlanePolicy:
                 the step is aborted. A worker that is still busy aborts when it is done with the portion.
         """
         step = self._require_split_step("train_microbatch_from_meta")
-        shards = self._shard(meta, "train", self._train_fields, None)
+        with _timed(timer, "policy_training/shard_meta"):
+            shards = self._shard(meta, "train", self._train_fields, None)
         self._track(shards)
         step.append(meta)
-        with self._aborting_on_failure(step):
+        with self._aborting_on_failure(step), _timed(timer, "policy_training/workers"):
             args = [(shards[rank],) for rank in self._workers.dp_ranks]
             self._call("train_microbatch_presharded", args, doing="training on a portion of a step")
+
+    #: The name of this call in NeMo RL, where a portion is cut into microbatches too.
+    train_microbatches_from_meta = train_microbatch_from_meta
 
     def train_microbatches_from_metas(self, metas: Sequence[KVBatchMeta]) -> None:
         """As one `train_microbatch_from_meta` for each portion, in order, but in one call of the workers. So they can
@@ -392,11 +434,20 @@ class DataPlanePolicy:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _logprobs(self, method: str, field: str, meta: KVBatchMeta, micro_batch_size: int | None) -> KVBatchMeta:
-        shards = self._shard(meta, "logprob", self._logprob_fields, None)
-        with self._clearing_on_failure([meta]):
+    def _logprobs(
+        self,
+        call: str,
+        field: str,
+        fields: Sequence[str],
+        meta: KVBatchMeta,
+        micro_batch_size: int | None,
+        timer: Timer | None,
+    ) -> KVBatchMeta:
+        with _timed(timer, f"{call}/shard_meta"):
+            shards = self._shard(meta, "logprob", fields, None)
+        with self._clearing_on_failure([meta]), _timed(timer, f"{call}/workers"):
             args = [(shards[rank],) for rank in self._workers.dp_ranks]
-            self._call(method, args, {"micro_batch_size": micro_batch_size}, doing=f"computing {field}")
+            self._call(f"{call}_presharded", args, {"micro_batch_size": micro_batch_size}, doing=f"computing {field}")
         return meta.with_fields([field])
 
     def _shard(self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None) -> list[KVBatchMeta]:
@@ -492,3 +543,7 @@ class DataPlanePolicy:
             except Exception as broken:
                 error.add_note(f"The step could not be aborted: {type(broken).__name__}: {broken}")
             raise
+
+
+def _timed(timer: Timer | None, label: str) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if timer is None else timer.time(label)

@@ -8,43 +8,174 @@ Megatron's own ``RouterReplay`` is not used. It uses the same attribute, ``TopKR
 routers of all models of a process (policy and reference policy) in one list, and needs experts for every token,
 padding included.
 
-Shape legend: ``B`` rows and ``S`` tokens of the model's input, ``L`` layers, ``k`` experts of a token.
+Shape legend: ``N`` rows as they were read, ``B`` rows and ``S`` tokens of the model's input, ``T`` tokens of all rows,
+``L`` layers, ``k`` experts of a token.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dataplane_core.codec import jagged_parts
 from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError
+from dataplane_core.schema import ROUTED_EXPERTS_FIELD
+from dataplane_integrations.megatron import model_config
 
-__all__ = ["RecordedRouting", "RoutingReplay"]
+__all__ = [
+    "MissingRoutes",
+    "RecordedRouting",
+    "RoutingReplay",
+    "context_parallel_tokens",
+    "fill_missing_routes",
+    "lay_out_routed_experts",
+]
+
+#: What becomes of a token that the rollout recorded no experts for: the ``router`` chooses them, or the rows are
+#: refused (``refuse``). The last token of a row never has any: generation does not run it.
+MissingRoutes: TypeAlias = Literal["router", "refuse"]
+
+#: Stands for "no expert" in a column of experts.
+_NONE: Final = -1
+
+
+def fill_missing_routes(
+    message_logs: Sequence[Sequence[MutableMapping[str, Any]]], missing: MissingRoutes = "router"
+) -> None:
+    """Gives every turn with tokens its ``routed_experts``, **in place**, before the rollout joins the turns.
+
+    Generation records experts only where it ran, so turns of a prompt or of a failed trajectory have none. If no turn
+    of the batch has any, nothing is filled, so that ``required_fields`` of the first write still refuses the batch.
+
+    Args:
+        message_logs: Per sample its turns, with ``token_ids`` and perhaps ``routed_experts`` (tokens, L, k).
+        missing: ``router``: fill with -1, so the router chooses; ``refuse``: raise.
+
+    Raises:
+        InvalidRequestError: A turn has tokens and no experts, and these are refused. The message names sample and turn.
+    """
+    recorded = (turn.get(ROUTED_EXPERTS_FIELD) for log in message_logs for turn in log)
+    like = next((routes for routes in recorded if routes is not None), None)
+    if like is None:
+        return
+    for sample, log in enumerate(message_logs):
+        for number, turn in enumerate(log):
+            if turn.get("token_ids") is None or turn.get(ROUTED_EXPERTS_FIELD) is not None:
+                continue
+            if missing == "refuse":
+                raise InvalidRequestError(
+                    f"routed_experts refused: turn {number} of sample {sample} has tokens and no experts, and others "
+                    "have some. Expected experts for each turn, or missing='router'."
+                )
+            turn[ROUTED_EXPERTS_FIELD] = like.new_full((len(turn["token_ids"]), *like.shape[1:]), _NONE)
+
+
+def lay_out_routed_experts(
+    routed_experts: Tensor,
+    lengths: Tensor | Sequence[int],
+    *,
+    cu_seqlens_padded: Tensor | Sequence[int] | None = None,
+    context_rank: int = 0,
+    context_size: int = 1,
+) -> Tensor:
+    """The experts of a microbatch's rows in the layout of the model's ``input_ids``, for `RoutingReplay.install`.
+
+    Args:
+        routed_experts: (N, S, L, k), padded.
+        lengths: Tokens per row. What lies beyond is filled with -1.
+        cu_seqlens_padded: With sequence packing, where the rows begin in the packed sequence, and its end: N + 1
+            numbers, as in ``PackedSeqParams``. None: the rows are side by side.
+        context_rank: This rank's place among the context-parallel ranks.
+        context_size: Number of context-parallel ranks. Each gets the parts that `context_parallel_tokens` names.
+
+    Returns:
+        (N, S / context_size, L, k), or packed (1, T / context_size, L, k).
+
+    Raises:
+        InvalidRequestError: Sizes do not fit, or context parallelism does not divide a row's room.
+    """
+    counts = torch.as_tensor(lengths).tolist()
+    num_rows, width = routed_experts.shape[:2]
+    packed = cu_seqlens_padded is not None
+    starts = torch.as_tensor(cu_seqlens_padded).tolist() if packed else [row * width for row in range(num_rows + 1)]
+    if not len(counts) == num_rows == len(starts) - 1:
+        raise InvalidRequestError(
+            f"routed_experts refused: {num_rows} rows, {len(counts)} lengths and {len(starts)} bounds. Expected one "
+            "length per row, and one bound more."
+        )
+    out = routed_experts.new_full((starts[-1], *routed_experts.shape[2:]), _NONE)
+    for row, (start, end, length) in enumerate(zip(starts[:-1], starts[1:], counts, strict=True)):
+        if not 0 <= length <= min(end - start, width):
+            raise InvalidRequestError(
+                f"routed_experts refused: row {row} has {length} tokens, and room for {min(end - start, width)}. "
+                "Expected room for all of them."
+            )
+        out[start : start + length] = routed_experts[row, :length]
+    laid_out = out.unsqueeze(0) if packed else out.view(num_rows, width, *out.shape[1:])
+    if context_size == 1:
+        return laid_out
+    tokens = context_parallel_tokens(starts if packed else [0, width], context_rank, context_size)
+    return laid_out[:, tokens.to(laid_out.device)]
+
+
+def context_parallel_tokens(bounds: Sequence[int], rank: int, size: int) -> Tensor:
+    """Which tokens of a sequence a context-parallel rank holds.
+
+    Each row is cut into two parts per rank. A rank holds one from the front and one from the back, so that causal
+    attention costs all ranks the same.
+
+    Args:
+        bounds: Where the rows begin, and the end of the last.
+        rank: The rank's place.
+        size: Number of context-parallel ranks.
+
+    Raises:
+        InvalidRequestError: A row cannot be cut into equal parts.
+    """
+    places = []
+    for start, end in itertools.pairwise(bounds):
+        part, rest = divmod(end - start, 2 * size)
+        if rest:
+            raise InvalidRequestError(
+                f"context parallelism refused: a row has room for {end - start} tokens. Expected a multiple of "
+                f"{2 * size}, two parts for each of the {size} ranks."
+            )
+        front, back = start + rank * part, end - (rank + 1) * part
+        places += [torch.arange(front, front + part), torch.arange(back, back + part)]
+    return torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
 
 
 class RoutingReplay:
     """Sets and records the experts that the routers of one model use. Runs in the worker's process.
 
+    A pipeline stage without mixture-of-experts layers has nothing to set; all calls are allowed there too.
+
     Args:
         model: This rank's part of the model: a Megatron module, wrapped or not, or the list of its chunks.
+        missing: What `check` does with tokens whose experts were not recorded.
 
     Raises:
         UnsupportedOperationError: The model has no mixture-of-experts layers; or a router whose experts cannot be set;
             or activation recomputation in a pipeline, where a backward would use another microbatch's experts.
     """
 
-    def __init__(self, model: nn.Module | Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module | Sequence[nn.Module], missing: MissingRoutes = "router") -> None:
+        if missing not in ("router", "refuse"):
+            raise InvalidRequestError(f"router replay refused: missing is {missing!r}. Expected 'router' or 'refuse'.")
+        config = model_config(model)
         self._layers = [_LayerRouting(router) for router in _routers(model)]
-        if not self._layers:
+        self._moe_layers = _moe_layer_numbers(config) if getattr(config, "num_moe_experts", None) else []
+        if not self._moe_layers or (not self._layers and _layer_numbers(model) & set(self._moe_layers)):
             raise UnsupportedOperationError(
-                "router replay refused: the model has no mixture-of-experts layers on this rank. Expected a model made "
-                "with num_moe_experts, and megatron-core 0.16.1 or newer."
+                "router replay refused: the model has no mixture-of-experts layers whose experts can be set. Expected "
+                "a model made with num_moe_experts, and megatron-core 0.16.1 or newer."
             )
-        config = self._layers[0].router.config
         if config.moe_router_fusion or config.moe_router_load_balancing_type == "sinkhorn":
             raise UnsupportedOperationError(
                 "router replay refused: the model's routers choose in a fused kernel or by sinkhorn balancing, where "
@@ -56,31 +187,82 @@ class RoutingReplay:
                 "experts of a later microbatch. Expected recompute_granularity=None, or no pipeline parallelism."
             )
         self._config = config
-        self._moe_layers = _moe_layer_numbers(config)
+        self._refuse_missing = missing == "refuse"
         for layer in self._layers:
             layer.router.router_replay = layer
 
-    def install(self, routed_experts: Tensor) -> None:
+    def install(self, routed_experts: Tensor | None) -> None:
         """Sets the experts of the next forward. They stay until the next `install` or `clear`, so a backward pass that
         recomputes activations uses them too.
 
-        In a forward step function, call this before the model.
+        In a forward step function, call this before the model. The experts' numbers are not checked here, but by
+        `check`, once for all microbatches.
 
         Args:
             routed_experts: (B, S, L, k) signed integers, in the layout of the ``input_ids`` (B, S) that this rank's
-                model gets: packed, and cut for context parallelism, if they are. ``L`` is the model's
-                mixture-of-experts layers in their order, or all of its layers. For a token with negative numbers the
-                router chooses: use them for padding, and for tokens whose experts were not recorded.
+                model gets, as `lay_out_routed_experts` makes it. ``L`` is the model's mixture-of-experts layers in
+                their order, or all of its layers. For a token with negative numbers the router chooses. None: as
+                `clear`.
 
         Raises:
-            InvalidRequestError: Another shape or dtype, an expert that does not exist, or an expert named twice.
+            InvalidRequestError: Another shape or dtype.
         """
-        self._check(routed_experts)
+        if routed_experts is None:
+            self.clear()
+            return
+        self._check_form(routed_experts)
         all_layers = routed_experts.shape[2] == self._config.num_layers
         for layer in self._layers:
             number = layer.router.layer_number
             column = number - 1 if all_layers else self._moe_layers.index(number)
             layer.target = self._as_router_sees(routed_experts[:, :, column])
+
+    def check(self, routed_experts: Tensor, lengths: Tensor | Sequence[int] | None = None) -> None:
+        """Checks the experts' numbers of whole rows. `MegatronDataPlaneMixin` calls it when it reads them.
+
+        Args:
+            routed_experts: (N, S, L, k) signed integers, padded or jagged, as they were read.
+            lengths: Tokens per row. Default: what the rows hold, padding included.
+
+        Raises:
+            InvalidRequestError: Another shape or dtype, an expert that does not exist or is named twice, a token of
+                which only some experts are known; or, if missing routes are refused, a token before the last without
+                experts.
+        """
+        if routed_experts.is_nested:
+            flat, offsets, _, _ = jagged_parts(routed_experts)
+            rows = offsets.diff().tolist()
+        else:
+            rows = [routed_experts.shape[1]] * len(routed_experts) if routed_experts.dim() > 1 else []
+            flat = routed_experts.flatten(0, 1) if routed_experts.dim() > 1 else routed_experts
+        self._check_form(flat.unsqueeze(0), shown=routed_experts)
+        ordered = flat.sort(-1).values
+        known = ordered[..., 0] >= 0
+        k, num_experts = self._config.moe_router_topk, self._config.num_moe_experts
+        refusals = [
+            (known & (ordered[..., -1] >= num_experts), f"an expert of {num_experts} or above"),
+            (known & (ordered.diff(dim=-1) == 0).any(-1), "an expert twice"),
+            (~known & (ordered[..., -1] >= 0), "some experts and lacks others"),
+        ]
+        if self._refuse_missing:
+            counts = rows if lengths is None else torch.as_tensor(lengths).tolist()
+            places = torch.cat([torch.arange(each) for each in rows]) if rows else torch.zeros(0, dtype=torch.int64)
+            before_last = places < torch.tensor(counts).repeat_interleave(torch.tensor(rows)) - 1
+            refusals.append((~known & before_last.to(known.device).unsqueeze(-1), "no expert"))
+        for wrong, what in refusals:
+            if wrong.any():
+                at, layer = (int(place) for place in wrong.nonzero()[0])
+                bounds = torch.tensor(rows).cumsum(0)
+                row = int(torch.bucketize(at, bounds, right=True))
+                token = at - int(bounds[row]) + rows[row]
+                raise InvalidRequestError(
+                    f"routed_experts refused: row {row}, token {token}, layer {layer} names {what}: "
+                    f"{flat[at, layer].tolist()}. Expected {k} different experts of {num_experts}, or "
+                    f"{_NONE} for all of them where generation recorded none.",
+                    hint="RoutingReplay(model, missing='router') lets the router choose for such tokens."
+                    if what == "no expert"
+                    else "A column that was padded with 0 looks so; pad it with -1.",
+                )
 
     def clear(self) -> None:
         """Lets the routers choose again for all tokens."""
@@ -109,32 +291,19 @@ class RoutingReplay:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _check(self, routed: Tensor) -> None:
-        k, num_experts = self._config.moe_router_topk, self._config.num_moe_experts
+    def _check_form(self, routed: Tensor, shown: Tensor | None = None) -> None:
+        k = self._config.moe_router_topk
         layers = sorted({len(self._moe_layers), self._config.num_layers})
         if routed.dim() != 4 or routed.shape[2] not in layers or routed.shape[3] != k:
             raise InvalidRequestError(
-                f"routed_experts refused: shape {tuple(routed.shape)}. Expected (rows, tokens, "
-                f"{' or '.join(map(str, layers))} layers, {k} experts), laid out as the model's input_ids."
+                f"routed_experts refused: shape {tuple((routed if shown is None else shown).shape)}. Expected (rows, "
+                f"tokens, {' or '.join(map(str, layers))} layers, {k} experts), laid out as the model's input_ids."
             )
         if routed.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
             raise InvalidRequestError(f"routed_experts refused: dtype {routed.dtype}. Expected signed integers.")
-        ordered = routed.sort(-1).values
-        known = ordered[..., 0] >= 0
-        beyond = known & (ordered[..., -1] >= num_experts)
-        twice = known & (ordered.diff(dim=-1) == 0).any(-1)
-        for wrong, what in ((beyond, f"an expert of {num_experts} or above"), (twice, "an expert twice")):
-            if wrong.any():
-                row, token, layer = (int(place) for place in wrong.nonzero()[0])
-                raise InvalidRequestError(
-                    f"routed_experts refused: row {row}, token {token}, layer {layer} names {what}: "
-                    f"{routed[row, token, layer].tolist()}. Expected {k} different experts of {num_experts}, or a "
-                    "negative number where generation recorded none.",
-                    hint="A column that was padded with 0 looks so; pad it with -1.",
-                )
 
     def _sequence_parallel_group(self) -> dist.ProcessGroup | None:
-        if not self._config.sequence_parallel:
+        if not self._config.sequence_parallel or not self._layers:
             return None
         group: dist.ProcessGroup = self._layers[0].router.tp_group
         return group
@@ -173,12 +342,16 @@ class RecordedRouting:
             order; -1 for layers of other pipeline stages.
 
         Raises:
-            InvalidRequestError: No forward was made.
+            InvalidRequestError: No forward was made, or this pipeline stage has no mixture-of-experts layers.
         """
         columns: dict[int, Tensor] = {}
+        if any(layer.used is None for layer in self._layers) or not self._layers:
+            raise InvalidRequestError(
+                "routed_experts refused: no forward through a mixture-of-experts layer was made while recording. "
+                "Expected one, on a pipeline stage that has such layers."
+            )
         for layer in self._layers:
-            if layer.used is None:
-                raise InvalidRequestError("routed_experts refused: no forward was made while recording. Expected one.")
+            assert layer.used is not None
             used = layer.used.short()
             if self._group is not None:
                 parts = [torch.empty_like(used) for _ in range(dist.get_world_size(self._group))]
@@ -237,6 +410,14 @@ def _routers(model: nn.Module | Sequence[nn.Module]) -> list[Any]:
         # routers of multi-token prediction get other tokens
         if isinstance(module, TopKRouter) and hasattr(module, "router_replay") and "mtp" not in name.split(".")
     ]
+
+
+def _layer_numbers(model: nn.Module | Sequence[nn.Module]) -> set[int]:
+    """Numbers, from 1, of the layers on this pipeline stage."""
+    chunks = [model] if isinstance(model, nn.Module) else model
+    modules = (item for chunk in chunks for item in chunk.named_modules())
+    found = (getattr(module, "layer_number", None) for name, module in modules if "mtp" not in name.split("."))
+    return {number for number in found if number is not None}
 
 
 def _moe_layer_numbers(config: Any) -> list[int]:

@@ -162,7 +162,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         *,
         layout: Literal["padded", "jagged"] = "padded",
         fetch_policy: FetchPolicy = "auto",
-        preprocess: Callable[[BatchedDataDict], BatchedDataDict] | None = None,
+        preprocess: Callable[[Any, BatchedDataDict], BatchedDataDict] | None = None,
         dp_aligned_seq_len: bool = True,
         read: Callable[[], BatchedDataDict] | None = None,
     ) -> BatchedDataDict:
@@ -171,9 +171,9 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         Args:
             meta: Which rows and fields.
             layout: Token columns right-padded, or as ``torch.jagged`` nested tensors. Other columns are not changed.
-            fetch_policy: Who reads.
-            preprocess: Applied to the padded rows on the rank that reads, and its result is broadcast. If the leader
-                reads, once per replica group. Without it the rows are broadcast unpadded, and every rank pads them.
+            fetch_policy: Who reads. `FetchPolicy` says what the names mean.
+            preprocess: Called with this worker and the padded rows, on every rank, after the broadcast. What it returns
+                is returned.
             dp_aligned_seq_len: Pad to the length that the driver set, the same on all data-parallel ranks; else to the
                 longest of these rows.
             read: Is called to read, on the rank that does, in place of `_read`: for what was read ahead.
@@ -184,7 +184,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         Raises:
             MissingDataError, UnknownPartitionError, OperationTimeoutError: The read failed on this rank.
             ReplicaLeaderError: The read failed on the leader; that error is the cause.
-            InvalidRequestError: The replica group's first rank is not the one that is 0 on every replicated axis.
+            InvalidRequestError: The replica group's first rank is not the one that is 0 on every replicated axis; or
+                ``leader_broadcast`` without a replica group.
         """
         if fetch_policy not in ("auto", "independent", "leader_broadcast"):
             raise InvalidRequestError(
@@ -192,21 +193,26 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "'leader_broadcast'."
             )
 
-        def read_and_preprocess() -> BatchedDataDict:
-            batch = self._read(meta, layout, dp_aligned_seq_len) if read is None else read()
-            return batch if preprocess is None else preprocess(_padded(batch, meta))
-
-        group = None if fetch_policy == "independent" else self._get_replica_group()
-        if group is None or dist.get_world_size(group) == 1:
-            return _padded(read_and_preprocess(), meta)
+        def read_rows() -> BatchedDataDict:
+            return self._read(meta, layout, dp_aligned_seq_len) if read is None else read()
 
         def check_and_read() -> BatchedDataDict:
-            self._check_leader_is_first(group)
-            return read_and_preprocess()
+            self._check_leader_is_first(cast(dist.ProcessGroup, group))
+            return read_rows()
 
-        batch = broadcast_from_leader(check_and_read, group=group)
-        self._check_leader_is_first(group)  # only now: an error before the broadcast would make the other ranks wait
-        return _padded(batch, meta)
+        group = None if fetch_policy == "independent" else self._get_replica_group()
+        if group is None and fetch_policy == "leader_broadcast":
+            raise InvalidRequestError(
+                f"_fetch refused: fetch_policy is 'leader_broadcast', and {type(self).__name__} has no replica group. "
+                "Expected _get_replica_group() to return one, or fetch_policy 'auto'."
+            )
+        if group is None or dist.get_world_size(group) == 1:
+            batch = read_rows()
+        else:
+            batch = broadcast_from_leader(check_and_read, group=group)
+            self._check_leader_is_first(group)  # only now: an error before the broadcast would make other ranks wait
+        batch = _padded(batch, meta)
+        return batch if preprocess is None else preprocess(self, batch)
 
     def _check_leader_is_first(self, group: dist.ProcessGroup) -> None:
         if self._is_replica_leader() != (dist.get_rank(group) == 0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pickle
 import threading
 from collections import deque
@@ -26,8 +27,10 @@ from dataplane_integrations.groups import InProcessWorkerGroup
 from dataplane_integrations.replay import (
     InOrderPolicy,
     ReadyFirstPolicy,
+    RemoteReplayBuffer,
     ReplayBuffer,
     StalenessPolicy,
+    TargetStepPolicy,
     WindowedPolicy,
     group_of,
     parse_sample_id,
@@ -345,6 +348,83 @@ def test_a_policy_that_breaks_the_rules_is_told_so(make_buffer: Make, client: Da
     taking.reserve()
     with pytest.raises(InvalidRequestError, match=r"Wrong.evict named group 'v0_p0', which is being made"):
         taking.set_weight_version(1)
+
+
+# --- a range of groups, target steps, rollouts in vain ----------------------------------------------------------------
+
+
+def test_a_step_takes_between_the_fewest_and_the_most_groups(
+    make_buffer: Make, client: DataPlaneClient, write: Any
+) -> None:
+    buffer = make_buffer(ReadyFirstPolicy(max_staleness=0, groups_per_version=8), num_prompts=8)
+    fill(buffer, client, write, 1)
+    with pytest.raises(ReplayTimeoutError):
+        buffer.select(4, min_groups=2, timeout_s=0)
+    fill(buffer, client, write, 2)
+    assert buffer.select(4, min_groups=2, timeout_s=0).size == 2 * 3
+    fill(buffer, client, write, 5)
+    meta, _ = buffer.take(4, min_groups=2, timeout_s=0)
+    assert meta.size == 2 * 4
+    assert buffer.select(4, min_groups=2, timeout_s=0).size == 2, "no prompts are left"
+    for fewest in (0, 5):
+        with pytest.raises(InvalidRequestError, match=f"num_groups is 4, min_groups is {fewest}"):
+            buffer.select(4, min_groups=fewest)
+
+
+def test_groups_are_trained_on_in_the_step_that_they_were_started_for(
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
+) -> None:
+    buffer = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=2), num_prompts=9)
+    reserved = buffer.reserve(4, timeout_s=0)
+    assert [each.target_step for each in reserved] == [0, 0, 1, 1]
+    for each in (reserved[0], *reserved[2:]):
+        buffer.commit([each], write(client, [each]))
+    with pytest.raises(ReplayTimeoutError):  # ready are one of step 0 and two of step 1
+        buffer.select(2, timeout_s=0)
+    buffer.abandon([reserved[1]])
+    (again,) = buffer.reserve(1, timeout_s=0)
+    assert (again.group, again.target_step) == ("v0_p1r1", 0)
+    buffer.commit([again], write(client, [again]))
+    meta = buffer.select(2, timeout_s=0)
+    assert {group_of(each) for each in meta.sample_ids} == {"v0_p0", "v0_p1r1"}
+    buffer.consume(meta)
+    buffer.set_weight_version(1)
+    assert [each.target_step for each in buffer.reserve(2, timeout_s=0)] == [2, 2]
+    with buffer.snapshot() as state:
+        other = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=2), num_prompts=9)
+        other.load_state(state)
+    assert [each.target_step for each in other.view().groups] == [1, 1]
+    assert [each.target_step for each in other.reserve(2, timeout_s=0)] == [2, 2]
+    assert buffer.set_weight_version(2) == ["v0_p2", "v0_p3"]
+    assert held() == []
+
+
+@pytest.mark.parametrize("requeue", [False, True])
+def test_rollouts_in_vain_are_named_and_given_up(make_buffer: Make, requeue: bool) -> None:
+    buffer = make_buffer(num_prompts=4, requeue_evicted=requeue)
+    stale, old = buffer.reserve(2), buffer.reserve(1)
+    assert buffer.to_abort([*stale, *old]) == []
+    buffer.set_weight_version(2)
+    (new,) = buffer.reserve(1)
+    assert buffer.to_abort([*stale, new]) == stale
+    buffer.abort([*stale, new])
+    assert buffer.to_abort([new, *old]) == [new, *old], "no longer reserved, and too stale"
+    again = (
+        [each.group for each in buffer.reserve(3, timeout_s=0)]
+        if requeue
+        else [each.group for each in buffer.reserve(1, timeout_s=0)]
+    )
+    assert again == (["v2_p0r1", "v2_p1r1", "v2_p3r1"] if requeue else ["v2_p3r1"])
+
+
+def test_a_remote_buffer_has_the_same_operations_with_the_same_arguments() -> None:
+    local, remote = (
+        {name: inspect.signature(member) for name, member in vars(cls).items() if inspect.isfunction(member)}
+        for cls in (ReplayBuffer, RemoteReplayBuffer)
+    )
+    shared = {name for name in local if not name.startswith("_")} - {"close"}
+    assert shared <= set(remote)
+    assert {name: local[name] for name in shared} == {name: remote[name] for name in shared}
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------

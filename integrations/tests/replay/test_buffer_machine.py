@@ -117,10 +117,22 @@ class BufferMachine(RuleBasedStateMachine):
             self.buffer.commit([reservation], self.write(reservation))
         self.buffer.abandon([reservation])
 
-    @rule(count=st.integers(1, 3))
-    def select(self, count: int) -> None:
+    @precondition(lambda self: self.made)
+    @rule()
+    def end_rollouts_in_vain(self) -> None:
+        oldest = self.buffer.weight_version - self.policy.max_staleness
+        in_vain = self.buffer.to_abort(list(self.made.values()))
+        assert in_vain == [each for each in self.made.values() if each.weight_version < oldest]
+        self.buffer.abort(in_vain)
+        for each in in_vain:
+            self.lost.append(self.made.pop(each.group))
+            self.written.discard(each.group)
+            self.gone.add(each.group)
+
+    @rule(count=st.integers(1, 3), fewest=st.integers(1, 3))
+    def select(self, count: int, fewest: int) -> None:
         try:
-            meta = self.buffer.select(count, timeout_s=0)
+            meta = self.buffer.select(count, min_groups=min(count, fewest), timeout_s=0)
         except ReplayTimeoutError:
             return
         if not meta.size:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_integrations.replay import BufferView, GroupView, InOrderPolicy, ReadyFirstPolicy, WindowedPolicy
+from dataplane_integrations.replay import (
+    BufferView,
+    GroupView,
+    InOrderPolicy,
+    ReadyFirstPolicy,
+    TargetStepPolicy,
+    WindowedPolicy,
+)
 
 POLICIES = [WindowedPolicy, ReadyFirstPolicy, InOrderPolicy]
 
@@ -86,6 +93,63 @@ def test_windowed_waits_for_no_more_slow_groups_than_later_versions_cannot_take(
     assert rule.select(view((0, "made"), (0, "made"), (0, "made"), (1, 1), (1, 2), version=1), 2) is None
     assert rule.select(view((0, "made"), (0, "made"), (0, 9), (1, 1), (1, 2), version=1), 2) == ["g2", "g3"]
     assert rule.select(view((0, "made"), (0, "made"), (1, 1), (1, 2), version=1), 2) == ["g2", "g3"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rollouts_of_groups_that_would_be_evicted_are_in_vain(policy: type) -> None:
+    rule = policy(max_staleness=1, groups_per_version=4)
+    assert list(rule.abort(view((3, 1), (3, "made"), (3, "training"), (4, "made"), version=5))) == ["g1"]
+
+
+def test_freshest_first_goes_by_weights_and_then_by_commit() -> None:
+    groups = view((0, 1), (1, 7), (1, 3), (2, 9), (2, "made"), version=2)
+    ready_first = ReadyFirstPolicy(max_staleness=2, groups_per_version=4, sample_freshest_first=True)
+    assert ready_first.select(groups, 4) == ["g3", "g2", "g1", "g0"]
+    # at the edge of the window the oldest comes first all the same
+    windowed = WindowedPolicy(max_staleness=2, groups_per_version=4, sample_freshest_first=True)
+    assert windowed.select(groups, 4) == ["g0", "g3", "g2", "g1"]
+    assert windowed.select(view((0, "made"), (1, 1), version=2), 1) is None
+
+
+def test_ready_first_without_discards_trains_on_late_groups_too() -> None:
+    rule = ReadyFirstPolicy(max_staleness=1, groups_per_version=4, never_discard=True)
+    groups = view((0, "made"), (0, 2), (4, 1), (5, 3), version=5)
+    assert rule.select(groups, 3) == ["g2", "g1", "g3"]
+    assert list(rule.evict(groups)) == list(rule.abort(groups)) == []
+    assert rule.admit(groups) == 4
+    assert rule.admit(view((5, 1), (5, 2), version=5, trained_since=4)) == 2
+
+
+def for_steps(*steps: int, version: int, trained_since: int = 0, ready: bool = True) -> BufferView:
+    """Groups of one version's weights that were started for these steps."""
+    groups = [
+        GroupView(
+            group=f"g{order}", weight_version=0, order=order, committed=order if ready else None, target_step=step
+        )
+        for order, step in enumerate(steps)
+    ]
+    return BufferView(weight_version=version, trained_since=trained_since, groups=groups)
+
+
+def test_a_target_step_gets_groups_until_it_has_enough() -> None:
+    rule = TargetStepPolicy(max_staleness=2, groups_per_version=2)
+    assert rule.target_step(for_steps(version=3)) == 3
+    assert rule.target_step(for_steps(3, 3, 4, version=3)) == 4
+    assert rule.target_step(for_steps(3, 4, 4, version=3)) == 3, "one that was lost is made up for"
+    assert rule.target_step(for_steps(4, 4, version=3, trained_since=2)) == 5
+    assert rule.admit(for_steps(3, 3, 4, version=3)) == 3
+    assert rule.admit(for_steps(3, 3, 4, version=4)) == 5, "groups of a step that is over take no place"
+    assert rule.admit(for_steps(4, 4, 5, 5, version=3, trained_since=2)) == 0
+
+
+def test_a_target_step_trains_on_its_own_groups_only() -> None:
+    rule = TargetStepPolicy(max_staleness=2, groups_per_version=2)
+    groups = for_steps(3, 4, 3, 4, version=4)
+    assert rule.select(groups, 2) == ["g1", "g3"]
+    assert rule.select(groups, 3) is None
+    assert list(rule.evict(groups)) == ["g0", "g2"]
+    assert list(rule.abort(for_steps(3, 4, version=4, ready=False))) == ["g0"]
+    assert rule.select(view((4, 1), (3, 2), version=4), 1) == ["g0"], "without a step: that of its weights"
 
 
 @pytest.mark.parametrize("policy", POLICIES)

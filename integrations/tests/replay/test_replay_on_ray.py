@@ -109,6 +109,10 @@ def test_a_buffer_in_an_actor_does_what_one_in_the_driver_does(store: DataPlaneC
             buffer.select(1, timeout_s=0)
         with pytest.raises(InvalidRequestError, match="admits 12 to an empty buffer"):
             buffer.reserve(13)
+        reserved = buffer.reserve(1)
+        assert buffer.to_abort(reserved) == []
+        buffer.abort(reserved)  # not in vain: its prompt is generated again
+        assert buffer.to_abort(reserved) == reserved
         with Collector(buffer, rollout, client=store, groups_per_call=2, num_threads=2):
             prompts = train_on_all(store, buffer)
     assert sorted(prompts) == sorted(2 * list(range(PROMPTS)))

@@ -239,8 +239,24 @@ def test_what_tasks_were_given_is_not_given_again(stores: Callable[[], DataPlane
     for task, first in (("score", 6), ("train", 2)):
         assert client.claim_meta("replay", task, ["x"], 12 - first).sample_ids == ids[first:]
         assert other.claim_meta("replay", task, ["x"], 12 - first).sample_ids == ids[first:]
+    assert other.list_samples("replay").tags == client.list_samples("replay").tags, "a restore adds no tag"
     with pytest.raises(InvalidRequestError, match="rows that are not held: 'p9_g0'"):
         save_replay(tmp_path, client, partition_id="replay", fields=["x"], given={"score": ["p9_g0"]})
+
+
+def test_rows_given_out_of_order_are_given_again_and_the_others_come_in_order(
+    stores: Callable[[], DataPlaneClient], tmp_path: Path
+) -> None:
+    client = stores()
+    client.register_partition("replay", **REGISTRATION_OF_ROWS)
+    ids = list("abcde")
+    client.put_samples(ids, "replay", {"x": torch.arange(5.0)})
+    given = {"train": ["d", "b"]}
+    save_replay(tmp_path, client, partition_id="replay", fields=["x"], registration=REGISTRATION_OF_ROWS, given=given)
+    other = stores()
+    restore_replay(tmp_path, other)
+    assert other.claim_meta("replay", "train", ["x"], 3).sample_ids == ["a", "c", "e"]
+    assert other.check_consumption_status("replay", ["train"])
 
 
 def test_only_committed_rows_are_saved_and_what_is_in_training_is_ready_again(

@@ -263,6 +263,7 @@ def test_every_process_announces_its_nodes_address_whatever_it_inherited(client)
     here = ray.util.get_node_ip_address()
     assert mooncake.store.__name__ in sys.modules
     assert os.environ["MC_TCP_BIND_ADDRESS"] == here
+    assert os.environ["MC_STORE_MEMCPY"] == "0"
     assert client._backend._engine._store._engine.get_hostname().rpartition(":")[0] == here
     inherited = ray.get(unit(client).__ray_call__.remote(lambda _: os.environ["MC_TCP_BIND_ADDRESS"]), timeout=60)
     assert inherited == here

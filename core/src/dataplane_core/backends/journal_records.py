@@ -33,7 +33,7 @@ from dataplane_core.ledger import (
     unpack_splits,
     unpack_write_id,
 )
-from dataplane_core.spec import FieldSpec, IfExists
+from dataplane_core.spec import FieldSpec, IfExists, Sampler
 
 __all__ = [
     "DIGEST_BYTES",
@@ -113,7 +113,7 @@ _KINDS: Final[Mapping[Any, _Kind]] = {
     Sequence[commands.WriteId]: _Kind(
         (list,), lambda ids: list(map(pack_write_id, ids)), lambda data: list(map(unpack_write_id, data))
     ),
-    IfExists: _Kind((str,)),
+    **dict.fromkeys((IfExists, Sampler), _Kind((str,))),
     Sequence[Ref]: _Kind((list,), pack_refs, unpack_refs),
     Sequence[commands.Split]: _Kind((list,), pack_splits, unpack_splits),
     Mapping[str, FieldSpec]: _Kind(
@@ -149,7 +149,16 @@ OPS: Final[Mapping[str, Mapping[str, _Kind]]] = {op: _kinds(each) for op, each i
 #: Version -> op -> fields that this version and earlier ones do not have, with their values there.
 _ABSENT: Final[Mapping[int, Mapping[str, Mapping[str, Any]]]] = {
     3: {commands.BeginPut.op: {"splits": []}},
-    4: {commands.Register.op: {"if_exists": "replace"}},
+    4: {
+        commands.Register.op: {"if_exists": "replace"},
+        commands.ClaimSamples.op: {
+            "sampler": "first_write",
+            "dp_rank": None,
+            "dp_size": None,
+            "batch_index": 0,
+            "batch_epoch": None,
+        },
+    },
 }
 
 
@@ -240,6 +249,6 @@ def _refuse_other_version(data: bytes, seq: int) -> None:
 
 def _refuse_version(version: Any, seq: int) -> None:
     raise CorruptDataError(
-        f"journal record {seq} is of version {version}. Expected {' or '.join(map(str, READABLE))}.",
+        f"journal record {seq} is of version {version}. Expected {', '.join(map(str, READABLE[:-1]))} or {VERSION}.",
         hint=_OTHER_VERSION_HINT,
     )

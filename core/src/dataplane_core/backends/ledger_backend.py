@@ -262,6 +262,11 @@ class LedgerBackend(Backend, ABC):
             tag_filter=request.tag_filter,
             token=request.token,
             holder=request.holder,
+            sampler=request.sampler,
+            dp_rank=request.dp_rank,
+            dp_size=request.dp_size,
+            batch_index=request.batch_index,
+            batch_epoch=request.batch_epoch,
             explain=request.explain,
         )
         return self._ledger(request.deadline, claim)

@@ -64,6 +64,8 @@ class BatchedDataDict(UserDict[str, Any]):
     ) -> _B:
         """Concatenates batches: lists join, 1-D tensors join, tensors of 2 and more dims are right-padded on dim 1.
 
+        Mixed dtypes of a column are promoted, as `torch.cat` does.
+
         Args:
             batches: In order. One without rows may lack columns.
             pad_value_dict: Column -> its pad value; default 0.
@@ -74,8 +76,8 @@ class BatchedDataDict(UserDict[str, Any]):
         Raises:
             MissingDataError: A ``KeyError``: a key is missing from a batch with rows.
             NotImplementedError: A column has another type. The message names key and type.
-            InvalidRequestError: A column differs between batches in dtype, number of dims, trailing dims or device, or
-                the columns of one batch differ in length.
+            InvalidRequestError: A column differs between batches in number of dims, trailing dims or device, its dtypes
+                cannot be promoted to one, or the columns of one batch differ in length.
         """
         pad_values = pad_value_dict or {}
         sizes = [_common_size(f"from_batches: batch {number}: ", batch) for number, batch in enumerate(batches)]
@@ -133,7 +135,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return SlicedDataDict({key: slice_rows(key, column, start, end) for key, column in self.data.items()})
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict:
-        """The ``rank``-th of ``chunks`` equal parts, a `slice`.
+        """The ``rank``-th of ``chunks`` equal parts. Copies tensors and arrays, not the items of lists.
 
         Raises:
             InvalidRequestError: ``rank`` is out of range, or the rows are not a multiple of ``chunks``.
@@ -144,7 +146,11 @@ class BatchedDataDict(UserDict[str, Any]):
         if not 0 <= rank < chunks:
             raise InvalidRequestError(f"chunk: rank {rank} is out of range for {chunks} chunks.")
         part = size // chunks
-        return self.slice(rank * part, (rank + 1) * part)
+        chunk = self.slice(rank * part, (rank + 1) * part)
+        for key, column in chunk.data.items():
+            if isinstance(column, torch.Tensor | np.ndarray):
+                chunk.data[key] = column.clone() if isinstance(column, torch.Tensor) else column.copy()
+        return chunk
 
     def select_indices(self: _B, indices: Sequence[int] | torch.Tensor) -> _B:
         """The rows at ``indices``, in that order; repeats are allowed. Copies tensors, not the items of lists.
@@ -369,23 +375,31 @@ class BatchedDataDict(UserDict[str, Any]):
         self.data = select_rows(self.data, np.argsort(np.asarray(came_from, dtype=np.int64)).tolist())
         self.micro_batch_indices = self.micro_batch_lengths = self.elem_counts_per_gb = None
 
-    def repeat_interleave(self: _B, n: int) -> _B:
-        """Repeats each row ``n`` times, side by side. List items are deep-copied.
+    def repeat_interleave(self: _B, num_repeats: int, *, share_immutable_media: bool = False) -> _B:
+        """Repeats each row ``num_repeats`` times, side by side. List items are deep-copied.
+
+        Args:
+            num_repeats: 0 or more.
+            share_immutable_media: The copies of a list item share what it holds under a name of
+                `schema.MULTIMODAL_FIELDS`, at any depth. Do not change it in place then.
 
         Raises:
-            InvalidRequestError: ``n`` is below 0.
+            InvalidRequestError: ``num_repeats`` is below 0.
         """
-        if n < 0:
-            raise InvalidRequestError(f"repeat_interleave: n must be at least 0, got {n}.")
+        if num_repeats < 0:
+            raise InvalidRequestError(f"repeat_interleave: num_repeats must be at least 0, got {num_repeats}.")
         repeated = type(self)()
         for key, column in self.data.items():
             if isinstance(column, torch.Tensor) and column.is_nested:
-                rows = [row for row in range(checked_num_rows(key, column)) for _ in range(n)]
+                rows = [row for row in range(checked_num_rows(key, column)) for _ in range(num_repeats)]
                 repeated.data.update(select_rows({key: column}, rows))
             elif isinstance(column, torch.Tensor):
-                repeated.data[key] = column.repeat_interleave(n, dim=0)
+                repeated.data[key] = column.repeat_interleave(num_repeats, dim=0)
             else:
-                items = [copy.deepcopy(item) for item in column for _ in range(n)]
+                items = []
+                for item in column:
+                    shared = {id(value): value for value in _media_of({key: item})} if share_immutable_media else {}
+                    items += [copy.deepcopy(item, dict(shared)) for _ in range(num_repeats)]
                 repeated.data[key] = object_array(items) if isinstance(column, np.ndarray) else items
         return repeated
 
@@ -452,17 +466,50 @@ class BatchedDataDict(UserDict[str, Any]):
         Raises:
             InvalidRequestError: There is no plan, or it has several chunks.
         """
+        pairs, lengths = self._planned_microbatches("make_microbatch_iterator_with_dynamic_shapes")
+        tokens = token_columns(
+            self.data, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields, dim=sequence_dim
+        )
+        return self._microbatches(pairs, lengths, sequence_dim, tokens)
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """The number of microbatches of the plan.
+
+        Raises:
+            InvalidRequestError: There is no plan, or it has several chunks.
+        """
+        return len(self._planned_microbatches("get_microbatch_iterator_dynamic_shapes_len")[0])
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
+        """Microbatches of the plan: the sequences of one bin each, uncut.
+
+        For a batch with one chunk, as `get_batch` returns it.
+
+        Raises:
+            InvalidRequestError: There is no plan, or it has several chunks.
+        """
+        pairs, lengths = self._planned_microbatches("make_microbatch_iterator_for_packable_sequences")
+        return self._microbatches(pairs, lengths, 1, ())
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """The number of microbatches of the plan, and the tokens of the longest.
+
+        Raises:
+            InvalidRequestError: There is no plan, or it has several chunks.
+        """
+        _, lengths = self._planned_microbatches("get_microbatch_iterator_for_packable_sequences_len")
+        return len(lengths), max(lengths)
+
+    def _planned_microbatches(self, what: str) -> tuple[list[list[int]], list[int]]:
+        """The pairs and lengths of a plan of one chunk."""
         indices, lengths = self.micro_batch_indices, self.micro_batch_lengths
         if indices is None or lengths is None or len(indices) != 1 or len(lengths) != 1:
             held = "no plan" if indices is None or lengths is None else f"a plan of {len(indices)} chunks"
             raise InvalidRequestError(
-                f"make_microbatch_iterator_with_dynamic_shapes: the batch has {held}. Expected the microbatch plan of "
-                "one chunk: shard with dynamic batching, then take get_batch."
+                f"{what}: the batch has {held}. Expected the microbatch plan of one chunk: shard with dynamic batching "
+                "or sequence packing, then take get_batch."
             )
-        tokens = token_columns(
-            self.data, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields, dim=sequence_dim
-        )
-        return self._microbatches(indices[0], lengths[0], sequence_dim, tokens)
+        return indices[0], lengths[0]
 
     def _microbatches(
         self, pairs: list[list[int]], lengths: list[int], sequence_dim: int, tokens: Sequence[str]
@@ -482,6 +529,16 @@ def _common_size(where: str, columns: Mapping[str, Any]) -> int:
     if len(set(sizes.values())) > 1:
         raise InvalidRequestError(f"{where}columns differ in length: {sizes}. Expected one row per sample in each.")
     return next(iter(sizes.values()), 0)
+
+
+def _media_of(item: Any) -> Iterator[Any]:
+    """What lies under a name of `MULTIMODAL_FIELDS` in nested dicts and lists."""
+    if isinstance(item, dict):
+        for key, value in item.items():
+            yield from (value,) if key in MULTIMODAL_FIELDS else _media_of(value)
+    elif isinstance(item, list | tuple):
+        for value in item:
+            yield from _media_of(value)
 
 
 def _as_ints(what: str, indices: Any) -> list[int]:

@@ -34,8 +34,10 @@ from dataplane_core.codec import (
     to_nested,
 )
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
+from dataplane_core.schema import PER_TOKEN_FIELDS
 
 __all__ = [
+    "is_per_sample",
     "materialize",
     "pack_jagged_fields",
     "pack_per_token_field",
@@ -84,15 +86,17 @@ def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor | Sequence[
 def pack_jagged_fields(
     fields: Mapping[str, Any] | TensorDictBase,
     *,
-    lengths: torch.Tensor | Sequence[int],
-    token_aligned_fields: Collection[str],
+    lengths: torch.Tensor | Sequence[int] | None,
+    token_aligned_fields: Collection[str] = (),
 ) -> TensorDict:
     """Makes the token-aligned columns of a batch jagged. The others stay as they are.
+
+    A column that is named in `schema.PER_TOKEN_FIELDS`, but has one value per sample, (N,) or (N, 1), stays too.
 
     Args:
         fields: Columns of N rows: tensors, lists (`codec.lists.column_of_list` says what they become), and objects as
             object arrays or ``NonTensorStack``.
-        lengths: N token counts.
+        lengths: N token counts; None: no column is made jagged.
         token_aligned_fields: Names of columns with one element per token on dim 1. Names that ``fields`` lacks are
             ignored, so that a declaration may cover more than one write.
 
@@ -103,13 +107,15 @@ def pack_jagged_fields(
         InvalidRequestError: Sizes do not fit. The message names the field.
         InvalidTypeError: A column is neither a tensor nor one object per row.
     """
+    if lengths is None:
+        return to_tensordict({name: fields.get(name) for name in fields.keys()}, None)  # noqa: SIM118
     cut = _Cut("pack_jagged_fields", lengths)
     columns: dict[str, Any] = {}
     for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
         column = fields.get(name)
         if isinstance(column, (list, tuple)):
             column = column_of_list(f"field '{name}'", column)
-        if name in token_aligned_fields and isinstance(column, torch.Tensor):
+        if name in token_aligned_fields and isinstance(column, torch.Tensor) and not is_per_sample(name, column):
             try:
                 column = cut.pack_or_pass(column)
             except (InvalidRequestError, InvalidTypeError) as error:
@@ -119,8 +125,17 @@ def pack_jagged_fields(
     return to_tensordict(columns, len(cut.counts))
 
 
-def to_tensordict(columns: Mapping[str, Any], num_samples: int) -> TensorDict:
+def is_per_sample(name: str, column: Any) -> bool:
+    """Whether a column of `PER_TOKEN_FIELDS` has one value per sample all the same, as ``advantages`` often has."""
+    if name not in PER_TOKEN_FIELDS or not isinstance(column, torch.Tensor) or column.is_nested:
+        return False
+    return column.dim() == 1 or (column.dim() == 2 and column.shape[1] == 1)
+
+
+def to_tensordict(columns: Mapping[str, Any], num_samples: int | None) -> TensorDict:
     """Columns as a TensorDict of batch size [N]; lists and tuples become what `codec.lists.column_of_list` says.
+
+    N is ``num_samples``, or if that is None, the rows of the first column.
 
     Raises:
         InvalidRequestError: A column of another number of rows; names it.
@@ -140,6 +155,7 @@ def to_tensordict(columns: Mapping[str, Any], num_samples: int) -> TensorDict:
                 f"field '{name}' is a non-tensor column: a {type(column).__name__}. Expected a tensor, or a list of "
                 "one object per sample."
             )
+        num_samples = found if num_samples is None else num_samples
         if found != num_samples:
             raise InvalidRequestError(f"field '{name}' has {found} rows. Expected {num_samples}, one per sample.")
         if isinstance(column, np.ndarray) and column.dtype != np.dtype(object):
@@ -150,7 +166,7 @@ def to_tensordict(columns: Mapping[str, Any], num_samples: int) -> TensorDict:
         if isinstance(column, (list, tuple)):
             column = column_of_list(f"field '{name}'", column)
         ready[name] = object_column(list(column)) if isinstance(column, np.ndarray) else column
-    return TensorDict(ready, batch_size=[num_samples])
+    return TensorDict(ready, batch_size=[num_samples or 0])
 
 
 def stack_or_nest(rows: Sequence[torch.Tensor]) -> torch.Tensor:

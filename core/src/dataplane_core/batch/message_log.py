@@ -35,18 +35,19 @@ def split_message_logs(
     """The turns of N samples as columns.
 
     Args:
-        message_logs: Per sample its turns, in the order of its tokens. A turn has ``role``, ``content`` and
-            ``token_ids`` (1-D tensor or list). Other keys are dropped: write values per token as columns.
-        response_roles: The roles whose tokens count as response.
+        message_logs: Per sample its turns, in the order of its tokens. A turn has ``role``, and may have ``content``
+            (else ``""``) and ``token_ids`` (1-D tensor or list; else it has no tokens). Other keys are dropped: write
+            values per token as columns.
+        response_roles: The roles whose turns are responses.
 
     Returns:
         ``turn_lengths``, ``turn_roles``, ``turn_contents``: per sample a list with one entry per turn (tokens, str, any
-        object item), the last in an object array; ``response_token_lengths``: (N,) int64. Contents are referenced, not
-        copied.
+        object item), the last in an object array; ``response_token_lengths``: (N,) int64, the tokens of the first
+        response that has any, else 0. Contents are referenced, not copied.
 
     Raises:
-        InvalidRequestError: A turn lacks a key, or its ``token_ids`` are not one-dimensional. The message names sample
-            and turn.
+        InvalidRequestError: A turn lacks its role, or its ``token_ids`` are not one-dimensional. The message names
+            sample and turn.
     """
     lengths: list[list[int]] = []
     roles: list[list[str]] = []
@@ -54,16 +55,14 @@ def split_message_logs(
     responses: list[int] = []
     for sample, log in enumerate(message_logs):
         for number, turn in enumerate(log):
-            missing = [key for key in ("role", "content", "token_ids") if key not in turn]
-            if missing:
-                raise InvalidRequestError(
-                    f"split_message_logs: turn {number} of sample {sample} lacks {', '.join(missing)}."
-                )
-        counts = [_count(turn["token_ids"], sample, number) for number, turn in enumerate(log)]
+            if "role" not in turn:
+                raise InvalidRequestError(f"split_message_logs: turn {number} of sample {sample} lacks role.")
+        counts = [_count(turn.get("token_ids"), sample, number) for number, turn in enumerate(log)]
         lengths.append(counts)
         roles.append([turn["role"] for turn in log])
-        contents.append([turn["content"] for turn in log])
-        responses.append(sum(n for n, turn in zip(counts, log, strict=True) if turn["role"] in response_roles))
+        contents.append([turn.get("content", "") for turn in log])
+        found = (count for count, turn in zip(counts, log, strict=True) if turn["role"] in response_roles and count)
+        responses.append(next(found, 0))
     return {
         TURN_LENGTHS_FIELD: lengths,
         TURN_ROLES_FIELD: roles,
@@ -78,7 +77,7 @@ def _count(token_ids: Any, sample: int, number: int) -> int:
             f"split_message_logs: token_ids of turn {number} of sample {sample} have shape {tuple(token_ids.shape)}. "
             "Expected one dim."
         )
-    return len(token_ids)
+    return 0 if token_ids is None else len(token_ids)
 
 
 def rebuild_message_logs(
@@ -93,7 +92,7 @@ def rebuild_message_logs(
             "generation_logprobs": "generation_logprobs"}``. Default: ``token_ids`` into ``input_ids``.
 
     Returns:
-        Per sample its turns. Their token tensors are views of the columns.
+        Per sample its turns. Their token tensors are views of the columns, empty for a turn without tokens.
 
     Raises:
         InvalidRequestError: A column is missing, columns disagree in their rows or turns, or turns have more tokens

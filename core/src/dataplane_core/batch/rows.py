@@ -6,6 +6,7 @@ Shape legend: ``N`` rows, ``S`` padded sequence length.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -121,6 +122,8 @@ def object_array(items: Sequence[Any]) -> np.ndarray[Any, Any]:
 def concatenate(key: str, columns: Sequence[Any], pad_value: float) -> Column:
     """Joins columns along dim 0. Tensors of 2 and more dims are right-padded on dim 1 to the widest.
 
+    Mixed dtypes are promoted, as `torch.cat` does: int64 joined with float32 gives float32.
+
     Args:
         key: The column's name, for errors.
         columns: At least one.
@@ -128,14 +131,15 @@ def concatenate(key: str, columns: Sequence[Any], pad_value: float) -> Column:
 
     Raises:
         UnsupportedColumnError: A column has another type, or the types differ.
-        InvalidRequestError: Tensors or arrays differ in dtype, number of dims, trailing dims or device.
+        InvalidRequestError: Tensors or arrays differ in number of dims, trailing dims or device, or no dtype holds the
+            values of all of them.
     """
     for column in columns:
         checked_num_rows(key, column)
     if all(isinstance(column, torch.Tensor) for column in columns):
         return _concatenate_tensors(key, columns, pad_value)
     if all(isinstance(column, np.ndarray) for column in columns):
-        _require_equal(key, ((column.dtype, column.shape[1:]) for column in columns))
+        _require_equal(key, (column.shape[1:] for column in columns))
         return np.concatenate(list(columns))
     if any(isinstance(column, torch.Tensor) for column in columns):
         raise UnsupportedColumnError(
@@ -151,12 +155,20 @@ def _concatenate_tensors(key: str, columns: Sequence[torch.Tensor], pad_value: f
             f"from_batches: column '{key}' is a nested tensor. Expected a padded one: materialize(td, layout='padded')."
         )
     first = columns[0]
-    _require_equal(key, ((column.dtype, column.dim(), column.shape[2:], str(column.device)) for column in columns))
+    _require_equal(key, ((column.dim(), column.shape[2:], str(column.device)) for column in columns))
+    dtypes = dict.fromkeys(column.dtype for column in columns)
+    try:
+        dtype = reduce(torch.promote_types, dtypes)
+    except RuntimeError as error:
+        raise InvalidRequestError(
+            f"from_batches: column '{key}' differs between batches: {' against '.join(map(str, dtypes))}. Expected "
+            "dtypes that torch.cat joins."
+        ) from error
     widths = {column.shape[1] for column in columns} if first.dim() > 1 else {0}
     if len(widths) == 1:
-        return torch.cat(list(columns))
+        return torch.cat([column.to(dtype) for column in columns])
     total = sum(len(column) for column in columns)
-    joined = first.new_full((total, max(widths), *first.shape[2:]), pad_value)
+    joined = first.new_full((total, max(widths), *first.shape[2:]), pad_value, dtype=dtype)
     start = 0
     for column in columns:
         joined[start : start + len(column), : column.shape[1]] = column
@@ -165,10 +177,9 @@ def _concatenate_tensors(key: str, columns: Sequence[torch.Tensor], pad_value: f
 
 
 def _require_equal(key: str, forms: Iterable[tuple[Any, ...]]) -> None:
-    # dtypes are not promoted: int64 ids joined with a float32 column would lose their low digits
     different = dict.fromkeys(forms)
     if len(different) > 1:
         raise InvalidRequestError(
             f"from_batches: column '{key}' differs between batches: {' against '.join(map(str, different))}. Expected "
-            "one dtype, number of dims, trailing shape and device."
+            "one number of dims, trailing shape and device."
         )

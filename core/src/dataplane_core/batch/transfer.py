@@ -17,7 +17,8 @@ import torch
 from tensordict import TensorDictBase
 
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
-from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
+from dataplane_core.batch.jagged import is_per_sample, materialize, pack_jagged_fields, to_tensordict
+from dataplane_core.batch.message_log import rebuild_message_logs
 from dataplane_core.batch.tokens import as_lengths, row_lengths, token_columns
 from dataplane_core.codec import byte_array, column_of_list, host_tensor, is_jagged, num_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
@@ -27,9 +28,13 @@ from dataplane_core.schema import (
     INPUT_IDS_FIELD,
     INPUT_LENGTHS_FIELD,
     INPUT_LENGTHS_TAG,
+    MESSAGE_LOG,
     MULTIMODAL_FIELDS,
     PAD_TO_MULTIPLE,
     PER_TOKEN_FIELDS,
+    TURN_CONTENTS_FIELD,
+    TURN_LENGTHS_FIELD,
+    TURN_ROLES_FIELD,
     padded_length,
 )
 
@@ -59,6 +64,7 @@ def read_columns(
     pad_to_seqlen: int | None = None,
     token_aligned_fields: Collection[str] | None = None,
     ragged_fields: Collection[str] = MULTIMODAL_FIELDS,
+    message_logs: bool = False,
 ) -> BatchedDataDict:
     """Reads the rows of a meta as the batch that trainers compute on. Blocks until they are read.
 
@@ -77,6 +83,9 @@ def read_columns(
         token_aligned_fields: Names of the token columns. Default: `token_columns`, with ``meta.sequence_lengths``, else
             the column ``input_lengths`` or ``input_ids``, as the lengths.
         ragged_fields: Names of columns that the default never treats as token columns.
+        message_logs: Also read the columns of `split_message_logs` and ``input_ids``, and return the turns that
+            `rebuild_message_logs` makes of them as the column ``message_log``. If ``generation_logprobs`` are read, the
+            turns have views of them too.
 
     Returns:
         A BatchedDataDict, owned by the caller; object columns as ``np.ndarray(dtype=object)``.
@@ -91,19 +100,25 @@ def read_columns(
             f"read_columns('{meta.partition_id}', {meta.size} samples): neither select_fields nor meta.fields names "
             "the columns to read."
         )
-    td = client.get_samples(meta.sample_ids, meta.partition_id, list(names))
+    if message_logs:
+        names = [*names, INPUT_IDS_FIELD, TURN_LENGTHS_FIELD, TURN_ROLES_FIELD, TURN_CONTENTS_FIELD]
+    td = client.get_samples(meta.sample_ids, meta.partition_id, list(dict.fromkeys(names)))
     columns = materialize(td, "jagged" if layout == "padded" else layout)
-    if layout != "padded":
-        return columns
-    del td  # or it would keep every jagged column until the last one is padded
-    return pad_columns(
-        columns,
-        meta,
-        pad_value_dict=pad_value_dict,
-        pad_to_seqlen=pad_to_seqlen,
-        token_aligned_fields=token_aligned_fields,
-        ragged_fields=ragged_fields,
-    )
+    if layout == "padded":
+        del td  # or it would keep every jagged column until the last one is padded
+        pad_columns(
+            columns,
+            meta,
+            pad_value_dict=pad_value_dict,
+            pad_to_seqlen=pad_to_seqlen,
+            token_aligned_fields=token_aligned_fields,
+            ragged_fields=ragged_fields,
+        )
+    if message_logs and columns:
+        views = {"token_ids": INPUT_IDS_FIELD, "generation_logprobs": "generation_logprobs"}
+        views = {key: name for key, name in views.items() if name in columns}
+        columns[MESSAGE_LOG] = rebuild_message_logs(columns, token_fields=views)
+    return columns
 
 
 def pad_columns(
@@ -182,10 +197,11 @@ def write_columns(
             ``NonTensorStack``.
         token_aligned_fields: Names of columns with one element per token on dim 1; these are cut to
             ``meta.sequence_lengths`` and written as jagged. No other column is cut. Names that ``fields`` lacks are
-            ignored.
+            ignored. Default: if the meta has lengths, what `kv_first_write` cuts by default. A column that is named in
+            `schema.PER_TOKEN_FIELDS`, but is of shape (N,) or (N, 1), is never cut.
 
     Returns:
-        A copy of the meta whose fields also name the written ones.
+        A copy of the meta whose fields also name the written ones. Without ``fields``, nothing is written.
 
     Raises:
         InvalidRequestError: Sizes do not fit, columns are token-aligned but the meta has no lengths, or ids repeat.
@@ -193,21 +209,27 @@ def write_columns(
         SchemaMismatchError: A field changes kind, dtype, rank or trailing shape.
     """
     where = f"write_columns('{meta.partition_id}', {meta.size} samples)"
-    names = list(fields.keys())
-    aligned = [name for name in names if name in (token_aligned_fields or ())]
-    if aligned and meta.sequence_lengths is None:
+    columns: dict[str, Any] = {name: fields.get(name) for name in fields.keys()}  # noqa: SIM118 - TensorDicts have rows
+    if not columns:
+        return meta.with_fields(())
+    lengths = meta.sequence_lengths
+    if token_aligned_fields is None:
+        cut = [] if lengths is None else _padded_columns(columns, lengths)
+        aligned = [name for name in cut if columns[name].shape[1] >= max(lengths or [0])]
+    else:
+        aligned = [name for name in columns if name in token_aligned_fields and not is_per_sample(name, columns[name])]
+    if aligned and lengths is None:
         raise InvalidRequestError(
             f"{where} refused: {', '.join(aligned)} is declared token-aligned, but the meta has no sequence_lengths to "
             "cut it by."
         )
     with _naming_call(where):
         if aligned:
-            assert meta.sequence_lengths is not None
-            td = pack_jagged_fields(fields, lengths=meta.sequence_lengths, token_aligned_fields=aligned)
+            td = pack_jagged_fields(columns, lengths=lengths, token_aligned_fields=aligned)
         else:
-            td = to_tensordict({name: fields.get(name) for name in names}, meta.size)
+            td = to_tensordict(columns, meta.size)
     client.put_samples(meta.sample_ids, meta.partition_id, fields=td)
-    return meta.with_fields(names)
+    return meta.with_fields(columns)
 
 
 def kv_first_write(
@@ -321,7 +343,7 @@ def kv_first_write(
 
 
 def _padded_columns(batch: Mapping[str, Any], lengths: Sequence[int]) -> list[str]:
-    """The columns that `kv_first_write` cuts by default."""
+    """The columns that `kv_first_write` and `write_columns` cut by default."""
     dense = {
         name: column for name, column in batch.items() if isinstance(column, torch.Tensor) and not column.is_nested
     }

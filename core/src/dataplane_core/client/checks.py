@@ -5,10 +5,10 @@ Checks of arguments raise `InvalidTypeError` or `InvalidRequestError`. Checks of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from dataplane_core.errors import BackendError, InvalidRequestError, InvalidTypeError, preview
-from dataplane_core.spec import PartitionInfo
+from dataplane_core.spec import PartitionInfo, Sampler
 
 
 def check_name(what: str, name: Any) -> None:
@@ -61,6 +61,23 @@ def check_count(what: str, count: Any) -> None:
         raise InvalidTypeError(f"{what} must be an int, got {type(count).__name__}.")
     if count < 1:
         raise InvalidRequestError(f"{what} must be at least 1, got {count}.")
+
+
+def check_sampler(sampler: Any, dp_rank: Any, dp_size: Any, batch_index: Any) -> None:
+    """Accepts a sampler's name, and the rank that it needs."""
+    if sampler not in get_args(Sampler):
+        raise InvalidRequestError(f"sampler must be one of {preview(get_args(Sampler))}, got {sampler!r}.")
+    if dp_size is not None:
+        check_count("dp_size", dp_size)
+    for what, number in (("dp_rank", dp_rank), ("batch_index", batch_index)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
+            raise InvalidRequestError(f"{what} must be an int of at least 0, got {number!r}.")
+    if dp_rank is None and batch_index is not None:
+        raise InvalidRequestError("batch_index needs a dp_rank: it counts the batches of a rank.")
+    if dp_rank is not None and dp_size is not None and dp_rank >= dp_size:
+        raise InvalidRequestError(f"dp_rank {dp_rank} is not below dp_size {dp_size}.")
+    if sampler == "balanced" and (dp_rank is None or dp_size is None):
+        raise InvalidRequestError("sampler 'balanced' needs a dp_rank and a dp_size.")
 
 
 def check_seconds(what: str, seconds: Any, *, at_least_zero: bool = False) -> None:

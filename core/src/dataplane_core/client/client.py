@@ -21,6 +21,7 @@ from dataplane_core.client.checks import (
     check_ids,
     check_name,
     check_names,
+    check_sampler,
     check_seconds,
     strings_of,
 )
@@ -34,7 +35,6 @@ from dataplane_core.errors import (
     InvalidTypeError,
     StalePartitionError,
     UnknownPartitionError,
-    UnsupportedOperationError,
     preview,
 )
 from dataplane_core.meta import KVBatchMeta
@@ -56,6 +56,7 @@ from dataplane_core.spec import (
     PutRequest,
     RegisterRequest,
     RenewRequest,
+    Sampler,
     SettleReply,
     TagFilter,
     TagValue,
@@ -333,6 +334,9 @@ class DataPlaneClient(Overview):
         *,
         lease_s: float | None = None,
         tag_filter: TagFilter | None = None,
+        sampler: Sampler = "first_write",
+        dp_size: int | None = None,
+        batch_index: int | None = None,
     ) -> KVBatchMeta:
         """Hands out samples whose required fields are all produced and that the task has not been given.
 
@@ -345,16 +349,23 @@ class DataPlaneClient(Overview):
             task_name: A task named at its registration.
             required_fields: Fields that must be produced.
             batch_size: How many; a multiple of the group size where the partition has one.
-            dp_rank: Reserved. Any value but None is refused.
+            dp_rank: The data-parallel rank that claims. All claims of the task with this rank and ``batch_index`` give
+                the same samples, so that the ranks of a replica can each claim (capability ``samplers``).
             blocking: Whether to wait. If not, what is ready now is returned, at most ``batch_size``.
             timeout_s: How long a blocking claim waits, in seconds.
             lease_s: Seconds after which samples that were neither acked nor nacked can be claimed again. None: there
                 is no lease, and each sample is given to the task at most once.
             tag_filter: A condition on tags, such as ``{"weight_version": (">=", 7)}``.
+            sampler: Which ready samples it gives (capability ``samplers``). ``first_write``: in order of first write.
+                ``freshest``: the last written first. ``balanced``: the first claim of a batch takes ``batch_size``
+                samples for each of the ``dp_size`` ranks, and divides them so that all ranks get about as many tokens
+                (tag ``input_lengths``).
+            dp_size: The number of ranks, which ``balanced`` requires.
+            batch_index: Which batch of ``dp_rank``, from 0. None: the first that this client was not given yet.
 
         Returns:
-            A meta in order of first write, with tags, and ``sequence_lengths`` where all have the tag
-            ``input_lengths``.
+            A meta in order of first write (``freshest``: in the opposite order), with tags, and ``sequence_lengths``
+            where all have the tag ``input_lengths``.
 
         Raises:
             ClaimTimeoutError: Says how many were ready, and what keeps the others back.
@@ -370,13 +381,11 @@ class DataPlaneClient(Overview):
             self._require(Capability.CLAIMS, "claim_meta")
             check_name("partition_id", partition_id)
             check_name("task_name", task_name)
-            if dp_rank is not None:
-                raise UnsupportedOperationError(
-                    f"claim_meta('{partition_id}', '{task_name}') refused: dp_rank={dp_rank!r}, but dp_rank is "
-                    "reserved and chooses nothing. Expected None.",
-                    hint="Leave it out. Each rank claims rows of its own, or one claims for all and shards the meta "
-                    "(shard_meta_for_dp).",
-                )
+            check_sampler(sampler, dp_rank, dp_size, batch_index)
+            if sampler != "first_write" or dp_rank is not None:
+                self._require(Capability.SAMPLERS, "claim_meta(sampler=..., dp_rank=...)")
+            counted = self._batches.get((partition_id, task_name, dp_rank), (None, 0))
+            batch_epoch, index = counted if batch_index is None else (None, batch_index)
             names = check_names("required_fields", required_fields)
             check_count("batch_size", batch_size)
             check_seconds("timeout_s", timeout_s, at_least_zero=True)
@@ -394,6 +403,11 @@ class DataPlaneClient(Overview):
                 all_or_nothing=blocking,
                 lease_s=lease_s,
                 tag_filter=condition,
+                sampler=sampler,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                batch_index=index,
+                batch_epoch=batch_epoch,
                 deadline=float("inf"),
             )
             if self._config.open_partitions:
@@ -402,6 +416,9 @@ class DataPlaneClient(Overview):
                 claim = wait_for_claim(request, self._claim, timeout_s, self._pacer, self._closing)
             else:
                 claim = self._claim(request)
+            if dp_rank is not None and claim.sample_ids:
+                counts_on = claim.epoch == batch_epoch or batch_epoch is None
+                self._batches[partition_id, task_name, dp_rank] = (claim.epoch, index + 1 if counts_on else 1)
             tags = [dict(row) for row in claim.tags]
             return KVBatchMeta(
                 partition_id,

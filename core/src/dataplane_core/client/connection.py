@@ -58,6 +58,7 @@ class Connection:
         client._capabilities = type(backend).capabilities
         client._middleware = []
         client._infos = {}
+        client._batches = {}
         client._closed = client._stopped = False
         client._bootstrapped = bootstrap
         client._pid = os.getpid()
@@ -95,6 +96,7 @@ class Connection:
     _capabilities: frozenset[Capability]
     _middleware: list[Any]
     _infos: dict[str, PartitionInfo]  # partition -> its registration, as last read
+    _batches: dict[tuple[str, str, int | None], tuple[str | None, int]]  # of a rank: registration, batches given
     _closed: bool  # guarded by _state
     _stopped: bool  # guarded by _close_lock
     _bootstrapped: bool

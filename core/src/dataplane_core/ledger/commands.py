@@ -21,6 +21,7 @@ from dataplane_core.spec import (
     PartitionList,
     PartitionState,
     SampleList,
+    Sampler,
     TagValue,
 )
 
@@ -410,6 +411,11 @@ class ClaimSamples(Command[Claim]):
     tag_filter: _Filter = None
     token: str
     holder: str = ""
+    sampler: Sampler = "first_write"
+    dp_rank: int | None = None
+    dp_size: int | None = None
+    batch_index: int = 0
+    batch_epoch: str | None = None
     explain: bool = False
 
 

@@ -9,6 +9,7 @@ from dataplane_core.errors import InvalidRequestError, LeaseExpiredError, Shortf
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.leases import Leases
 from dataplane_core.ledger.rows import Claimable, Group, Hold, Ref, Row, group_of
+from dataplane_core.ledger.samplers import SAMPLERS, Batch
 from dataplane_core.ledger.shortfall import find_shortfall
 from dataplane_core.ledger.views import ReadySet, ReadyView
 from dataplane_core.spec import Claim, FieldSpec, PartitionDescription, PartitionInfo, TagValue, TaskDescription
@@ -65,6 +66,8 @@ class Partition:
         version: Grows with every change of ``rows``.
         num_cleared: How many rows were cleared.
         held_bytes: Payload bytes of the rows.
+        batches: Task and rank -> the batches that the rank was given, by their index. None for a batch whose rows are
+            all cleared.
         self_expiring: Whether a lease ends by itself when its time is over, or only by `end_lease`.
     """
 
@@ -81,6 +84,7 @@ class Partition:
     version: int = 0
     num_cleared: int = 0
     held_bytes: int = 0
+    batches: dict[tuple[str, int], dict[int, Batch | None]] = field(default_factory=dict)
 
     def extend(self, command: commands.Register) -> None:
         """Adds what a further registration names to this one.
@@ -183,23 +187,35 @@ class Partition:
         that changed since the filter was last used. Samples that are ready and not handed out cost nothing.
         """
         self._expire(now)
+        given = self._given(command)
+        if given is not None:
+            return given
         found = self._find(command, now)
-        claimables = found.ready.first(found.num_claimables) if found.hands_out else []
-        rows = [row for claimable in claimables for row in claimable.rows]
+        sampler = SAMPLERS[command.sampler]
+        claimables = sampler.choose(found.ready, found.num_claimables) if found.hands_out else []
         self._hold(command, claimables, now)
         for claimable in claimables:
             found.ready.discard(claimable.seq)
+        if command.dp_rank is not None and claimables:
+            self._keep_batches(command, sampler.share(claimables, command.dp_size or 1), found.exhausted)
+            given = self._given(command)
+            assert given is not None
+            return given
+        rows = [row for claimable in claimables for row in claimable.rows]
         return Claim(
             sample_ids=[row.sample_id for row in rows],
             tags=[dict(row.tags) for row in rows],
             lease_tokens=None if command.lease_s is None else [command.token] * len(rows),
             exhausted=found.exhausted,
-            num_ready=found.num_claimables * self._group_size,
+            num_ready=min(found.num_claimables * self._group_size, command.batch_size),
             shortfall=self._shortfall(command, now) if command.explain and not rows else None,
+            epoch=None if command.dp_rank is None else self.info.epoch,
         )
 
     def may_claim(self, command: commands.ClaimSamples, now: float) -> bool:
         """Whether `claim` would change anything, that is, hand out samples or end leases. Raises as `claim`."""
+        if self._given(command) is not None:
+            return False
         return self._find(command, now).hands_out or (
             self.self_expiring and self.leases.next_due(self._lease, now) is not None
         )
@@ -207,6 +223,10 @@ class Partition:
     def _find(self, command: commands.ClaimSamples, now: float) -> _Found:
         task = self._task(command.task_name)
         wanted, rest = divmod(command.batch_size, self._group_size)
+        least = 1
+        if SAMPLERS[command.sampler].for_all_ranks:
+            least = command.dp_size or 1
+            wanted *= least
         if rest:
             raise InvalidRequestError(
                 f"claim_meta('{self.partition_id}', '{command.task_name}') refused: batch_size {command.batch_size} "
@@ -216,8 +236,58 @@ class Partition:
         ready = self._view(command.task_name, task, required).of(command.tag_filter, now)
         num_claimables = min(len(ready), wanted)
         exhausted = num_claimables < wanted and self._num_left(command, task, now) == num_claimables
-        hands_out = num_claimables > 0 and (num_claimables == wanted or exhausted or not command.all_or_nothing)
+        enough = wanted if command.all_or_nothing else least
+        hands_out = num_claimables > 0 and (num_claimables >= enough or exhausted)
         return _Found(ready, num_claimables, hands_out, exhausted)
+
+    def _given(self, command: commands.ClaimSamples) -> Claim | None:
+        """The batch that was given to a rank, if it was.
+
+        Raises:
+            InvalidRequestError: Samples of it were cleared.
+        """
+        if command.dp_rank is None:
+            return None
+        index = self._batch_index(command)
+        batches = self.batches.get((command.task_name, command.dp_rank), {})
+        if index not in batches:
+            return None
+        batch = batches[index]
+        rows = [] if batch is None else [self.rows.get(sample_id) for sample_id in batch.sample_ids]
+        if batch is None or None in rows:
+            raise InvalidRequestError(
+                f"claim_meta('{self.partition_id}', '{command.task_name}') refused: batch {index} of dp_rank "
+                f"{command.dp_rank} was given before, and samples of it were cleared.",
+                hint="Clear samples only after all ranks of the replica have claimed and read them.",
+            )
+        return Claim(
+            sample_ids=batch.sample_ids,
+            tags=[dict(row.tags) for row in rows if row is not None],
+            lease_tokens=None if batch.token is None else [batch.token] * len(rows),
+            exhausted=batch.exhausted or not rows,
+            num_ready=len(rows),
+            epoch=self.info.epoch,
+        )
+
+    def _batch_index(self, command: commands.ClaimSamples) -> int:
+        return command.batch_index if command.batch_epoch in (None, self.info.epoch) else 0
+
+    def _keep_batches(
+        self, command: commands.ClaimSamples, parts: Sequence[Sequence[Claimable]], exhausted: bool
+    ) -> None:
+        """Keeps what the ranks were given, and forgets the ids of batches whose rows are all cleared."""
+        assert command.dp_rank is not None
+        token = None if command.lease_s is None else command.token
+        ranks = range(len(parts)) if SAMPLERS[command.sampler].for_all_ranks else (command.dp_rank,)
+        for rank, part in zip(ranks, parts, strict=True):
+            batches = self.batches.setdefault((command.task_name, rank), {})
+            for index, batch in batches.items():
+                if batch is not None and batch.sample_ids:
+                    if any(sample_id in self.rows for sample_id in batch.sample_ids):
+                        break
+                    batches[index] = None
+            ids = [row.sample_id for claimable in part for row in claimable.rows]
+            batches[self._batch_index(command)] = Batch(ids, token, exhausted)
 
     def _num_left(self, command: commands.ClaimSamples, task: Task, now: float) -> int | None:
         """How many claimables the task can still be given, now or later. None if more samples may be written."""
@@ -256,6 +326,9 @@ class Partition:
             self.tasks.setdefault(command.task_name, Task())
             self.info = self.info.extended((), (command.task_name,), {})
         task = self._task(command.task_name)
+        for name, rank in list(self.batches):
+            if name == command.task_name:
+                del self.batches[name, rank]
         for row in list(self.rows.values()):
             if command.task_name in row.holds:
                 self._give_back(row, command.task_name)

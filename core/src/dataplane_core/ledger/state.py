@@ -5,6 +5,7 @@ The state is a sequence of sections. Each is a map for msgpack with its kind und
     ledger      counters
     writes      writes of committed puts that rows refer to; a row refers to a write by its index in this list
     partition   a registration; then, of the same partition,
+      batches   what the ranks of a task were given, if claims have ranks
       seen      the ids ever written, if they are counted
       rows      the rows in order of first write, column by column
     pending     a put that is not yet committed
@@ -24,6 +25,7 @@ from dataplane_core.ledger.commands import Split
 from dataplane_core.ledger.ledger import Ledger, Pending, Write
 from dataplane_core.ledger.partition import Partition, Task
 from dataplane_core.ledger.rows import Group, Hold, Ref, Row, group_of
+from dataplane_core.ledger.samplers import Batch
 from dataplane_core.spec import FieldSpec, PartitionInfo
 
 __all__ = [
@@ -128,6 +130,10 @@ class StateReader:
             ledger._partitions[self._partition.partition_id] = self._partition
         elif part == "seen" and partition is not None:
             partition.seen.update(section["sample_ids"])
+        elif part == "batches" and partition is not None:
+            given = [None if each is None else Batch(*each) for each in section["batches"]]
+            key = (section["task_name"], section["dp_rank"])
+            partition.batches[key] = dict(zip(section["indexes"], given, strict=True))
         elif part == "rows" and partition is not None:
             _restore_rows(partition, section, self._write_ids, now)
         elif part == "pending":
@@ -161,6 +167,17 @@ def _partition_state(partition: Partition, places: Mapping[int, int], now: float
         "num_cleared": partition.num_cleared,
         "held_bytes": partition.held_bytes,
     }
+    for (task_name, dp_rank), batches in partition.batches.items():
+        yield {
+            "part": "batches",
+            "task_name": task_name,
+            "dp_rank": dp_rank,
+            "indexes": list(batches),
+            "batches": [
+                None if each is None else [list(each.sample_ids), each.token, each.exhausted]
+                for each in batches.values()
+            ],
+        }
     for some in _portions(sorted(partition.seen)):
         yield {"part": "seen", "sample_ids": some}
     for rows in _portions(partition.rows.values()):

@@ -4,7 +4,7 @@ A config lists them by entry-point name, outermost first. The client starts and 
 """
 
 from dataplane_core.middleware.base import Middleware, MiddlewareContext
-from dataplane_core.middleware.metrics import Metrics
+from dataplane_core.middleware.metrics import Metrics, log_event
 from dataplane_core.middleware.wire_guard import WireGuard
 
-__all__ = ["Metrics", "Middleware", "MiddlewareContext", "WireGuard"]
+__all__ = ["Metrics", "Middleware", "MiddlewareContext", "WireGuard", "log_event"]

@@ -1,4 +1,4 @@
-"""The metrics middleware: one event per operation, totals, and the bytes that this client put into each partition.
+"""The metrics middleware: one event per operation, totals, and the bytes that this client put and has not cleared.
 
 Live bytes are the bytes that this client put, minus those that it dropped itself with a clear or a new registration. It
 does not know what other clients clear. If others clear its samples, its live bytes only grow, and it keeps a small dict
@@ -9,13 +9,16 @@ Its cost is one dict update per cell written and two clock reads per operation; 
 
 from __future__ import annotations
 
+import logging
+import pkgutil
 import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from dataplane_core.codec import cell_nbytes
 from dataplane_core.middleware.base import Middleware
@@ -51,7 +54,9 @@ from dataplane_core.spec import (
     hookimpl,
 )
 
-__all__ = ["Metrics", "OperationEvent"]
+__all__ = ["Metrics", "MetricsConfig", "OperationEvent", "log_event"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,32 +99,88 @@ class _Held:
 _Steps: TypeAlias = Generator[None, Any, Any]
 
 
+def log_event(event: OperationEvent) -> None:
+    """Logs an event at level INFO. A target for ``on_event``."""
+    _log.info("%s", event)
+
+
+class MetricsConfig(BaseModel):
+    """The options of `Metrics`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    on_event: Callable[[OperationEvent], None] | str | None = None
+    """Called with every `OperationEvent`, in the thread of the operation. Its exceptions reach the caller. In a config
+    file, the name of a function that every process can import: ``package.module:function``, or with dots only."""
+
+    @field_validator("on_event")
+    @classmethod
+    def _is_a_function(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            found = pkgutil.resolve_name(value)
+        except (ValueError, ImportError, AttributeError) as error:
+            raise ValueError(
+                f"on_event {value!r} was not found: {error}. Expected 'package.module:function'."
+            ) from error
+        if not callable(found):
+            raise ValueError(f"on_event {value!r} is a {type(found).__name__}. Expected a function.")
+        return found
+
+
 class Metrics(Middleware):
     """Measures the operations of one client.
 
     Args:
-        on_event: Called with every `OperationEvent`, in the thread of the operation. Its exceptions reach the caller.
+        on_event: As `MetricsConfig.on_event`.
+
+    Raises:
+        ValueError: There is no function of that name.
     """
 
-    def __init__(self, on_event: Callable[[OperationEvent], None] | None = None) -> None:
-        super().__init__()
-        self._on_event = on_event
+    Config: ClassVar[type[BaseModel]] = MetricsConfig
+    config: MetricsConfig
+
+    def __init__(self, on_event: Callable[[OperationEvent], None] | str | None = None) -> None:
+        super().__init__(on_event=on_event)
+        self._on_event: Any = self.config.on_event
         self._lock = threading.Lock()
         self._totals: dict[str, _Total] = {}
         self._held: dict[str, _Held] = {}
+        self._live_bytes = 0  # of all partitions
+        self._peak_bytes = 0
+        self._max_bytes_per_key = 0
+        self._last_bytes_per_key = 0
 
     def snapshot(self) -> dict[str, Any]:
-        """Totals per operation, and live and peak payload bytes per partition, of what this client did so far.
+        """What this client did so far, and what it put and has not cleared.
 
         Where other clients clear what this one put, its live and peak bytes are upper bounds.
+
+        Returns:
+            ``operations``: totals per operation. ``partitions``: live and peak payload bytes per partition. And over
+            all partitions: ``total_ops``, ``total_keys`` and ``total_bytes``, the sums over all operations;
+            ``bytes_outstanding`` (live) and ``peak_bytes_outstanding``; ``n_keys_outstanding``, the samples with live
+            bytes; ``max_bytes_per_key_seen``, the most that a put wrote for one sample; and
+            ``last_put_bytes_per_key``, the mean over the samples of the last put.
         """
         with self._lock:
+            totals = self._totals.values()
             return {
                 "operations": {op: asdict(total) for op, total in self._totals.items()},
                 "partitions": {
                     partition_id: {"live_bytes": held.live_bytes, "peak_bytes": held.peak_bytes}
                     for partition_id, held in self._held.items()
                 },
+                "total_ops": sum(total.calls for total in totals),
+                "total_keys": sum(total.n_keys for total in totals),
+                "total_bytes": sum(total.n_bytes for total in totals),
+                "bytes_outstanding": self._live_bytes,
+                "peak_bytes_outstanding": self._peak_bytes,
+                "n_keys_outstanding": sum(len(held.cells) for held in self._held.values()),
+                "max_bytes_per_key_seen": self._max_bytes_per_key,
+                "last_put_bytes_per_key": self._last_bytes_per_key,
             }
 
     # --- one wrapper per hook -----------------------------------------------------------------------------------------
@@ -147,16 +208,23 @@ class Metrics(Middleware):
             name: np.broadcast_to(cell_nbytes(column, num_samples), num_samples).tolist()
             for name, column in request.columns.items()
         }
-        n_bytes = sum(sum(column) for column in sizes.values())
+        rows = [sum(row) for row in zip(*sizes.values(), strict=True)]
+        n_bytes = sum(rows)
         reply: PutReply = yield from self._measure("put_samples", request, num_samples, n_bytes)
         with self._lock:
             held = self._held.setdefault(request.partition_id, _Held())
+            before = held.live_bytes
             for name, column in sizes.items():
                 for sample_id, size in zip(request.sample_ids, column, strict=True):
                     cells = held.cells.setdefault(sample_id, {})
                     held.live_bytes += size - cells.get(name, 0)
                     cells[name] = size
             held.peak_bytes = max(held.peak_bytes, held.live_bytes)
+            self._live_bytes += held.live_bytes - before
+            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+            if rows:
+                self._max_bytes_per_key = max(self._max_bytes_per_key, *rows)
+                self._last_bytes_per_key = n_bytes // num_samples
         return reply
 
     @hookimpl(wrapper=True)
@@ -281,9 +349,8 @@ class Metrics(Middleware):
         held = self._held.get(partition_id)
         if held is None:
             return
-        if sample_ids is None:
-            held.cells.clear()
-            held.live_bytes = 0
-            return
-        for sample_id in sample_ids:
-            held.live_bytes -= sum(held.cells.pop(sample_id, {}).values())
+        freed = 0
+        for sample_id in list(held.cells) if sample_ids is None else sample_ids:
+            freed += sum(held.cells.pop(sample_id, {}).values())
+        held.live_bytes -= freed
+        self._live_bytes -= freed

@@ -31,9 +31,11 @@ from dataplane_core.sharding._placing import PLACERS, Ints, stable_argsort
 __all__ = [
     "PACKERS",
     "PackingMetrics",
+    "SequencePacker",
     "concatenative",
     "first_fit_decreasing",
     "first_fit_shuffle",
+    "get_packer",
     "modified_first_fit_decreasing",
     "pack_flat",
     "packing_metrics",
@@ -121,7 +123,7 @@ def pack_flat(
     """Packs with the packer of that name, as `concatenative` and the others do, without building lists.
 
     Args:
-        algorithm: One of `PACKERS`.
+        algorithm: One of `PACKERS`, in any case.
         lengths: Tokens per sequence.
         capacity: Most tokens of a bin.
         min_bin_count: Fewest bins.
@@ -136,7 +138,7 @@ def pack_flat(
     """
     if seed is not None and not 0 <= seed < 1 << 32:
         raise InvalidRequestError(f"packing refused: seed is {seed}. Expected 0 to {(1 << 32) - 1}, or None.")
-    place = PLACERS.get(algorithm)
+    place = PLACERS.get(algorithm.lower())
     if place is None:
         raise InvalidRequestError(
             f"packing refused: there is no algorithm '{algorithm}'. Expected one of {', '.join(PLACERS)}."
@@ -178,6 +180,62 @@ PACKERS: Final[Mapping[str, Callable[..., list[list[int]]]]] = {
     "first_fit_shuffle": first_fit_shuffle,
     "modified_first_fit_decreasing": modified_first_fit_decreasing,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePacker:
+    """A packer with its options, as `get_packer` makes it.
+
+    Attributes:
+        algorithm: Its name in `PACKERS`.
+        bin_capacity: Most tokens of a bin.
+        min_bin_count: Fewest bins.
+        bin_count_multiple: The number of bins is a multiple of this.
+        metrics: One entry per `pack`, if they are collected; else None.
+    """
+
+    algorithm: str
+    bin_capacity: int
+    min_bin_count: int
+    bin_count_multiple: int
+    metrics: list[PackingMetrics] | None
+
+    def pack(self, sequence_lengths: Sequence[int] | Ints) -> list[list[int]]:
+        """Bins of positions into ``sequence_lengths``. Errors are those of `concatenative`."""
+        bins = _bins(
+            self.algorithm, sequence_lengths, self.bin_capacity, self.min_bin_count, self.bin_count_multiple, 0
+        )
+        if self.metrics is not None:
+            self.metrics.append(packing_metrics(bins, sequence_lengths, self.bin_capacity))
+        return bins
+
+
+def get_packer(
+    algorithm: str,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+) -> SequencePacker:
+    """The packer of that name.
+
+    Args:
+        algorithm: A name of `PACKERS`, in any case.
+        bin_capacity: Most tokens of a bin.
+        collect_metrics: Measure each call of ``pack``.
+        min_bin_count: Fewest bins; None: no minimum.
+        bin_count_multiple: The number of bins is a multiple of this; None: any number.
+
+    Raises:
+        InvalidRequestError: There is no such packer.
+    """
+    if algorithm.lower() not in PACKERS:
+        raise InvalidRequestError(
+            f"get_packer refused: there is no algorithm '{algorithm}'. Expected one of {', '.join(PACKERS)}."
+        )
+    return SequencePacker(
+        algorithm.lower(), bin_capacity, min_bin_count or 0, bin_count_multiple or 1, [] if collect_metrics else None
+    )
 
 
 # --- how well they pack ----------------------------------------------------------------------------------------------

@@ -50,12 +50,13 @@ class SequencePackingArgs(TypedDict):
     """How sequences are packed in bins; each bin is one microbatch.
 
     Attributes:
-        algorithm: Name of a packer, see `dataplane_core.sharding.packing.PACKERS`.
+        algorithm: Name of a packer in any case, see `dataplane_core.sharding.packing.PACKERS`.
         max_tokens_per_microbatch: Capacity of a bin.
         input_key: Column of token ids.
         input_lengths_key: Column of lengths in tokens.
         sequence_length_pad_multiple: Each sequence takes a multiple of this many tokens of its bin.
-        microbatch_order: ``packer`` (default): the order of the packer; ``largest_first``: bins with most tokens first.
+        microbatch_order: In which order a shard works on its bins. ``packer`` (default): in that of the packer;
+            ``largest_first``: those with most tokens first. It does not change which shard gets which rows.
         seed: For ``first_fit_shuffle``. Default 0, so that all processes make the same plan.
     """
 
@@ -235,8 +236,9 @@ def plan_packed_batches(
     limit = _at_least(1, what, args, "max_tokens_per_microbatch")
     multiple = _at_least(1, what, args, "sequence_length_pad_multiple")
     seed = _at_least(0, what, {"seed": 0, **args}, "seed")
-    bin_order = args.get("microbatch_order", _ORDERS[0])
-    for key, value, known in (("algorithm", args["algorithm"], PACKERS), ("microbatch_order", bin_order, _ORDERS)):
+    bin_order = args.get("microbatch_order") or _ORDERS[0]
+    algorithm = str(args["algorithm"]).lower()
+    for key, value, known in (("algorithm", algorithm, PACKERS), ("microbatch_order", bin_order, _ORDERS)):
         if value not in known:
             raise InvalidRequestError(f"{what} refused: {key} is {value!r}. Expected one of {', '.join(known)}.")
     chunks = _chunks(len(lengths), shards, batch_size, equal=False)
@@ -256,7 +258,7 @@ def plan_packed_batches(
     )
     for start, end in chunks:
         items, counts = pack_flat(
-            args["algorithm"],
+            algorithm,
             rounded[start:end],
             limit,
             min_bin_count=shards,
@@ -265,7 +267,7 @@ def plan_packed_batches(
         )
         items += start
         tokens = np.add.reduceat(rounded[items], np.cumsum(counts) - counts)
-        _deal(plan, items, counts, tokens, stable_argsort(-tokens) if bin_order == "largest_first" else None)
+        _deal(plan, items, counts, tokens, largest_first=bin_order == "largest_first")
     return plan
 
 
@@ -274,23 +276,26 @@ def _deal(
     items: NDArray[np.int64],
     counts: NDArray[np.int64],
     tokens: NDArray[np.int64],
-    order: NDArray[np.int64] | None,
+    *,
+    largest_first: bool,
 ) -> None:
-    """Adds a chunk's bins to the plan, in the order given.
+    """Adds a chunk's bins to the plan, dealt out in the packer's order.
 
     Args:
         plan: Grows by one chunk.
         items: The rows, bin after bin.
         counts: Per bin its rows.
         tokens: Per bin its tokens.
-        order: The bins, in the order in which they are dealt; None: as they are.
+        largest_first: Sort the bins of each shard by falling tokens.
     """
     assert plan.micro_batch_indices is not None
     assert plan.micro_batch_lengths is not None
     assert plan.elem_counts_per_gb is not None
     shards = len(plan.rows)
-    bins = np.arange(len(counts)) if order is None else order
-    bins = bins.reshape(-1, shards).T.ravel()  # all of shard 0, all of shard 1, ...
+    dealt = np.arange(len(counts)).reshape(-1, shards).T  # all of shard 0, all of shard 1, ...
+    if largest_first:
+        dealt = np.take_along_axis(dealt, np.argsort(-tokens[dealt], axis=1, kind="stable"), axis=1)
+    bins = dealt.ravel()
     starts = (np.cumsum(counts) - counts)[bins]
     counts = counts[bins]
     ends = np.cumsum(counts)

@@ -18,7 +18,7 @@ __all__ = ["GUARANTEES", "OPERATIONS", "Capability", "Scope", "WireFormat"]
 class Capability(StrEnum):
     """An operation or guarantee that a backend may declare.
 
-    The first eight are operations. If a backend does not declare one, the client refuses it with
+    The first nine are operations. If a backend does not declare one, the client refuses it with
     `UnsupportedOperationError`. The rest are guarantees. The conformance kit tests what is declared, and that the
     client refuses the operations that are not.
     """
@@ -37,6 +37,8 @@ class Capability(StrEnum):
     """`list_samples`, `list_partitions`, `describe`, and reads of all fields."""
     CURSORS = "cursors"
     """`list_consumed`, `reset_consumption`, `save` and `load`."""
+    SAMPLERS = "samplers"
+    """Claims with a ``sampler`` and ``dp_rank``."""
     OVERWRITE = "overwrite"
     """A put may replace cells that are already produced."""
 
@@ -59,6 +61,7 @@ OPERATIONS: Final[frozenset[Capability]] = frozenset(
         Capability.CAPACITY,
         Capability.LISTING,
         Capability.CURSORS,
+        Capability.SAMPLERS,
         Capability.OVERWRITE,
     }
 )

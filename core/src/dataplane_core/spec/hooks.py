@@ -56,6 +56,7 @@ __all__ = [
     "RegisterRequest",
     "RenewRequest",
     "SampleList",
+    "Sampler",
     "SetCursorRequest",
     "SettleReply",
     "SharedRows",
@@ -78,6 +79,9 @@ hookimpl = pluggy.HookimplMarker("dataplane")
 #: One column as a backend sees it: a dense or jagged tensor, or a list of row tensors, of frames or of items.
 WireColumn: TypeAlias = "torch.Tensor | list[Any]"
 
+#: Which ready samples a claim gives. ``first_write``: in order of first write. ``freshest``: the last written first.
+#: ``balanced``: in order of first write, divided among the ranks so that each gets about as many tokens.
+Sampler: TypeAlias = Literal["first_write", "freshest", "balanced"]
 #: What a registration does with a partition of the same name: drops it, or keeps it.
 IfExists: TypeAlias = Literal["replace", "keep"]
 
@@ -198,6 +202,12 @@ class ClaimRequest:
         token: The lease token of the samples that this claim hands out: random bits drawn by the client (`new_id`). A
             claim that waits asks repeatedly with the same token.
         holder: Who claims, for the error messages of other clients (`this_process`).
+        sampler: Which ready samples it gives.
+        dp_rank: The data-parallel rank that claims, or None. All claims of a task with the same rank and
+            ``batch_index`` are given the same samples.
+        dp_size: The number of ranks. Required by ``balanced``, whose claims choose ``batch_size`` samples for each.
+        batch_index: Which batch of this rank it asks for. 0 if ``batch_epoch`` is not the current registration.
+        batch_epoch: The registration that ``batch_index`` counts in, or None for the current one.
         since: `Claim.version` of the last answer to the same waiting claim, or None. If nothing changed since then, a
             backend may give the same answer without looking again.
         deadline: On `time.monotonic`'s clock, in seconds.
@@ -213,6 +223,11 @@ class ClaimRequest:
     explain: bool = False
     token: str = field(default_factory=new_id)
     holder: str = field(default_factory=this_process)
+    sampler: Sampler = "first_write"
+    dp_rank: int | None = None
+    dp_size: int | None = None
+    batch_index: int = 0
+    batch_epoch: str | None = None
     since: str | None = None
     deadline: float
 
@@ -411,6 +426,7 @@ class Claim:
         exhausted: The partition can give this task no more than this.
         num_ready: How many samples were ready (if ``explain`` was set).
         shortfall: Why the other samples are not handed out (if ``explain`` was set and this claim hands out none).
+        epoch: The registration, if the claim has a ``dp_rank``.
         version: A claim that waits sends it back as `ClaimRequest.since`. Opaque to the client.
         ask_again_s: The least number of seconds until a waiting client asks again. A store with many waiting clients
             limits its load in this way.
@@ -422,6 +438,7 @@ class Claim:
     exhausted: bool = False
     num_ready: int = 0
     shortfall: Shortfall | None = None
+    epoch: str | None = None
     version: str | None = None
     ask_again_s: float = 0.0
 
@@ -586,7 +603,8 @@ class DataPlaneSpec:
 
         Raises:
             UnknownPartitionError, UnknownTaskError: Not registered.
-            InvalidRequestError: ``batch_size`` is not a multiple of the group size.
+            InvalidRequestError: ``batch_size`` is not a multiple of the group size. Or the batch of the rank was given
+                before, and its samples are cleared.
         """
 
     @hookspec(firstresult=True)

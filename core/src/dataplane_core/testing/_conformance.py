@@ -37,6 +37,7 @@ from dataplane_core.testing.suites.put_refusals import PutRefusalSuite
 from dataplane_core.testing.suites.races import RaceSuite
 from dataplane_core.testing.suites.registration import RegistrationSuite
 from dataplane_core.testing.suites.room import RoomSuite
+from dataplane_core.testing.suites.samplers import SamplerSuite
 from dataplane_core.testing.suites.smoke import SmokeSuite
 from dataplane_core.testing.suites.tag_filters import TagFilterSuite
 
@@ -63,6 +64,7 @@ class BackendConformance(
     CursorSuite,
     OverviewSuite,
     ListingSuite,
+    SamplerSuite,
     TagFilterSuite,
     LeaseSuite,
     GroupSuite,

@@ -13,7 +13,7 @@ from dataplane_core.backends.journal_records import DIGEST_BYTES, OPS, Record, s
 from dataplane_core.errors import CorruptDataError, LeaseExpiredError
 
 _GOLDEN = {
-    version: json.loads((Path(__file__).parent / "golden" / f"v{version}.json").read_text()) for version in (3, 4)
+    version: json.loads((Path(__file__).parent / "golden" / f"v{version}.json").read_text()) for version in (3, 4, 5)
 }
 RECORDS = {version: [base64.b64decode(text) for text in file["records"]] for version, file in _GOLDEN.items()}
 BLOBS = {
@@ -24,13 +24,17 @@ FIELDS = {
     "expire": "leases writes",
     "plan": "snapshot",
     "snapshot": "store snapshot chunks nbytes digest records garbage",
-    "register": "partition_id fields num_samples consumer_tasks grpo_group_size enums epoch",
+    "register": "partition_id fields num_samples consumer_tasks grpo_group_size enums epoch if_exists",
     "begin_put": "partition_id sample_ids specs row_bytes tags epoch write_id splits ticket ttl_s",
     "wait_for_room": "ticket size_bytes wait_s",
     "commit_put": "write_id",
     "abort_put": "write_id",
     "put_tags": "partition_id sample_ids tags epoch",
-    "claim": "partition_id task_name required_fields batch_size all_or_nothing lease_s tag_filter token holder",
+    "claim": (
+        "partition_id task_name required_fields batch_size all_or_nothing lease_s tag_filter token holder sampler "
+        "dp_rank dp_size batch_index batch_epoch"
+    ),
+    "set_cursor": "partition_id task_name sample_ids create",
     "ack": "partition_id task_name sample_ids tokens",
     "nack": "partition_id task_name sample_ids tokens",
     "renew": "partition_id task_name sample_ids tokens lease_s",
@@ -54,7 +58,7 @@ def test_the_ops_and_their_fields_are_these():
 
 def test_the_file_holds_every_op_and_is_written_again_byte_for_byte():
     seen = set()
-    for seq, data in enumerate(RECORDS[4]):
+    for seq, data in enumerate(RECORDS[5]):
         record = Record.from_bytes(data, seq)
         held = msgpack.unpackb(data[DIGEST_BYTES:])
         assert list(held) == ["v", "seq", "prev", "op", *FIELDS[record.command.op].split()]
@@ -63,7 +67,7 @@ def test_the_file_holds_every_op_and_is_written_again_byte_for_byte():
     assert seen == set(FIELDS)
 
 
-@pytest.mark.parametrize("version", [3, 4])
+@pytest.mark.parametrize("version", [3, 4, 5])
 @pytest.mark.parametrize("way", ["all records", "snapshot"])
 def test_the_file_replays_to_what_it_was(way, version):
     cls = journaled() if way == "all records" else trimmed()
@@ -104,19 +108,21 @@ def test_the_file_replays_to_what_it_was(way, version):
         assert client.check_consumption_status("p", ["t"])
         assert not client.check_consumption_status("p", ["u"])
         client.clear_samples(None, "p")
+        client.clear_samples(None, "ranks")
         assert not [key for key in client._backend.blobs if key.startswith("row")]
 
 
+@pytest.mark.parametrize("version", [4, 5])
 @pytest.mark.parametrize("way", ["all records", "snapshot"])
-def test_a_row_that_samples_share_is_freed_with_the_last_of_them(way):
+def test_a_row_that_samples_share_is_freed_with_the_last_of_them(way, version):
     cls = journaled() if way == "all records" else trimmed()
     first = 0
     if way == "snapshot":
         first = next(
-            seq for seq, data in enumerate(RECORDS[4]) if Record.from_bytes(data, seq).command.op == "snapshot"
+            seq for seq, data in enumerate(RECORDS[version]) if Record.from_bytes(data, seq).command.op == "snapshot"
         )
         cls.trims.append(first)
-    with stored(cls, 4, first) as client:
+    with stored(cls, version, first) as client:
         client.list_samples("shared")
         ledger = client._backend._journal._service._ledger
         held = [ledger.held_bytes]
@@ -126,13 +132,34 @@ def test_a_row_that_samples_share_is_freed_with_the_last_of_them(way):
         assert [before - after for before, after in pairwise(held)] == [8, 208, 108]
 
 
+@pytest.mark.parametrize("way", ["all records", "snapshot"])
+def test_what_ranks_were_given_is_kept(way):
+    cls = journaled() if way == "all records" else trimmed()
+    first = 0
+    if way == "snapshot":
+        first = next(
+            seq for seq, data in enumerate(RECORDS[5]) if Record.from_bytes(data, seq).command.op == "snapshot"
+        )
+        cls.trims.append(first)
+    with stored(cls, 5, first) as client:
+        claimed = [
+            client.claim_meta("ranks", "t", ["x"], 1, rank, blocking=False, sampler="balanced", dp_size=2, lease_s=1.0)
+            for rank in (0, 1)
+        ]
+        assert [meta.sample_ids for meta in claimed] == [["a"], ["b"]]
+        client.ack(claimed[0].concat(claimed[1]))
+        found = client.describe("ranks")
+        assert (found.num_cleared, found.held_bytes, found.tasks["t"].num_consumed) == (1, 32, 2)
+        assert client.describe("p").info.consumer_tasks == ("t", "u", "v")
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_versions_before_the_fields_had_names_are_refused_with_the_reason(version):
     cls = journaled()
     with open_client(cls) as client:
         cls.journal[0] = msgpack.packb([version, 0.0, "clear", ["p", None], {}])
         with pytest.raises(
-            CorruptDataError, match=rf"of version {version}\. Expected 3 or 4\. Another dataplane-core wrote it"
+            CorruptDataError, match=rf"of version {version}\. Expected 3, 4 or 5\. Another dataplane-core wrote it"
         ):
             client.list_samples("p")
 
@@ -140,6 +167,6 @@ def test_versions_before_the_fields_had_names_are_refused_with_the_reason(versio
 def test_a_later_version_is_refused_with_the_reason():
     cls = journaled()
     with open_client(cls) as client:
-        cls.journal[0] = seal(msgpack.packb({"v": 5, "anything": "else"}))
-        with pytest.raises(CorruptDataError, match=r"record 0 is of version 5\. Expected 3 or 4\."):
+        cls.journal[0] = seal(msgpack.packb({"v": 6, "anything": "else"}))
+        with pytest.raises(CorruptDataError, match=r"record 0 is of version 6\. Expected 3, 4 or 5\."):
             client.list_samples("p")

@@ -10,9 +10,11 @@ The parts, and where each runs:
   through `RemoteReplayBuffer`. The rollout side calls `reserve`, `commit`, `abandon`; the trainer `select` (or `take`),
   then `consume`, `discard` or `put_back`, and `set_weight_version` after each update.
 - The staleness rule, a `StalenessPolicy`, decides how many groups may be started (admit), which are trained next
-  (select) and which are dropped (evict): `WindowedPolicy`, `ReadyFirstPolicy`, `InOrderPolicy`, or your own.
+  (select) and which are dropped (evict): `WindowedPolicy`, `ReadyFirstPolicy`, `InOrderPolicy`, `TargetStepPolicy`,
+  or your own.
 - `Collector`: threads that reserve, call your rollout function, write its rows and commit them. If a step fails, the
   rows are cleared and the prompt is generated again.
+- `AsyncCollector`: the same for a rollout that is a coroutine, in your event loop.
 - `StreamingConsumer`: feeds a trainer without a buffer, with the store's claims and leases, in any process.
 - `save_replay` and `restore_replay`: save buffer, rows, tags and cursors in a folder, and restore them.
 
@@ -37,6 +39,7 @@ A driver::
 """
 
 from dataplane_core.ledger import group_of
+from dataplane_integrations.replay._async_collector import AsyncCollector, AsyncRollout
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._collector import Collector, CollectorCounts, Rollout
 from dataplane_integrations.replay._consumer import ClaimedBatch, StreamingConsumer
@@ -48,12 +51,15 @@ from dataplane_integrations.replay._policies import (
     InOrderPolicy,
     ReadyFirstPolicy,
     StalenessPolicy,
+    TargetStepPolicy,
     WindowedPolicy,
 )
 from dataplane_integrations.replay._remote import RemoteReplayBuffer
 from dataplane_integrations.replay._saving import RestoredReplay, restore_replay, save_replay
 
 __all__ = [
+    "AsyncCollector",
+    "AsyncRollout",
     "BufferCounts",
     "BufferView",
     "ClaimedBatch",
@@ -69,6 +75,7 @@ __all__ = [
     "Rollout",
     "StalenessPolicy",
     "StreamingConsumer",
+    "TargetStepPolicy",
     "WindowedPolicy",
     "group_of",
     "parse_sample_id",

@@ -26,6 +26,7 @@ from dataplane_integrations.errors import (
     ReplayClosedError,
     ReplayTimeoutError,
     ReservationLostError,
+    RolloutAbortedError,
 )
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._ids import Reservation
@@ -52,12 +53,14 @@ class CollectorCounts:
     Attributes:
         groups: Groups committed.
         failures: Failed rollouts or writes. Their rows were cleared, and their prompts are generated again.
+        aborted: Groups whose rollouts ended because nobody would train on them any more.
         held_back: Writes that waited because the store was full.
         last_error: The last failure, or None.
     """
 
     groups: int = 0
     failures: int = 0
+    aborted: int = 0
     held_back: int = 0
     last_error: BaseException | None = None
 
@@ -68,7 +71,8 @@ class Collector:
     A context manager: entering starts it. A thread reserves room before it generates, so rollouts are never further
     ahead than the staleness rule allows. If a rollout or write fails, the rows of its groups are cleared, and their
     prompts are generated again. If the store is full, a batch waits until there is room. If the store does not answer,
-    that is a failure.
+    that is a failure. A rollout may ask the buffer's `ReplayBuffer.to_abort` whether its groups have become too stale,
+    and end itself with a `RolloutAbortedError`, which is none.
 
     Args:
         buffer: The buffer, or a `RemoteReplayBuffer`.
@@ -253,6 +257,12 @@ class Collector:
             return False
         try:
             self._buffer.commit(reservations, self._written(reservations))
+        except RolloutAbortedError:
+            self._buffer.abort(reservations)
+            with self._lock:
+                self._counts.aborted += len(reservations)
+                self._swept = False  # the rollout may have written rows meanwhile
+            return True
         except BaseException as error:
             self._roll_back(reservations, error)
             return True

@@ -58,5 +58,6 @@ class Group:
             weight_version=reservation.weight_version,
             order=reservation.order,
             committed=state["committed"],
+            target_step=reservation.target_step,
         )
         return cls(reservation, view, KVBatchMeta(**state["meta"]))

@@ -42,6 +42,7 @@ class Reservation:
         collector: Name of the collector.
         incarnation: Number of the collector's start.
         order: Number of the reservation, from 0.
+        target_step: The weight version that is to be trained on it; None if the staleness rule does not say.
     """
 
     group: str
@@ -52,6 +53,7 @@ class Reservation:
     collector: str
     incarnation: int
     order: int
+    target_step: int | None = None
 
     @property
     def tags(self) -> dict[str, TagValue]:

@@ -74,6 +74,15 @@ class RemoteReplayBuffer:
         """See `ReplayBuffer.abandon`."""
         self._call("abandon", list(reservations), requeue=requeue)
 
+    def to_abort(self, reservations: Sequence[Reservation]) -> list[Reservation]:
+        """See `ReplayBuffer.to_abort`."""
+        in_vain: list[Reservation] = self._call("to_abort", list(reservations))
+        return in_vain
+
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        """See `ReplayBuffer.abort`."""
+        self._call("abort", list(reservations))
+
     def fail(
         self,
         message: str,
@@ -90,17 +99,31 @@ class RemoteReplayBuffer:
         number: int = self._call("sweep")
         return number
 
-    def select(self, num_groups: int, *, timeout_s: float = 60.0) -> KVBatchMeta:
+    def select(self, num_groups: int, *, min_groups: int | None = None, timeout_s: float = 60.0) -> KVBatchMeta:
         """See `ReplayBuffer.select`."""
-        meta: KVBatchMeta = self._call("select", num_groups, timeout_s=timeout_s, waits_s=timeout_s)
+        meta: KVBatchMeta = self._call(
+            "select", num_groups, min_groups=min_groups, timeout_s=timeout_s, waits_s=timeout_s
+        )
         return meta
 
     def take(
-        self, num_groups: int, select_fields: Sequence[str] | None = None, *, timeout_s: float = 60.0, **options: Any
+        self,
+        num_groups: int,
+        select_fields: Sequence[str] | None = None,
+        *,
+        min_groups: int | None = None,
+        timeout_s: float = 60.0,
+        **options: Any,
     ) -> tuple[KVBatchMeta, BatchedDataDict]:
         """See `ReplayBuffer.take`. The columns pass through the actor. To avoid that, use `select` and read them."""
         taken: tuple[KVBatchMeta, BatchedDataDict] = self._call(
-            "take", num_groups, select_fields, timeout_s=timeout_s, **options, waits_s=timeout_s
+            "take",
+            num_groups,
+            select_fields,
+            min_groups=min_groups,
+            timeout_s=timeout_s,
+            **options,
+            waits_s=timeout_s,
         )
         return taken
 

@@ -29,8 +29,8 @@ _KIND: Final = "dataplane-replay"
 #: Rows of a block. Only one block is in memory at a time.
 _ROWS_PER_BLOCK: Final = 256
 _FRAMES: Final = WireFormat(bytes=True)
-#: Prefix of a tag that marks, while a partition is restored, a row that had been given to the task after the prefix.
-_GIVEN_TAG: Final = "given_before_restore:"
+#: Lease of the claim by which a restore gives rows to a task again; much longer than it takes.
+_GIVE_AGAIN_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ def restore_replay(
         MissingDataError: The folder has no save.
         CorruptDataError: The save is damaged. Nothing has been written.
         UnsupportedOperationError: A newer version wrote the save; or it has cursors, and the backend lacks claims or
-            tag filters.
+            leases.
         InvalidRequestError: The save has no buffer, or that of another partition or group size.
     """
     saved = SavedFiles(folder, _KIND)
@@ -182,10 +182,6 @@ def restore_replay(
         client.register_partition(partition, **body["registration"])
     ids: list[str] = body["sample_ids"]
     tags: list[dict[str, Any]] = [dict(row) for row in body["tags"] or [{}] * len(ids)]
-    at = {sample_id: row for row, sample_id in enumerate(ids)}
-    for task, given in body["given"].items():
-        for sample_id in given:
-            tags[at[sample_id]][f"{_GIVEN_TAG}{task}"] = True
     start = 0
     first_field: dict[str, str] = {}
     for block, entry in zip(saved.blocks(), body["row_blocks"], strict=True):
@@ -216,15 +212,23 @@ def _columns_of(block: bytes, entry: Mapping[str, Any]) -> TensorDict:
 def _give_again(
     client: DataPlaneClient, partition_id: str, task: str, given: Sequence[str], first_field: Mapping[str, str]
 ) -> None:
-    """Makes a task claim exactly the rows that it had been given."""
+    """Makes a task claim all rows, ack those that it had been given, and give the others back."""
     if not given:
         return
     required = sorted({first_field[sample_id] for sample_id in given})
-    claimed = client.claim_meta(
-        partition_id, task, required, len(given), blocking=False, tag_filter={f"{_GIVEN_TAG}{task}": True}
-    )
-    if set(claimed.sample_ids) != set(given):
+    at_most = len(given) * -(-len(first_field) // len(given))  # of groups a multiple, as len(given) is
+    claimed = client.claim_meta(partition_id, task, required, at_most, blocking=False, lease_s=_GIVE_AGAIN_S)
+    wanted = set(given)
+    again = [row for row, sample_id in enumerate(claimed.sample_ids) if sample_id in wanted]
+    if len(again) == len(wanted):
+        client.ack(claimed.subset(again))
+    else:
+        again = []
+    others = claimed.drop(again)
+    if others is not None:
+        client.nack(others)
+    if not again:
         raise CorruptDataError(
-            f"restore_replay('{partition_id}'): task '{task}' had been given {len(given)} rows, and was given "
-            f"{claimed.size} of them again. Expected whole groups, of rows that nobody claims meanwhile."
+            f"restore_replay('{partition_id}'): task '{task}' had been given {len(given)} rows, and not all of them "
+            "could be given to it again. Expected whole groups, of rows that nobody claims meanwhile."
         )

@@ -82,7 +82,8 @@ class RedisBackend(Backend):
     """
 
     wire = WireFormat(bytes=True, shared_rows=True)
-    capabilities = frozenset(Capability)
+    capabilities = frozenset(Capability) - {Capability.SAMPLERS}
+    why_not_declared: ClassVar = {"samplers": "the server's scripts give samples in order of first write only"}
     scope = Scope.CLUSTER
     Config = RedisConfig
     #: See `bundles_of`.

@@ -90,7 +90,8 @@ class SegmentHost:
             which the engine listens for transfers.
         """
         config = self._config
-        settings = StoreSettings(master, this_nodes_address(config), config.protocol, config.rdma_devices, 0)
+        address = this_nodes_address(config)
+        settings = StoreSettings(master, address, config.protocol, config.rdma_devices, 0, config.store_memcpy)
         others = listening_ports()
         self._engine = engine = open_engine(settings, segment_size_bytes=config.segment_size_bytes)
         ports = sorted(listening_ports() - others)

@@ -67,7 +67,12 @@ class Engine(QueueEngine):
             )
         master = self._instance.details["master"]
         settings = StoreSettings(
-            master, this_nodes_address(config), config.protocol, config.rdma_devices, config.local_buffer_size_bytes
+            master,
+            this_nodes_address(config),
+            config.protocol,
+            config.rdma_devices,
+            config.local_buffer_size_bytes,
+            config.store_memcpy,
         )
         watch = MasterWatch(self.config.instance, master)
         watch.check()

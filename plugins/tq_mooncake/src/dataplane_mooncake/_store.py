@@ -69,6 +69,7 @@ class StoreSettings(NamedTuple):
         protocol: ``tcp`` or ``rdma``.
         devices: RDMA devices; empty: all.
         local_buffer_size_bytes: Size of the registered buffer.
+        memcpy: Whether rows are copied within a process without the transport.
     """
 
     master: str
@@ -76,6 +77,7 @@ class StoreSettings(NamedTuple):
     protocol: str
     devices: tuple[str, ...]
     local_buffer_size_bytes: int
+    memcpy: bool
 
 
 class EngineError(Exception):
@@ -110,7 +112,7 @@ def open_engine(settings: StoreSettings, *, segment_size_bytes: int) -> Any:
         BackendUnavailableError: The engine refused, or there is no master.
     """
     os.environ["MC_TCP_BIND_ADDRESS"] = settings.address
-    os.environ["MC_STORE_MEMCPY"] = "0"  # the in-process fast path is unsafe over TCP in some wheels
+    os.environ["MC_STORE_MEMCPY"] = str(int(settings.memcpy))
     if settings.protocol == "rdma":
         os.environ.pop("MC_FORCE_TCP", None)
     library = check_library()

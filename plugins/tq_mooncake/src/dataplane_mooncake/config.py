@@ -49,6 +49,10 @@ class TQMooncakeConfig(QueueConfig):
     """Expected number of client processes on a node. Only used to check, before anything is allocated, that a node has
     the memory that its units and clients will take."""
 
+    store_memcpy: bool = False
+    """Mooncake's ``MC_STORE_MEMCPY``: copies rows within a process without the transport. Unsafe over TCP in some
+    wheels of Mooncake."""
+
     master_start_s: float = Field(default=30.0, gt=0)
     """Seconds that a started ``mooncake_master`` may take until it answers, within the deadline of connecting."""
 

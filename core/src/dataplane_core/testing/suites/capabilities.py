@@ -45,7 +45,22 @@ _ASK: dict[Capability, list[Callable[[DataPlaneClient, str], Any]]] = {
         lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False, tag_filter={"n": 1}),
         lambda c, p: c.list_samples(p, {"n": 1}),
     ],
-    Capability.LISTING: [lambda c, p: c.list_samples(p)],
+    Capability.LISTING: [
+        lambda c, p: c.list_samples(p),
+        lambda c, p: c.list_sample_ids(p),
+        lambda c, p: c.list_partitions(),
+        lambda c, p: c.describe(p),
+        lambda c, p: c.ping(),
+        lambda c, p: c.get_samples(["s0"], p, None),
+    ],
+    Capability.CURSORS: [
+        lambda c, p: c.list_consumed(p, "train"),
+        lambda c, p: c.reset_consumption(p, "train"),
+    ],
+    Capability.SAMPLERS: [
+        lambda c, p: c.claim_meta(p, "train", ["x"], 1, 0, blocking=False),
+        lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False, sampler="freshest"),
+    ],
     Capability.OVERWRITE: [lambda c, p: c.put_samples(["s0", "s2"], p, batch(2, x=torch.arange(2) + 7))],
 }
 
@@ -75,7 +90,7 @@ class CapabilitySuite(Suite, chapter="capabilities"):
 
     def test_undeclared_operations_are_refused(self, store: Store, undeclared: Capability | None) -> None:
         """Contract: "Operations, refused with UnsupportedOperationError where undeclared: claims, groups, leases,
-        tag_filters, capacity, listing, overwrite."
+        tag_filters, capacity, listing, cursors, samplers, overwrite."
 
         Check first: the class attribute capabilities. Core refuses every undeclared operation except an overwrite,
         which the put_samples hook must refuse itself.
@@ -124,11 +139,11 @@ class CapabilitySuite(Suite, chapter="capabilities"):
     def test_operations_that_build_on_claims_declare_them(self, store: Store) -> None:
         """Contract: "groups: with grpo_group_size g, whole groups only" ... "leases: with lease_s, a claim".
 
-        Check first: the class attribute capabilities. Groups and leases are features of claims, so a backend that
-        declares them must declare claims too.
+        Check first: the class attribute capabilities. Groups, leases, samplers and cursors are features of claims, so a
+        backend that declares them must declare claims too.
         """
         declared = type(store.backend).capabilities
-        for capability in (Capability.GROUPS, Capability.LEASES):
+        for capability in (Capability.GROUPS, Capability.LEASES, Capability.SAMPLERS, Capability.CURSORS):
             assert capability not in declared or Capability.CLAIMS in declared, f"'{capability}' needs 'claims'"
         if Capability.TAG_FILTERS in declared:
             assert declared & {Capability.CLAIMS, Capability.LISTING}, "'tag_filters' needs 'claims' or 'listing'"

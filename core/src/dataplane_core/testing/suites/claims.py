@@ -198,18 +198,6 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.claim(partition, 4).size == 2
         assert store.claim(partition, 4).size == 0
 
-    def test_dp_rank_is_reserved(self, store: Store) -> None:
-        """Contract: "dp_rank is reserved: any value but None is refused."
-
-        Check first: core, not the backend: dp_rank never reaches the backend.
-        """
-        partition = store.register("x")
-        store.put(partition, ids(2), x=torch.arange(2))
-        for rank in (0, 1):
-            with store.refusal(NotImplementedError, "dp_rank"):
-                store.claim(partition, 2, dp_rank=rank)
-        assert store.claim(partition, 2, dp_rank=None).sample_ids == ["s0", "s1"]
-
     # --- blocking -----------------------------------------------------------------------------------------------------
 
     def test_blocking_waits_until_enough_are_ready(self, store: Store) -> None:

@@ -75,7 +75,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
             with store.refusal(KeyError):
                 store.client.reset_consumption(*unknown)
 
-    @proves(Capability.GROUPS)
+    @proves(Capability.CURSORS, Capability.GROUPS)
     def test_reset_consumption_of_groups(self, store: Store) -> None:
         """Contract: "the task has been given nothing."
 
@@ -92,7 +92,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         assert store.claim(partition, 2, blocking=True, timeout_s=10.0).size == 0
 
     def test_a_save_is_loaded(self, store: Store, folder: Path) -> None:
-        """Contract: "`load(folder, partitions=None) -> metadata` writes them to any store, of any backend and size."
+        """Contract: "load(folder, partitions=None) -> metadata writes them to any store, of any backend and size."
 
         Check first: list_fields, export_partition and set_cursor. Rows with different fields must keep them, and their
         order.
@@ -133,9 +133,9 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         store.client.clear_samples(["tagged"], partition)  # it will never be ready
         assert store.claim(partition, 9, task="b", blocking=True, timeout_s=10.0).size == 1
 
-    @proves(Capability.GROUPS)
+    @proves(Capability.CURSORS, Capability.GROUPS)
     def test_a_save_keeps_broken_groups(self, store: Store, folder: Path) -> None:
-        """Contract: "what was cleared still counts for `num_samples`, and its groups are still not given."
+        """Contract: "what was cleared still counts for num_samples, and its groups are still not given."
 
         Check first: export_partition must reply the groups that lost a member, also without num_samples.
         """
@@ -153,7 +153,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
             assert store.claim(partition, 6).sample_ids == ["n_g0", "n_g1"]
 
     def test_a_save_is_whole_or_not_there(self, store: Store, folder: Path) -> None:
-        """Contract: "A save that is damaged or incomplete is refused (`CorruptDataError`) before anything is changed."
+        """Contract: "A save that is damaged or incomplete is refused (CorruptDataError) before anything is changed."
 
         Check first: core, not the backend: core must check the files before it calls a hook.
         """
@@ -185,7 +185,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         assert store.client.list_sample_ids(partition) == ids(3)
 
     def test_an_empty_partition_is_saved(self, store: Store, folder: Path) -> None:
-        """Contract: "`save(folder, metadata=None, partitions=None)` writes partitions (None: all) with registration"
+        """Contract: "save(folder, metadata=None, partitions=None) writes partitions (None: all) with registration"
 
         Check first: list_samples and export_partition of a partition without rows.
         """

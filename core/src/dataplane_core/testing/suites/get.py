@@ -179,7 +179,7 @@ class GetSuite(Suite, chapter="get"):
     # --- arguments ----------------------------------------------------------------------------------------------------
 
     def test_select_fields_is_required(self, store: Store) -> None:
-        """Contract: "`select_fields` is required."
+        """Contract: "select_fields is required."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """

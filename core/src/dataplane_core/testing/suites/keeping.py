@@ -19,7 +19,7 @@ class KeepingSuite(Suite, chapter="keep"):
     """A registration that keeps what is there."""
 
     def test_keep_opens_a_new_partition(self, store: Store) -> None:
-        """Contract: "With `if_exists="keep"`, a partition that is there stays as it is"
+        """Contract: "With if_exists='keep', a partition that is there stays as it is"
 
         Check first: register_partition with if_exists "keep" must register a partition that is not there.
         """
@@ -30,7 +30,7 @@ class KeepingSuite(Suite, chapter="keep"):
 
     @proves(Capability.CLAIMS)
     def test_keep_leaves_rows_tags_and_cursors(self, store: Store) -> None:
-        """Contract: "a partition that is there stays as it is: rows, tags, cursors, schema and `num_samples`."
+        """Contract: "a partition that is there stays as it is: rows, tags, cursors, schema and num_samples."
 
         Check first: register_partition with if_exists "keep" must not drop anything of a known partition.
         """
@@ -66,7 +66,7 @@ class KeepingSuite(Suite, chapter="keep"):
 
     @proves(Capability.GROUPS)
     def test_keep_refuses_another_group_size(self, store: Store) -> None:
-        """Contract: "Another group size: `ValueError`, and nothing changes."
+        """Contract: "Another group size: ValueError, and nothing changes."
 
         Check first: register_partition with if_exists "keep" must compare the group sizes before it adds anything.
         """
@@ -81,7 +81,7 @@ class KeepingSuite(Suite, chapter="keep"):
 
     @proves(Capability.CLAIMS)
     def test_keep_from_many_clients_at_once(self, store: Store) -> None:
-        """Contract: "Of several clients that register a new partition with `keep` at the same time, one opens it, and
+        """Contract: "Of several clients that register a new partition with keep at the same time, one opens it, and
         no row, task or field of the others is lost."
 
         Check first: register_partition with if_exists "keep" must be one atomic step of the store. A read of the
@@ -103,8 +103,7 @@ class KeepingSuite(Suite, chapter="keep"):
                 assert store.claim(partition, count, task=f"task{place}").size == count
 
     def test_an_unknown_value_is_refused(self, store: Store) -> None:
-        """Contract: "`register_partition(partition_id, fields, num_samples, consumer_tasks, grpo_group_size=None,
-        enums=None, *, if_exists="replace")`"
+        """Contract: "Any other value of if_exists: ValueError."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -113,7 +112,7 @@ class KeepingSuite(Suite, chapter="keep"):
 
     @proves(Capability.CLAIMS)
     def test_open_partitions(self, store: Store) -> None:
-        """Contract: "a put or a claim that names an unknown partition registers it with `keep`, without `num_samples`
+        """Contract: "a put or a claim that names an unknown partition registers it with keep, without num_samples
         and groups; a claim also adds its task."
 
         Check first: describe_partition must raise UnknownPartitionError for an unknown partition. register_partition

@@ -17,7 +17,7 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
     """Listings and counts."""
 
     def test_partitions_are_listed(self, store: Store) -> None:
-        """Contract: "`list_partitions()`: the names of the registered partitions, sorted."
+        """Contract: "list_partitions(): the names of the registered partitions, sorted."
 
         Check first: list_partitions must reply every registered partition, of whichever client, and no cleared one.
         """
@@ -74,7 +74,7 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
         assert specs["s"].rank == 0
         assert specs["o"].kind == "object"
 
-    @proves(Capability.CLAIMS)
+    @proves(Capability.LISTING, Capability.CLAIMS)
     def test_describe_counts_per_task(self, store: Store) -> None:
         """Contract: "and per task how many samples are ready (a claim of all registered fields could give them now),
         leased, and given for good."
@@ -95,7 +95,7 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
         assert (tasks["a"].num_ready, tasks["a"].num_leased, tasks["a"].num_consumed) == expected
         assert (tasks["b"].num_ready, tasks["b"].num_leased, tasks["b"].num_consumed) == (6, 0, 0)
 
-    @proves(Capability.GROUPS)
+    @proves(Capability.LISTING, Capability.GROUPS)
     def test_describe_counts_whole_groups(self, store: Store) -> None:
         """Contract: "a claim of all registered fields could give them now"
 
@@ -108,7 +108,7 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
         assert store.client.describe(partition).tasks["train"].num_ready == 2
 
     def test_ping(self, store: Store) -> None:
-        """Contract: "`ping()` returns once the store has answered, and raises what any other call would raise."
+        """Contract: "ping() returns once the store has answered, and raises what any other call would raise."
 
         Check first: list_partitions must ask the store.
         """

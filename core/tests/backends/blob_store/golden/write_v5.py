@@ -1,7 +1,7 @@
-"""Writes ``v4.json``: a journal with every op and a snapshot, as version 4 of the records has them.
+"""Writes ``v5.json``: a journal with every op and a snapshot, as version 5 of the records has them.
 
-Run it only with the core that made version 4: the file shows that later ones still read it. ``v3.json`` was written so,
-by the core that made version 3.
+Run it only with the core that made version 5: the file shows that later ones still read it. The other files were
+written so, each by the core that made its version.
 """
 
 import base64
@@ -57,6 +57,12 @@ def fill(client):
     client._backend._ledger(deadline, commands.BeginPut(*begin, write_id=17, ticket="b0" * 16, ttl_s=30.0))
     client._backend._ledger(deadline, commands.BeginPut(*begin, write_id=1 << 127, ticket=None, ttl_s=30.0))
     client._backend._ledger(deadline, commands.AbortPut(17))
+    client.register_partition("p", ["late"], None, ["v"], grpo_group_size=2, if_exists="keep")
+    client.reset_consumption("p", "v")
+    client.register_partition("ranks", ["x"], None, ["t"])
+    client.put_samples(["a", "b", "c"], "ranks", {"x": torch.arange(3)})
+    client.claim_meta("ranks", "t", ["x"], 1, 0, sampler="balanced", dp_size=2, lease_s=10.0)
+    client.clear_samples(["c"], "ranks")
     client.register_partition("shared", ["x", "y"], None, ["t"])
     split = commands.Split(["y"], [100, 200], [0, 1, 0])  # two samples share a row
     shared = ["shared", ["a", "b", "c"], {"x": _INT64, "y": _INT64}, [8, 8, 8]]
@@ -75,7 +81,7 @@ def main():
         blobs = {key: base64.b64encode(data).decode() for key, data in client._backend.blobs.items()}
         records = [base64.b64encode(Untrimmed.journal[seq]).decode() for seq in sorted(Untrimmed.journal)]
     text = json.dumps({"records": records, "blobs": blobs}, indent=1)
-    Path(__file__).with_name("v4.json").write_text(text + "\n")
+    Path(__file__).with_name("v5.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,99 @@
+"""Samplers: which ready samples a claim gives, and to which data-parallel rank."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from dataplane_core.ledger.rows import Claimable
+from dataplane_core.ledger.views import ReadySet
+from dataplane_core.schema import INPUT_LENGTHS_TAG
+from dataplane_core.spec import Sampler
+
+__all__ = ["SAMPLERS", "Batch", "Draw"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples that were given to a rank, and are given to every claim that asks for the same batch.
+
+    Attributes:
+        sample_ids: The samples. Empty if none was left for this rank.
+        token: The lease token, or None without a lease.
+        exhausted: Whether the partition could give the task no more.
+    """
+
+    sample_ids: Sequence[str]
+    token: str | None
+    exhausted: bool
+
+
+class Draw(Protocol):
+    """How a sampler chooses."""
+
+    #: Whether one claim chooses for all ranks.
+    for_all_ranks: bool
+
+    def choose(self, ready: ReadySet, count: int) -> list[Claimable]:
+        """Chooses ``count`` of the ready claimables; there are so many."""
+
+    def share(self, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
+        """Divides claimables among the ranks."""
+
+
+class _FirstWrite:
+    """In order of first write. O(k log n) for k of n."""
+
+    for_all_ranks = False
+
+    def choose(self, ready: ReadySet, count: int) -> list[Claimable]:
+        return ready.first(count)
+
+    def share(self, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
+        return [list(claimables)]
+
+
+class _Freshest(_FirstWrite):
+    """The last written first. O(n log k) for k of n."""
+
+    def choose(self, ready: ReadySet, count: int) -> list[Claimable]:
+        return [ready.claimables[seq] for seq in heapq.nlargest(count, ready.claimables)]
+
+
+class _Balanced(_FirstWrite):
+    """In order of first write, divided so that all ranks get as many claimables, and about as many tokens.
+
+    The longest first, each to the rank with the fewest tokens so far among those that still need one (Graham's longest
+    processing time rule, with equal counts). Within a rank, the order of first write stays.
+    """
+
+    for_all_ranks = True
+
+    def share(self, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
+        least, more = divmod(len(claimables), dp_size)
+        parts: list[list[Claimable]] = [[] for _ in range(dp_size)]
+        heap = [(0, rank) for rank in range(dp_size)]
+        for claimable in sorted(claimables, key=lambda each: (-_length(each), each.seq)):
+            while True:
+                total, rank = heapq.heappop(heap)
+                room = least + (rank < more)  # the first ranks get one more
+                if len(parts[rank]) < room:
+                    break
+            parts[rank].append(claimable)
+            heapq.heappush(heap, (total + _length(claimable), rank))
+        return [sorted(part, key=lambda each: each.seq) for part in parts]
+
+
+def _length(claimable: Claimable) -> int:
+    lengths = [row.tags.get(INPUT_LENGTHS_TAG, 0) for row in claimable.rows]
+    return sum(int(each) for each in lengths if isinstance(each, (int, float)))
+
+
+#: Name -> sampler.
+SAMPLERS: Final[dict[Sampler, Draw]] = {
+    "first_write": _FirstWrite(),
+    "freshest": _Freshest(),
+    "balanced": _Balanced(),
+}

@@ -1,0 +1,334 @@
+"""`BufferState`: what a `ReplayBuffer` records, its form in a save, and the steps of which its operations consist."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, preview
+from dataplane_core.ledger import group_of
+from dataplane_core.meta import KVBatchMeta
+from dataplane_integrations.attach import DataPlaneClientMixin, DataPlaneSource
+from dataplane_integrations.errors import CollectorFailedError, ReplayClosedError, ReservationLostError
+from dataplane_integrations.replay._groups import BufferCounts, Group
+from dataplane_integrations.replay._ids import Reservation, group_name
+from dataplane_integrations.replay._policies import BufferView, GroupView, StalenessPolicy
+from dataplane_integrations.rollout import mint_sample_ids
+
+__all__ = ["BufferState"]
+
+_T = TypeVar("_T")
+
+
+class BufferState(DataPlaneClientMixin):
+    """The base of `ReplayBuffer`, which has the arguments. One lock guards all of it."""
+
+    def __init__(
+        self,
+        source: DataPlaneSource,
+        partition_id: str,
+        policy: StalenessPolicy,
+        *,
+        group_size: int,
+        weight_version: int = 0,
+        num_prompts: int | None = None,
+        requeue_evicted: bool = False,
+        task_name: str = "train",
+    ) -> None:
+        if group_size < 1 or (num_prompts is not None and num_prompts < 1):
+            raise InvalidRequestError(
+                f"ReplayBuffer('{partition_id}') refused: group_size is {group_size}, num_prompts is {num_prompts}. "
+                "Expected 1 or more."
+            )
+        self.setup_data_plane(source)
+        self.partition_id: Final = partition_id
+        self.group_size: Final = group_size
+        self.task_name: Final = task_name
+        self._policy = policy
+        self._num_prompts = num_prompts
+        self._requeue_evicted = requeue_evicted
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        # all below: guarded by _lock
+        self._weight_version = weight_version
+        self._trained_since = 0
+        self._groups: dict[str, Group] = {}
+        self._next_prompt = 0
+        self._next_order = 0
+        self._next_commit = 0
+        self._again: deque[tuple[int, int]] = deque()  # (prompt, attempt) to generate before further prompts
+        self._incarnations: dict[str, int] = {}
+        self._counts = BufferCounts()
+        self._to_clear: dict[str, None] = {}
+        self._snapshots = 0
+        self._closed = False
+        self._running: set[str] = set()  # enlisted collectors that have not failed
+        self._failures: dict[str, tuple[str, BaseException | None]] = {}  # of failed collectors, the newest last
+
+    # --- what it holds ------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int:
+        """The trainer's version."""
+        with self._lock:
+            return self._weight_version
+
+    @property
+    def counts(self) -> BufferCounts:
+        """The counts so far; a copy."""
+        with self._lock:
+            return dataclasses.replace(self._counts)
+
+    def view(self) -> BufferView:
+        """The groups in the buffer, as the rule sees them."""
+        with self._lock:
+            return self._view()
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def snapshot(self) -> Iterator[dict[str, Any]]:
+        """Yields the state as plain values. Inside the block, none of its rows is cleared.
+
+        In the state, groups in training are ready, and groups being generated are to be generated again: a process that
+        loads the state has neither.
+        """
+        state = self.open_snapshot()
+        try:
+            yield state
+        finally:
+            self.close_snapshot()
+
+    def open_snapshot(self) -> dict[str, Any]:
+        """The first half of `snapshot`, for a caller in another process. `close_snapshot` must follow."""
+        with self._lock:
+            state = self._state()
+            self._snapshots += 1
+        return state
+
+    def close_snapshot(self) -> None:
+        """The second half of `snapshot`: clears the rows of groups that were removed in between."""
+        with self._lock:
+            self._snapshots -= 1
+        self._clear_rows()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Replaces the state of this buffer by one of `snapshot`.
+
+        Raises:
+            InvalidRequestError: The state has another group size or partition.
+        """
+        for name, own in (("partition_id", self.partition_id), ("group_size", self.group_size)):
+            if state[name] != own:
+                raise InvalidRequestError(
+                    f"load_state refused: {name} is {state[name]!r} in the state and {own!r} in the buffer."
+                )
+        with self._lock:
+            self._check_open()
+            self._weight_version = state["weight_version"]
+            self._trained_since = state["trained_since"]
+            self._next_prompt = state["next_prompt"]
+            self._next_order = state["next_order"]
+            self._next_commit = state["next_commit"]
+            self._again = deque((prompt, attempt) for prompt, attempt in state["again"])
+            self._incarnations = dict(state["incarnations"])
+            self._counts = BufferCounts(**state["counts"])
+            groups = [Group.from_state(each) for each in state["groups"]]
+            self._groups = {each.reservation.group: each for each in groups}
+            self._changed.notify_all()
+
+    def _state(self) -> dict[str, Any]:
+        being_made = [each.reservation for each in self._groups.values() if each.meta is None]
+        return {
+            "partition_id": self.partition_id,
+            "group_size": self.group_size,
+            "weight_version": self._weight_version,
+            "trained_since": self._trained_since,
+            "next_prompt": self._next_prompt,
+            "next_order": self._next_order,
+            "next_commit": self._next_commit,
+            "again": [[each.prompt, each.attempt + 1] for each in being_made] + [list(each) for each in self._again],
+            "incarnations": dict(self._incarnations),
+            "counts": dataclasses.asdict(self._counts),
+            "groups": [each.state(each.meta) for each in self._groups.values() if each.meta is not None],
+        }
+
+    # --- inside; the lock is held -------------------------------------------------------------------------------------
+
+    def _wait(self, question: Callable[[], _T | None], timeout_s: float) -> _T | None:
+        """Calls ``question`` at every change until the answer is not None. None after the timeout."""
+        give_up = time.monotonic() + timeout_s
+        while (answer := question()) is None:
+            left_s = give_up - time.monotonic()
+            if left_s <= 0:
+                return None
+            self._changed.wait(left_s)
+            self._check_open()
+        return answer
+
+    def _view(self) -> BufferView:
+        return BufferView(
+            weight_version=self._weight_version,
+            trained_since=self._trained_since,
+            groups=tuple(each.view for each in self._groups.values()),
+        )
+
+    def _prompts_left(self, at_most: int) -> int:
+        """Number of prompts left, to generate again or for the first time; ``at_most`` if there is no end."""
+        if self._num_prompts is None:
+            return at_most
+        return len(self._again) + self._num_prompts - self._next_prompt
+
+    def _drained(self) -> bool:
+        """Whether no more groups will be committed."""
+        return not self._prompts_left(1) and all(each.meta is not None for each in self._groups.values())
+
+    def _describe(self) -> str:
+        views = [each.view for each in self._groups.values()]
+        made = sum(each.committed is None for each in views)
+        training = sum(each.selected for each in views)
+        slow = next((each.group for each in views if each.committed is None), None)
+        text = (
+            f"at version {self._weight_version}, of {len(views)} groups {made} are being made, "
+            f"{len(views) - made - training} are ready, {training} are in training ({self._policy})"
+        )
+        if slow is not None:
+            text += f"; the first being made is '{slow}'"
+        if self._again:
+            text += f"; {len(self._again)} prompts are to be generated again"
+        if self._failures:
+            text += f"; collectors that failed: {preview(self._failures)}"
+        return text
+
+    def _new_reservation(self, collector: str) -> Reservation:
+        if self._again:
+            prompt, attempt = self._again.popleft()
+        else:
+            prompt, attempt = self._next_prompt, 0
+            self._next_prompt += 1
+        name = group_name(self._weight_version, prompt, attempt)
+        step = self._policy.target_step(self._view())
+        reservation = Reservation(
+            group=name,
+            prompt=prompt,
+            attempt=attempt,
+            weight_version=self._weight_version,
+            sample_ids=tuple(mint_sample_ids([name], self.group_size)),
+            collector=collector,
+            incarnation=self._incarnations.setdefault(collector, 0),
+            order=self._next_order,
+            target_step=step,
+        )
+        view = GroupView(group=name, weight_version=self._weight_version, order=self._next_order, target_step=step)
+        self._next_order += 1
+        self._groups[name] = Group(reservation, view)
+        self._counts.reserved += 1
+        return reservation
+
+    def _give_up(self, reservations: Iterable[Reservation], *, requeue: bool) -> None:
+        given_up = list(reservations)
+        self._drop([each.group for each in given_up])
+        self._counts.abandoned += len(given_up)
+        if requeue:
+            self._generate_again(given_up)
+        self._changed.notify_all()
+
+    def _generate_again(self, reservations: Iterable[Reservation]) -> None:
+        self._again.extend((each.prompt, each.attempt + 1) for each in reservations)
+
+    def _evict(self) -> list[str]:
+        names = list(self._policy.evict(self._view()))
+        for name in names:
+            group = self._groups.get(name)
+            if group is None or not group.view.ready:
+                raise InvalidRequestError(
+                    f"{type(self._policy).__name__}.evict named group '{name}', which is "
+                    f"{'not held' if group is None else 'being made or in training'}. Expected ready groups."
+                )
+        if self._requeue_evicted:
+            self._generate_again(self._groups[name].reservation for name in names)
+        self._drop(names)
+        self._counts.evicted += len(names)
+        return names
+
+    def _checked(self, names: Sequence[str], wanted: int) -> list[str]:
+        wrong = [name for name in names if name not in self._groups or not self._groups[name].view.ready]
+        if wrong or len(set(names)) != wanted or len(names) != wanted:
+            raise InvalidRequestError(
+                f"{type(self._policy).__name__}.select named {len(names)} groups, {len(set(names))} of them different, "
+                f"and not ready: {preview(wrong) or 'none'}. Expected {wanted} ready groups, or None."
+            )
+        return list(names)
+
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            group = self._groups.pop(name)
+            self._to_clear.update(dict.fromkeys(group.reservation.sample_ids))
+
+    def _meta_of(self, names: Sequence[str]) -> KVBatchMeta:
+        metas = [meta for name in names if (meta := self._groups[name].meta) is not None]
+        if not metas:
+            return KVBatchMeta(self.partition_id, self.task_name, [], fields=[], sequence_lengths=[], tags=[])
+        return metas[0].concat(*metas[1:])
+
+    def _selected(self, meta: KVBatchMeta, operation: str) -> list[str]:
+        names = list(dict.fromkeys(group_of(sample_id) for sample_id in meta.sample_ids))
+        wrong = [name for name in names if name not in self._groups or not self._groups[name].view.selected]
+        if wrong:
+            raise InvalidRequestError(
+                f"{operation} refused: not in training: {preview(wrong)}. Expected groups of a select() that were not "
+                "consumed, discarded or put back since."
+            )
+        return names
+
+    def _is_held(self, reservation: Reservation) -> bool:
+        group = self._groups.get(reservation.group)
+        return group is not None and group.reservation == reservation and group.meta is None
+
+    def _check_held(self, reservations: Sequence[Reservation]) -> None:
+        lost = [each.group for each in reservations if not self._is_held(each)]
+        if lost:
+            raise ReservationLostError(
+                f"commit refused: no longer reserved: {preview(lost)}. Their prompts were given up, or the collector "
+                "was started anew.",
+                groups=lost,
+                hint="Clear the rows: abandon(reservations) does.",
+            )
+
+    def _check_incarnation(self, collector: str, incarnation: int | None) -> None:
+        newest = self._incarnations.get(collector, 0)
+        if incarnation is not None and incarnation != newest:
+            raise ReservationLostError(
+                f"reserve refused: collector '{collector}' was started {newest} times, this is start {incarnation}."
+            )
+
+    def _check_collectors(self) -> None:
+        if self._failures and not self._running:
+            message, cause = list(self._failures.values())[-1]
+            raise CollectorFailedError(message) from cause
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ReplayClosedError(f"the replay buffer of '{self.partition_id}' is closed.")
+
+    # --- inside; without the lock -------------------------------------------------------------------------------------
+
+    def _clear_rows(self) -> None:
+        """Clears the rows of removed groups. If the store fails, the next call tries again."""
+        with self._lock:
+            if self._snapshots:
+                return  # the end of the last snapshot clears them
+            ids, self._to_clear = list(self._to_clear), {}
+        if not ids:
+            return
+        try:
+            self._require_dp_client().clear_samples(ids, self.partition_id)
+        except DataPlaneError:
+            with self._lock:
+                self._to_clear.update(dict.fromkeys(ids))
+            raise

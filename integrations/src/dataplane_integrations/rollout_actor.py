@@ -1,0 +1,261 @@
+"""`SyncRolloutActor`: one call generates a step's rows, writes them, and returns a meta and the driver's small columns.
+
+Runs in the rollout process, on Ray or not. The trainer supplies the rollout itself, which makes message logs.
+`flatten_message_logs` makes columns of them.
+
+Shape legend: ``N`` rows (prompts x group size), ``S`` tokens of the longest row, ``P`` tokens of the longest prompt.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from dataplane_core.batch import BatchedDataDict, split_message_logs, stack_or_nest
+from dataplane_core.errors import InvalidRequestError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.schema import (
+    INPUT_IDS_FIELD,
+    INPUT_LENGTHS_FIELD,
+    MULTIMODAL_FIELDS,
+    RESPONSE_TOKEN_LENGTHS_FIELD,
+    ROUTED_EXPERTS_FIELD,
+    TURN_CONTENTS_FIELD,
+    TURN_ROLES_FIELD,
+)
+from dataplane_integrations.attach import DataPlaneSource
+from dataplane_integrations.rollout import DataPlaneRolloutMixin, mint_sample_ids
+
+__all__ = ["SyncRolloutActor", "flatten_message_logs"]
+
+_TOKENS: Final = "token_ids"
+_LOGPROBS: Final = "generation_logprobs"
+#: Columns that the driver gets only if it asks for them.
+_OPTIONAL: Final = (TURN_ROLES_FIELD, TURN_CONTENTS_FIELD)
+
+
+class SyncRolloutActor(DataPlaneRolloutMixin):
+    """Generates and writes the rows of a step. A subclass defines `run_rollout`.
+
+    Args:
+        policy_generation: The generation engine, or None. Its methods ``snapshot_step_metrics``,
+            ``clear_logger_metrics``, ``finish_generation`` and ``get_logger_metrics`` are called where it has them.
+        tokenizer: Its ``pad_token_id`` pads.
+        task_to_env: Task -> environment, for `run_rollout`.
+        master_config: The trainer's config, a mapping or an object. Of its ``policy``,
+            ``make_sequence_length_divisible_by`` and ``router_replay["enabled"]`` are read where they are there.
+        dp_cfg: The config that the driver connected with, or a client of this process.
+    """
+
+    def __init__(
+        self,
+        policy_generation: Any,
+        tokenizer: Any,
+        task_to_env: Mapping[str, Any],
+        master_config: Any,
+        dp_cfg: DataPlaneSource,
+    ) -> None:
+        self.policy_generation = policy_generation
+        self.tokenizer = tokenizer
+        self.task_to_env = task_to_env
+        self.master_config = master_config
+        self.setup_data_plane(dp_cfg)
+
+    def run_rollout(
+        self, input_batch: BatchedDataDict, task_to_env: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """Generates. The subclass defines it.
+
+        Args:
+            input_batch: The prompts; each is there once per generation.
+            task_to_env: The environments of this call.
+
+        Returns:
+            The final batch and the metrics of the rollout. The batch has N rows: ``message_log`` (see
+            `flatten_message_logs`), ``length`` (N,), the tokens of each prompt, ``total_reward``, ``loss_multiplier``
+            and ``truncated`` (N,), and perhaps parts of the reward, as ``reward/NAME``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define run_rollout(input_batch, task_to_env).")
+
+    def rollout_to_tq(
+        self,
+        input_batch: BatchedDataDict,
+        *,
+        partition_id: str,
+        group_size: int = 1,
+        first_iter: bool = True,
+        finish_generation: bool = True,
+        task_to_env_override: Mapping[str, Any] | None = None,
+        carry_keys: Sequence[str] | None = None,
+    ) -> tuple[KVBatchMeta, BatchedDataDict, dict[str, Any], dict[str, Any] | None]:
+        """Generates a step's rows, or those of one of its rounds, and writes them in one put.
+
+        Args:
+            input_batch: The prompts; the ``group_size`` rows of a prompt are adjacent.
+            partition_id: The partition of the rows; also the task in the meta.
+            group_size: Generations per prompt.
+            first_iter: Whether this is the step's first round.
+            finish_generation: Let the engine free its memory afterwards.
+            task_to_env_override: The environments of this call, instead of the actor's.
+            carry_keys: The columns that the driver wants. None: all but ``turn_roles`` and ``turn_contents``.
+
+        Returns:
+            - The meta of the rows; their ids are new in every call.
+            - The driver's columns: ``total_reward``, ``loss_multiplier``, ``truncated``, ``length``, ``input_lengths``,
+              ``response_token_lengths`` (N,), ``prompt_ids_for_adv`` (N, P), and the parts of the reward.
+            - The metrics of `run_rollout`, which the meta has too.
+            - The engine's metrics, or None.
+
+        Raises:
+            InvalidRequestError: Numbers of rows that do not fit, a carry key that is not there, or a missing column.
+        """
+        engine = self.policy_generation
+        if first_iter:
+            _call(engine, "snapshot_step_metrics")
+        _call(engine, "clear_logger_metrics")
+        made, metrics = self.run_rollout(
+            input_batch, self.task_to_env if task_to_env_override is None else task_to_env_override
+        )
+        columns, prompts = flatten_message_logs(
+            made["message_log"], made["length"], pad_token_id=self.tokenizer.pad_token_id or 0
+        )
+        columns["sample_mask"] = made["loss_multiplier"]
+        carry = {
+            **{
+                name: torch.as_tensor(made[name]) for name in ("total_reward", "loss_multiplier", "truncated", "length")
+            },
+            **{name: columns[name] for name in (INPUT_LENGTHS_FIELD, RESPONSE_TOKEN_LENGTHS_FIELD)},
+            "prompt_ids_for_adv": prompts,
+            **{name: column for name, column in made.items() if name.startswith("reward/")},
+        }
+        if carry_keys is not None:
+            offered = {**carry, **{name: columns[name] for name in _OPTIONAL}}
+            missing = [name for name in carry_keys if name not in offered]
+            if missing:
+                raise InvalidRequestError(
+                    f"rollout_to_tq refused: carry_keys {missing} are not there. Found: {', '.join(offered)}."
+                )
+            carry = {name: offered[name] for name in carry_keys}
+        receipt = self._first_write(
+            columns,
+            sample_ids=self._new_ids(input_batch.size, columns.size, group_size),
+            partition_id=partition_id,
+            carry_fields=(),
+            carry=carry,
+            extra_info={"rollout_metrics": metrics},
+            task_name=partition_id,
+            pad_to_multiple=int(self._policy_option("make_sequence_length_divisible_by") or 1),
+            required_fields=(
+                [ROUTED_EXPERTS_FIELD] if (self._policy_option("router_replay") or {}).get("enabled") else []
+            ),
+        )
+        if finish_generation:
+            _call(engine, "finish_generation")
+        return receipt.meta, BatchedDataDict(receipt.carry), metrics, _call(engine, "get_logger_metrics")
+
+    def shutdown(self) -> None:
+        """Detaches from the data plane. Idempotent."""
+        self.close_data_plane()
+
+    def _new_ids(self, num_inputs: int, num_rows: int, group_size: int) -> list[str]:
+        prompts, left = divmod(num_inputs, max(group_size, 1))
+        if group_size < 1 or left or not prompts or num_rows % prompts:
+            raise InvalidRequestError(
+                f"rollout_to_tq refused: {num_inputs} rows of prompts in groups of {group_size} made {num_rows} rows. "
+                "Expected whole groups, and as many rows for each prompt."
+            )
+        return mint_sample_ids([str(uuid.uuid4()) for _ in range(prompts)], num_rows // prompts)
+
+    def _policy_option(self, name: str) -> Any:
+        config = self.master_config
+        policy = config.get("policy") if isinstance(config, Mapping) else getattr(config, "policy", None)
+        return policy.get(name) if isinstance(policy, Mapping) else getattr(policy, name, None)
+
+
+def _call(engine: Any, name: str) -> Any:
+    method = getattr(engine, name, None)
+    return None if method is None else method()
+
+
+def flatten_message_logs(
+    message_logs: Sequence[Sequence[Mapping[str, Any]]],
+    prompt_lengths: Tensor | Sequence[int],
+    *,
+    pad_token_id: int = 0,
+) -> tuple[BatchedDataDict, Tensor]:
+    """Makes columns of message logs: the turns of each sample, end to end.
+
+    A turn has ``role``, ``content`` and ``token_ids``; a turn that was generated also has ``generation_logprobs``. Its
+    other tensors have a row per token, except those of `schema.MULTIMODAL_FIELDS`, which have a row per patch or image.
+    Values that are not tensors are dropped.
+
+    Args:
+        message_logs: Per sample its turns. Not changed.
+        prompt_lengths: (N,), the tokens of each prompt. A prompt may have answers of earlier turns in it.
+        pad_token_id: What pads token ids.
+
+    Returns:
+        The columns, padded: ``input_ids``, ``generation_logprobs`` (0 where nothing was generated), ``token_mask`` (1
+        on the tokens that were generated) and the other tensors per token (N, S, ...), with zeros (``routed_experts``:
+        -1) for turns that lack them; ``input_lengths`` (N,); multimodal columns, jagged; and what `split_message_logs`
+        returns. And the token ids of the prompts (N, P).
+
+    Raises:
+        InvalidRequestError: A turn lacks a key, or a tensor does not have a row per token.
+    """
+    columns = BatchedDataDict(split_message_logs(message_logs))
+    logs = [[_masked(turn) for turn in log] for log in message_logs]
+    known: dict[str, Tensor] = {_TOKENS: torch.zeros(0, dtype=torch.int64), _LOGPROBS: torch.zeros(0)}
+    for turn in (turn for log in logs for turn in log):
+        known.update({name: value[:0] for name, value in turn.items() if isinstance(value, Tensor)})
+    for name, empty in known.items():
+        ragged = name in MULTIMODAL_FIELDS
+        fill = -1 if name == ROUTED_EXPERTS_FIELD else 0
+        rows = [
+            torch.cat([empty, *(_part(turn, name, empty, fill, sample, ragged=ragged) for turn in log)])
+            for sample, log in enumerate(logs)
+        ]
+        if ragged:
+            columns[name] = stack_or_nest(rows)
+        else:
+            padding = pad_token_id if name == _TOKENS else fill
+            columns[INPUT_IDS_FIELD if name == _TOKENS else name] = pad_sequence(rows, True, padding)
+    columns[INPUT_LENGTHS_FIELD] = torch.tensor([sum(len(turn[_TOKENS]) for turn in log) for log in logs])
+    prompts = [_prompt(log, int(length)) for log, length in zip(logs, prompt_lengths, strict=True)]
+    return columns, pad_sequence(prompts, True, pad_token_id)
+
+
+def _masked(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a turn, with its tokens as a tensor and their mask. Only generated turns have logprobs."""
+    tokens = torch.as_tensor(turn[_TOKENS])
+    generated = turn["role"] == "assistant" and _LOGPROBS in turn
+    return {**turn, _TOKENS: tokens, "token_mask": torch.full_like(tokens, int(generated))}
+
+
+def _part(turn: Mapping[str, Any], name: str, empty: Tensor, fill: int, sample: int, *, ragged: bool) -> Tensor:
+    value = turn.get(name)
+    tokens = len(turn[_TOKENS])
+    if value is None:
+        return empty if ragged else empty.new_full((tokens, *empty.shape[1:]), fill)
+    if not ragged and len(value) != tokens:
+        raise InvalidRequestError(
+            f"flatten_message_logs: '{name}' of a turn of sample {sample} has {len(value)} rows. Expected {tokens}, "
+            "one per token."
+        )
+    part: Tensor = value
+    return part
+
+
+def _prompt(log: Sequence[Mapping[str, Any]], length: int) -> Tensor:
+    """The turns that make up the first ``length`` tokens."""
+    parts: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
+    for turn in log:
+        if sum(map(len, parts)) >= length:
+            break
+        parts.append(turn[_TOKENS])
+    return torch.cat(parts)

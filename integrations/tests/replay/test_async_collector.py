@@ -1,0 +1,136 @@
+"""Rollouts that are coroutines: many at a time in one event loop, and cancelled when their groups are too stale."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import InvalidRequestError
+from dataplane_integrations.errors import CollectorFailedError, RolloutAbortedError
+from dataplane_integrations.replay import (
+    AsyncCollector,
+    Collector,
+    ReadyFirstPolicy,
+    ReplayBuffer,
+    TargetStepPolicy,
+    parse_sample_id,
+)
+
+Make = Callable[..., ReplayBuffer]
+Held = Callable[[], list[str]]
+WAIT_S = 60.0
+
+
+def test_every_prompt_is_generated_and_trained_on_once(
+    make_buffer: Make, client: DataPlaneClient, answers: Any, held: Held
+) -> None:
+    buffer = make_buffer(num_prompts=9)
+    running: list[int] = [0, 0]  # now, and at most
+
+    async def rollout(reservations: Any) -> Any:
+        running[0] += 1
+        running[1] = max(running)
+        await asyncio.sleep(0.01)
+        running[0] -= 1
+        return answers(reservations)
+
+    async def train() -> list[int]:
+        prompts: list[int] = []
+        async with AsyncCollector(buffer, rollout, client=client, max_concurrent=3) as collector:
+            while (meta := await asyncio.to_thread(buffer.select, 2, timeout_s=WAIT_S)).size:
+                async with collector.quiet():
+                    assert running[0] == 0
+                prompts += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
+                buffer.consume(meta)
+                buffer.set_weight_version(buffer.weight_version + 1)
+            await collector.wait()
+        assert collector.counts.groups == 9
+        return prompts
+
+    assert asyncio.run(train()) == list(range(9))
+    assert running[1] > 1
+    assert held() == []
+
+
+@pytest.mark.parametrize("requeue", [False, True])
+def test_a_rollout_whose_groups_are_too_stale_is_cancelled(
+    make_buffer: Make, client: DataPlaneClient, answers: Any, write: Any, held: Held, requeue: bool
+) -> None:
+    policy = ReadyFirstPolicy(max_staleness=0, groups_per_version=2)
+    buffer = make_buffer(policy, num_prompts=2, requeue_evicted=requeue)
+    begun: list[str] = []
+    cancelled: list[str] = []
+
+    async def rollout(reservations: Any) -> Any:
+        (reservation,) = reservations
+        begun.append(reservation.group)
+        if reservation.group == "v0_p1":  # slow, and it has written its rows already
+            meta = write(client, reservations)
+            try:
+                await asyncio.sleep(WAIT_S)
+            except asyncio.CancelledError:
+                cancelled.append(reservation.group)
+                raise
+            return meta
+        return answers(reservations)
+
+    async def train() -> int:
+        async with AsyncCollector(
+            buffer, rollout, client=client, max_concurrent=2, max_failures=1, abort_poll_s=0.02
+        ) as collector:
+            meta = await asyncio.to_thread(buffer.select, 1, timeout_s=WAIT_S)
+            while len(begun) < 2:
+                await asyncio.sleep(0.01)
+            buffer.consume(meta)
+            buffer.set_weight_version(1)
+            rest = await asyncio.to_thread(buffer.select, 1, timeout_s=WAIT_S)
+            await collector.wait()
+            assert (collector.counts.aborted, collector.counts.failures) == (1, 0)
+            return rest.size
+
+    assert asyncio.run(train()) == (2 if requeue else 0)
+    assert cancelled == ["v0_p1"]
+    assert held() == (["v1_p1r1_g0", "v1_p1r1_g1"] if requeue else [])
+    assert buffer.counts.abandoned == 1
+
+
+def test_a_coroutine_that_fails_is_a_failure_of_the_rollout(make_buffer: Make) -> None:
+    buffer = make_buffer()
+
+    async def rollout(reservations: Any) -> Any:
+        raise TimeoutError("no answer from the engine")
+
+    async def train() -> None:
+        async with AsyncCollector(buffer, rollout, max_failures=2):
+            with pytest.raises(CollectorFailedError, match="no answer from the engine"):
+                await asyncio.to_thread(buffer.select, 1, timeout_s=WAIT_S)
+
+    with pytest.raises(CollectorFailedError):
+        asyncio.run(train())
+    with pytest.raises(InvalidRequestError, match="abort_poll_s is 0"):
+        AsyncCollector(buffer, rollout, abort_poll_s=0)
+
+
+def test_a_rollout_in_a_thread_can_ask_whether_it_is_in_vain(
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
+) -> None:
+    buffer = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=1), num_prompts=2)
+
+    def rollout(reservations: Any) -> Any:
+        meta = write(client, reservations)
+        if reservations[0].weight_version == 0:
+            assert buffer.to_abort(reservations) == []
+            buffer.set_weight_version(1)  # step 0, for which the first group was started, is over
+        if buffer.to_abort(reservations) == list(reservations):
+            raise RolloutAbortedError("in vain")
+        return meta
+
+    with Collector(buffer, rollout, max_failures=1) as collector:
+        meta = buffer.select(1, timeout_s=WAIT_S)
+        collector.wait()
+    assert (collector.counts.aborted, collector.counts.failures) == (1, 0)
+    assert held() == meta.sample_ids == ["v1_p1_g0", "v1_p1_g1"]

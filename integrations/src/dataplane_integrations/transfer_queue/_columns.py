@@ -36,7 +36,8 @@ def _column_to_put(name: str, column: Any, num_rows: int) -> Any:
             return torch.nested.as_nested_tensor([row.t() for row in column.unbind()], layout=torch.jagged)
         return column
     data = column.data if isinstance(column, NonTensorData) else column
-    if isinstance(column, NonTensorData) and not _is_row_aligned(data, num_rows):
+    is_rows = isinstance(data, np.ndarray) and data.shape[:1] == (num_rows,)
+    if isinstance(column, NonTensorData) and not is_rows:
         items = [data] * num_rows
     elif isinstance(data, (NonTensorStack, np.ndarray)):
         items = data.tolist()
@@ -45,10 +46,6 @@ def _column_to_put(name: str, column: Any, num_rows: int) -> Any:
     else:
         return column  # the client names what it is
     return NonTensorStack(*[NonTensorData(data=_plain(item)) for item in items])
-
-
-def _is_row_aligned(data: Any, num_rows: int) -> bool:
-    return isinstance(data, np.ndarray) and data.dtype == object and data.shape[:1] == (num_rows,)
 
 
 def _plain(item: Any) -> Any:

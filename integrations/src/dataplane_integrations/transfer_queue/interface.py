@@ -183,13 +183,13 @@ def kv_batch_get(
         raise
     except MissingDataError as error:
         raise RowsNotFoundError(
-            f"{what} refused: {error}",
+            f"{what}: not found: {error}",
             partition_id=partition_id,
             missing_samples=error.missing_samples,
             missing_cells=error.missing_cells,
         ) from error
     except UnknownPartitionError as error:
-        raise RowsNotFoundError(f"{what} refused: {error}", partition_id=partition_id) from error
+        raise RowsNotFoundError(f"{what}: not found: {error}", partition_id=partition_id) from error
     if wanted and not list(columns.keys()):
         raise RowsNotFoundError(f"{what} refused: the rows have no field in common.", partition_id=partition_id)
     return to_batch(columns)
@@ -262,9 +262,10 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
         FileNotFoundError: There is no checkpoint.
     """
     client = _saving_client()
-    if not Path(checkpoint_dir).exists():
-        raise FileNotFoundError(f"Checkpoint directory not found: {checkpoint_dir}")
-    client.store.load(checkpoint_dir)
+    try:
+        client.store.load(checkpoint_dir)
+    except MissingDataError as error:
+        raise FileNotFoundError(f"Checkpoint directory not found, or not complete: {error}") from error
     client.forget()
 
 

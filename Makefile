@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS   ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-long check format backends-page docs clean
+.PHONY: help setup demo test test-long test-verl check format backends-page docs clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,18 @@ test: setup  ## Run the tests (13 minutes on 2 cores)
 
 test-long: setup  ## Run all tests, with the long proofs
 	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST)
+	$(MAKE) test-verl
+
+test-verl: .venv-verl/.installed  ## Run the tests with verl, in an environment of their own
+	.venv-verl/bin/python -m pytest -c tests/verl/pytest.ini --rootdir tests/verl tests/verl
+
+.venv-verl/.installed: tests/verl/requirements.txt $(PROJECTS) scripts/system_packages.sh
+	@PYTHON=$(PYTHON) bash scripts/system_packages.sh
+	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -m pip install --quiet --upgrade pip
+	.venv-verl/bin/python -m pip install --quiet "$(TORCH)"
+	.venv-verl/bin/python -m pip install --quiet -r tests/verl/requirements.txt $(foreach p,$(filter-out %mooncake,$(PACKAGES)),-e ./$(p))
+	@touch $@
 
 check: setup  ## Lint, format and types
 	$(BIN)/ruff check .
@@ -62,4 +74,4 @@ docs: setup  ## Build the documentation as a site under site/
 	$(BIN)/python -m mkdocs build --strict
 
 clean:  ## Remove the virtual environment and what runs left behind
-	rm -rf $(VENV) out site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-verl out site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,7 +2,6 @@
 
 import torch
 from omegaconf import OmegaConf
-
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 

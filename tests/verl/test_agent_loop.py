@@ -6,7 +6,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from rollouts import Writer, submit
-
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 

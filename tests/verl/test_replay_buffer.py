@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 from rollouts import Writer, submit
-
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,9 +28,7 @@ def test_a_batch_has_every_trajectory_of_the_oldest_prompts(tq):
     assert metrics == {}
     assert set(tq.kv_list("train")["train"]) == {"new", "new_0_0", "new_1_0", *batch.keys}  # selected prompts are gone
     data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=["prompts", "responses", "rm_scores"])
-    assert data["responses"].offsets().diff().tolist() == [
-        tag["response_len"] for tag in batch.tags
-    ]
+    assert data["responses"].offsets().diff().tolist() == [tag["response_len"] for tag in batch.tags]
     assert data["rm_scores"].sum(dim=1).tolist() == [float(key.split("_")[1]) for key in batch.keys]
 
 

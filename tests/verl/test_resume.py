@@ -4,10 +4,9 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import verl.utils.tensordict_utils as tu
 from omegaconf import OmegaConf
 from rollouts import Writer, submit
-
-import verl.utils.tensordict_utils as tu
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 pytestmark = pytest.mark.timeout(300)

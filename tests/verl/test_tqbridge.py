@@ -6,10 +6,9 @@ import pytest
 import ray
 import torch
 from tensordict import TensorDict
-from worker_group import Scorer
-
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta, kv_batch_meta2batch_meta
+from worker_group import Scorer
 
 pytestmark = pytest.mark.timeout(300)
 

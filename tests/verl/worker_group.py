@@ -4,7 +4,6 @@ import os
 
 import torch
 from tensordict import NonTensorData, TensorDict
-
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 

@@ -56,7 +56,7 @@ def test_rows_in_parts_and_joined() -> None:
     assert (whole[-1].global_indexes, whole[1:].global_indexes) == ([7], [6, 7])
     whole.reorder([2, 0, 1])
     assert [row.custom_meta["n"] for row in whole.samples] == [7, 5, 6]
-    with pytest.raises(ValueError, match="fields? ?names|field_names"):
+    with pytest.raises(ValueError, match="field_names"):
         BatchMeta.concat([batch(1), batch(2, fields=("y",))])
     assert pickle.loads(pickle.dumps(whole)).global_indexes == whole.global_indexes
 

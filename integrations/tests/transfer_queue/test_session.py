@@ -61,7 +61,12 @@ def test_a_second_process_finds_the_store_by_the_variable(
     assert tq.init(theirs) is theirs
     tq.kv_put("a", "p", fields={"x": torch.tensor(1)})
     ran = subprocess.run(
-        [sys.executable, "-c", ATTACH, hidden], env=dict(os.environ), capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", ATTACH, hidden],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     mine = tq.get_client().kv_retrieve_meta("a", "p").global_indexes

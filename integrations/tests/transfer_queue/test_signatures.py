@@ -15,7 +15,10 @@ FUNCTIONS = sorted(name for name in theirs.__all__ if inspect.isfunction(getattr
 CLASSES = sorted(name for name in theirs.__all__ if inspect.isclass(getattr(theirs, name)))
 #: Methods that have no counterpart: how TransferQueue's client is made, and the two parts of a checkpoint.
 ABSENT = {"initialize_storage_manager"} | {
-    f"{form}{what}_{part}_checkpoint" for form in ("", "async_") for what in ("load", "save") for part in ("controller", "storage")
+    f"{form}{what}_{part}_checkpoint"
+    for form in ("", "async_")
+    for what in ("load", "save")
+    for part in ("controller", "storage")
 }
 #: Constructors that are made by `init`, or that differ as said there: arguments may be left out.
 MADE_HERE = {("TransferQueueClient", "__init__"), ("BatchMeta", "__init__"), ("StorageKeyNotFoundError", "__init__")}

@@ -97,7 +97,7 @@ class Claims:
             return
         self._client.clear_samples(plans, _PLANS)
 
-    # --- one choice -----------------------------------------------------------------------------------------------------
+    # --- one choice ---------------------------------------------------------------------------------------------------
 
     def _choose(
         self,
@@ -113,9 +113,7 @@ class Claims:
         Returns:
             The rows, and the ids for each rank for which the sampler chose now.
         """
-        held = self._client.claim_meta(
-            partition_id, task_name, fields, _ALL, blocking=False, lease_s=_CHOOSE_S
-        )
+        held = self._client.claim_meta(partition_id, task_name, fields, _ALL, blocking=False, lease_s=_CHOOSE_S)
         if not held.size:
             return [], {}
         settled: set[int] = set()
@@ -138,7 +136,7 @@ class Claims:
             if rest is not None:
                 self._client.nack(rest)
 
-    # --- the same choice in several processes ---------------------------------------------------------------------------
+    # --- the same choice in several processes -------------------------------------------------------------------------
 
     def _planned(
         self,
@@ -182,7 +180,7 @@ class Claims:
             _LOCKS, "lock", [], 1, blocking=False, lease_s=_CHOOSE_S, tag_filter={"name": name}
         )
 
-    # --- settings -------------------------------------------------------------------------------------------------------
+    # --- settings -----------------------------------------------------------------------------------------------------
 
     def _publish(self, sampler: BaseSampler) -> None:
         settings: dict[str, Any] = {"polling_mode": bool(self._polling), "sampler": type(sampler).__name__}

@@ -96,8 +96,9 @@ def to_batch(columns: TensorDictBase) -> TensorDict:
                 values, offsets[length], min_seqlen=length, max_seqlen=length
             )
         if name in _TOKENS_LAST and isinstance(column, torch.Tensor) and column.dim() == 3:
-            values = column.values().t().contiguous()
-            column = torch.nested.nested_tensor_from_jagged(values, column.offsets(), jagged_dim=2)
+            jagged: Any = column
+            values = jagged.values().t().contiguous()
+            column = torch.nested.nested_tensor_from_jagged(values, jagged.offsets(), jagged_dim=2)
         shown[name] = column
     return TensorDict(shown, batch_size=columns.batch_size)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import MissingDataError, UnknownPartitionError, UnknownTaskError, preview
@@ -63,7 +63,7 @@ class TransferQueueClient:
         self._numbers = Numbers(store)
         self._claims = Claims(store, controller)
 
-    # --- rows and their metadata ----------------------------------------------------------------------------------------
+    # --- rows and their metadata --------------------------------------------------------------------------------------
 
     def get_meta(
         self,
@@ -167,7 +167,7 @@ class TransferQueueClient:
             tags = tags_to_put(part.custom_meta)
             self.store.put_samples(self._ids(part), part.partition_ids[0], tags=tags)
 
-    # --- data -----------------------------------------------------------------------------------------------------------
+    # --- data ---------------------------------------------------------------------------------------------------------
 
     def put(
         self,
@@ -238,7 +238,7 @@ class TransferQueueClient:
         for part in metadata.chunk_by_partition():
             self.store.clear_samples(self._ids(part), part.partition_ids[0])
 
-    # --- what was produced and consumed -----------------------------------------------------------------------------------
+    # --- what was produced and consumed -------------------------------------------------------------------------------
 
     def get_consumption_status(
         self, task_name: str, partition_id: str
@@ -275,7 +275,7 @@ class TransferQueueClient:
         return status is not None and bool((status == 1).all())
 
     def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Lets a task, or all tasks, claim all rows again. True, as in TransferQueue, also if there is nothing to do."""
+        """Lets a task, or all tasks, claim all rows again. Returns True, also if there is nothing to do."""
         try:
             tasks = [task_name] if task_name is not None else list(self.store.describe(partition_id).tasks)
             for task in tasks:
@@ -289,7 +289,7 @@ class TransferQueueClient:
         """The names of all partitions."""
         return [name for name in self.store.list_partitions() if not name.startswith(HIDDEN_PARTITION)]
 
-    # --- rows with keys ---------------------------------------------------------------------------------------------------
+    # --- rows with keys -----------------------------------------------------------------------------------------------
 
     def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
         """The rows with these keys, with their tags and the fields that all of them have.
@@ -372,7 +372,7 @@ class TransferQueueClient:
 
     def _ids(self, metadata: BatchMeta) -> list[str]:
         """The sample ids of rows: from the metadata, else from the indexes."""
-        ids = [row.get(KEY) for row in metadata._custom_backend_meta]
+        ids: list[Any] = [row.get(KEY) for row in metadata._custom_backend_meta]
         lacking = [place for place, sample_id in enumerate(ids) if sample_id is None]
         looked_up: dict[str, dict[int, str]] = {}
         for place in lacking:

@@ -160,9 +160,7 @@ def _put(
     return KVBatchMeta(list(keys), [found.get(key, {}) for key in keys], partition_id, sorted(common_fields(rows)))
 
 
-def kv_batch_get(
-    keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None
-) -> TensorDict:
+def kv_batch_get(keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None) -> TensorDict:
     """Reads rows, in the order of the keys.
 
     Args:

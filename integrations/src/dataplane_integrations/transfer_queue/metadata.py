@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -49,7 +50,7 @@ def _shares(size: int, chunks: int) -> list[range]:
     ends = [0]
     for place in range(chunks):
         ends.append(ends[-1] + base + (place < longer))
-    return [range(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    return [range(start, end) for start, end in pairwise(ends)]
 
 
 def _check_order(indexes: Sequence[int], size: int) -> None:
@@ -248,6 +249,7 @@ class BatchMeta:
         "partition_ids",
         "production_status",
     )
+
     def __init__(
         self,
         global_indexes: Sequence[int] = (),
@@ -469,7 +471,7 @@ class BatchMeta:
             [row for part in parts for row in part._custom_backend_meta],
         )
 
-    # --- what belongs to the batch, what to its rows --------------------------------------------------------------------
+    # --- what belongs to the batch, what to its rows ------------------------------------------------------------------
 
     def get_extra_info(self, key: str, default: Any = None) -> Any:
         """One value of `extra_info`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 __all__ = ["BaseSampler", "GRPOGroupNSampler", "RankAwareSampler", "SeqlenBalancedSampler", "SequentialSampler"]
@@ -218,7 +219,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         if partition is None:
             share = len(rows) // self.dp_size
             ends = [place * share for place in range(self.dp_size)] + [len(rows)]
-            return [rows[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+            return [rows[start:end] for start, end in pairwise(ends)]
         tags = partition.get_custom_meta(rows)
         lengths = [tags.get(row, {}).get("total_lengths", 1) for row in rows]
         groups = [rows[place : place + size] for place in range(0, len(rows), size)]

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+import hypothesis
 import pytest
 
 #: Is in the environment of all that this process starts, directly or not.
@@ -53,6 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
     Its name is short, since the paths of Unix sockets below it may have 107 bytes only. A token in the environment
     keeps Ray from making one in the home folder, where the one of another process that starts would replace it.
     """
+    # no test asserts on time; by default, Hypothesis fails an example that takes over 200 ms
+    hypothesis.settings.register_profile("no deadline", deadline=None)
+    hypothesis.settings.load_profile("no deadline")
     os.environ[_RUN] = str(os.getpid())
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_AUTH_MODE", "token")

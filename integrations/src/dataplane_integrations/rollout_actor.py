@@ -105,11 +105,10 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
             carry_keys: The columns that the driver wants. None: all but ``turn_roles`` and ``turn_contents``.
 
         Returns:
-            - The meta of the rows; their ids are new in every call.
-            - The driver's columns: ``total_reward``, ``loss_multiplier``, ``truncated``, ``length``, ``input_lengths``,
-              ``response_token_lengths`` (N,), ``prompt_ids_for_adv`` (N, P), and the parts of the reward.
-            - The metrics of `run_rollout`, which the meta has too.
-            - The engine's metrics, or None.
+            Four values: the meta of the rows, whose ids are new in every call; the driver's columns,
+            ``total_reward``, ``loss_multiplier``, ``truncated``, ``length``, ``input_lengths`` and
+            ``response_token_lengths`` (N,), ``prompt_ids_for_adv`` (N, P), and the parts of the reward; the metrics of
+            `run_rollout`, which the meta has too; and the engine's metrics, or None.
 
         Raises:
             InvalidRequestError: Numbers of rows that do not fit, a carry key that is not there, or a missing column.

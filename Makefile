@@ -22,10 +22,14 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS   ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# An example that needs versions of its own has an environment of its own, .venv-NAME, and its tests in its folder.
-EXAMPLES := trl
+# Trainers need versions of their own, so each has an environment of its own, .venv-NAME, and its tests.
+TRAINERS      := trl verl
+REQUIRED_trl  := examples/trl/requirements.txt
+REQUIRED_verl := tests/verl/requirements.txt
+TESTS_trl     := examples/trl/tests
+TESTS_verl    := -c tests/verl/pytest.ini --rootdir tests/verl tests/verl
 
-.PHONY: help setup demo test test-long $(addprefix test-,$(EXAMPLES)) check format backends-page docs clean
+.PHONY: help setup demo test test-long $(addprefix test-,$(TRAINERS)) check format backends-page docs clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,19 +52,21 @@ test: setup  ## Run the tests (13 minutes on 2 cores)
 
 test-long: setup  ## Run all tests, with the long proofs
 	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST)
-	$(MAKE) $(addprefix test-,$(EXAMPLES))
+	$(MAKE) $(addprefix test-,$(TRAINERS))
 
 test-trl:  ## Run the tests of examples/trl, in an environment of its own
+test-verl:  ## Run the tests with verl, in an environment of its own
 
-$(addprefix test-,$(EXAMPLES)): test-%: .venv-%/.installed
-	.venv-$*/bin/python -m pytest examples/$*/tests
+$(addprefix test-,$(TRAINERS)): test-%: .venv-%/.installed
+	.venv-$*/bin/python -m pytest $(TESTS_$*)
 
-.venv-%/.installed: examples/%/requirements.txt $(PROJECTS) scripts/system_packages.sh
+.SECONDEXPANSION:
+.venv-%/.installed: $$(REQUIRED_$$*) $(PROJECTS) scripts/system_packages.sh
 	@PYTHON=$(PYTHON) bash scripts/system_packages.sh
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --upgrade pip
 	.venv-$*/bin/python -m pip install --quiet "$(TORCH)"
-	.venv-$*/bin/python -m pip install --quiet -r examples/$*/requirements.txt
+	.venv-$*/bin/python -m pip install --quiet -r $(REQUIRED_$*)
 	@touch $@
 
 check: setup  ## Lint, format and types
@@ -79,4 +85,4 @@ docs: setup  ## Build the documentation as a site under site/
 	$(BIN)/python -m mkdocs build --strict
 
 clean:  ## Remove the virtual environment and what runs left behind
-	rm -rf $(VENV) $(addprefix .venv-,$(EXAMPLES)) out site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(addprefix .venv-,$(TRAINERS)) out site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -297,7 +297,8 @@ class LedgerBackend(Backend, ABC):
 
     def list_samples(self, request: ListRequest) -> SampleList:
         """Lists ids and tags."""
-        return self._ledger(request.deadline, commands.ListSamples(request.partition_id, request.tag_filter))
+        listing = commands.ListSamples(request.partition_id, request.tag_filter, request.sample_ids)
+        return self._ledger(request.deadline, listing)
 
     def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
         """Lists the registered partitions."""

@@ -87,12 +87,15 @@ class Overview(Connection):
             shown = {name: spec for name, spec in found.specs.items() if name not in hidden}
             return replace(found, specs=shown)
 
-    def list_samples(self, partition_id: str, tag_filter: TagFilter | None = None) -> KVBatchMeta:
+    def list_samples(
+        self, partition_id: str, tag_filter: TagFilter | None = None, sample_ids: Sequence[str] | None = None
+    ) -> KVBatchMeta:
         """The ids and tags of a partition's samples, in order of first write. No cells are read.
 
         Args:
             partition_id: A registered partition.
             tag_filter: A condition on tags, as for `claim_meta`.
+            sample_ids: Only these samples, in this order. Those that are not there are left out.
 
         Raises:
             UnknownPartitionError: Not registered.
@@ -100,6 +103,8 @@ class Overview(Connection):
         Examples:
             >>> client.list_samples("step-1", {"input_lengths": (">=", 2)}).sample_ids
             ['p0_g1', 'p1_g1']
+            >>> client.list_samples("step-1", sample_ids=["p1_g1", "p9_g9"]).tags
+            [{'input_lengths': 2}]
         """
         with self._operation():
             self._require(Capability.LISTING, "list_samples")
@@ -107,7 +112,12 @@ class Overview(Connection):
             condition = check_tag_filter(tag_filter)
             if condition is not None:
                 self._require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
-            request = ListRequest(partition_id=partition_id, tag_filter=condition, deadline=self._deadline())
+            ids = None if sample_ids is None else list(dict.fromkeys(check_ids(sample_ids)))
+            if ids == []:
+                return KVBatchMeta(partition_id, None, [], tags=[])
+            request = ListRequest(
+                partition_id=partition_id, tag_filter=condition, sample_ids=ids, deadline=self._deadline()
+            )
             listed = self._call("list_samples", request, SampleList)
             ids, tags = list(listed.sample_ids), [dict(row) for row in listed.tags]
             check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(tags))
@@ -121,6 +131,26 @@ class Overview(Connection):
             ['p0_g1', 'p1_g0', 'p1_g1']
         """
         return self.list_samples(partition_id, tag_filter).sample_ids
+
+    def list_fields(self, sample_ids: Sequence[str], partition_id: str) -> list[list[str]]:
+        """For each sample, the fields that it has. No cells are read.
+
+        Raises:
+            MissingDataError: A sample is not there. It is also a `KeyError`.
+            UnknownPartitionError: Not registered.
+
+        Examples:
+            >>> client.list_fields(["p1_g0"], "step-1")
+            [['input_ids', 'reward']]
+        """
+        check_name("partition_id", partition_id)
+        ids = check_ids(sample_ids)
+        if not ids:
+            return []
+        unique = list(dict.fromkeys(ids))
+        found = self._list_fields(f"list_fields('{partition_id}', {len(unique)} samples)", partition_id, unique)
+        fields = dict(zip(unique, found, strict=True))
+        return [fields[each] for each in ids]
 
     def list_consumed(self, partition_id: str, task_name: str) -> list[str]:
         """The held samples that a task was given for good (without a lease, or acked), in order of first write.

@@ -330,12 +330,19 @@ class Locate(Command[Located]):
 
 @dataclass(frozen=True, slots=True)
 class ListSamples(Command[SampleList]):
-    """Reply: ids in order of first write, with copies of their tags. Raises `UnknownPartitionError`."""
+    """Reply: ids in order of first write, with copies of their tags. Raises `UnknownPartitionError`.
+
+    Attributes:
+        partition_id: The partition.
+        tag_filter: Lists only samples whose tags match.
+        sample_ids: Lists only these, in this order, as far as they are there. None: all.
+    """
 
     op = "list_samples"
     reads = True
     partition_id: str
     tag_filter: _Filter = None
+    sample_ids: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

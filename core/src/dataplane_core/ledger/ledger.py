@@ -393,8 +393,11 @@ class Ledger:
     @_apply.register
     def _list_samples(self, command: commands.ListSamples, now: float) -> SampleList:
         partition = self._partition(command.partition_id)
-        rows = [row for row in partition.rows.values() if matches(row.tags, command.tag_filter)]
-        rows.sort(key=lambda row: row.seq)
+        if command.sample_ids is None:
+            rows = sorted(partition.rows.values(), key=lambda row: row.seq)
+        else:
+            rows = [partition.rows[each] for each in command.sample_ids if each in partition.rows]
+        rows = [row for row in rows if matches(row.tags, command.tag_filter)]
         return SampleList(sample_ids=[row.sample_id for row in rows], tags=[dict(row.tags) for row in rows])
 
     @_apply.register

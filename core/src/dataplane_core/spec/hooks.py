@@ -286,10 +286,18 @@ class ClearRequest:
 
 @dataclass(slots=True, kw_only=True)
 class ListRequest:
-    """List ids and tags."""
+    """List ids and tags.
+
+    Attributes:
+        partition_id: The partition.
+        tag_filter: Full-form predicate on tags, or None.
+        sample_ids: Unique ids: list only these, in this order, as far as they are there. None: all samples.
+        deadline: On `time.monotonic`'s clock, in seconds.
+    """
 
     partition_id: str
     tag_filter: dict[str, tuple[str, Any]] | None
+    sample_ids: list[str] | None = None
     deadline: float
 
 

@@ -218,17 +218,20 @@ class Reads:
         ids: list[str] = []
         tags: list[dict[str, TagValue]] = []
         conditions, epoch, seq = pack_filter(request.tag_filter), b"", b"0"
-        while seq:
+        chosen, first = request.sample_ids or [], 0
+        while seq or first < len(chosen):
+            some = chosen[first : first + _LIST_ROWS]
             reply = self._session.run(
-                what, request.deadline, "list", request.partition_id, epoch, conditions, seq, _LIST_ROWS
+                what, request.deadline, "list", request.partition_id, epoch, conditions, seq, _LIST_ROWS, some
             )
             if reply[0] == b"changed":  # the partition was registered again
-                ids, tags, epoch, seq = [], [], b"", b"0"
+                ids, tags, epoch, seq, first = [], [], b"", b"0", 0
                 continue
+            first += _LIST_ROWS
             if reply[0] != b"ok":
                 _refusals.raise_partition(request.partition_id, reply)
-            _, some, some_tags, epoch, seq = reply
-            ids += map(text_of, some)
+            _, some_ids, some_tags, epoch, seq = reply
+            ids += map(text_of, some_ids)
             tags += map(unpack_tags, some_tags)
         return SampleList(sample_ids=ids, tags=tags)
 

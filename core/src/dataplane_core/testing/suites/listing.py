@@ -19,7 +19,8 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
     """Lists of the samples of a partition."""
 
     def test_listing_gives_ids_and_tags(self, store: Store) -> None:
-        """Contract: "list_samples(partition_id, tag_filter=None) -> meta (listing): ids and tags, no data."
+        """Contract: "list_samples(partition_id, tag_filter=None, sample_ids=None) -> meta (listing): ids and tags, no
+        data."
 
         Check first: SampleList.tags must have one entry per id, in the same order. A sample without tags has an empty
         dict.
@@ -43,6 +44,36 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         store.put(partition, ["partial"], y=torch.zeros(1))
         store.put(partition, ["tags"], [{"n": 1}])
         assert store.client.list_samples(partition).sample_ids == ["complete", "partial", "tags"]
+
+    def test_listing_of_given_samples(self, store: Store) -> None:
+        """Contract: "With sample_ids only these, in this order; those that are not there are left out."
+
+        Check first: ListRequest.sample_ids must be obeyed. A sample that has only tags, or no tags, is there.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a", "b"], [{"n": 1}, {"n": 2}], x=torch.zeros(2))
+        store.put(partition, ["tags"], [{"n": 3}])
+        store.put(partition, ["cells"], x=torch.zeros(1))
+        store.client.clear_samples(["a"], partition)
+        meta = store.client.list_samples(partition, sample_ids=["cells", "nobody", "tags", "b", "a", "b"])
+        assert (meta.sample_ids, meta.tags) == (["cells", "tags", "b"], [{}, {"n": 3}, {"n": 2}])
+        assert store.client.list_samples(partition, {"n": (">", 2)}, ["tags", "b"]).sample_ids == ["tags"]
+        assert store.client.list_samples(partition, sample_ids=[]).sample_ids == []
+        assert store.client.list_samples(partition, sample_ids=["nobody"]).sample_ids == []
+
+    def test_fields_of_given_samples(self, store: Store) -> None:
+        """Contract: "list_fields(sample_ids, partition_id) (listing): for each sample the fields that it has."
+
+        Check first: list_fields must name the sample that is missing. A sample that has only tags has no fields.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ["a", "b"], x=torch.zeros(2))
+        store.put(partition, ["b"], y=torch.zeros(1))
+        store.put(partition, ["tags"], [{"n": 3}])
+        found = store.client.list_fields(["tags", "b", "a", "b"], partition)
+        assert [sorted(names) for names in found] == [[], ["x", "y"], ["x"], ["x", "y"]]
+        with store.refusal(KeyError, "nobody"):
+            store.client.list_fields(["a", "nobody"], partition)
 
     def test_listing_of_many_samples(self, store: Store) -> None:
         """Hook spec: "Ids in order of first write, with their tags."

@@ -1,13 +1,21 @@
 -- Request: {partition, epoch ("": any), conditions, seq after which to begin, most rows}. Replies with ids and tags,
 -- the epoch, and the seq after which to continue ("" at the end); or with {'changed'} if the partition was registered
--- again. Many rows take several calls; each row is listed once.
-local name, epoch, conditions, seq, most = unpack(cmsgpack.unpack(ARGV[1]))
+-- again. Many rows take several calls; each row is listed once. With a list of ids, it looks only at these.
+local name, epoch, conditions, seq, most, chosen = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name)
 if not P then return unknown_partition() end
 if epoch ~= '' and epoch ~= P.epoch then return {'changed'} end
-local flat = call('ZRANGEBYSCORE', P.at .. 'o', '(' .. seq, '+inf', 'WITHSCORES', 'LIMIT', 0, most)
-local ids, some, some_tags = {}, {}, {}
-for i = 1, #flat, 2 do ids[#ids + 1] = flat[i] end
+local ids, last, some, some_tags = {}, '', {}, {}
+if #chosen > 0 then
+  local rows = hmget(P.at .. 'r', chosen)
+  for i, id in ipairs(chosen) do
+    if rows[i] then ids[#ids + 1] = id end
+  end
+else
+  local flat = call('ZRANGEBYSCORE', P.at .. 'o', '(' .. seq, '+inf', 'WITHSCORES', 'LIMIT', 0, most)
+  for i = 1, #flat, 2 do ids[#ids + 1] = flat[i] end
+  if #ids == most then last = flat[#flat] end
+end
 local tags = hmget(P.at .. 't', ids)
 for i, id in ipairs(ids) do
   if matches(tags[i], conditions) then
@@ -15,4 +23,4 @@ for i, id in ipairs(ids) do
     some_tags[#some] = tags[i]
   end
 end
-return {'ok', some, some_tags, P.epoch, #ids == most and flat[#flat] or ''}
+return {'ok', some, some_tags, P.epoch, last}

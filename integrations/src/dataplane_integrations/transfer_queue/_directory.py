@@ -1,0 +1,65 @@
+"""A named Ray actor that holds the config of the running store, so that other processes of the cluster find it.
+
+It has the name of TransferQueue's controller, and its method ``get_config``. Without Ray there is none.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+__all__ = ["look_up", "publish", "withdraw"]
+
+_NAME: Final = "TransferQueueController"
+_NAMESPACE: Final = "transfer_queue"
+#: Seconds to wait for an answer.
+_WAIT_S: Final = 60.0
+
+
+class _Directory:
+    """The actor."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+
+    def get_config(self) -> dict[str, Any]:
+        """What was published."""
+        return self._config
+
+
+def _ray() -> Any:
+    """Ray, if this process uses it."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and ray.is_initialized() else None
+
+
+def publish(config: dict[str, Any]) -> bool:
+    """Starts the actor. It ends with this process. Returns whether Ray is in use."""
+    ray = _ray()
+    if ray is None:
+        return False
+    withdraw()
+    actor = ray.remote(_Directory).options(name=_NAME, namespace=_NAMESPACE, num_cpus=0).remote(config)
+    ray.get(actor.get_config.remote(), timeout=_WAIT_S)
+    globals()["_held"] = actor  # the actor lives as long as its handle
+    return True
+
+
+def look_up() -> dict[str, Any] | None:
+    """What was published, or None."""
+    ray = _ray()
+    if ray is None:
+        return None
+    try:
+        actor = ray.get_actor(_NAME, namespace=_NAMESPACE)
+    except ValueError:
+        return None
+    found = ray.get(actor.get_config.remote(), timeout=_WAIT_S)
+    return found if isinstance(found, dict) and "dataplane" in found else None
+
+
+def withdraw() -> None:
+    """Ends the actor that this process started."""
+    held, ray = globals().pop("_held", None), _ray()
+    if held is not None and ray is not None:
+        ray.kill(held)

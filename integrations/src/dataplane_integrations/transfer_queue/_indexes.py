@@ -1,0 +1,108 @@
+"""The index of a row: TransferQueue numbers rows, a dataplane store names them.
+
+- A row with a key has an index made from partition and key (a hash). Every process computes the same one, also after a
+  restart, and asks nobody. It is at least ``2**62``.
+- A row without a key has a number that was taken from the store: 0, 1, 2, ... Its sample id is made from the number.
+
+Numbers are taken in blocks. A block is a row of a hidden partition, and taking it is a claim. So no number is given to
+two processes, and none is given twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterable
+from typing import Final
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import UnknownPartitionError
+
+__all__ = ["HIDDEN_PARTITION", "Numbers", "id_of_number", "index_of", "is_number", "number_of"]
+
+#: Partitions whose names begin with it are ours and are not listed.
+HIDDEN_PARTITION: Final = "~tq:"
+_NUMBERED: Final = "~index:"
+_HASHED: Final = 1 << 62
+_BLOCKS: Final = f"{HIDDEN_PARTITION}blocks"
+_TASK: Final = "take"
+#: Numbers per block.
+_BLOCK: Final = 1024
+#: Blocks that are added when none is left.
+_MORE: Final = 64
+
+
+def id_of_number(number: int) -> str:
+    """The sample id of a row without a key."""
+    return f"{_NUMBERED}{number}"
+
+
+def number_of(sample_id: str) -> int | None:
+    """The number of a row without a key, or None if the sample has a key."""
+    return int(sample_id.removeprefix(_NUMBERED)) if sample_id.startswith(_NUMBERED) else None
+
+
+def is_number(index: int) -> bool:
+    """Whether an index is that of a row without a key."""
+    return index < _HASHED
+
+
+def index_of(partition_id: str, sample_id: str) -> int:
+    """The index of a row."""
+    number = number_of(sample_id)
+    if number is not None:
+        return number
+    text = f"{len(partition_id)}:{partition_id}{sample_id}".encode("utf-8", "surrogatepass")
+    return _HASHED | int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
+
+
+class Numbers:
+    """Takes numbers for rows without keys. Several threads may use it."""
+
+    def __init__(self, client: DataPlaneClient) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._left = range(0)
+
+    def take(self, count: int) -> list[int]:
+        """The next ``count`` numbers, one after the other without a gap."""
+        with self._lock:
+            while len(self._left) < count:
+                self._left = self._joined(self._take_blocks(-(-(count - len(self._left)) // _BLOCK)))
+            taken, self._left = self._left[:count], self._left[count:]
+        return list(taken)
+
+    def forget(self) -> None:
+        """Drops the numbers that are left of the last block, as is needed after the store was loaded."""
+        with self._lock:
+            self._left = range(0)
+
+    def _joined(self, blocks: Iterable[int]) -> range:
+        """What is left, followed by the blocks; from the last gap on if there are gaps."""
+        left = self._left
+        for block in sorted(blocks):
+            numbers = range(block * _BLOCK, (block + 1) * _BLOCK)
+            left = range(left.start, numbers.stop) if len(left) and left.stop == numbers.start else numbers
+        return left
+
+    def _take_blocks(self, count: int) -> list[int]:
+        blocks: list[int] = []
+        while len(blocks) < count:
+            wanted = count - len(blocks)
+            try:
+                claimed = self._client.claim_meta(_BLOCKS, _TASK, [], wanted, blocking=False).sample_ids
+            except KeyError:
+                claimed = []
+            blocks.extend(map(int, claimed))
+            if len(claimed) < wanted:
+                self._add_blocks()
+        return blocks
+
+    def _add_blocks(self) -> None:
+        self._client.register_partition(_BLOCKS, [], None, [_TASK], if_exists="keep")
+        try:
+            known = len(self._client.list_sample_ids(_BLOCKS))
+        except UnknownPartitionError:
+            known = 0
+        more = [str(block) for block in range(known, known + _MORE)]
+        self._client.put_samples(more, _BLOCKS, tags=[{}] * _MORE)  # a block that another process added stays taken

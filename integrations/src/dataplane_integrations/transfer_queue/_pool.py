@@ -1,0 +1,61 @@
+"""The ``async_`` forms: a method or function that runs in a thread of a bounded pool.
+
+Puts have a pool of their own. They may wait for room in the store, and what makes room must not wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, ParamSpec, TypeVar
+
+__all__ = ["end_threads", "in_put_threads", "in_threads"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Threads of each pool. They start when they are first needed.
+_THREADS: Final = 16
+_NAMES: Final = ("put", "call")
+_pools: dict[str, ThreadPoolExecutor] = {}
+
+
+def _new_pools() -> None:
+    _pools.update({name: ThreadPoolExecutor(_THREADS, thread_name_prefix=f"dataplane-{name}") for name in _NAMES})
+
+
+_new_pools()
+os.register_at_fork(after_in_child=_new_pools)  # threads do not survive a fork
+
+
+def end_threads() -> None:
+    """Ends the threads that are idle now. The next call starts new ones."""
+    ended = list(_pools.values())
+    _new_pools()
+    for pool in ended:
+        pool.shutdown()
+
+
+def in_threads(call: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
+    """The asyncio form of a call."""
+    return _in_pool(call, "call")
+
+
+def in_put_threads(call: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
+    """The asyncio form of a call that writes columns."""
+    return _in_pool(call, "put")
+
+
+def _in_pool(call: Callable[P, R], pool: str) -> Callable[P, Coroutine[Any, Any, R]]:
+    @functools.wraps(call)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_pools[pool], functools.partial(call, *args, **kwargs))
+
+    run.__name__ = f"async_{call.__name__}"
+    run.__qualname__ = run.__qualname__.replace(call.__name__, run.__name__)
+    run.__doc__ = f"`{call.__name__}` for asyncio."
+    return run

@@ -1,0 +1,97 @@
+"""Connections: which config a process uses, other processes, checkpoints, and no TransferQueue."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import dataplane_integrations.transfer_queue as tq
+from dataplane_core.errors import ConfigError
+
+ATTACH = """
+import sys
+if sys.argv[1] == "hidden":
+    sys.modules["transfer_queue"] = sys.modules["ray"] = None  # as if they were not installed
+import torch
+from tensordict import TensorDict
+import dataplane_integrations.transfer_queue as tq
+tq.init()
+client = tq.get_client()
+meta = client.kv_retrieve_meta("a", "p")
+print(meta.global_indexes, client.get_data(meta)["x"].tolist(), client.get_meta(["x"], 9, "p", task_name="t").size)
+tq.kv_put("b", "p", fields={"x": torch.tensor(2)})
+tq.close()
+"""
+
+
+@pytest.fixture
+def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    yield monkeypatch
+    tq.close()
+
+
+def test_without_a_config_nothing_starts(closing: pytest.MonkeyPatch) -> None:
+    closing.delenv("DATAPLANE_CONFIG", raising=False)
+    with pytest.raises(ConfigError, match="DATAPLANE_CONFIG"):
+        tq.init()
+    with pytest.raises(ConfigError, match="DATAPLANE_CONFIG"):
+        tq.init({"backend": {"storage_backend": "SimpleStorage"}})
+    with pytest.raises(AssertionError, match=r"tq\.init"):
+        tq.get_client()
+    with pytest.raises(RuntimeError, match="not initialized"):
+        tq.save_checkpoint("x")
+    assert tq.get_metrics_endpoint() is None
+
+
+@pytest.mark.parametrize("hidden", ["hidden", "installed"])
+def test_a_second_process_finds_the_store_by_the_variable(
+    closing: pytest.MonkeyPatch, tmp_path: Path, hidden: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("backend: shm_store\n")
+    closing.setenv("DATAPLANE_CONFIG", str(path))
+    theirs = {"controller": {"polling_mode": True}, "backend": {"storage_backend": "SimpleStorage"}}
+    assert tq.init(theirs) is theirs
+    tq.kv_put("a", "p", fields={"x": torch.tensor(1)})
+    ran = subprocess.run(
+        [sys.executable, "-c", ATTACH, hidden],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    mine = tq.get_client().kv_retrieve_meta("a", "p").global_indexes
+    assert ran.stdout.strip() == f"{mine} [1] 0"  # the polling mode of the process that started the store
+    assert tq.kv_batch_get("b", "p")["x"].tolist() == [2]
+
+
+def test_a_checkpoint_brings_back_rows_tags_and_what_was_consumed(closing: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    tq.init({"backend": "noop", "controller": {"polling_mode": True}})
+    with pytest.raises(FileNotFoundError):
+        tq.load_checkpoint(folder)
+    fields = TensorDict({"x": torch.arange(3)}, batch_size=[3])
+    tq.kv_batch_put(["a", "b", "c"], "p", fields, [{"n": n} for n in range(3)])
+    numbered = tq.get_client().put(fields, partition_id="q").global_indexes
+    assert tq.get_client().get_meta(["x"], 2, "p", task_name="t").size == 2
+    tq.save_checkpoint(folder, metadata={"global_steps": 7})
+    tq.save_checkpoint(folder, metadata={"global_steps": 8})  # replaces the first
+    tq.close()
+
+    tq.init({"backend": "noop", "controller": {"polling_mode": True}})
+    tq.load_checkpoint(folder)
+    client = tq.get_client()
+    assert tq.kv_list("p") == {"p": {"a": {"n": 0}, "b": {"n": 1}, "c": {"n": 2}}}
+    assert tq.kv_batch_get(["c", "a"], "p")["x"].tolist() == [2, 0]
+    assert client.get_meta(["x"], 1, "p", task_name="t").custom_meta == [{"n": 2}]
+    new = client.put(fields, partition_id="q").global_indexes
+    assert not set(new) & set(numbered)

@@ -76,7 +76,8 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
     @pytest.mark.parametrize(("tag_filter", "expected"), _FILTERS, ids=_NAMES)
     @proves(Capability.TAG_FILTERS, Capability.LISTING)
     def test_listings_match_the_filter(self, store: Store, tag_filter: dict[str, Any], expected: list[int]) -> None:
-        """Contract: "list_samples(partition_id, tag_filter=None) -> meta (listing): ids and tags, no data."
+        """Contract: "list_samples(partition_id, tag_filter=None, sample_ids=None) -> meta (listing): ids and tags, no
+        data."
 
         Check first: use dataplane_core.spec.matches. The rules are the same as for claims.
         """

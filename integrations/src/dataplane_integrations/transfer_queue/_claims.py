@@ -10,11 +10,12 @@ from typing import Any, Final
 from dataplane_core import KVBatchMeta
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import ClaimTimeoutError, ConfigError, UnknownPartitionError
+from dataplane_core.spec import Capability
 from dataplane_integrations.transfer_queue import sampler as samplers
 from dataplane_integrations.transfer_queue._columns import tags_to_show
 from dataplane_integrations.transfer_queue._indexes import HIDDEN_PARTITION, index_of
 from dataplane_integrations.transfer_queue._rows import Row, find_rows
-from dataplane_integrations.transfer_queue.sampler import BaseSampler, SequentialSampler
+from dataplane_integrations.transfer_queue.sampler import BaseSampler, RankAwareSampler, SequentialSampler
 
 __all__ = ["Claims"]
 
@@ -70,14 +71,18 @@ class Claims:
     ) -> list[Row]:
         """Rows for a task, or none if there are not enough."""
         sampler = self._read_settings()
-        if type(sampler) is SequentialSampler:
+        rank, batch_index = config.get("dp_rank"), config.get("batch_index")
+        has_ranks = rank is not None and batch_index is not None
+        by_rank = type(sampler) is RankAwareSampler and has_ranks and Capability.SAMPLERS in self._client.capabilities
+        if type(sampler) is SequentialSampler or by_rank:  # the client's own claims do the same
+            batch: dict[str, Any] = {"dp_rank": rank, "batch_index": batch_index} if by_rank else {}
             try:
-                claimed = self._client.claim_meta(partition_id, task_name, fields, batch_size, timeout_s=0.0)
+                claimed = self._client.claim_meta(partition_id, task_name, fields, batch_size, timeout_s=0.0, **batch)
             except ClaimTimeoutError:
                 return []
             return _rows(claimed, fields)
         with self._lock:
-            if config.get("dp_rank") is None or config.get("batch_index") is None:
+            if not has_ranks:
                 chosen, _ = self._choose(sampler, partition_id, task_name, fields, batch_size, config)
                 return chosen
             return self._planned(sampler, partition_id, task_name, fields, batch_size, config)
@@ -148,7 +153,7 @@ class Claims:
         config: Mapping[str, Any],
     ) -> list[Row]:
         """The rows of a rank's batch: chosen by the first process that asks, and read by the others."""
-        batch_index, dp_rank = config["batch_index"], config["dp_rank"]
+        dp_rank, batch_index = config["dp_rank"], config["batch_index"]
         plan = self._read_plan(partition_id, task_name, dp_rank, batch_index)
         if plan is None:
             lock = self._take_lock(json.dumps([partition_id, task_name]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
-__all__ = ["look_up", "publish", "withdraw"]
+__all__ = ["cluster_address", "look_up", "publish", "withdraw"]
 
 _NAME: Final = "TransferQueueController"
 _NAMESPACE: Final = "transfer_queue"
@@ -56,6 +56,12 @@ def look_up() -> dict[str, Any] | None:
         return None
     found = ray.get(actor.get_config.remote(), timeout=_WAIT_S)
     return found if isinstance(found, dict) and "dataplane" in found else None
+
+
+def cluster_address() -> str | None:
+    """The address of the Ray cluster that this process uses, or None."""
+    ray = _ray()
+    return None if ray is None else str(ray.get_runtime_context().gcs_address)
 
 
 def withdraw() -> None:

@@ -10,9 +10,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import DataLoader, IterableDataset
 
+from dataplane_core import DataPlaneConfig
 from dataplane_core.backends import Backend
 from dataplane_core.plugins import load_backend
-from dataplane_integrations.transfer_queue import _session
+from dataplane_integrations.transfer_queue import _directory, _session
 from dataplane_integrations.transfer_queue._columns import column_of_rows
 from dataplane_integrations.transfer_queue.client import TransferQueueClient
 from dataplane_integrations.transfer_queue.metadata import BatchMeta
@@ -75,7 +76,7 @@ class StreamingDataset(IterableDataset[Any]):
         self.buffer: list[_Batch] = []
         self.batch_index = 0
         session = _session.current()
-        self._store_config = session.config if session is not None else _session.find_config(config)
+        self._store_config = _for_workers(session.config if session is not None else _session.find_config(config))
 
     def __iter__(self) -> Iterator[_Batch]:
         """Yields (columns, rows) per micro batch."""
@@ -157,6 +158,14 @@ class StreamingDataLoader(DataLoader[Any]):
     def get_buffer(self) -> list[_Batch]:
         """The batches fetched so far, without workers."""
         return self.dataset.buffer
+
+
+def _for_workers(config: DataPlaneConfig) -> DataPlaneConfig:
+    """The config with the address of the Ray cluster, if the backend uses one: a spawned worker does not know it."""
+    address = _directory.cluster_address()
+    if address is None or "ray_address" not in load_backend(config.backend).Config.model_fields:
+        return config
+    return config.model_copy(update={"options": {"ray_address": address, **config.options}})
 
 
 def _as_it_is(data: Any) -> Any:

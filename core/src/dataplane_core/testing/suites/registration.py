@@ -248,8 +248,8 @@ class RegistrationSuite(Suite, chapter="registration"):
     # --- the hooks ----------------------------------------------------------------------------------------------------
 
     def test_register_hook_returns_the_registration(self, store: Store) -> None:
-        """Hook spec: "Opens the partition. On return, rows, tags, cursors and schema of an earlier registration are
-        gone."
+        """Hook spec: "Opens the partition. On return, an earlier registration is dropped or extended, as ``if_exists``
+        says."
 
         Check first: the PartitionInfo must repeat the values of the request. describe_partition must return the same.
         """
@@ -264,7 +264,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         assert store.hooks.describe(partition) == info
 
     def test_every_registration_has_an_epoch_of_its_own(self, store: Store) -> None:
-        """Hook spec: "The id of the registration: random bits drawn by the client (new_id)."
+        """Hook spec: "The id of the registration, if it is a new one: random bits drawn by the client (new_id)."
 
         Check first: describe_partition must return the epoch of the request that registered the partition.
         """
@@ -287,7 +287,7 @@ class RegistrationSuite(Suite, chapter="registration"):
             store.hooks.describe(partition)
 
     def test_the_epoch_is_the_one_that_the_registration_drew(self, store: Store) -> None:
-        """Hook spec: "The id of the registration: random bits drawn by the client".
+        """Hook spec: "The id of the registration, if it is a new one: random bits drawn by the client".
 
         Check first: use the epoch of the request. Do not count epochs in the store: a store that is restored to an
         older state would use the same epochs again.

@@ -15,6 +15,7 @@ from rollouts import serve
 from toy import Generator, build_model, build_tokenizer
 
 from dataplane_core import DataPlaneError, connect
+from dataplane_core.errors import BackendUnavailableError
 
 
 def main() -> int:
@@ -29,7 +30,10 @@ def main() -> int:
     options = {key: config["rollouts"][key] for key in ("prompts_per_claim", "lease_s", "timeout_s")}
     try:
         with connect(config["data_plane"], bootstrap=False) as client:
-            serve(client, model, Generator(model, build_tokenizer()), worker=args.name, **options)
+            try:
+                serve(client, model, Generator(model, build_tokenizer()), worker=args.name, **options)
+            except BackendUnavailableError as error:  # the store ends with the trainer's process
+                print(f"{args.name}: the data plane has ended, so the run is over: {error}", file=sys.stderr)
     except DataPlaneError as error:
         print(f"error: {args.name}: {error}", file=sys.stderr)
         return 1

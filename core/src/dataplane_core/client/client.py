@@ -506,8 +506,8 @@ class DataPlaneClient(Overview):
     ) -> None:
         """Saves partitions in a folder: registration, rows, tags, schema, and what tasks have consumed; not leases.
 
-        Any store of any backend and size can `load` the save. Blocks until it is on the disk. Memory for about 64 MB,
-        or one row if that is larger, is in use at a time. Other clients may write and clear meanwhile: rows that are
+        Any store of any backend and size can `load` the save. Blocks until it is on the disk. It reads and
+        writes blocks of about 16 MB, or one row if that is larger, and has memory for a few of them. Other clients may write and clear meanwhile: rows that are
         cleared during the save may be left out, and so may rows that are written during it.
 
         Args:
@@ -520,6 +520,7 @@ class DataPlaneClient(Overview):
             StalePartitionError: A partition was registered again meanwhile. After any error, the former save is as it
                 was.
             SaveError: The files cannot be written.
+            InvalidTypeError: ``metadata`` has other than JSON values.
             UnsupportedOperationError: The backend does not declare ``listing`` and ``cursors``.
 
         Examples:

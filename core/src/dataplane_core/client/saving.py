@@ -5,6 +5,7 @@ They use only the operations that every backend has, so a save of one backend ca
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,11 +13,13 @@ from typing import Any, Final, Protocol
 
 from tensordict import TensorDict
 
+from dataplane_core.client.checks import check_names
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import (
     CorruptDataError,
     DataPlaneError,
     InvalidRequestError,
+    InvalidTypeError,
     MissingDataError,
     StalePartitionError,
     UnknownPartitionError,
@@ -31,7 +34,7 @@ __all__ = ["load", "save"]
 
 _KIND: Final = "dataplane-partitions"
 #: Size of a block that is aimed at, the rows of the first block of a partition, and the most rows of any.
-_BLOCK_BYTES: Final = 32 << 20
+_BLOCK_BYTES: Final = 16 << 20
 _FIRST_ROWS: Final = 64
 _MOST_ROWS: Final = 4096
 
@@ -65,13 +68,17 @@ def save(
     partitions: Sequence[str] | None,
 ) -> None:
     """See `DataPlaneClient.save`."""
-    names = client.list_partitions() if partitions is None else list(partitions)
+    try:
+        json.dumps(metadata)
+    except (TypeError, ValueError) as error:
+        raise InvalidTypeError(f"save refused: metadata must be JSON values: {error}.") from error
+    names = client.list_partitions() if partitions is None else check_names("partitions", partitions)
     saved: list[dict[str, Any]] = []
     body = {"metadata": dict(metadata or {}), "partitions": saved}  # filled while the blocks are written
     write_save(folder, _KIND, body, (block for name in names for block in _blocks_of(client, name, saved)))
 
 
-def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) -> Iterator[bytearray]:
+def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) -> Iterator[bytes]:
     """The blocks of a partition. Adds its entry to ``saved``."""
     info = client.describe(partition_id).info
     state = client._export("save", partition_id)

@@ -26,7 +26,7 @@ _SIZE: Final = struct.Struct("<Q")
 
 def pack_rows(
     columns: Mapping[str, Any], num_rows: int, head: Mapping[str, Any], *, allow_pickle: bool = False
-) -> bytearray:
+) -> bytes:
     """Packs columns.
 
     Args:
@@ -46,7 +46,7 @@ def pack_rows(
             {"name": name, "spec": specs[name].to_text(), "sizes": [len(cell) for cell in cells], "index": index}
         )
     packed_head = msgpack.packb({"num_rows": num_rows, "columns": packed, "head": dict(head)})
-    return bytearray(b"".join((_SIZE.pack(len(packed_head)), packed_head, *frames)))
+    return b"".join((_SIZE.pack(len(packed_head)), packed_head, *frames))
 
 
 def unpack_rows(block: bytes, *, allow_pickle: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:

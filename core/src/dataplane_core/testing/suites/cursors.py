@@ -171,6 +171,8 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
             store.client.save(folder, None, [partition, "nowhere"])
         with store.refusal(ValueError, "nowhere"):
             store.client.load(folder, ["nowhere"])
+        with store.refusal(TypeError, "metadata"):
+            store.client.save(folder, {"bytes": b""}, [partition])
         rows = next(folder.glob("rows-*.bin"))
         whole = rows.read_bytes()
         store.put(partition, ["s3"], x=torch.arange(1))

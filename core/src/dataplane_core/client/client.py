@@ -506,10 +506,10 @@ class DataPlaneClient(Overview):
     ) -> None:
         """Saves partitions in a folder: registration, rows, tags, schema, and what tasks have consumed; not leases.
 
-        Any store of any backend and size can `load` the save. Blocks until it is on the disk. It reads and writes blocks
-        of about 16 MB, or one row if that is larger, and needs memory for a few of them. Other clients may write and
-        clear meanwhile: rows that are cleared during the save may be left out, and so may rows that are written during
-        it.
+        Any store of any backend and size can `load` the save. Blocks until it is on the disk. It reads and writes
+        blocks of about 16 MB, or one row if that is larger, and needs memory for a few of them. Other clients may write
+        and clear meanwhile: rows that are cleared during the save may be left out, and so may rows that are written
+        during it.
 
         Args:
             folder: Holds one save, and is created if needed. The new save replaces the former one when it is complete.

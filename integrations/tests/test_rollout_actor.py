@@ -40,7 +40,7 @@ def test_turns_are_joined_to_columns_and_only_what_was_generated_is_trained_on()
     )
     assert prompts.tolist() == [[1, 2, 99, 99], [6, 7, 8, 9]]
     assert columns["turn_lengths"] == [[2, 1, 1, 1], [1, 2, 1, 1]]
-    assert columns["response_token_lengths"].tolist() == [2, 3]
+    assert columns["response_token_lengths"].tolist() == [1, 2]
     assert "token_mask" not in LOGS[0][0], "the logs themselves are not changed"
 
 
@@ -128,7 +128,7 @@ def test_one_call_writes_the_rows_and_returns_meta_carry_and_metrics(
         "truncated": [False, True],
         "length": [2, 4],
         "input_lengths": [5, 5],
-        "response_token_lengths": [2, 3],
+        "response_token_lengths": [1, 2],
         "prompt_ids_for_adv": [[1, 2, 99, 99], [6, 7, 8, 9]],
         "reward/format": [0.5, 0.5],
     }

@@ -124,9 +124,7 @@ def _plain(registration: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _blocks_of(
-    client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, tuple[str, ...]]
-) -> Iterator[bytes]:
+def _blocks_of(client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, tuple[str, ...]]) -> Iterator[bytes]:
     """Reads rows in order, in blocks of rows with the same fields."""
     specs: dict[str, FieldSpec] = {}
     start = 0

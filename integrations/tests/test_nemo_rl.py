@@ -6,15 +6,19 @@
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tensordict import NonTensorStack, TensorDict
 
+from dataplane_core.config import load_config
 from dataplane_core.errors import ConfigError
+from dataplane_core.plugins import load_backend
 from dataplane_integrations.nemo_rl import NemoRLAdapter, Section, activate, client_class
 
 STAND_IN = Path(__file__).parent / "nemo_rl_stand_in"
@@ -261,6 +265,15 @@ def test_observability_wraps_the_adapter(nemo_rl):
     unwrapped = build({**SECTION, "observability": {"enabled": False}})
     assert isinstance(unwrapped, NemoRLAdapter)
     unwrapped.close()
+
+
+def test_the_section_that_the_docs_show_is_one():
+    text = (Path(__file__).parents[2] / "docs" / "nemo-rl.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    section = yaml.safe_load(shown)["data_plane"]
+    assert (section["enabled"], section["impl"]) == (True, "dataplane")
+    config = load_config(section["dataplane"])
+    assert load_backend(config.backend).Config.model_validate(config.options).namespace == "run7"
 
 
 def test_a_section_without_a_config_says_what_is_missing(nemo_rl):

@@ -37,13 +37,18 @@ def owner():
     return connect(CONFIG, bootstrap=True)
 
 
+#: Most of the tests do not close their clients. ZeroMQ hangs where such a client of TransferQueue is collected.
+CLIENTS = []
+
+
 def new_client(*_, **__):
     """A client of an empty store."""
-    if load_backend(load_config(CONFIG).backend).scope == "process":
-        return client_class()(SECTION, bootstrap=True)
-    for name in owner().list_partitions():
-        owner().clear_samples(None, name)
-    return client_class()(SECTION, bootstrap=False)
+    alone = load_backend(load_config(CONFIG).backend).scope == "process"
+    if not alone:
+        for name in owner().list_partitions():
+            owner().clear_samples(None, name)
+    CLIENTS.append(client_class()(SECTION, bootstrap=alone))
+    return CLIENTS[-1]
 
 
 def install():
@@ -75,5 +80,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_unconfigure(config):
+    for client in CLIENTS:
+        client.close()
     if owner.cache_info().currsize:
         owner().close()

@@ -113,9 +113,9 @@ class Ranks:
                     self.close()
                     raise AssertionError(f"ranks {late} did not answer; the others: {answers}")
                 for pipe in ready:
-                    rank = pipes.index(pipe)  # type: ignore[arg-type]
+                    rank = pipes.index(pipe)
                     try:
-                        answers[rank] = cloudpickle.loads(pipe.recv_bytes())[1]  # type: ignore[union-attr]
+                        answers[rank] = cloudpickle.loads(pipe.recv_bytes())[1]
                     except (EOFError, ConnectionResetError) as error:
                         self._processes[rank][0].join(10)
                         answers[rank] = error
@@ -227,7 +227,7 @@ def client() -> Iterator[DataPlaneClient]:
     """A client of the in-process store, with its metrics in ``client.metrics``."""
     metrics = Metrics()
     with connect(DataPlaneConfig(backend="noop", middleware=[metrics])) as opened:
-        opened.metrics = metrics  # type: ignore[attr-defined]
+        opened.metrics = metrics
         yield opened
 
 

@@ -66,7 +66,7 @@ def _batch() -> BatchedDataDict:
 
 def _in_memory(batching: Batching) -> list[BatchedDataDict]:
     sharded = _batch().shard_by_batch_size(SHARDS, GLOBAL_BATCH, **batching.shard_args("train"))
-    return list(sharded[0] if batching.plans else sharded)  # type: ignore[arg-type]
+    return list(sharded[0] if batching.plans else sharded)
 
 
 def _over(plane: DataPlaneClient, batching: Batching) -> list[BatchedDataDict]:

@@ -123,7 +123,7 @@ def _run(
         seen["losses"] = [result["global_loss"].item() for result in results]
         seen["norms"] = [result["grad_norm"].item() for result in results]
         seen["tags"] = {result["is_replica_leader"] for result in results}
-        operations = worker._require_dp_client().middleware[0].snapshot()["operations"]  # type: ignore[attr-defined]
+        operations = worker._require_dp_client().middleware[0].snapshot()["operations"]
         for op in ("get_samples", "put_samples"):
             total = operations.get(op, {"calls": 0, "n_keys": 0})
             seen[op] = (total["calls"], total["n_keys"])

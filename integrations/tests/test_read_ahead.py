@@ -203,7 +203,7 @@ def test_a_depth_that_makes_no_sense_is_refused(make_worker: Callable[[], Any], 
         make_worker().train_microbatches_presharded([], read_ahead=-1)
     with pytest.raises(InvalidRequestError, match=r"DataPlanePolicy refused: read_ahead is 1\.5"):
         # 1.5 is of a wrong type on purpose
-        DataPlanePolicy(InProcessWorkerGroup([make_worker()]), client, read_ahead=1.5)  # type: ignore[arg-type]
+        DataPlanePolicy(InProcessWorkerGroup([make_worker()]), client, read_ahead=1.5)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

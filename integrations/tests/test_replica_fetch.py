@@ -32,7 +32,7 @@ def _prepared(shape: tuple[int, ...]) -> tuple[Any, Any, KVBatchMeta]:
     meta = client.put_samples(["a_g0", "a_g1"], "train", {"input_ids": torch.tensor([[1, 2], [3, 4]])})
     meta.sequence_lengths = [2, 2]
     worker = Worker()
-    worker.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))  # type: ignore[attr-defined]
+    worker.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
     worker.setup_data_plane(client)
     return worker, metrics, meta
 

@@ -45,7 +45,7 @@ def test_everything_goes_out_in_one_put(
     receipt = rollout._first_write(
         batch, sample_ids=ids, partition_id="train", tags=[{"reward": 1.0}, {"reward": 0.0}], pad_to_multiple=4
     )
-    assert client.metrics.snapshot()["operations"]["put_samples"]["calls"] == 1  # type: ignore[attr-defined]
+    assert client.metrics.snapshot()["operations"]["put_samples"]["calls"] == 1
     assert receipt.meta.sample_ids == ids
     assert receipt.meta.sequence_lengths == [3, 1]
     assert set(receipt.meta.fields or []) == set(batch)

@@ -105,7 +105,7 @@ def rollouts(client: DataPlaneClient) -> Rollouts:
         tokenizer=tokenizer,
         task_to_env={"math": None},
         master_config=config,
-        dp_cfg=client,  # type: ignore[arg-type]
+        dp_cfg=client,
     )
 
 
@@ -116,7 +116,7 @@ def test_one_call_writes_the_rows_and_returns_meta_carry_and_metrics(
     rollouts: Rollouts, client: DataPlaneClient
 ) -> None:
     meta, carry, metrics, engine = rollouts.rollout_to_tq(PROMPTS, partition_id="train", group_size=2)
-    assert client.metrics.snapshot()["operations"]["put_samples"]["calls"] == 1  # type: ignore[attr-defined]
+    assert client.metrics.snapshot()["operations"]["put_samples"]["calls"] == 1
     assert len({group_of(sample_id) for sample_id in meta.sample_ids}) == 1
     assert (meta.task_name, meta.sequence_lengths, meta.extra_info["pad_to_multiple"]) == ("train", [5, 5], 8)
     assert meta.extra_info["rollout_metrics"] == metrics == {"environments": ["math"]}
@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(rollouts: Rollouts,
         ({"group_size": 2, "carry_keys": ["nothing"]}, r"carry_keys \['nothing'\] are not there. Found: total_reward"),
     ]:
         with pytest.raises(InvalidRequestError, match=said):
-            rollouts.rollout_to_tq(PROMPTS, partition_id="train", **options)  # type: ignore[arg-type]
+            rollouts.rollout_to_tq(PROMPTS, partition_id="train", **options)
     rollouts.master_config = SimpleNamespace(policy={"router_replay": {"enabled": True}})
     with pytest.raises(InvalidRequestError, match="no 'routed_experts', which is required"):
         rollouts.rollout_to_tq(PROMPTS, partition_id="train", group_size=2)

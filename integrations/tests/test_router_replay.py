@@ -226,7 +226,7 @@ class Stage(torch.nn.Module):
             sequence_parallel=True,
         )
         self.layer = torch.nn.Linear(1, 1)
-        self.layer.layer_number = layer  # type: ignore[assignment]
+        self.layer.layer_number = layer
 
 
 def _said(call: Callable[[], Any]) -> str:
@@ -258,7 +258,7 @@ def _refusals(rank: int) -> dict[str, Any]:
         "a gap": _said(lambda: strict.check(gap, [4])),
         "a gap in jagged rows": _said(lambda: strict.check(jagged)),
         "installed unchecked": _said(lambda: strict.install(half)),
-        "what to do": _said(lambda: RoutingReplay(Stage(2), missing="fill")),  # type: ignore[arg-type]
+        "what to do": _said(lambda: RoutingReplay(Stage(2), missing="fill")),
     }
 
 
@@ -293,7 +293,7 @@ def _read_wrong(rank: int) -> list[str]:
         checks = []
         assert worker.routing_replay is not None
         check = worker.routing_replay.check
-        worker.routing_replay.check = lambda *args: (checks.append(1), check(*args))[1]  # type: ignore[method-assign]
+        worker.routing_replay.check = lambda *args: (checks.append(1), check(*args))[1]
         return [_said(lambda: worker.get_logprobs_presharded(meta)), str(len(checks)), str(len(worker.installed))]
 
 

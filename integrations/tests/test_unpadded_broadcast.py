@@ -84,7 +84,7 @@ def _bits(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.is_nested:
             # torch's `offsets` has no types
-            return "jagged", _bits(value.values()), _bits(value.offsets())  # type: ignore[no-untyped-call]
+            return "jagged", _bits(value.values()), _bits(value.offsets())
         raw = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return str(value.dtype), tuple(value.shape), raw
     if isinstance(value, np.ndarray):

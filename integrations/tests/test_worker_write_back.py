@@ -53,10 +53,10 @@ def test_only_the_leader_writes(toy_worker: Any, write_rows: Write, client: Data
     meta = write_rows([3, 1])
     follower = toy_worker(tp_rank=1)
     follower.setup_data_plane(client)
-    before = client.metrics.snapshot()["operations"]["put_samples"]["calls"]  # type: ignore[attr-defined]
+    before = client.metrics.snapshot()["operations"]["put_samples"]["calls"]
     follower._write_back(meta, {"prev_logprobs": torch.zeros(2, 3)})
     follower._write_back_result_field(meta, {}, result_key="logprobs", tq_field="prev_logprobs")
-    assert client.metrics.snapshot()["operations"]["put_samples"]["calls"] == before  # type: ignore[attr-defined]
+    assert client.metrics.snapshot()["operations"]["put_samples"]["calls"] == before
 
 
 def test_a_result_may_be_any_mapping_and_carry_a_graph(worker: Any, write_rows: Write, client: DataPlaneClient) -> None:

@@ -21,7 +21,7 @@ def model() -> Transformer:
     return build_model(CONFIG, seed=3)
 
 
-def sample(model: Transformer, temperature: float = 1.0, seed: int = 0, new_tokens: int = 6):  # type: ignore[no-untyped-def]
+def sample(model: Transformer, temperature: float = 1.0, seed: int = 0, new_tokens: int = 6):
     return generate(
         model,
         [encode(prompt) for prompt in PROMPTS],

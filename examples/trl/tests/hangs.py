@@ -43,7 +43,7 @@ def main(config: dict[str, Any], point: str, nth: int) -> None:
             hang_at("written")
             ack(meta)
 
-        client.ack = acked  # type: ignore[method-assign]
+        client.ack = acked
         options = {key: config["rollouts"][key] for key in ("prompts_per_claim", "lease_s", "timeout_s")}
         serve(client, model, generate, worker="killed", **options)
 

@@ -15,13 +15,13 @@ DENSE = {"dtype": torch.int64, "shape": (2,), "is_nested": False, "is_non_tensor
 
 
 def keyed(*keys: str, **more: object) -> KVBatchMeta:
-    return KVBatchMeta(list(keys), [{"key": key} for key in keys], "p", ["x"], **more)  # type: ignore[arg-type]
+    return KVBatchMeta(list(keys), [{"key": key} for key in keys], "p", ["x"], **more)
 
 
 def batch(*indexes: int, fields: tuple[str, ...] = ("x",), **more: object) -> BatchMeta:
     tags = [{"n": index} for index in indexes]
     size = len(indexes)
-    return BatchMeta(indexes, ["p"] * size, dict.fromkeys(fields, DENSE), np.ones(size), {}, tags, **more)  # type: ignore[arg-type]
+    return BatchMeta(indexes, ["p"] * size, dict.fromkeys(fields, DENSE), np.ones(size), {}, tags, **more)
 
 
 def test_keys_with_tags() -> None:

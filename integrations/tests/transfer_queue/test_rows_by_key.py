@@ -92,7 +92,7 @@ def test_listing_and_clearing(rows: ModuleType) -> None:
 
 def test_a_parser_replaces_what_is_stored(tq: ModuleType) -> None:
     def load(batch: dict[str, list[str]]) -> None:
-        batch["image"] = [torch.full((len(url),), 7) for url in batch["image"]]  # type: ignore[misc]
+        batch["image"] = [torch.full((len(url),), 7) for url in batch["image"]]
 
     tq.kv_batch_put(["a", "b"], "p", TensorDict({"image": NonTensorStack("x", "yz")}, batch_size=[2]), data_parser=load)
     assert [row.tolist() for row in tq.kv_batch_get(["a", "b"], "p")["image"].unbind()] == [[7], [7, 7]]
@@ -107,6 +107,24 @@ def test_values_that_are_not_per_row_or_not_plain(tq: ModuleType) -> None:
     tq.kv_put("a", "p", fields={"extra": {"score": np.float32(0.5), "pair": (1, np.bool_(True))}})
     assert tq.kv_batch_get(["a", "b"], "p").get("step").tolist() == [3, 3]
     assert tq.kv_batch_get("a", "p", "extra").get("extra").tolist() == [{"score": 0.5, "pair": [1, True]}]
+
+
+@pytest.mark.parametrize(
+    ("tag", "stored"),
+    [
+        (torch.tensor(3), 3),
+        (torch.tensor([0.5]), 0.5),
+        (np.float32(2.5), 2.5),
+        (np.bool_(True), True),
+        ((1, [2, np.int64(3)]), [1, [2, 3]]),
+        ({"a": None}, {"a": None}),
+    ],
+)
+def test_tags_that_the_store_does_not_take_as_they_are(tq: ModuleType, tag: object, stored: object) -> None:
+    tq.kv_put("k", "train", tag={"tag": tag})
+    (found,) = tq.kv_list("train")["train"].values()
+    assert found == {"tag": stored}
+    assert type(found["tag"]) is type(stored)
 
 
 def test_mrope_positions_may_differ_in_their_second_dim(tq: ModuleType) -> None:

@@ -52,6 +52,6 @@ def test_wrong_arguments(tq: ModuleType) -> None:
             dataset(**wrong)
     columns = TensorDict({"x": torch.zeros(3)}, batch_size=[3])
     with pytest.raises(ValueError, match="exceeds"):
-        micro_batches(columns, None, 4)  # type: ignore[arg-type]
+        micro_batches(columns, None, 4)
     with pytest.raises(TypeError):
-        micro_batches({}, None, 1)  # type: ignore[arg-type]
+        micro_batches({}, None, 1)

@@ -108,10 +108,10 @@ def pack_jagged_fields(
         InvalidTypeError: A column is neither a tensor nor one object per row.
     """
     if lengths is None:
-        return to_tensordict({name: fields.get(name) for name in fields.keys()}, None)  # noqa: SIM118
+        return to_tensordict({name: fields.get(name) for name in fields.keys()}, None)
     cut = _Cut("pack_jagged_fields", lengths)
     columns: dict[str, Any] = {}
-    for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
+    for name in fields.keys():
         column = fields.get(name)
         if isinstance(column, (list, tuple)):
             column = column_of_list(f"field '{name}'", column)
@@ -315,7 +315,7 @@ def materialize(
     if pad_to_seqlen < 0:
         raise InvalidRequestError(f"materialize: pad_to_seqlen must be 0 or more, got {pad_to_seqlen}.")
     columns: dict[str, Any] = {}
-    for name in td.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
+    for name in td.keys():
         column = td.get(name)
         columns[name] = column
         if not isinstance(column, torch.Tensor):

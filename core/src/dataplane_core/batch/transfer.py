@@ -209,7 +209,7 @@ def write_columns(
         SchemaMismatchError: A field changes kind, dtype, rank or trailing shape.
     """
     where = f"write_columns('{meta.partition_id}', {meta.size} samples)"
-    columns: dict[str, Any] = {name: fields.get(name) for name in fields.keys()}  # noqa: SIM118 - TensorDicts have rows
+    columns: dict[str, Any] = {name: fields.get(name) for name in fields.keys()}
     if not columns:
         return meta.with_fields(())
     lengths = meta.sequence_lengths

@@ -25,7 +25,7 @@ from dataplane_core.client.checks import (
     check_seconds,
     strings_of,
 )
-from dataplane_core.client.overview import Overview
+from dataplane_core.client.overview import Overview, common_fields
 from dataplane_core.client.saving import load, save
 from dataplane_core.client.waiting import wait_for_claim
 from dataplane_core.codec import decode_columns, encode_columns, spread
@@ -279,7 +279,8 @@ class DataPlaneClient(Overview):
                 return TensorDict({}, batch_size=[0])
             unique = list(dict.fromkeys(ids))
             if select_fields is None:
-                names = self._common_fields(partition_id, unique)
+                what = f"get_samples('{partition_id}', {len(unique)} samples, select_fields=None)"
+                names = common_fields(self._list_fields(what, partition_id, unique))
                 if not names:
                     return TensorDict({}, batch_size=[len(ids)])
             request = GetRequest(partition_id=partition_id, sample_ids=unique, fields=names, deadline=self._deadline())
@@ -560,17 +561,10 @@ class DataPlaneClient(Overview):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
-    def _common_fields(self, partition_id: str, sample_ids: list[str]) -> list[str]:
-        """The fields that every one of the samples has."""
-        what = f"get_samples('{partition_id}', {len(sample_ids)} samples, select_fields=None)"
-        patterns = {id(names): names for names in self._list_fields(what, partition_id, sample_ids)}
-        first, *others = patterns.values()
-        return [name for name in first if all(name in names for names in others)]
-
     def _encode_columns(self, where: str, fields: Any, num_samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
         if not isinstance(fields, (TensorDictBase, Mapping)):
             raise InvalidTypeError(f"{where} refused: fields must be a TensorDict, got {type(fields).__name__}.")
-        for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
+        for name in fields.keys():
             check_name("field name", name)
             if name.startswith("~"):
                 raise InvalidRequestError(f"{where} refused: field name '{name}' is reserved ('~' is middleware's).")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -29,7 +29,7 @@ from dataplane_core.spec import (
     lengths_of,
 )
 
-__all__ = ["Overview"]
+__all__ = ["Overview", "common_fields"]
 
 #: Fields whose names begin with it belong to middleware. Callers do not see them.
 _HIDDEN: Final = "~"
@@ -230,3 +230,14 @@ class Overview(Connection):
                 deadline=self._deadline(),
             )
             return self._call("set_cursor", request, SettleReply).num_samples
+
+
+def common_fields(fields: Iterable[list[str]]) -> list[str]:
+    """The fields that all samples have, from what `DataPlaneClient.list_fields` returned. Empty without samples.
+
+    Examples:
+        >>> common_fields([["input_ids", "reward"], ["reward"]])
+        ['reward']
+    """
+    patterns = list({id(names): names for names in fields}.values())  # samples with equal fields share a list
+    return [name for name in patterns[0] if all(name in names for names in patterns)] if patterns else []

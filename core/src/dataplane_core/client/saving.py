@@ -28,9 +28,9 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
-from dataplane_core.spec import FieldSpec, PartitionDescription, PartitionInfo, PartitionState
+from dataplane_core.spec import FieldSpec, PartitionDescription, PartitionState
 
-__all__ = ["load", "save"]
+__all__ = ["load", "read_to_save", "save"]
 
 _KIND: Final = "dataplane-partitions"
 #: Size of a block that is aimed at, the rows of the first block of a partition, and the most rows of any.
@@ -118,7 +118,7 @@ def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) 
     saved.append(
         {
             "partition_id": partition_id,
-            "registration": _registration(info),
+            "registration": info.registration(),
             "num_blocks": num_blocks,
             "num_samples": num_saved,
             "cleared_ids": [*state.cleared_ids, *(gone if info.num_samples is not None else ())],
@@ -155,10 +155,7 @@ def _read(
                 by_rows.setdefault(tuple(rows), []).append(name)
             batches: list[tuple[list[str], dict[str, Any]]] = []
             for some, names in by_rows.items():
-                columns = client.get_samples(some, partition_id, names, share_rows=True)
-                if any(name not in specs for name in names):
-                    specs.update(client.describe(partition_id).specs)
-                batches.append((list(some), tensor_rows(dict(columns.items()), specs)))
+                batches.append((list(some), read_to_save(client, some, partition_id, names, specs)))
             return batches or [(ids, {})], gone
         except UnknownPartitionError:
             raise
@@ -171,14 +168,25 @@ def _read(
     return [], gone
 
 
-def _registration(info: PartitionInfo) -> dict[str, Any]:
-    return {
-        "fields": list(info.fields),
-        "num_samples": info.num_samples,
-        "consumer_tasks": list(info.consumer_tasks),
-        "grpo_group_size": info.grpo_group_size,
-        "enums": {name: list(words) for name, words in info.enums.items()},
-    }
+def read_to_save(
+    client: _Client, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str], specs: dict[str, FieldSpec]
+) -> dict[str, Any]:
+    """Reads columns for `dataplane_core.saves.pack_rows`: rows that the store shares are read once, and saved once.
+
+    Args:
+        client: Reads the rows.
+        sample_ids: The rows.
+        partition_id: Their partition.
+        fields: The columns.
+        specs: The specs of the partition's fields, as far as known. New ones are added.
+
+    Raises:
+        MissingDataError: A row, or one of its columns, is not there.
+    """
+    columns = client.get_samples(sample_ids, partition_id, fields, share_rows=True)
+    if any(name not in specs for name in fields):
+        specs.update(client.describe(partition_id).specs)
+    return tensor_rows(dict(columns.items()), specs)
 
 
 # --- load -------------------------------------------------------------------------------------------------------------

@@ -126,14 +126,14 @@ def encode_columns(
 def _leaves(fields: TensorDictBase | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if isinstance(fields, LazyStackedTensorDict) and fields.stack_dim == 0:
         # a lazy stack refuses to give columns whose rows differ in shape
-        for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not names
+        for name in fields.keys():
             parts = [part.get(name) for part in fields.tensordicts]
             if all(isinstance(part, torch.Tensor) for part in parts):
                 yield name, TensorRows(parts)
             else:
                 yield name, fields.get(name)
     elif isinstance(fields, TensorDictBase):
-        for name in fields.keys():  # noqa: SIM118
+        for name in fields.keys():
             yield name, fields.get(name)
     else:
         yield from fields.items()

@@ -147,14 +147,7 @@ class Ledger:
             known.extend(command)
             return known.info, []
         _, freed = self._drop(command.partition_id, None)
-        info = PartitionInfo(
-            epoch=command.epoch,
-            fields=tuple(command.fields),
-            num_samples=command.num_samples,
-            consumer_tasks=tuple(command.consumer_tasks),
-            grpo_group_size=command.grpo_group_size,
-            enums={name: tuple(words) for name, words in command.enums.items()},
-        )
+        info = PartitionInfo.requested(command)
         tasks = {name: Task() for name in command.consumer_tasks}
         self._partitions[command.partition_id] = Partition(command.partition_id, info, tasks, self._self_expiring)
         return info, freed

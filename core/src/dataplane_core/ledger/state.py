@@ -156,11 +156,7 @@ def _partition_state(partition: Partition, places: Mapping[int, int], now: float
         "part": "partition",
         "partition_id": partition.partition_id,
         "epoch": info.epoch,
-        "fields": list(info.fields),
-        "num_samples": info.num_samples,
-        "consumer_tasks": list(info.consumer_tasks),
-        "grpo_group_size": info.grpo_group_size,
-        "enums": {name: list(words) for name, words in info.enums.items()},
+        **info.registration(),
         "specs": {name: spec.to_text() for name, spec in partition.specs.items()},
         "poisoned_groups": sorted(partition.broken_groups),  # the name of this key in version 3 of the format
         "version": partition.version,
@@ -214,14 +210,7 @@ def _rows_state(rows: list[Row], places: Mapping[int, int], now: float) -> dict[
 
 
 def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Partition:
-    info = PartitionInfo(
-        epoch=section["epoch"],
-        fields=tuple(section["fields"]),
-        num_samples=section["num_samples"],
-        consumer_tasks=tuple(section["consumer_tasks"]),
-        grpo_group_size=section["grpo_group_size"],
-        enums={name: tuple(words) for name, words in section["enums"].items()},
-    )
+    info = PartitionInfo.of(section["epoch"], section)
     return Partition(
         section["partition_id"],
         info,

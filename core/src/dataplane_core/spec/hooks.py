@@ -356,6 +356,10 @@ class SetCursorRequest:
 # --- replies: frozen --------------------------------------------------------------------------------------------------
 
 
+#: What `PartitionInfo` has besides its epoch.
+_REGISTRATION: Final = ("fields", "num_samples", "consumer_tasks", "grpo_group_size", "enums")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionInfo:
     """A partition's registration.
@@ -375,6 +379,33 @@ class PartitionInfo:
     consumer_tasks: tuple[str, ...]
     grpo_group_size: int | None
     enums: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, epoch: str, registration: Mapping[str, Any]) -> PartitionInfo:
+        """A registration from what `registration` returned. Further keys are ignored."""
+        return cls(
+            epoch=epoch,
+            fields=tuple(registration["fields"]),
+            num_samples=registration["num_samples"],
+            consumer_tasks=tuple(registration["consumer_tasks"]),
+            grpo_group_size=registration["grpo_group_size"],
+            enums={name: tuple(words) for name, words in registration["enums"].items()},
+        )
+
+    @classmethod
+    def requested(cls, request: Any) -> PartitionInfo:
+        """The registration that a `RegisterRequest`, or an object with the same attributes, asks for."""
+        return cls.of(request.epoch, {name: getattr(request, name) for name in _REGISTRATION})
+
+    def registration(self) -> dict[str, Any]:
+        """The arguments of ``register_partition`` besides the id, as values that JSON and msgpack can keep."""
+        return {
+            "fields": list(self.fields),
+            "num_samples": self.num_samples,
+            "consumer_tasks": list(self.consumer_tasks),
+            "grpo_group_size": self.grpo_group_size,
+            "enums": {name: list(words) for name, words in self.enums.items()},
+        }
 
     def extended(
         self, fields: Sequence[str], consumer_tasks: Sequence[str], enums: Mapping[str, Sequence[str]]

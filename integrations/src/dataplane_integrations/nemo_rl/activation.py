@@ -81,7 +81,7 @@ def _factory_over(original: Callable[..., Any]) -> Callable[..., Any]:
             client = theirs.MetricsDataPlaneClient(client, on_event=on_event)
         return client
 
-    build_data_plane_client.dataplane_section = Section  # type: ignore[attr-defined]
+    build_data_plane_client.dataplane_section = Section  # type: ignore[attr-defined] # a mark on a function
     return build_data_plane_client
 
 

@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dataplane_core.client import DataPlaneClient
+from dataplane_core.client import DataPlaneClient, read_to_save
 from dataplane_core.codec import decode_item, encode_item
 from dataplane_core.errors import InvalidRequestError, preview
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
+from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows, write_save
 from dataplane_core.spec import Capability, FieldSpec
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._remote import RemoteReplayBuffer
@@ -134,10 +134,7 @@ def _blocks_of(client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, 
         while stop < min(meta.size, start + _ROWS_PER_BLOCK) and fields[meta.sample_ids[stop]] == names:
             stop += 1
         ids = meta.sample_ids[start:stop]
-        found = client.get_samples(ids, meta.partition_id, list(names), share_rows=True)
-        if any(name not in specs for name in names):
-            specs.update(client.describe(meta.partition_id).specs)
-        columns = tensor_rows(dict(found.items()), specs)
+        columns = read_to_save(client, ids, meta.partition_id, names, specs)
         yield pack_rows(columns, len(ids), {"sample_ids": ids})
         start = stop
 

@@ -144,12 +144,13 @@ def tags_to_put(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, TagValue]]:
 
 
 def _tag(name: str, value: Any) -> TagValue:
-    if value is None or type(value) in (bool, int, float, str):
-        return value  # type: ignore[no-any-return] # checked by its type
-    if isinstance(value, (np.generic, torch.Tensor)) and value.size in (1, torch.Size([])):
-        return value.item()  # type: ignore[no-any-return] # a number
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    plain: TagValue = _plain(value)
+    if plain is None or type(plain) in (bool, int, float, str):
+        return plain
     try:
-        return _JSON + json.dumps(_plain(value))
+        return _JSON + json.dumps(plain)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"tag '{name}' is a {type(value).__name__}. Expected None, a bool, int, float or str, or a list or dict of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from dataplane_integrations.transfer_queue._columns import tags_to_show
 from dataplane_integrations.transfer_queue._indexes import index_of
 from dataplane_integrations.transfer_queue.metadata import BatchMeta
 
-__all__ = ["KEY", "TAGS", "Row", "common_fields", "find_rows", "meta_of", "put_rows", "schema_of"]
+__all__ = ["KEY", "TAGS", "Row", "find_rows", "meta_of", "put_rows", "schema_of"]
 
 #: Where a `BatchMeta` keeps the sample ids, and the tags that the store had when it was made.
 KEY, TAGS = "_key", "_tags"
@@ -79,14 +79,6 @@ def _converted(column: Any, spec: FieldSpec | None) -> Any:
     values = column.values() if column.is_nested else column
     same = values.to(spec.torch_dtype).to(values.dtype)
     return column.to(spec.torch_dtype) if torch.equal(same, values) else column
-
-
-def common_fields(rows: Iterable[Row]) -> list[str]:
-    """The fields that all rows have, in order of first write."""
-    patterns = list({id(row.fields): row.fields for row in rows}.values())
-    if not patterns:
-        return []
-    return [name for name in patterns[0] if all(name in names for names in patterns[1:])]
 
 
 def schema_of(spec: FieldSpec | None) -> dict[str, Any]:

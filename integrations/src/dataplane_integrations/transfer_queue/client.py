@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.client import DataPlaneClient
+from dataplane_core.client import DataPlaneClient, common_fields
 from dataplane_core.errors import MissingDataError, UnknownPartitionError, UnknownTaskError, preview
 from dataplane_integrations.transfer_queue._claims import Claims
 from dataplane_integrations.transfer_queue._columns import (
@@ -33,7 +33,7 @@ from dataplane_integrations.transfer_queue._indexes import (
     number_of,
 )
 from dataplane_integrations.transfer_queue._pool import in_put_threads, in_threads
-from dataplane_integrations.transfer_queue._rows import KEY, TAGS, common_fields, find_rows, meta_of, put_rows
+from dataplane_integrations.transfer_queue._rows import KEY, TAGS, find_rows, meta_of, put_rows
 from dataplane_integrations.transfer_queue.metadata import BatchMeta
 
 __all__ = ["StorageKeyNotFoundError", "TransferQueueClient"]
@@ -312,7 +312,9 @@ class TransferQueueClient:
             new = [key for key in dict.fromkeys(wanted) if key not in known]
             self.store.put_samples(new, partition_id, tags=[{}] * len(new))
             rows = find_rows(self.store, partition_id, wanted)
-        return meta_of(self.store, partition_id, rows, common_fields(rows)) if rows else BatchMeta.empty()
+        if not rows:
+            return BatchMeta.empty()
+        return meta_of(self.store, partition_id, rows, common_fields(row.fields for row in rows))
 
     def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str]:
         """The keys of rows, by index.

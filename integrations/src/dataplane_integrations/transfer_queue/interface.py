@@ -8,12 +8,12 @@ from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
-from dataplane_core.client import DataPlaneClient
+from dataplane_core.client import DataPlaneClient, common_fields
 from dataplane_core.errors import LostSamplesError, MissingDataError, UnknownPartitionError
 from dataplane_integrations.transfer_queue import _session
 from dataplane_integrations.transfer_queue._columns import columns_to_put, one_row, parsed, tags_to_put, to_batch
 from dataplane_integrations.transfer_queue._pool import in_put_threads, in_threads
-from dataplane_integrations.transfer_queue._rows import common_fields, find_rows, put_rows
+from dataplane_integrations.transfer_queue._rows import find_rows, put_rows
 from dataplane_integrations.transfer_queue.client import TransferQueueClient
 from dataplane_integrations.transfer_queue.metadata import KVBatchMeta
 
@@ -157,7 +157,8 @@ def _put(
     put_rows(store, partition_id, keys, columns, None if tags is None else tags_to_put(tags))
     rows = find_rows(store, partition_id, keys)
     found = {row.sample_id: row.tags for row in rows}  # rows that were cleared meanwhile have no tags
-    return KVBatchMeta(list(keys), [found.get(key, {}) for key in keys], partition_id, sorted(common_fields(rows)))
+    fields = sorted(common_fields(row.fields for row in rows))
+    return KVBatchMeta(list(keys), [found.get(key, {}) for key in keys], partition_id, fields)
 
 
 def kv_batch_get(keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None) -> TensorDict:
@@ -199,7 +200,7 @@ def _read(store: DataPlaneClient, keys: list[str], partition_id: str, names: lis
     except MissingDataError as error:
         if names is None or error.missing_samples or isinstance(error, LostSamplesError):
             raise
-        common = common_fields(find_rows(store, partition_id, keys))
+        common = common_fields(row.fields for row in find_rows(store, partition_id, keys))
         names = [name for name in names if name in common]
         if not names:
             raise

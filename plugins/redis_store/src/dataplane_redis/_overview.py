@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 from dataplane_core.errors import InvalidRequestError, MissingDataError
@@ -80,14 +80,7 @@ class Overview:
 
     def _open(self, what: str, request: RegisterRequest) -> tuple[PartitionInfo, int] | None:
         """Opens a partition. None if it is there and must be kept."""
-        info = PartitionInfo(
-            epoch=request.epoch,
-            fields=tuple(request.fields),
-            num_samples=request.num_samples,
-            consumer_tasks=tuple(request.consumer_tasks),
-            grpo_group_size=request.grpo_group_size,
-            enums={name: tuple(words) for name, words in request.enums.items()},
-        )
+        info = PartitionInfo.requested(request)
         reply = self._session.run(
             what,
             request.deadline,
@@ -214,26 +207,11 @@ class Overview:
 
 
 def _text_of(info: PartitionInfo) -> str:
-    kept: Mapping[str, Any] = {
-        "fields": info.fields,
-        "num_samples": info.num_samples,
-        "consumer_tasks": info.consumer_tasks,
-        "grpo_group_size": info.grpo_group_size,
-        "enums": info.enums,
-    }
-    return json.dumps(kept)
+    return json.dumps(info.registration())
 
 
 def _info_of(epoch: str, text: bytes) -> PartitionInfo:
-    info = json.loads(text)
-    return PartitionInfo(
-        epoch=epoch,
-        fields=tuple(info["fields"]),
-        num_samples=info["num_samples"],
-        consumer_tasks=tuple(info["consumer_tasks"]),
-        grpo_group_size=info["grpo_group_size"],
-        enums={name: tuple(words) for name, words in info["enums"].items()},
-    )
+    return PartitionInfo.of(epoch, json.loads(text))
 
 
 def _pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:

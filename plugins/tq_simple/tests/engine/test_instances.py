@@ -62,7 +62,7 @@ time.sleep(100)
 
 def test_options_are_checked() -> None:
     with pytest.raises(ValidationError, match="no_such_option"):
-        TQSimpleConfig(no_such_option=1)  # type: ignore[call-arg]
+        TQSimpleConfig(no_such_option=1)
     with pytest.raises(ValidationError, match="instance"):
         TQSimpleConfig(instance="a/b")
     with pytest.raises(ValidationError, match="Ray Client"):

@@ -64,6 +64,8 @@ _FROM: Final = {
 
 def __getattr__(name: str) -> Any:
     """Imports a public name at its first use (PEP 562)."""
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("dataplane-core")
     if name not in _FROM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
@@ -72,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names, for completion."""
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

@@ -1,4 +1,4 @@
-"""The `dataplane` command: lists backends, checks this machine, runs the conformance kit, starts a new plugin.
+"""The `dataplane` command: lists backends, checks this machine, looks into a store, runs the kit, starts a plugin.
 
 Operators and storage authors run it. No other module imports it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from dataplane_core.errors import DataPlaneError
 
@@ -24,8 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 for a failure that was reported. argparse exits with 2 for wrong usage.
     """
     parser = argparse.ArgumentParser(
-        prog="dataplane", description="Lists, checks, tests and creates backends of the data plane."
+        prog="dataplane", description="Lists, checks, tests and creates backends of the data plane, and looks into one."
     )
+    parser.add_argument("--version", action="version", version=f"dataplane-core {version('dataplane-core')}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     backends = commands.add_parser("backends", help="list the installed backends")
@@ -38,6 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("name", nargs="?", help="entry-point name of the backend; default: that of the config, or all")
     doctor.add_argument("--config", metavar="FILE", help="check for the options of this config file")
     doctor.add_argument("--json", action="store_true", help="print JSON")
+
+    inspect = commands.add_parser("inspect", help="show what a running store holds, and how far each task is")
+    inspect.add_argument("config", metavar="CONFIG", help="the config file that its processes use")
+    inspect.add_argument("partition", nargs="?", help="show this partition with its fields; default: all")
+    inspect.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="measure rates over S seconds; 0: no rates; default: 1"
+    )
+    inspect.add_argument("--json", action="store_true", help="print JSON")
 
     conformance = commands.add_parser("conformance", help="run the conformance kit against a backend")
     conformance.add_argument("name", help="entry-point name of the backend")
@@ -65,6 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from dataplane_core.cli._doctor import run as examine
 
             return examine(chosen.name, config_path=chosen.config, as_json=chosen.json)
+        if chosen.command == "inspect":
+            from dataplane_core.cli._inspect import run as inspect_store
+
+            return inspect_store(chosen.config, chosen.partition, interval_s=chosen.interval, as_json=chosen.json)
         if chosen.command == "new-plugin":
             from dataplane_core.cli._new_plugin import run as write_project
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import html
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.errors import InvalidRequestError, preview
 
 __all__ = ["KVBatchMeta", "values_at"]
 
 _T = TypeVar("_T")
 
+#: Ids, or names, that a printed meta shows.
+_SHOWN: Final = 8
 
-@dataclass
+
+@dataclass(repr=False)
 class KVBatchMeta:
     """An ordered list of rows of one partition, with what is known about them without reading their tensors.
 
-    Small and picklable: driver and workers send it to each other in place of the data.
+    Small and picklable: driver and workers send it to each other in place of the data. ``len`` is the number of rows,
+    and iteration gives their ids. It prints as three lines, whatever its size.
 
     Attributes:
         partition_id: The partition that holds the rows.
@@ -34,6 +39,12 @@ class KVBatchMeta:
 
     Raises:
         InvalidRequestError: A per-row list does not align 1:1 with ``sample_ids``.
+
+    Examples:
+        >>> KVBatchMeta("step-1", "trainer", ["p0_g0", "p0_g1"], ["input_ids"], sequence_lengths=[3, 5])
+        KVBatchMeta('step-1', task 'trainer'): 2 rows: 'p0_g0', 'p0_g1'
+          fields: 'input_ids'
+          8 tokens, 3 to 5 per row
     """
 
     partition_id: str
@@ -58,6 +69,40 @@ class KVBatchMeta:
     def size(self) -> int:
         """Number of rows."""
         return len(self.sample_ids)
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sample_ids)
+
+    def __repr__(self) -> str:
+        return "\n  ".join(self._described())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        first, *others = (html.escape(line) for line in self._described())
+        return f"<b>{first}</b><ul>{''.join(f'<li>{line}</li>' for line in others)}</ul>"
+
+    def _described(self) -> list[str]:
+        task = "" if self.task_name is None else f", task '{self.task_name}'"
+        rows = f"{self.size} row{'s' * (self.size != 1)}"
+        ids = f": {preview(self.sample_ids, self.size, _SHOWN)}" if self.sample_ids else ""
+        facts = []
+        if self.sequence_lengths:
+            lengths = self.sequence_lengths
+            facts.append(f"{sum(lengths):,} tokens, {min(lengths):,} to {max(lengths):,} per row")
+        if self.tags is not None:
+            facts.append(f"tags: {_names(name for row in self.tags for name in row)}")
+        if self.lease_tokens is not None:
+            facts.append("leased")
+        if self.extra_info:
+            facts.append(f"extra_info: {_names(self.extra_info)}")
+        return [
+            f"{type(self).__name__}('{self.partition_id}'{task}): {rows}{ids}",
+            f"fields: {'not known' if self.fields is None else _names(self.fields)}",
+            *(["; ".join(facts)] if facts else []),
+        ]
 
     def subset(self, indices: Iterable[int]) -> KVBatchMeta:
         """The rows at ``indices``, in that order; repeats are allowed.
@@ -157,6 +202,10 @@ class KVBatchMeta:
             for row, value in zip(rows, listed, strict=True):
                 row[name] = value.item() if hasattr(value, "item") else value
         self.tags = rows
+
+
+def _names(names: Iterable[str]) -> str:
+    return preview(list(dict.fromkeys(names)), limit=_SHOWN) or "none"
 
 
 def values_at(column: Sequence[_T], rows: Sequence[int]) -> list[_T]:

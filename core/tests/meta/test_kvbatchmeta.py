@@ -104,3 +104,29 @@ def test_stamped_tensors_and_arrays_become_python_values(values):
 def test_slice_follows_pythons_rules_and_pickling_keeps_all():
     assert meta().slice(1, 99).sample_ids == ["b", "c"]
     assert pickle.loads(pickle.dumps(meta())) == meta()
+
+
+def test_a_large_meta_prints_in_three_lines_and_html_is_escaped():
+    size = 500
+    large = meta(
+        sample_ids=[f"<{row}>" for row in range(size)],
+        sequence_lengths=list(range(1, size + 1)),
+        tags=[{"n": row, f"only_{row}": 1} for row in range(size)],
+        lease_tokens=["1.1"] * size,
+        fields=[f"f{row}" for row in range(100)],
+    )
+    first, fields, facts = repr(large).splitlines()
+    assert first.startswith("KVBatchMeta('p', task 't'): 500 rows: '<0>', '<1>', ")
+    assert first.endswith(" and 492 more")
+    assert fields.endswith("'f7' and 92 more")
+    assert facts.split("; ")[0] == "  125,250 tokens, 1 to 500 per row"
+    assert "leased; extra_info: 'plan'" in facts
+    assert max(map(len, repr(large).splitlines())) < 200
+    assert "&lt;0&gt;" in large._repr_html_()
+    assert "<0>" not in large._repr_html_()
+
+
+def test_an_empty_meta_prints_and_counts():
+    empty = KVBatchMeta("p", None, [])
+    assert repr(empty) == "KVBatchMeta('p'): 0 rows\n  fields: not known"
+    assert (len(empty), list(empty), list(meta())) == (0, [], ["a", "b", "c"])

@@ -29,7 +29,7 @@ REQUIRED_verl := tests/verl/requirements.txt
 TESTS_trl     := examples/trl/tests
 TESTS_verl    := -c tests/verl/pytest.ini --rootdir tests/verl tests/verl
 
-.PHONY: help setup demo test test-long $(addprefix test-,$(TRAINERS)) check format backends-page docs clean
+.PHONY: help setup demo test test-long $(addprefix test-,$(TRAINERS)) check format backends-page docs wheels clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -84,5 +84,8 @@ backends-page: setup  ## Run the conformance kit on every backend and write docs
 docs: setup  ## Build the documentation as a site under site/
 	$(BIN)/python -m mkdocs build --strict
 
+wheels: setup  ## Build a wheel of every package under dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps -w dist $(foreach p,$(PACKAGES),./$(p))
+
 clean:  ## Remove the virtual environment and what runs left behind
-	rm -rf $(VENV) $(addprefix .venv-,$(TRAINERS)) out site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(addprefix .venv-,$(TRAINERS)) out site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
         read_columns,
         write_columns,
     )
-    from dataplane_core.client import DataPlaneClient
+    from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, OperationCancelledError
     from dataplane_core.config import DataPlaneConfig
     from dataplane_core.errors import DataPlaneError
     from dataplane_core.meta import KVBatchMeta
-    from dataplane_core.plugins import connect
+    from dataplane_core.plugins import connect, connect_async
     from dataplane_core.sharding import NamedSharding, shard_meta_for_dp
     from dataplane_core.spec import Capability, WireFormat
 
 __all__ = [
+    "AsyncDataPlaneClient",
     "Backend",
     "BatchedDataDict",
     "BlobStore",
@@ -36,9 +37,11 @@ __all__ = [
     "DataPlaneError",
     "KVBatchMeta",
     "NamedSharding",
+    "OperationCancelledError",
     "SlicedDataDict",
     "WireFormat",
     "connect",
+    "connect_async",
     "kv_first_write",
     "materialize",
     "pack_jagged_fields",
@@ -54,11 +57,11 @@ _FROM: Final = {
     **dict.fromkeys(("pack_jagged_fields", "read_columns", "write_columns"), "batch"),
     **dict.fromkeys(("NamedSharding", "shard_meta_for_dp"), "sharding"),
     **dict.fromkeys(("Capability", "WireFormat"), "spec"),
-    "DataPlaneClient": "client",
+    **dict.fromkeys(("AsyncDataPlaneClient", "DataPlaneClient", "OperationCancelledError"), "client"),
     "DataPlaneConfig": "config",
     "DataPlaneError": "errors",
     "KVBatchMeta": "meta",
-    "connect": "plugins",
+    **dict.fromkeys(("connect", "connect_async"), "plugins"),
 }
 
 

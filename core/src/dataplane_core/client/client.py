@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,11 @@ from dataplane_core.client.checks import (
     check_ids,
     check_name,
     check_names,
-    check_sampler,
-    check_seconds,
     strings_of,
 )
-from dataplane_core.client.overview import Overview, common_fields
+from dataplane_core.client.claims import Claims
+from dataplane_core.client.overview import common_fields
 from dataplane_core.client.saving import load, save
-from dataplane_core.client.waiting import wait_for_claim
 from dataplane_core.codec import decode_columns, encode_columns, spread
 from dataplane_core.errors import (
     BackendError,
@@ -39,29 +37,17 @@ from dataplane_core.errors import (
 )
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
-    AckRequest,
     Capability,
-    Claim,
-    ClaimRequest,
     ClearReply,
     ClearRequest,
-    ConsumptionReply,
-    ConsumptionRequest,
-    DescribeRequest,
     GetRequest,
     IfExists,
-    NackRequest,
     PartitionInfo,
     PutReply,
     PutRequest,
     RegisterRequest,
-    RenewRequest,
-    Sampler,
-    SettleReply,
-    TagFilter,
     TagValue,
     WireBatch,
-    check_tag_filter,
     check_tags,
     lengths_of,
 )
@@ -69,7 +55,7 @@ from dataplane_core.spec import (
 __all__ = ["DataPlaneClient"]
 
 
-class DataPlaneClient(Overview):
+class DataPlaneClient(Claims):
     """A process's connection to a store. `dataplane_core.connect` makes it; `close`, or leaving its ``with``, ends it.
 
     Several threads may share a client. It cannot be pickled, and a forked child cannot use its parent's. Every method
@@ -323,162 +309,6 @@ class DataPlaneClient(Overview):
             )
         return self.get_samples(meta.sample_ids, meta.partition_id, names, share_rows=share_rows)
 
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float = 60.0,
-        *,
-        lease_s: float | None = None,
-        tag_filter: TagFilter | None = None,
-        sampler: Sampler = "first_write",
-        dp_size: int | None = None,
-        batch_index: int | None = None,
-    ) -> KVBatchMeta:
-        """Hands out samples whose required fields are all produced and that the task has not been given.
-
-        No sample is given to a task twice, whichever clients and processes ask; with leases, no sample is held by two
-        at once. A blocking claim waits until ``batch_size`` samples are ready. It also returns once the partition can
-        give the task no more, with what remains, perhaps nothing. Samples leased to others count as given.
-
-        Args:
-            partition_id: A registered partition.
-            task_name: A task named at its registration.
-            required_fields: Fields that must be produced.
-            batch_size: How many; a multiple of the group size where the partition has one.
-            dp_rank: The data-parallel rank that claims. All claims of the task with this rank and ``batch_index`` give
-                the same samples, so that the ranks of a replica can each claim (capability ``samplers``).
-            blocking: Whether to wait. If not, what is ready now is returned, at most ``batch_size``.
-            timeout_s: How long a blocking claim waits, in seconds.
-            lease_s: Seconds after which samples that were neither acked nor nacked can be claimed again. None: there
-                is no lease, and each sample is given to the task at most once.
-            tag_filter: A condition on tags, such as ``{"weight_version": (">=", 7)}``.
-            sampler: Which ready samples it gives (capability ``samplers``). ``first_write``: in order of first write.
-                ``freshest``: the last written first. ``balanced``: the first claim of a batch takes ``batch_size``
-                samples for each of the ``dp_size`` ranks, and divides them so that all ranks get about as many tokens
-                (tag ``input_lengths``).
-            dp_size: The number of ranks, which ``balanced`` requires.
-            batch_index: Which batch of ``dp_rank``, from 0. None: the first that this client was not given yet.
-
-        Returns:
-            A meta in order of first write (``freshest``: in the opposite order), with tags, and ``sequence_lengths``
-            where all have the tag ``input_lengths``.
-
-        Raises:
-            ClaimTimeoutError: Says how many were ready, and what keeps the others back.
-            UnknownPartitionError, UnknownTaskError: Not registered, or cleared while waiting.
-            InvalidRequestError: A batch size below 1 or no multiple of the group size.
-
-        Examples:
-            >>> claimed = client.claim_meta("step-1", "trainer", ["input_ids", "reward"], 2, lease_s=60.0)
-            >>> claimed.sample_ids
-            ['p0_g0', 'p0_g1']
-        """
-        with self._operation():
-            self._require(Capability.CLAIMS, "claim_meta")
-            check_name("partition_id", partition_id)
-            check_name("task_name", task_name)
-            check_sampler(sampler, dp_rank, dp_size, batch_index)
-            if sampler != "first_write" or dp_rank is not None:
-                self._require(Capability.SAMPLERS, "claim_meta(sampler=..., dp_rank=...)")
-            counted = self._batches.get((partition_id, task_name, dp_rank), (None, 0))
-            batch_epoch, index = counted if batch_index is None else (None, batch_index)
-            names = check_names("required_fields", required_fields)
-            check_count("batch_size", batch_size)
-            check_seconds("timeout_s", timeout_s, at_least_zero=True)
-            if lease_s is not None:
-                self._require(Capability.LEASES, "claim_meta(lease_s=...)")
-                check_seconds("lease_s", lease_s)
-            condition = check_tag_filter(tag_filter)
-            if condition is not None:
-                self._require(Capability.TAG_FILTERS, "claim_meta(tag_filter=...)")
-            request = ClaimRequest(
-                partition_id=partition_id,
-                task_name=task_name,
-                required_fields=names,
-                batch_size=batch_size,
-                all_or_nothing=blocking,
-                lease_s=lease_s,
-                tag_filter=condition,
-                sampler=sampler,
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-                batch_index=index,
-                batch_epoch=batch_epoch,
-                deadline=float("inf"),
-            )
-            if self._config.open_partitions:
-                self._open_partition(partition_id, names, [task_name], self._deadline())
-            if blocking:
-                claim = wait_for_claim(request, self._claim, timeout_s, self._pacer, self._closing)
-            else:
-                claim = self._claim(request)
-            if dp_rank is not None and claim.sample_ids:
-                counts_on = claim.epoch == batch_epoch or batch_epoch is None
-                self._batches[partition_id, task_name, dp_rank] = (claim.epoch, index + 1 if counts_on else 1)
-            tags = [dict(row) for row in claim.tags]
-            return KVBatchMeta(
-                partition_id,
-                task_name,
-                list(claim.sample_ids),
-                fields=names,
-                sequence_lengths=lengths_of(tags),
-                tags=tags,
-                lease_tokens=None if claim.lease_tokens is None else list(claim.lease_tokens),
-            )
-
-    def ack(self, meta: KVBatchMeta) -> None:
-        """Says that the samples of a claim, or of a part of it, are consumed. Acks all of them, or none.
-
-        Raises:
-            LeaseExpiredError: Some leases are no longer held. It names their ids.
-            InvalidRequestError: The meta has no lease tokens.
-
-        Examples:
-            >>> client.ack(claimed.slice(0, 1))
-        """
-        self._settle("ack", AckRequest, meta)
-
-    def nack(self, meta: KVBatchMeta) -> None:
-        """Gives leased samples back, so that they can be claimed again at once. Raises what `ack` raises.
-
-        Examples:
-            >>> client.nack(claimed.slice(1, 2))
-        """
-        self._settle("nack", NackRequest, meta)
-
-    def renew(self, meta: KVBatchMeta, lease_s: float) -> None:
-        """Extends leases: they end ``lease_s`` seconds from now. Raises what `ack` raises.
-
-        Examples:
-            >>> rest = client.claim_meta("step-1", "trainer", ["reward"], 3, lease_s=60.0)
-            >>> client.renew(rest, lease_s=600.0)
-            >>> client.ack(rest)
-        """
-        with self._operation():
-            check_seconds("lease_s", lease_s)
-        self._settle("renew", RenewRequest, meta, lease_s=lease_s)
-
-    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Whether every task has consumed every sample that the partition holds: was given it, or acked its lease.
-
-        False while the partition holds no sample, and for an unknown partition or task.
-
-        Examples:
-            >>> client.check_consumption_status("step-1", ["trainer"])
-            True
-        """
-        with self._operation():
-            self._require(Capability.CLAIMS, "check_consumption_status")
-            check_name("partition_id", partition_id)
-            tasks = check_names("task_names", task_names)
-            request = ConsumptionRequest(partition_id=partition_id, task_names=tasks, deadline=self._deadline())
-            return self._call("check_consumption", request, ConsumptionReply).consumed
-
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         """Removes samples, with their tags and what tasks were given of them. What is not there is passed over.
 
@@ -617,70 +447,5 @@ class DataPlaneClient(Overview):
         reply = self._call("put_samples", copied, PutReply)
         check_counts(where, len(request.sample_ids), rows=reply.num_samples)
 
-    def _open_partition(self, partition_id: str, fields: Sequence[str], tasks: list[str], deadline: float) -> None:
-        """Registers a partition, or adds tasks to it, as a config with ``open_partitions`` allows."""
-        try:
-            info = self._describe(partition_id, deadline)
-        except UnknownPartitionError:
-            group_size = None
-        else:
-            if set(tasks) <= set(info.consumer_tasks):
-                return
-            group_size = info.grpo_group_size
-        request = RegisterRequest(
-            partition_id=partition_id,
-            fields=list(fields),
-            num_samples=None,
-            consumer_tasks=tasks,
-            grpo_group_size=group_size,
-            enums={},
-            if_exists="keep",
-            deadline=deadline,
-        )
-        self._call("register_partition", request, PartitionInfo)
-
     def _epoch(self, request: PutRequest) -> str:
         return self._describe(request.partition_id, request.deadline).epoch
-
-    def _describe(self, partition_id: str, deadline: float) -> PartitionInfo:
-        describe = DescribeRequest(partition_id=partition_id, deadline=deadline)
-        return self._call("describe_partition", describe, PartitionInfo)
-
-    def _claim(self, request: ClaimRequest) -> Claim:
-        """Calls the hook with a copy, since middleware changes the requests that it is given."""
-        copied = replace(
-            request,
-            required_fields=list(request.required_fields),
-            tag_filter=None if request.tag_filter is None else dict(request.tag_filter),
-            deadline=min(self._deadline(), request.deadline),
-        )
-        claim = self._call("claim", copied, Claim)
-        where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
-        counts = {"tags": len(claim.tags)}
-        if request.lease_s is not None or claim.lease_tokens is not None:
-            counts["lease tokens"] = len(claim.lease_tokens or ())
-        check_counts(where, len(claim.sample_ids), **counts)
-        return claim
-
-    def _settle(self, operation: str, request_type: Callable[..., Any], meta: KVBatchMeta, **extra: Any) -> None:
-        with self._operation():
-            self._require(Capability.LEASES, operation)
-            if not meta.sample_ids:
-                return
-            if meta.task_name is None or meta.lease_tokens is None:
-                raise InvalidRequestError(
-                    f"{operation}('{meta.partition_id}', {meta.size} samples) refused: the meta carries no "
-                    f"{'task name' if meta.task_name is None else 'lease tokens'}. Expected a meta from "
-                    "claim_meta(lease_s=...), or a part of one."
-                )
-            tokens = dict(zip(meta.sample_ids, meta.lease_tokens, strict=True))
-            request = request_type(
-                partition_id=meta.partition_id,
-                task_name=meta.task_name,
-                sample_ids=list(tokens),
-                lease_tokens=list(tokens.values()),
-                deadline=self._deadline(),
-                **extra,
-            )
-            reply = self._call(operation, request, SettleReply)
-            check_counts(f"{operation}('{meta.partition_id}')", len(tokens), rows=reply.num_samples)

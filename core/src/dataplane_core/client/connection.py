@@ -13,6 +13,7 @@ import pluggy
 
 from dataplane_core.backends import Backend
 from dataplane_core.client.forks import fork_hint, open_clients
+from dataplane_core.client.waiting import Waiters
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import (
     BackendError,
@@ -66,7 +67,7 @@ class Connection:
         client._state = threading.Lock()
         client._idle = threading.Condition(client._state)
         client._close_lock = threading.Lock()
-        client._closing = threading.Event()
+        client._waiters = Waiters()
         client._pacer = Pacer()
         try:
             backend.start(bootstrap=bootstrap, deadline=deadline)
@@ -105,7 +106,7 @@ class Connection:
     _state: threading.Lock
     _idle: threading.Condition  # no operation is under way
     _close_lock: threading.Lock
-    _closing: threading.Event  # wakes waiting claims
+    _waiters: Waiters
     _pacer: Pacer  # of all claims that wait on this client
 
     # --- what it is ---------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class Connection:
                 return
             with self._state:
                 self._closed = True
-                self._closing.set()
+                self._waiters.close()
                 self._idle.wait_for(lambda: self._in_flight == 0, timeout=self._config.op_timeout_s)
             open_clients.discard(self)
             self._stopped = True  # only now: a close that was interrupted while it waited can be repeated

@@ -1,69 +1,134 @@
-"""The waiting of a blocking claim, and the message of its timeout."""
+"""The waiting of a blocking claim, for the synchronous and the asyncio client, and the message of its timeout."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, Self
 
 from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, Shortfall, preview
 from dataplane_core.ledger import LONGEST_PAUSE_S, Pacer, backoff_s
 from dataplane_core.spec import Claim, ClaimRequest
 
-__all__ = ["wait_for_claim"]
+__all__ = ["ClaimWait", "Waiters", "wait_for_claim"]
 
 #: Seconds that the last question of a waiting claim may take after its timeout.
 _LAST_ASK_S: Final = 1.0
 
 
-def wait_for_claim(
-    request: ClaimRequest,
-    ask: Callable[[ClaimRequest], Claim],
-    timeout_s: float,
-    pacer: Pacer,
-    closed: threading.Event,
-) -> Claim:
-    """Calls the hook ``claim`` until it hands out samples, or the partition can give no more.
+class ClaimWait:
+    """A blocking claim that waits: what to ask next, when, and until when. It neither asks nor sleeps itself.
+
+    The synchronous and the asyncio client use it. It leaves the pacer when its ``with`` ends.
 
     Args:
-        request: The request. This function changes it between calls, except for its token.
-        ask: Calls the hook once, and does not change the request.
+        request: The request. This object changes it before each question, except for its token.
         timeout_s: How long to wait, in seconds.
         pacer: Shared by all claims that wait on this client.
-        closed: Set when the client is closed.
+    """
+
+    def __init__(self, request: ClaimRequest, timeout_s: float, pacer: Pacer) -> None:
+        self.request = request
+        self._timeout_s = timeout_s
+        self._pacer = pacer
+        self._start = time.monotonic()
+        self._give_up = self._start + timeout_s
+        self._pause_s = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pacer.leave(self.request.token)
+
+    def prepare(self) -> ClaimRequest:
+        """The request of the next question."""
+        now = time.monotonic()
+        self.request.deadline = max(self._give_up, now + _LAST_ASK_S)
+        self.request.explain = self._give_up - now <= self._pause_s
+        return self.request
+
+    def pause_s(self, claim: Claim) -> float | None:
+        """Seconds until the next question after this answer. None: the claim is complete.
+
+        Raises:
+            ClaimTimeoutError: The timeout passed. The message says why the samples were not ready.
+        """
+        if claim.sample_ids or claim.exhausted:
+            return None
+        request = self.request
+        request.since = claim.version
+        now = time.monotonic()
+        if request.explain and now >= self._give_up:
+            where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
+            raise ClaimTimeoutError(
+                f"{where} timed out after {self._timeout_s:g} s: {claim.num_ready} of {request.batch_size} samples "
+                f"were ready with {preview(request.required_fields)}. {_describe(claim.shortfall)}",
+                num_ready=claim.num_ready,
+                shortfall=claim.shortfall,
+            )
+        pause_s = max(backoff_s(now - self._start), claim.ask_again_s, self._pacer.pause_s(request.token))
+        self._pause_s = min(pause_s, LONGEST_PAUSE_S)
+        return max(0.0, min(self._pause_s, self._give_up - now))
+
+
+class Waiters:
+    """What waits on a client, to be woken when the client closes. Safe for threads."""
+
+    def __init__(self) -> None:
+        self._wakes: set[Callable[[], None]] = set()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def waiting(self, wake: Callable[[], None]) -> Iterator[None]:
+        """While the ``with`` lasts, ``wake`` is called when the client closes."""
+        with self._lock:
+            self._wakes.add(wake)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wakes.discard(wake)
+
+    def check(self) -> None:
+        """Raises `ClientClosedError` if the client was closed."""
+        if self._closed:
+            raise ClientClosedError("the client was closed while a claim waited.")
+
+    def close(self) -> None:
+        """Wakes all."""
+        with self._lock:
+            self._closed = True
+            for wake in self._wakes:
+                wake()
+
+
+def wait_for_claim(wait: ClaimWait, ask: Callable[[ClaimRequest], Claim], waiters: Waiters) -> Claim:
+    """Asks until the hook ``claim`` hands out samples, or the partition can give no more.
+
+    Args:
+        wait: The claim.
+        ask: Calls the hook once, and does not change the request.
+        waiters: Those of the client.
 
     Raises:
-        ClaimTimeoutError: The timeout passed. The message says why the samples were not ready.
+        ClaimTimeoutError: The timeout passed.
         ClientClosedError: The client was closed.
     """
-    start = time.monotonic()
-    give_up = start + timeout_s
-    pause_s = 0.0
-    try:
+    woken = threading.Event()
+    with wait, waiters.waiting(woken.set):
         while True:
-            now = time.monotonic()
-            request.deadline = max(give_up, now + _LAST_ASK_S)
-            request.explain = give_up - now <= pause_s
-            claim = ask(request)
-            if claim.sample_ids or claim.exhausted:
+            claim = ask(wait.prepare())
+            pause_s = wait.pause_s(claim)
+            if pause_s is None:
                 return claim
-            request.since = claim.version
-            now = time.monotonic()
-            if request.explain and now >= give_up:
-                where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
-                raise ClaimTimeoutError(
-                    f"{where} timed out after {timeout_s:g} s: {claim.num_ready} of {request.batch_size} samples were "
-                    f"ready with {preview(request.required_fields)}. {_describe(claim.shortfall)}",
-                    num_ready=claim.num_ready,
-                    shortfall=claim.shortfall,
-                )
-            pause_s = max(backoff_s(now - start), claim.ask_again_s, pacer.pause_s(request.token))
-            pause_s = min(pause_s, LONGEST_PAUSE_S)
-            if closed.wait(max(0.0, min(pause_s, give_up - now))):
-                raise ClientClosedError("the client was closed while a claim waited.")
-    finally:
-        pacer.leave(request.token)
+            waiters.check()
+            woken.wait(pause_s)
+            woken.clear()
+            waiters.check()
 
 
 def _describe(shortfall: Shortfall | None) -> str:

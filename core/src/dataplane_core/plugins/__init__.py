@@ -5,7 +5,14 @@ Trainers call `connect`; the command line lists what is installed.
 
 from dataplane_core.entry_points import BACKEND_GROUP, MIDDLEWARE_GROUP, PluginRecord, find_plugins
 from dataplane_core.plugins.manager import OPERATION_NAMES, check_backend_class
-from dataplane_core.plugins.registry import KNOWN_BACKENDS, Bootstrap, connect, connect_backend, load_backend
+from dataplane_core.plugins.registry import (
+    KNOWN_BACKENDS,
+    Bootstrap,
+    connect,
+    connect_async,
+    connect_backend,
+    load_backend,
+)
 
 __all__ = [
     "BACKEND_GROUP",
@@ -16,6 +23,7 @@ __all__ = [
     "PluginRecord",
     "check_backend_class",
     "connect",
+    "connect_async",
     "connect_backend",
     "find_plugins",
     "load_backend",

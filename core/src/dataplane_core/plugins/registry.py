@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.backends import Backend
-from dataplane_core.client import DataPlaneClient, refuse_in_fork
+from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, check_count, refuse_in_fork
 from dataplane_core.config import DataPlaneConfig, load_config, validate_model
 from dataplane_core.entry_points import (
     BACKEND_GROUP,
@@ -39,6 +39,7 @@ __all__ = [
     "Bootstrap",
     "PluginRecord",
     "connect",
+    "connect_async",
     "connect_backend",
     "find_plugins",
     "load_backend",
@@ -96,6 +97,38 @@ def connect(
     """
     full = load_config(config)
     return connect_backend(load_backend(full.backend), full, bootstrap=bootstrap)
+
+
+async def connect_async(
+    config: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | Any,
+    bootstrap: Bootstrap = True,
+    *,
+    threads: int = 8,
+) -> AsyncDataPlaneClient:
+    """As `connect`, for a program with an event loop, which is not stopped meanwhile.
+
+    Args:
+        config: As for `connect`.
+        bootstrap: As for `connect`.
+        threads: How many operations may run at the same time, apart from as many puts.
+
+    Returns:
+        A client whose operations are coroutines. It is an asynchronous context manager.
+
+    Raises:
+        DataPlaneError: As `connect`.
+        InvalidRequestError: ``threads`` is below 1.
+
+    Examples:
+        >>> import asyncio
+        >>> async def main():
+        ...     async with await connect_async({"backend": "noop"}) as client:
+        ...         return client.backend_name
+        >>> asyncio.run(main())
+        'noop'
+    """
+    check_count("threads", threads)
+    return await AsyncDataPlaneClient._open(lambda: connect(config, bootstrap), threads)
 
 
 def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: Bootstrap = True) -> DataPlaneClient:

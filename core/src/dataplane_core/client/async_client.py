@@ -1,0 +1,321 @@
+"""`AsyncDataPlaneClient`: the operations of `DataPlaneClient` as coroutines.
+
+It calls a `DataPlaneClient` in a few threads of its own, so that copies, and waits for the store, do not stop the event
+loop. Checks, codec, hooks and messages are those of that client. Only the waiting of claims is done on the loop, so a
+claim that waits holds no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial, wraps
+from typing import Any, Concatenate, Final, Literal, ParamSpec, Self, TypeAlias, TypeVar
+
+from dataplane_core.client.call_threads import Call, CallThreads
+from dataplane_core.client.client import DataPlaneClient
+from dataplane_core.client.waiting import ClaimWait
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.errors import OperationTimeoutError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
+
+__all__ = ["AsyncDataPlaneClient", "OperationCancelledError", "Outcome"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+#: What became of a cancelled operation.
+Outcome: TypeAlias = Literal["not run", "done", "failed", "given back"]
+_TOLD: Final[dict[Outcome, str]] = {
+    "not run": "It was not run.",
+    "done": "It was under way, and is done.",
+    "failed": "It was under way, and failed.",
+    "given back": "What it was handed was given back.",
+}
+_CLAIM: Final = inspect.signature(DataPlaneClient.claim_meta)
+
+
+class OperationCancelledError(asyncio.CancelledError):
+    """An operation of `AsyncDataPlaneClient` was cancelled when it was queued or under way.
+
+    Attributes:
+        outcome: ``not run``: it changed nothing. ``done``: it is done, as if it had not been cancelled. ``failed``: it
+            raised the error that is this one's cause. ``given back``: a claim gave back what it was handed.
+        result: What it returned, if it is done. For a claim without a lease, the meta of the samples that the task was
+            given.
+    """
+
+    def __init__(self, what: str, outcome: Outcome, result: Any = None) -> None:
+        super().__init__(f"{what} was cancelled. {_TOLD[outcome]}")
+        self.outcome: Outcome = outcome
+        self.result = result
+
+
+def _in_thread(
+    method: Callable[Concatenate[DataPlaneClient, _P], _R], *, writes: bool = False
+) -> Callable[Concatenate[AsyncDataPlaneClient, _P], Coroutine[Any, Any, _R]]:
+    """The coroutine function that calls a method of `DataPlaneClient` in a thread."""
+
+    @wraps(method)
+    async def call(self: AsyncDataPlaneClient, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._client._operation():
+            return await self._run(method.__name__, partial(method, self._client, *args, **kwargs), writes=writes)
+
+    return call
+
+
+class _LoopWaiter:
+    """A claim that waits on an event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """Ends the wait. Any thread may call it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._woken.set)
+
+    async def wait(self, pause_s: float) -> None:
+        """Waits until it is woken, or the pause is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._woken.wait()
+        self._woken.clear()
+
+
+class AsyncDataPlaneClient:
+    """A `DataPlaneClient` whose operations are coroutines. `dataplane_core.connect_async` makes it.
+
+    The operations have the arguments, results and errors of `DataPlaneClient`. They run in ``threads`` threads for
+    puts and as many for the others, since a put may wait for room that another operation makes. Further operations
+    wait for a free thread. A claim that waits holds none, so any number may wait. Tasks of one event loop or of several
+    may share a client.
+
+    **Cancellation.** An operation that is cancelled before it runs does nothing. One that runs already is waited for,
+    at most ``op_timeout_s``, since it uses the caller's memory; then `OperationCancelledError` says what became of it.
+    A cancelled claim gives back what it was handed. `asyncio.timeout` works the same way.
+
+    Examples:
+        >>> import asyncio
+        >>> from dataplane_core import connect_async
+        >>> async def main():
+        ...     async with await connect_async({"backend": "noop"}) as client:
+        ...         await client.register_partition("step-1", ["reward"], 2, ["trainer"])
+        ...         claim = asyncio.create_task(client.claim_meta("step-1", "trainer", ["reward"], 2))
+        ...         await client.put_samples(["a", "b"], "step-1", {"reward": [0.5, 1.0]})
+        ...         columns = await client.get_data(await claim)
+        ...         return columns["reward"].tolist()
+        >>> asyncio.run(main())
+        [0.5, 1.0]
+    """
+
+    def __init__(self, client: DataPlaneClient, threads: int) -> None:
+        self._client = client
+        self._threads = threads
+        self._writers = CallThreads("dataplane-put", threads)
+        self._others = CallThreads("dataplane", threads)
+
+    @classmethod
+    async def _open(cls, connect: Callable[[], DataPlaneClient], threads: int) -> Self:
+        opener = CallThreads("dataplane-connect", 1)
+        opening = opener.submit(connect)
+        try:
+            await opening.end()
+        except asyncio.CancelledError:
+            await _end_of(opening)
+            if opening.error is None:
+                await _end_of(opener.submit(opening.result.close))
+            raise
+        finally:
+            opener.close()
+        if opening.error is not None:
+            raise opening.error
+        return cls(opening.result, threads)
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    register_partition = _in_thread(DataPlaneClient.register_partition)
+    put_samples = _in_thread(DataPlaneClient.put_samples, writes=True)
+    get_samples = _in_thread(DataPlaneClient.get_samples)
+    get_data = _in_thread(DataPlaneClient.get_data)
+    ack = _in_thread(DataPlaneClient.ack)
+    nack = _in_thread(DataPlaneClient.nack)
+    renew = _in_thread(DataPlaneClient.renew)
+    check_consumption_status = _in_thread(DataPlaneClient.check_consumption_status)
+    clear_samples = _in_thread(DataPlaneClient.clear_samples)
+    ping = _in_thread(DataPlaneClient.ping)
+    list_partitions = _in_thread(DataPlaneClient.list_partitions)
+    describe = _in_thread(DataPlaneClient.describe)
+    list_samples = _in_thread(DataPlaneClient.list_samples)
+    list_sample_ids = _in_thread(DataPlaneClient.list_sample_ids)
+    list_fields = _in_thread(DataPlaneClient.list_fields)
+    list_consumed = _in_thread(DataPlaneClient.list_consumed)
+    reset_consumption = _in_thread(DataPlaneClient.reset_consumption)
+    save = _in_thread(DataPlaneClient.save)
+    load = _in_thread(DataPlaneClient.load, writes=True)
+
+    @wraps(DataPlaneClient.claim_meta)
+    async def claim_meta(self, *args: Any, **kwargs: Any) -> KVBatchMeta:
+        client = self._client
+        bound = _CLAIM.bind(client, *args, **kwargs)
+        bound.apply_defaults()
+        given = {name: value for name, value in bound.arguments.items() if name != "self"}
+        with client._operation():
+            request = client._claim_request(**given)
+            if client.config.open_partitions:
+                await self._run("claim_meta", partial(client._open_for_claim, request))
+            if given["blocking"]:
+                with ClaimWait(request, given["timeout_s"], client._pacer) as wait:
+                    claim = await self._wait_for_claim(wait)
+            else:
+                claim = await self._ask(lambda: request)
+            return client._claimed(request, claim)
+
+    # --- its end ------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """As `DataPlaneClient.close`. Claims that wait end with `ClientClosedError`. Idempotent."""
+        closer = CallThreads("dataplane-close", 1)
+        closing = closer.submit(self._close)
+        try:
+            await closing.end()
+        except asyncio.CancelledError:
+            await _end_of(closing)
+            raise
+        finally:
+            closer.close()
+        if closing.error is not None:
+            raise closing.error
+
+    def _close(self) -> None:
+        try:
+            self._client.close()
+        finally:
+            self._writers.close()
+            self._others.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<async {self._client!r}>"
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def backend_name(self) -> str:
+        """Entry-point name of the backend."""
+        return self._client.backend_name
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What the backend declares."""
+        return self._client.capabilities
+
+    @property
+    def scope(self) -> Scope:
+        """Where clients of this store can be."""
+        return self._client.scope
+
+    @property
+    def bootstrapped(self) -> bool:
+        """True: this client started what the backend needs, and ends it on close. False: it attached."""
+        return self._client.bootstrapped
+
+    @property
+    def config(self) -> DataPlaneConfig:
+        """The config that this client was connected with."""
+        return self._client.config
+
+    # --- how it is done -----------------------------------------------------------------------------------------------
+
+    async def _run(
+        self,
+        what: str,
+        function: Callable[[], _R],
+        *,
+        writes: bool = False,
+        if_cancelled: Callable[[_R], tuple[Outcome, Any]] = lambda result: ("done", result),
+    ) -> _R:
+        """Calls a function in a thread. If it is cancelled meanwhile, waits for its end.
+
+        Args:
+            what: The operation, for messages.
+            function: The function.
+            writes: Whether it is a put.
+            if_cancelled: Called in a thread with the result of a cancelled call. Returns what is left of it.
+
+        Raises:
+            OperationCancelledError: It was cancelled.
+        """
+        until = time.monotonic() + self.config.op_timeout_s
+
+        def in_time() -> _R:
+            if time.monotonic() > until:
+                raise OperationTimeoutError(
+                    f"{what} timed out: all {self._threads} threads of this client were busy. It was not run.",
+                    hint="Give connect_async more threads.",
+                )
+            return function()
+
+        call = (self._writers if writes else self._others).submit(in_time)
+        try:
+            await call.end()
+        except asyncio.CancelledError as cancelled:
+            if call.cancel():
+                raise OperationCancelledError(what, "not run") from cancelled
+            await _end_of(call)
+            if call.error is None:
+                left = self._others.submit(partial(if_cancelled, call.result))
+                await _end_of(left)
+                if left.error is None:
+                    raise OperationCancelledError(what, *left.result) from cancelled
+                call.error = left.error
+            raise OperationCancelledError(what, "failed") from call.error
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    async def _ask(self, prepare: Callable[[], ClaimRequest]) -> Claim:
+        """Asks once. What a cancelled claim was handed is given back, if it can be."""
+
+        def if_cancelled(claim: Claim) -> tuple[Outcome, Any]:
+            request = prepare()
+            if not claim.sample_ids or request.dp_rank is not None:
+                return "not run", None  # a batch of a rank that this client does not count is given to its next claim
+            meta = self._client._claimed(request, claim)
+            if meta.lease_tokens is None:
+                return "done", meta
+            self._client.nack(meta)
+            return "given back", None
+
+        return await self._run("claim_meta", lambda: self._client._claim(prepare()), if_cancelled=if_cancelled)
+
+    async def _wait_for_claim(self, wait: ClaimWait) -> Claim:
+        """`wait_for_claim` on the event loop."""
+        client = self._client
+        waiter = _LoopWaiter()
+        with client._waiters.waiting(waiter.wake):
+            while True:
+                claim = await self._ask(wait.prepare)
+                pause_s = wait.pause_s(claim)
+                if pause_s is None:
+                    return claim
+                client._waiters.check()
+                await waiter.wait(pause_s)
+                client._waiters.check()
+
+
+async def _end_of(call: Call[Any]) -> None:
+    """Waits until a call has ended, even if the waiting task is cancelled again."""
+    while not call.ended:
+        with contextlib.suppress(asyncio.CancelledError):
+            await call.end()

@@ -1,0 +1,127 @@
+"""`CallThreads`: a few threads that run functions for an event loop, with little work on the loop for each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Call", "CallThreads"]
+
+_R = TypeVar("_R")
+
+
+class Call(Generic[_R]):
+    """A function that a thread runs.
+
+    Attributes:
+        error: What it raised, if it has ended.
+        result: What it returned, if it has ended without an error.
+        ended: Whether it has ended. Changed and read on the event loop.
+    """
+
+    error: BaseException | None = None
+    result: _R
+    ended = False
+
+    def __init__(self, function: Callable[[], _R]) -> None:
+        self._function = function
+        self._loop = asyncio.get_running_loop()
+        self._future = self._loop.create_future()
+        self._taken = threading.Lock()  # by the thread that runs it, or by its cancellation
+
+    async def end(self) -> None:
+        """Waits until it has ended. If the waiting task is cancelled, the call goes on."""
+        if self._future.cancelled():
+            self._future = self._loop.create_future()
+        if not self.ended:
+            await self._future
+
+    def cancel(self) -> bool:
+        """Whether it was prevented from running. False: a thread runs it, or has run it."""
+        return self._taken.acquire(blocking=False)
+
+    def _run(self) -> None:
+        try:
+            self.result = self._function()
+        except BaseException as error:  # the caller gets it
+            self.error = error
+        del self._function  # with all that it holds
+
+    def _tell(self) -> None:
+        self.ended = True
+        if not self._future.done():
+            self._future.set_result(None)
+
+
+class CallThreads:
+    """Threads that run calls in the order in which they come. They start when they are needed.
+
+    Calls that end at about the same time wake the event loop once, which is what makes many small calls cheap.
+
+    Args:
+        name: The names of the threads begin with it.
+        most: How many threads there are at most.
+    """
+
+    def __init__(self, name: str, most: int) -> None:
+        self._name = name
+        self._most = most
+        self._threads: list[threading.Thread] = []
+        self._calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
+        self._num_idle = 0
+        self._ended: dict[asyncio.AbstractEventLoop, deque[Call[Any]]] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, function: Callable[[], _R]) -> Call[_R]:
+        """Has a thread call a function. Needs a running event loop."""
+        call = Call(function)
+        if len(self._threads) < self._most and self._num_idle <= self._calls.qsize():
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._calls.put(call)
+        return call
+
+    def close(self) -> None:
+        """Ends the threads, after the calls that were submitted. Blocks until then."""
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._num_idle += 1
+            call = self._calls.get()
+            with self._lock:
+                self._num_idle -= 1
+            if call is None:
+                return
+            if not call.cancel():
+                continue  # it was cancelled
+            call._run()
+            self._hand_back(call)
+            del call
+
+    def _hand_back(self, call: Call[Any]) -> None:
+        loop = call._loop
+        with self._lock:
+            ended = self._ended.setdefault(loop, deque())
+            ended.append(call)
+            if len(ended) > 1:
+                return  # the loop is woken already
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+            loop.call_soon_threadsafe(self._tell, loop)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            ended = self._ended.pop(loop)
+        for call in ended:
+            call._tell()

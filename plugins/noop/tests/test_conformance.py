@@ -30,3 +30,7 @@ class TestNoop(BackendConformance):
         columns = [column for segment in backend._segments.values() for column in segment._columns.values()]
         tensors = [column.values if isinstance(column, Ragged) else column for column in columns]
         return sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, list))
+
+
+class TestNoopThroughAsyncio(TestNoop):
+    through_asyncio = True

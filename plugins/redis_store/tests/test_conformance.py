@@ -64,3 +64,8 @@ class TestRedis(BackendConformance):
     def restart(self, backend):
         os.kill(backend._server.pid, signal.SIGKILL)
         backend._server.launch(time.monotonic() + 20)
+
+
+@pytest.mark.long
+class TestRedisThroughAsyncio(TestRedis):
+    through_asyncio = True

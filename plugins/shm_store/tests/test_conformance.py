@@ -59,3 +59,8 @@ class TestShm(BackendConformance):
             if data.size
             else torch.empty(shape, dtype=spec.torch_dtype)
         )
+
+
+@pytest.mark.long
+class TestShmThroughAsyncio(TestShm):
+    through_asyncio = True

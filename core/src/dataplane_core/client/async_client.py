@@ -235,6 +235,11 @@ class AsyncDataPlaneClient:
         """The config that this client was connected with."""
         return self._client.config
 
+    @property
+    def middleware(self) -> tuple[Any, ...]:
+        """The middleware objects around the backend, outermost first."""
+        return self._client.middleware
+
     # --- how it is done -----------------------------------------------------------------------------------------------
 
     async def _run(

@@ -36,6 +36,7 @@ AUTHORS_NAMES: Final = frozenset(
         "raw_get",
         "restart",
         "store_per_test",
+        "through_asyncio",
     }
 )
 
@@ -58,6 +59,8 @@ class AuthorsClass:
             at once, and the reason. Default: `MOST_COPIES`.
         store_per_test: Whether every test connects a new store. By default, all tests of the class with equal
             ``options`` use one store.
+        through_asyncio: Whether the tests call the operations of `AsyncDataPlaneClient`, on an event loop in a thread.
+            They prove that client on this backend; the backend itself is proved either way.
     """
 
     backend: ClassVar[str] = ""
@@ -66,6 +69,7 @@ class AuthorsClass:
     op_timeout_s: ClassVar[float] = 90.0
     most_copies: ClassVar[Mapping[str, tuple[float, str]]] = {}
     store_per_test: ClassVar[bool] = False
+    through_asyncio: ClassVar[bool] = False
 
     @pytest.fixture
     def options(self) -> dict[str, Any]:

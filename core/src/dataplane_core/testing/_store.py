@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import msgpack
 import pytest
@@ -23,6 +23,7 @@ from dataplane_core.ledger import commands
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.plugins import Bootstrap, connect_backend
 from dataplane_core.spec import Capability, Scope
+from dataplane_core.testing._asyncio import ThroughAsyncio
 from dataplane_core.testing._author import AuthorsClass
 from dataplane_core.testing._blobs import recorded_keys
 from dataplane_core.testing._columns import batch, bits
@@ -115,7 +116,8 @@ class Deployment:
             allow_pickle=allow_pickle,
             open_partitions=open_partitions,
         )
-        return connect_backend(self.backend_class, config, bootstrap=bootstrap)
+        client = connect_backend(self.backend_class, config, bootstrap=bootstrap)
+        return cast("DataPlaneClient", ThroughAsyncio(client)) if self.case.through_asyncio else client
 
     def isolated(self, tag: str, **options: Any) -> DataPlaneClient:
         """A client of a separate store with further options. Calls with equal arguments return the same client."""

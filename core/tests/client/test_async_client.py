@@ -1,0 +1,306 @@
+"""`AsyncDataPlaneClient`: waiting, cancellation, closing, and that its operations are those of `DataPlaneClient`."""
+
+import asyncio
+import inspect
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from dataplane_core import AsyncDataPlaneClient, DataPlaneClient, OperationCancelledError, connect_async
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    ClaimTimeoutError,
+    ClientClosedError,
+    InvalidRequestError,
+    OperationTimeoutError,
+    UnknownPartitionError,
+)
+from dataplane_core.spec import hookimpl
+
+NOOP = {"backend": "noop"}
+
+
+class Gate:
+    """Middleware that holds operations back until it is opened."""
+
+    def __init__(self, operation, *, before=True):
+        self.held = {operation}
+        self.before = before
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def _hold(self, operation):
+        if operation in self.held:
+            self.entered.set()
+            assert self.opened.wait(30)
+
+    @hookimpl(wrapper=True)
+    def put_samples(self, request):
+        if self.before:
+            self._hold("put_samples")
+        reply = yield
+        if not self.before:
+            self._hold("put_samples")
+        return reply
+
+    @hookimpl(wrapper=True)
+    def claim(self, request):
+        reply = yield
+        if reply.sample_ids:
+            self._hold("claim")
+        return reply
+
+    async def is_entered(self):
+        while not self.entered.is_set():
+            await asyncio.sleep(0.001)
+
+
+async def _open(gate=None, *, op_timeout_s=60.0, threads=2):
+    config = {**NOOP, "op_timeout_s": op_timeout_s, "middleware": [] if gate is None else [gate]}
+    client = await connect_async(config, threads=threads)
+    await client.register_partition("p", ["x"], None, ["t"])
+    return client
+
+
+async def _put(client, *sample_ids):
+    await client.put_samples(list(sample_ids), "p", {"x": torch.arange(len(sample_ids))})
+
+
+def test_it_has_every_operation_with_the_same_arguments():
+    for name, method in inspect.getmembers(DataPlaneClient, inspect.isfunction):
+        if not name.startswith("_"):
+            mine = getattr(AsyncDataPlaneClient, name)
+            assert inspect.iscoroutinefunction(mine), name
+            assert inspect.signature(mine) == inspect.signature(method), name
+    for name, _ in inspect.getmembers(DataPlaneClient, lambda each: isinstance(each, property)):
+        assert hasattr(AsyncDataPlaneClient, name), name
+
+
+def test_claims_that_wait_hold_no_thread_and_each_gets_its_own_sample():
+    async def main():
+        async with await _open(threads=1) as client:
+            claims = [asyncio.create_task(client.claim_meta("p", "t", ["x"], 1)) for _ in range(200)]
+            await asyncio.sleep(0)
+            num_threads = threading.active_count()
+            for i in range(0, 200, 50):
+                await _put(client, *(f"s{j}" for j in range(i, i + 50)))
+            given = [sample_id for meta in await asyncio.gather(*claims) for sample_id in meta.sample_ids]
+            assert sorted(given) == sorted(f"s{i}" for i in range(200))
+            return num_threads
+
+    assert asyncio.run(main()) <= threading.active_count() + 2
+
+
+def test_errors_are_those_of_the_synchronous_client():
+    async def main():
+        async with await _open() as client:
+            with pytest.raises(UnknownPartitionError):
+                await client.get_samples(["a"], "absent", ["x"])
+            with pytest.raises(ClaimTimeoutError, match=r"0 of 1 samples were ready"):
+                await client.claim_meta("p", "t", ["x"], 1, timeout_s=0.02)
+            with pytest.raises(TypeError, match="unexpected keyword argument"):
+                await client.claim_meta("p", "t", ["x"], 1, lease=3.0)
+            with pytest.raises(InvalidRequestError, match="batch_size must be at least 1"):
+                await client.claim_meta("p", "t", ["x"], 0)
+
+    asyncio.run(main())
+    with pytest.raises(InvalidRequestError, match="threads must be at least 1"):
+        asyncio.run(connect_async(NOOP, threads=0))
+    with pytest.raises(BackendUnavailableError):
+        asyncio.run(connect_async(NOOP, bootstrap=False))
+
+
+def test_a_claim_that_is_cancelled_while_it_waits_takes_nothing():
+    async def main():
+        async with await _open() as client:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await client.claim_meta("p", "t", ["x"], 1)
+            await _put(client, "a")
+            return await client.claim_meta("p", "t", ["x"], 1, timeout_s=5.0)
+
+    assert asyncio.run(main()).sample_ids == ["a"]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_claim_that_is_cancelled_when_it_was_handed_samples_gives_them_back(blocking):
+    async def main():
+        gate = Gate("claim")
+        async with await _open(gate) as client:
+            await _put(client, "a")
+            claim = asyncio.create_task(client.claim_meta("p", "t", ["x"], 1, blocking=blocking, lease_s=600.0))
+            await gate.is_entered()
+            claim.cancel()
+            await asyncio.sleep(0.01)
+            claim.cancel()  # a second time, while the first is under way
+            assert not claim.done()
+            gate.opened.set()
+            with pytest.raises(OperationCancelledError, match=r"claim_meta was cancelled\. .* given back") as caught:
+                await claim
+            assert (caught.value.outcome, caught.value.result) == ("given back", None)
+            again = await client.claim_meta("p", "t", ["x"], 1, timeout_s=5.0)
+            assert again.sample_ids == ["a"]
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_claim_without_a_lease_says_which_samples_it_was_given():
+    async def main():
+        gate = Gate("claim")
+        async with await _open(gate) as client:
+            await _put(client, "a", "b")
+            claim = asyncio.create_task(client.claim_meta("p", "t", ["x"], 2))
+            await gate.is_entered()
+            claim.cancel()
+            gate.opened.set()
+            with pytest.raises(OperationCancelledError) as caught:
+                await claim
+            assert caught.value.outcome == "done"
+            assert caught.value.result.sample_ids == ["a", "b"]
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_claim_of_a_rank_is_given_to_the_next_one():
+    async def main():
+        gate = Gate("claim")
+        async with await _open(gate) as client:
+            await _put(client, "a", "b")
+            claim = asyncio.create_task(client.claim_meta("p", "t", ["x"], 1, 0))
+            await gate.is_entered()
+            claim.cancel()
+            gate.opened.set()
+            with pytest.raises(OperationCancelledError):
+                await claim
+            return (await client.claim_meta("p", "t", ["x"], 1, 0)).sample_ids
+
+    assert asyncio.run(main()) == ["a"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_put_that_is_cancelled_under_way_is_waited_for_and_says_what_became_of_it(before):
+    async def main():
+        gate = Gate("put_samples", before=before)
+        async with await _open(gate) as client:
+            put = asyncio.create_task(_put(client, "a"))
+            await gate.is_entered()
+            put.cancel()
+            await asyncio.sleep(0.01)
+            assert not put.done()  # its memory is still in use
+            gate.opened.set()
+            with pytest.raises(OperationCancelledError) as caught:
+                await put
+            assert caught.value.outcome == "done"
+            assert caught.value.result.sample_ids == ["a"]
+            assert await client.list_sample_ids("p") == ["a"]
+
+    asyncio.run(main())
+
+
+def test_a_put_that_is_cancelled_before_it_runs_changes_nothing():
+    async def main():
+        gate = Gate("put_samples")
+        async with await _open(gate, threads=1) as client:
+            first = asyncio.create_task(_put(client, "a"))
+            await gate.is_entered()
+            second = asyncio.create_task(_put(client, "b"))
+            await asyncio.sleep(0)
+            second.cancel()
+            with pytest.raises(OperationCancelledError) as caught:
+                await second
+            assert caught.value.outcome == "not run"
+            gate.opened.set()
+            await first
+            assert await client.list_sample_ids("p") == ["a"]
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_put_that_fails_says_so():
+    async def main():
+        gate = Gate("put_samples")
+        async with await _open(gate) as client:
+            put = asyncio.create_task(client.put_samples(["a"], "p", {"x": torch.zeros(1)}))
+            await gate.is_entered()
+            await client.clear_samples(None, "p")
+            put.cancel()
+            gate.opened.set()
+            with pytest.raises(OperationCancelledError) as caught:
+                await put
+            assert caught.value.outcome == "failed"
+            assert isinstance(caught.value.__cause__, UnknownPartitionError)
+
+    asyncio.run(main())
+
+
+def test_puts_that_wait_for_room_leave_threads_for_the_clear_that_makes_it():
+    async def main():
+        config = {**NOOP, "options": {"capacity_bytes": 800}}
+        async with await connect_async(config, threads=1) as client:
+            await client.register_partition("p", ["x"], None, ["t"])
+            await client.put_samples(["full"], "p", {"x": torch.zeros(1, 100)})
+            puts = [
+                asyncio.create_task(client.put_samples([f"s{i}"], "p", {"x": torch.zeros(1, 100)})) for i in range(2)
+            ]
+            await asyncio.sleep(0.05)
+            await client.clear_samples(["full"], "p")
+            await asyncio.gather(*puts)
+            assert await client.list_sample_ids("p") == ["s0", "s1"]
+
+    asyncio.run(main())
+
+
+def test_an_operation_that_finds_no_free_thread_times_out():
+    async def main():
+        gate = Gate("put_samples")
+        client = await _open(gate, op_timeout_s=0.2, threads=1)
+        first = asyncio.create_task(_put(client, "a"))
+        await gate.is_entered()
+        second = asyncio.create_task(_put(client, "b"))
+        await asyncio.sleep(0.3)
+        gate.opened.set()
+        with pytest.raises(OperationTimeoutError, match=r"all 1 threads of this client were busy\. It was not run"):
+            await second
+        await asyncio.gather(first, return_exceptions=True)
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_closing_ends_claims_that_wait_and_then_refuses():
+    async def main():
+        client = await _open()
+        claims = [asyncio.create_task(client.claim_meta("p", "t", ["x"], 1)) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        await asyncio.gather(client.close(), client.close())
+        for claim in claims:
+            with pytest.raises(ClientClosedError):
+                await claim
+        with pytest.raises(ClientClosedError):
+            await client.claim_meta("p", "t", ["x"], 1)
+        assert repr(client) == "<async <DataPlaneClient backend='noop' closed>>"
+
+    asyncio.run(main())
+    assert not [each for each in threading.enumerate() if each.name.startswith("dataplane")]
+
+
+def test_a_client_serves_one_event_loop_after_the_other():
+    client = asyncio.run(_open())
+    asyncio.run(_put(client, "a"))
+    assert asyncio.run(client.claim_meta("p", "t", ["x"], 1)).sample_ids == ["a"]
+    asyncio.run(client.close())
+
+
+def test_a_program_that_does_not_close_its_client_ends():
+    program = (
+        "import asyncio\nfrom dataplane_core import connect_async\n"
+        "async def main():\n    global client\n    client = await connect_async({'backend': 'noop'})\n"
+        "    await client.register_partition('p', ['x'], None, ['t'])\n"
+        "    asyncio.create_task(client.claim_meta('p', 't', ['x'], 1))\n    await asyncio.sleep(0.05)\n"
+        "asyncio.run(main())\nprint('end')"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "end\n", "")

@@ -3,6 +3,7 @@
 import dataplane_core
 
 NAMES = [
+    "AsyncDataPlaneClient",
     "Backend",
     "BatchedDataDict",
     "BlobStore",
@@ -12,9 +13,11 @@ NAMES = [
     "DataPlaneError",
     "KVBatchMeta",
     "NamedSharding",
+    "OperationCancelledError",
     "SlicedDataDict",
     "WireFormat",
     "connect",
+    "connect_async",
     "kv_first_write",
     "materialize",
     "pack_jagged_fields",

@@ -8,12 +8,14 @@ again. So a reader never gets half a row or another put's row, even after crashe
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -127,10 +129,12 @@ class _Ticket:
     Attributes:
         id: Random bits.
         queued_at: When the put last said that it waits, on `time.monotonic`'s clock. None: it is not in the queue.
+        waited: Whether it ever was in the queue.
     """
 
     id: str = field(default_factory=new_id)
     queued_at: float | None = None
+    waited: bool = False
 
 
 class LedgerBackend(Backend, ABC):
@@ -269,7 +273,14 @@ class LedgerBackend(Backend, ABC):
             batch_epoch=request.batch_epoch,
             explain=request.explain,
         )
-        return self._ledger(request.deadline, claim)
+        wake = request.wake
+        if wake is None:
+            return self._ledger(request.deadline, claim)
+        wake.at_end = None
+        found = self._waking_ledger(request.deadline, claim, wake)
+        if not (found.sample_ids or found.exhausted or request.explain):
+            wake.at_end = partial(self._stop_waiting, claim.token)
+        return found
 
     def ack(self, request: AckRequest) -> SettleReply:
         """Settles leases."""
@@ -323,6 +334,16 @@ class LedgerBackend(Backend, ABC):
 
     # --- what a storage author may override ---------------------------------------------------------------------------
 
+    def _waking_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
+        """As `_ledger`, for a claim or a put that waits: passes ``wake`` to `LedgerService.call` on the ledger's host.
+
+        A backend that declares ``wakes`` overrides it. It calls ``wake`` in the client's process.
+        """
+        return self._ledger(deadline, command)
+
+    def _stop_waiting(self, token: str) -> None:
+        """What was given to `_waking_ledger` waits no longer: calls `LedgerService.stop_waiting`. Must not block."""
+
     def _begin(self, begin: commands.BeginPut, bundles: Sequence[Bundle], deadline: float) -> int:
         """Begins a put. An engine that gives out memory together with the write id overrides it."""
         return self._ledger(deadline, begin)
@@ -368,6 +389,8 @@ class LedgerBackend(Backend, ABC):
         try:
             return self._put_in_turn(request, bundles, ticket)
         finally:
+            if ticket is not None and ticket.waited:
+                self._stop_waiting(ticket.id)
             if ticket is not None and ticket.queued_at is not None:  # the put ends while it is still in the queue
                 until = min(request.deadline, time.monotonic() + _LATE_UNDO_S)
                 with suppress(Exception):  # the ledger drops it later anyway
@@ -376,6 +399,12 @@ class LedgerBackend(Backend, ABC):
     def _put_in_turn(self, request: PutRequest, bundles: Sequence[Bundle], ticket: _Ticket | None) -> Sequence[Ref]:
         """Tries a put until there is room for it. Returns the refs that it freed."""
         start = time.monotonic()
+        woken = threading.Event()
+
+        def wake() -> bool:
+            woken.set()
+            return True
+
         while True:
             try:
                 return self._put(request, bundles, ticket)
@@ -391,12 +420,13 @@ class LedgerBackend(Backend, ABC):
                         hint=error.hint,
                     ) from error
                 if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
-                    ticket.queued_at = now
+                    ticket.queued_at, ticket.waited = now, True
                     wait = commands.WaitForRoom(ticket.id, _size_bytes(bundles), wait_s=left_s)
-                    self._ledger(request.deadline, wait)
+                    self._waking_ledger(request.deadline, wait, wake)
                 # 0 if the engine itself is full: it does not say when to ask again
                 pause_s = error.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
-                time.sleep(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
+                woken.wait(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
+                woken.clear()
 
     def _put(self, request: PutRequest, bundles: Sequence[Bundle], ticket: _Ticket | None) -> Sequence[Ref]:
         """Tries a put once. Returns the refs that it freed."""

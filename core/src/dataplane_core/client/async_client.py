@@ -170,8 +170,7 @@ class AsyncDataPlaneClient:
             if client.config.open_partitions:
                 await self._run("claim_meta", partial(client._open_for_claim, request))
             if given["blocking"]:
-                with ClaimWait(request, given["timeout_s"], client._pacer) as wait:
-                    claim = await self._wait_for_claim(wait)
+                claim = await self._wait_for_claim(client._wait_of(request, given["timeout_s"]))
             else:
                 claim = await self._ask(lambda: request)
             return client._claimed(request, claim)
@@ -308,7 +307,7 @@ class AsyncDataPlaneClient:
         """`wait_for_claim` on the event loop."""
         client = self._client
         waiter = _LoopWaiter()
-        with client._waiters.waiting(waiter.wake):
+        with wait.woken_by(waiter.wake), client._waiters.waiting(waiter.wake):
             while True:
                 claim = await self._ask(wait.prepare)
                 pause_s = wait.pause_s(claim)

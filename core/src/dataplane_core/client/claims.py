@@ -117,7 +117,7 @@ class Claims(Overview):
             )
             self._open_for_claim(request)
             if blocking:
-                claim = wait_for_claim(ClaimWait(request, timeout_s, self._pacer), self._claim, self._waiters)
+                claim = wait_for_claim(self._wait_of(request, timeout_s), self._claim, self._waiters)
             else:
                 claim = self._claim(request)
             return self._claimed(request, claim)
@@ -220,6 +220,9 @@ class Claims(Overview):
             batch_epoch=batch_epoch,
             deadline=float("inf"),
         )
+
+    def _wait_of(self, request: ClaimRequest, timeout_s: float) -> ClaimWait:
+        return ClaimWait(request, timeout_s, self._pacer, wakes=Capability.WAKES in self._capabilities)
 
     def _open_for_claim(self, request: ClaimRequest) -> None:
         if self._config.open_partitions:

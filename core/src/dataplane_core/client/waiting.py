@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, Self
+from typing import Final
 
 from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, Shortfall, preview
 from dataplane_core.ledger import LONGEST_PAUSE_S, Pacer, backoff_s
-from dataplane_core.spec import Claim, ClaimRequest
+from dataplane_core.spec import Claim, ClaimRequest, Wake
 
 __all__ = ["ClaimWait", "Waiters", "wait_for_claim"]
 
@@ -21,27 +21,35 @@ _LAST_ASK_S: Final = 1.0
 class ClaimWait:
     """A blocking claim that waits: what to ask next, when, and until when. It neither asks nor sleeps itself.
 
-    The synchronous and the asyncio client use it. It leaves the pacer when its ``with`` ends.
+    The synchronous and the asyncio client use it. It waits while the ``with`` of `woken_by` lasts.
 
     Args:
         request: The request. This object changes it before each question, except for its token.
         timeout_s: How long to wait, in seconds.
         pacer: Shared by all claims that wait on this client.
+        wakes: Whether the backend wakes claims.
     """
 
-    def __init__(self, request: ClaimRequest, timeout_s: float, pacer: Pacer) -> None:
+    def __init__(self, request: ClaimRequest, timeout_s: float, pacer: Pacer, *, wakes: bool) -> None:
         self.request = request
+        self._wakes = wakes
         self._timeout_s = timeout_s
         self._pacer = pacer
         self._start = time.monotonic()
         self._give_up = self._start + timeout_s
         self._pause_s = 0.0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pacer.leave(self.request.token)
+    @contextmanager
+    def woken_by(self, notify: Callable[[], None]) -> Iterator[None]:
+        """While the ``with`` lasts, ``notify`` is called when the claim should ask again before its pause is over."""
+        if self._wakes:
+            self.request.wake = Wake(notify)
+        try:
+            yield
+        finally:
+            self._pacer.leave(self.request.token)
+            if self.request.wake is not None:
+                self.request.wake.end()
 
     def prepare(self) -> ClaimRequest:
         """The request of the next question."""
@@ -69,6 +77,8 @@ class ClaimWait:
                 num_ready=claim.num_ready,
                 shortfall=claim.shortfall,
             )
+        if request.wake is not None and claim.ask_again_s:
+            return max(0.0, min(claim.ask_again_s, self._give_up - now))
         pause_s = max(backoff_s(now - self._start), claim.ask_again_s, self._pacer.pause_s(request.token))
         self._pause_s = min(pause_s, LONGEST_PAUSE_S)
         return max(0.0, min(self._pause_s, self._give_up - now))
@@ -119,7 +129,7 @@ def wait_for_claim(wait: ClaimWait, ask: Callable[[ClaimRequest], Claim], waiter
         ClientClosedError: The client was closed.
     """
     woken = threading.Event()
-    with wait, waiters.waiting(woken.set):
+    with wait.woken_by(woken.set), waiters.waiting(woken.set):
         while True:
             claim = ask(wait.prepare())
             pause_s = wait.pause_s(claim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -44,6 +45,10 @@ class Leases:
                 return row, task_name
             heapq.heapreplace(self.heap, (hold.expires_at, seq, sample_id, task_name))
         return None
+
+    def next_check(self) -> float:
+        """No lease ends before this time. Infinite if there are none."""
+        return self.heap[0][0] if self.heap else math.inf
 
     def all_due(self, find: _Find, now: float) -> list[tuple[Row, str]]:
         """Every row and task whose lease has ended, in the order in which they ended. Their entries stay."""

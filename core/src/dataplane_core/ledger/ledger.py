@@ -192,6 +192,10 @@ class Ledger:
     def _wait_for_room(self, command: commands.WaitForRoom, now: float) -> None:
         self._room.wait(command.ticket, command.size_bytes, now, command.wait_s)
 
+    def first_in_queue(self, count: int) -> list[str]:
+        """The tickets of the first puts that wait for room."""
+        return self._room.first(count)
+
     def place_in_queue(self, ticket: str) -> int:
         """How many puts wait for room ahead of this one."""
         return self._room.place(ticket)
@@ -445,6 +449,19 @@ class Ledger:
     def _consumed(self, command: commands.Consumed, now: float) -> bool:
         partition = self._partitions.get(command.partition_id)
         return partition is not None and partition.consumed(command.task_names)
+
+    def num_ready(self, claim: commands.ClaimSamples, now: float) -> float:
+        """How many samples are ready for a claim. Infinite if the claim would not wait. Raises as the claim."""
+        return self._partition(claim.partition_id).num_ready(claim, now)
+
+    def next_lease_check(self, partition_id: str) -> float:
+        """No lease of a partition ends before this time."""
+        return self._partition(partition_id).leases.next_check()
+
+    def partition_of_put(self, write_id: int) -> str | None:
+        """The partition of a put that is begun and not committed."""
+        pending = self._pending.get(write_id)
+        return None if pending is None else pending.partition_id
 
     # --- expiry -------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -219,6 +220,14 @@ class Partition:
         return self._find(command, now).hands_out or (
             self.self_expiring and self.leases.next_due(self._lease, now) is not None
         )
+
+    def num_ready(self, command: commands.ClaimSamples, now: float) -> float:
+        """How many samples are ready for a claim. Infinite if the claim would not wait, however many are ready."""
+        self._expire(now)
+        if self._given(command) is not None:
+            return math.inf
+        found = self._find(command, now)
+        return math.inf if found.exhausted else len(found.ready) * self._group_size
 
     def _find(self, command: commands.ClaimSamples, now: float) -> _Found:
         task = self._task(command.task_name)

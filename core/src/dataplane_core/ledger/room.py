@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 __all__ = ["RoomQueue"]
@@ -56,6 +57,10 @@ class RoomQueue:
             self.waiting[ticket] = _Waiting(size_bytes, now, expires_at)
         else:
             known.expires_at = expires_at
+
+    def first(self, count: int) -> list[str]:
+        """The tickets of the first puts that wait."""
+        return list(islice(self.waiting, count))
 
     def place(self, ticket: str) -> int:
         """How many puts wait ahead of this one."""

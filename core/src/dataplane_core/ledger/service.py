@@ -1,27 +1,34 @@
-"""`LedgerService`: a ledger with a clock and a lock, as a host serves it. It also tells waiters when to ask again."""
+"""`LedgerService`: a ledger with a clock and a lock, as a host serves it. It tells waiters when to ask again, or wakes
+them.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
-from dataplane_core.errors import CapacityExceededError, Shortfall
+from dataplane_core.errors import CapacityExceededError, DataPlaneError, Shortfall
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.commands import Command, Reply
 from dataplane_core.ledger.ledger import Ledger
-from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, Pacer
+from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer
 from dataplane_core.ledger.rows import Ref
+from dataplane_core.ledger.waiting import WaitingClaims
 from dataplane_core.spec import Claim
 
 __all__ = ["LedgerService"]
 
 #: Seconds between two questions of the first put in the queue for room.
 _FIRST_IN_QUEUE_S: Final = 0.06
-#: How many puts at the head of the queue ask more often than the others, each half as often as the one before it.
+#: How many puts at the head of the queue are woken, and ask more often than the others, each half as often as the one
+#: before it.
 _NUM_HEAD: Final = 4
+#: The least pause of a claim that is woken. It asks again by itself when a lease may have ended.
+_LEAST_LEASE_PAUSE_S: Final = 0.001
 #: The share of a service's time that it may take to find the shortfalls of one question.
 _EXPLAINING_SHARE: Final = 0.01
 #: A shortfall is found again after this many seconds, even if that takes more than the share.
@@ -57,29 +64,84 @@ class LedgerService:
         self._lock = threading.Lock()
         self._pacer = Pacer()  # of all who wait, for samples or for room
         self._explained: dict[tuple[Any, ...], _Explained] = {}
+        self._waiting = WaitingClaims()
+        self._room_wakes: dict[str, Callable[[], bool]] = {}  # ticket of a put that waits for room -> how to wake it
 
     @property
     def ledger(self) -> Ledger:
         """The ledger. A host that uses it must keep other threads out."""
         return self._ledger
 
-    def call(self, command: Command[Reply]) -> Reply:
-        """Runs a command now, while no other runs. All callers use this method."""
+    def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
+        """Runs a command now, while no other runs. All callers use this method.
+
+        Args:
+            command: The command.
+            wake: For a claim that waits, or a put that says that it waits for room (`commands.WaitForRoom`): is called
+                when it may go on, until it has done so or `stop_waiting`. It must not block, nor call the service.
+                False: nobody waits any longer.
+        """
         with self._lock:
-            match command:
-                case commands.ClaimSamples():
-                    return cast("Reply", self._claim(command))
-                # other commands may leave a known shortfall slightly outdated; these make it wrong
-                case commands.Register() | commands.SetCursor() | commands.Clear(sample_ids=None):
-                    for question in [each for each in self._explained if each[0] == command.partition_id]:
-                        del self._explained[question]
-                case commands.BeginPut():
-                    return cast("Reply", self._put(command, command))
-                case commands.CheckPut():
-                    return cast("Reply", self._put(command, command.put))
-                case commands.WaitForRoom() if command.wait_s <= 0:
-                    self._pacer.leave(command.ticket)
-            return self._ledger.apply(command, self._clock())
+            changes = self._changed_by(command) if self._waiting else None
+            held_bytes = self._ledger.held_bytes
+            try:
+                return self._run(command, wake)
+            finally:
+                if changes is not None:
+                    self._waiting.wake(changes, self._num_ready)
+                if self._room_wakes and (
+                    self._ledger.held_bytes < held_bytes or isinstance(command, commands.WaitForRoom)
+                ):
+                    self._wake_for_room()
+
+    def stop_waiting(self, token: str) -> None:
+        """What waits with this token, or ticket, no longer waits. Others may be woken in its place."""
+        with self._lock:
+            self._room_wakes.pop(token, None)
+            partition_id = self._waiting.drop(token)
+            self._pacer.leave(token)
+            if partition_id is not None:
+                self._waiting.wake(partition_id, self._num_ready)
+
+    def _run(self, command: Command[Reply], wake: Callable[[], bool] | None) -> Reply:
+        match command:
+            case commands.ClaimSamples():
+                return cast("Reply", self._claim(command, wake))
+            # other commands may leave a known shortfall slightly outdated; these make it wrong
+            case commands.Register() | commands.SetCursor() | commands.Clear(sample_ids=None):
+                for question in [each for each in self._explained if each[0] == command.partition_id]:
+                    del self._explained[question]
+            case commands.BeginPut():
+                return cast("Reply", self._put(command, command))
+            case commands.CheckPut():
+                return cast("Reply", self._put(command, command.put))
+            case commands.WaitForRoom() if command.wait_s <= 0:
+                self._pacer.leave(command.ticket)
+                self._room_wakes.pop(command.ticket, None)
+            case commands.WaitForRoom() if wake is not None:
+                self._room_wakes[command.ticket] = wake
+        return self._ledger.apply(command, self._clock())
+
+    def _changed_by(self, command: Command[Any]) -> str | None:
+        """The partition in which a command may make samples ready, or a claim that waits fail."""
+        match command:
+            case commands.CommitPut():
+                return self._ledger.partition_of_put(command.write_id)
+            case commands.PutTags() | commands.Nack() | commands.Clear() | commands.SetCursor() | commands.Register():
+                return command.partition_id
+        return None
+
+    def _num_ready(self, claim: commands.ClaimSamples) -> float:
+        try:
+            return self._ledger.num_ready(claim, self._clock())
+        except DataPlaneError:  # the claim raises it when it asks again
+            return math.inf
+
+    def _wake_for_room(self) -> None:
+        for ticket in self._ledger.first_in_queue(_NUM_HEAD):
+            wake = self._room_wakes.get(ticket)
+            if wake is not None and not wake():
+                del self._room_wakes[ticket]
 
     def garbage(self) -> list[Ref]:
         """`Ledger.garbage` now, while no command runs."""
@@ -99,9 +161,28 @@ class LedgerService:
             raise
         if ticket is not None and command is put:
             self._pacer.leave(ticket)
+            if self._room_wakes.pop(ticket, None) is not None:
+                self._wake_for_room()
         return reply
 
-    def _claim(self, command: commands.ClaimSamples) -> Claim:
+    def _claim(self, command: commands.ClaimSamples, wake: Callable[[], bool] | None) -> Claim:
+        try:
+            claim = self._answer(command)
+        except BaseException:
+            self._waiting.drop(command.token)
+            raise
+        waits = command.all_or_nothing and not command.explain and not (claim.sample_ids or claim.exhausted)
+        if not waits or wake is None:
+            self._waiting.drop(command.token)
+            if claim.sample_ids and self._waiting:  # others may have to wait no longer, since less is left
+                self._waiting.wake(command.partition_id, self._num_ready)
+            return claim
+        self._waiting.add(command, wake)
+        lease_ends_s = self._ledger.next_lease_check(command.partition_id) - self._clock()
+        pause_s = max(min(lease_ends_s, LONGEST_PAUSE_S), _LEAST_LEASE_PAUSE_S, claim.ask_again_s)
+        return replace(claim, ask_again_s=pause_s)
+
+    def _answer(self, command: commands.ClaimSamples) -> Claim:
         question = (command.partition_id, command.task_name, tuple(command.required_fields), repr(command.tag_filter))
         told = self._explained.get(question) if command.explain else None
         start = time.thread_time()

@@ -103,7 +103,7 @@ async def connect_async(
     config: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | Any,
     bootstrap: Bootstrap = True,
     *,
-    threads: int = 8,
+    threads: int = 4,
 ) -> AsyncDataPlaneClient:
     """As `connect`, for a program with an event loop, which is not stopped meanwhile.
 

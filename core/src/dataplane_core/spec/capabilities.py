@@ -48,6 +48,8 @@ class Capability(StrEnum):
     """A put that overlaps a clear or a re-registration either commits wholly before it or fails."""
     ATOMIC_OVERWRITE = "atomic_overwrite"
     """A read that overlaps an overwrite sees, per sample, all old or all new cells."""
+    WAKES = "wakes"
+    """A claim that waits, and a put that waits for room, is woken when it may go on."""
     NO_PICKLE = "no_pickle"
     """Neither core nor the engine unpickles bytes from outside the process."""
 

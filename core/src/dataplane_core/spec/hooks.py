@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -61,6 +61,7 @@ __all__ = [
     "SettleReply",
     "SharedRows",
     "TaskDescription",
+    "Wake",
     "WireBatch",
     "WireColumn",
     "hookimpl",
@@ -84,6 +85,38 @@ WireColumn: TypeAlias = "torch.Tensor | list[Any]"
 Sampler: TypeAlias = Literal["first_write", "freshest", "balanced"]
 #: What a registration does with a partition of the same name: drops it, or keeps it.
 IfExists: TypeAlias = Literal["replace", "keep"]
+
+
+class Wake:
+    """Wakes a claim that waits. The client makes it; a backend that declares ``wakes`` keeps it and calls it.
+
+    Args:
+        notify: Tells the client to ask again. Does not block.
+
+    Attributes:
+        at_end: Called once when the claim no longer waits, unless it is None. The backend sets it; it must not block.
+    """
+
+    __slots__ = ("_ended", "_notify", "at_end")
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+        self._ended = False
+        self.at_end: Callable[[], None] | None = None
+
+    def __call__(self) -> bool:
+        """Tells the client to ask again. Any thread may call it. False: the claim no longer waits."""
+        if self._ended:
+            return False
+        self._notify()
+        return True
+
+    def end(self) -> None:
+        """The claim no longer waits."""
+        self._ended = True
+        at_end, self.at_end = self.at_end, None
+        if at_end is not None:
+            at_end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +243,9 @@ class ClaimRequest:
         batch_epoch: The registration that ``batch_index`` counts in, or None for the current one.
         since: `Claim.version` of the last answer to the same waiting claim, or None. If nothing changed since then, a
             backend may give the same answer without looking again.
+        wake: Given by a claim that waits, for a backend that declares ``wakes``. If this call hands out nothing, the
+            backend calls it when the claim can be answered. `Claim.ask_again_s` then says when the claim asks again
+            without being called.
         deadline: On `time.monotonic`'s clock, in seconds.
     """
 
@@ -229,6 +265,7 @@ class ClaimRequest:
     batch_index: int = 0
     batch_epoch: str | None = None
     since: str | None = None
+    wake: Wake | None = None
     deadline: float
 
 

@@ -40,6 +40,7 @@ from dataplane_core.testing.suites.room import RoomSuite
 from dataplane_core.testing.suites.samplers import SamplerSuite
 from dataplane_core.testing.suites.smoke import SmokeSuite
 from dataplane_core.testing.suites.tag_filters import TagFilterSuite
+from dataplane_core.testing.suites.wakes import WakeSuite
 
 __all__ = ["SUITES", "BackendConformance"]
 
@@ -65,6 +66,7 @@ class BackendConformance(
     OverviewSuite,
     ListingSuite,
     SamplerSuite,
+    WakeSuite,
     TagFilterSuite,
     LeaseSuite,
     GroupSuite,
@@ -86,9 +88,9 @@ class BackendConformance(
     """Every test of the contract. Subclass it, name the backend, and override the fixture ``options``.
 
     A subclass may define ``backend`` or ``backend_class``, ``options``, ``deviations``, ``most_copies``,
-    ``op_timeout_s``, ``store_per_test``, ``isolated_options``, ``attach_options``, ``absent_options``,
-    ``conflicting_options``, ``raw_get``, ``held_bytes``, ``lose_payload`` and ``restart``. All are documented on this
-    class. A subclass may add its own tests, but must not override anything else of the kit.
+    ``op_timeout_s``, ``store_per_test``, ``through_asyncio``, ``isolated_options``, ``attach_options``,
+    ``absent_options``, ``conflicting_options``, ``raw_get``, ``held_bytes``, ``lose_payload`` and ``restart``. All are
+    documented on this class. A subclass may add its own tests, but must not override anything else of the kit.
     """
 
 

@@ -181,3 +181,26 @@ class ReadyWithoutTheExtras(NoopBackend):
     def claim(self, request):
         request.required_fields = [name for name in request.required_fields if name == "input_ids"] or ["x"]
         return super().claim(request)
+
+
+@breaks("test_a_claim_is_woken_when_it_need_not_wait")
+class NeverWakes(NoopBackend):
+    """Declares that it wakes, and does not."""
+
+    def _waking_ledger(self, deadline, command, wake):
+        return self._ledger(deadline, command)
+
+
+@breaks("test_only_as_many_are_woken_as_there_are_samples_for")
+class WakesAll(NoopBackend):
+    """Wakes every claim that waits, whatever was put."""
+
+    def _waking_ledger(self, deadline, command, wake):
+        self.__dict__.setdefault("wakes", []).append(wake)
+        return super()._waking_ledger(deadline, command, wake)
+
+    def put_samples(self, request):
+        reply = super().put_samples(request)
+        for wake in self.__dict__.get("wakes", ()):
+            wake()
+        return reply

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
@@ -19,7 +19,7 @@ class NoopBackend(LedgerBackend):
     """The reference backend: every operation of the contract, scope process. It waits for nothing but a lock."""
 
     wire = WireFormat(ragged="jagged", objects="native", shared_rows=True)
-    capabilities = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
+    capabilities = LEDGER_CAPABILITIES | {Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.PROCESS
     why_not_declared: ClassVar[Mapping[str, str]] = {
         "scope": "a store is memory of one process, which no other process can reach",
@@ -40,6 +40,12 @@ class NoopBackend(LedgerBackend):
 
     def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
         return self._service.call(command)
+
+    def _waking_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
+        return self._service.call(command, wake)
+
+    def _stop_waiting(self, token: str) -> None:
+        self._service.stop_waiting(token)
 
     def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         segment = Segment.copy_of(columns, num_samples)

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
 
@@ -25,10 +25,10 @@ from dataplane_core.backends import (
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_core.host_memory import Arena, memory_limit
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
-from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
+from dataplane_core.spec import Capability, Claim, Scope, WireColumn, WireFormat
 from dataplane_shm import _payload
 from dataplane_shm._layout import Layout
-from dataplane_shm._messages import Begin, Drop, Find, Place, PutWhole, Statistics, Status
+from dataplane_shm._messages import Begin, ClaimOrWait, Drop, Find, Place, PutWhole, Statistics, Status
 from dataplane_shm._session import Connection, Pin
 from dataplane_shm.config import ShmConfig
 
@@ -60,7 +60,7 @@ class ShmBackend(LedgerBackend):
     """
 
     wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True)
-    capabilities = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
+    capabilities = LEDGER_CAPABILITIES | {Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.HOST
     why_not_declared: ClassVar[Mapping[str, str]] = {
         "scope": "memory is shared by the processes of one host only",
@@ -160,6 +160,27 @@ class ShmBackend(LedgerBackend):
         if isinstance(command, commands.CommitPut) and self._begun.pop(command.write_id, None) is None:
             return cast("Reply", [])  # it was committed by the request that began it
         return connection.call(command.op, deadline, command)
+
+    def _waking_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
+        connection = self._connected()
+        request: Any
+        if isinstance(command, commands.ClaimSamples):
+            token, request = command.token, ClaimOrWait(command)
+        else:
+            assert isinstance(command, commands.WaitForRoom)
+            token, request = command.ticket, command
+        waits = False
+        try:
+            reply: Any = connection.call_waiting(command.op, deadline, request, token, wake)
+            waits = not (isinstance(reply, Claim) and (reply.sample_ids or reply.exhausted))
+            return cast("Reply", reply)
+        finally:
+            if not waits:
+                connection.end_waiting(token)
+
+    def _stop_waiting(self, token: str) -> None:
+        if self._connection is not None:
+            self._connection.end_waiting(token, tell=True)
 
     def _begin(self, begin: commands.BeginPut, bundles: Sequence[Bundle], deadline: float) -> int:
         stored = [bundle for bundle in bundles if bundle.columns]

@@ -2,7 +2,8 @@
 
 A message on a socket is its length (4 bytes, little-endian) and its bytes. The first message on a connection is a
 `Hello`. A request is one byte, its number in `REQUESTS`, and the request. A reply is one byte, 0 or 1 for an error, and
-the reply. `Release` has no reply.
+the reply. `Release` and `StopWaiting` have no reply. On the connection that began a session, which carries no requests,
+the ledger's process sends the lease token of a claim, or the ticket of a put, that is to ask again.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import msgspec
 from dataplane_core import errors
 from dataplane_core.errors import BackendError, DataPlaneError
 from dataplane_core.ledger import Command, Located, Ref, commands
+from dataplane_core.spec import Claim
 from dataplane_shm._layout import Layout
 
 __all__ = [
     "VERSION",
     "Begin",
     "Begun",
+    "ClaimOrWait",
     "Drop",
     "Find",
     "Hello",
@@ -32,6 +35,7 @@ __all__ = [
     "Request",
     "Statistics",
     "Status",
+    "StopWaiting",
     "Welcome",
     "decode_reply",
     "decode_request",
@@ -42,7 +46,7 @@ __all__ = [
 ]
 
 #: Clients and the ledger's process speak the same version.
-VERSION: Final = 1
+VERSION: Final = 2
 
 Reply = TypeVar("Reply", covariant=True)
 
@@ -164,6 +168,20 @@ class Release(Request[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimOrWait(Request[Claim]):
+    """A claim whose client waits to be woken if it is handed nothing. Raises as `commands.ClaimSamples`."""
+
+    claim: commands.ClaimSamples
+
+
+@dataclass(frozen=True, slots=True)
+class StopWaiting(Request[None]):
+    """A claim no longer waits. Has no reply."""
+
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
 class Drop(Request[None]):
     """Drops the payload of refs, but not what the ledger knows of them."""
 
@@ -213,7 +231,17 @@ class _Kind(msgspec.Struct):
 
 
 #: All kinds of requests. The first byte of a message is an index into it.
-REQUESTS: Final[tuple[type[Any], ...]] = (Begin, PutWhole, Find, Release, Drop, Status, *commands.COMMANDS)
+REQUESTS: Final[tuple[type[Any], ...]] = (
+    Begin,
+    PutWhole,
+    Find,
+    Release,
+    ClaimOrWait,
+    StopWaiting,
+    Drop,
+    Status,
+    *commands.COMMANDS,
+)
 
 
 def _reply_type(request: type[Any]) -> Any:

@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,7 @@ from dataplane_shm._messages import (
     VERSION,
     Hello,
     Release,
+    StopWaiting,
     Welcome,
     decode_request,
     encode,
@@ -158,7 +160,7 @@ class Server:
             reply = encode_reply(self._store.handle(request, connection.session))
         except Exception as error:  # the client raises it
             reply = encode_error(error)
-        if type(request) is Release:
+        if type(request) in (Release, StopWaiting):
             return
         try:
             self._send(connection, reply)
@@ -174,8 +176,19 @@ class Server:
             return
         session = self._store.begin_session()
         connection.session, connection.begins = session, True
+        session.wake = partial(self._wake, connection)
         welcome = Welcome(VERSION, session.number, self._capacity_bytes, self._on_full, self._touch_until)
         socket.send_fds(connection.channel, [encode(welcome)], [self._arena.fd])
+
+    def _wake(self, connection: _Connection, token: str) -> bool:
+        """Sends a token to the client that waits with it. False if the client is gone."""
+        if not connection.begins:
+            return False
+        try:
+            self._send(connection, encode(token))
+        except OSError:  # its end is noticed when the connection is read
+            return False
+        return True
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         """Sends data, and keeps what the socket does not take yet."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -22,6 +25,7 @@ from dataplane_shm._messages import (
     Hello,
     Release,
     Request,
+    StopWaiting,
     Welcome,
     decode_reply,
     encode,
@@ -37,6 +41,7 @@ _POLL_S: Final = 0.01
 #: Seconds that sending a release may take.
 _RELEASE_S: Final = 1.0
 _welcome_decoder: Final = msgspec.msgpack.Decoder(Welcome)
+_token_decoder: Final = msgspec.msgpack.Decoder(str)
 
 
 class Pin:
@@ -51,9 +56,9 @@ class Pin:
 class Connection:
     """A session with the ledger's process of one store.
 
-    The session lasts as long as this object: its first socket is never used for requests and closes with it. Requests
-    use further sockets, one for each that is under way, so threads do not wait for each other. A socket whose request
-    was interrupted is closed.
+    The session lasts as long as this object: its first socket closes with it. On it, a thread receives which of the
+    claims and puts that wait are to ask again. Requests use further sockets, one for each that is under way, so threads
+    do not wait for each other. A socket whose request was interrupted is closed.
 
     Args:
         path: The path of the socket.
@@ -73,9 +78,12 @@ class Connection:
         self._idle: deque[socket.socket] = deque()
         self._unreleased: set[int] = set()  # pins that ended, until the ledger's process was told
         self._pins = itertools.count(1)
+        self._waiting: dict[str, Callable[[], object]] = {}  # token of what waits -> how to wake it
+        self._listener: threading.Thread | None = None
+        self._listener_lock = threading.Lock()
         self._first = self._open("connect", deadline, Hello(VERSION))
         _open_connections.add(self)
-        finalizer = weakref.finalize(self, _close_all, self._first, self._idle)
+        finalizer = weakref.finalize(self, _end_session, self._first, self._idle)
         finalizer.atexit = False  # threads may still write into the arena; the kernel closes the sockets after them
         try:
             self._first.settimeout(_left_s(deadline))
@@ -128,6 +136,30 @@ class Connection:
             self._send_releases()
         return decode_reply(request, reply)
 
+    def call_waiting(
+        self,
+        what: str,
+        deadline: float,
+        request: Request[Reply] | Command[Reply],
+        token: str,
+        wake: Callable[[], object],
+    ) -> Reply:
+        """As `call`, for what waits: ``wake`` is called in a thread when it is to ask again, until `end_waiting`."""
+        with self._listener_lock:
+            if self._listener is None:
+                self._listener = threading.Thread(
+                    target=_listen, args=(self._first, self._waiting), name="dataplane-shm-wakes", daemon=True
+                )
+                self._listener.start()
+        self._waiting[token] = wake
+        return self.call(what, deadline, request)
+
+    def end_waiting(self, token: str, *, tell: bool = False) -> None:
+        """Nothing waits with this token any longer. With ``tell``, the ledger's process does not know that yet."""
+        self._waiting.pop(token, None)
+        if tell:
+            self._tell(StopWaiting(token))
+
     def new_pin(self) -> Pin:
         """A new pin, to be sent with a request that locates payload."""
         return Pin(self, next(self._pins))
@@ -143,16 +175,28 @@ class Connection:
         except IndexError:
             return  # all sockets are in use: the request that ends next sends it
         numbers = list(self._unreleased)
+        if self._send_on(channel, Release(numbers)):
+            self._unreleased.difference_update(numbers)
+
+    def _tell(self, request: Request[None]) -> None:
+        """Sends a request that has no reply."""
+        try:
+            channel = self._take("tell", time.monotonic() + _RELEASE_S)
+        except (BackendUnavailableError, OperationTimeoutError):
+            return  # the process of the ledger has ended, or hangs
+        self._send_on(channel, request)
+
+    def _send_on(self, channel: socket.socket, request: Request[None]) -> bool:
         try:
             channel.settimeout(_RELEASE_S)
-            channel.sendall(encode_request(Release(numbers)))
+            channel.sendall(encode_request(request))
         except BaseException as error:
             channel.close()
             if not isinstance(error, OSError):  # the process of the ledger has ended, or hangs
                 raise
-        else:
-            self._unreleased.difference_update(numbers)
-            self._idle.append(channel)
+            return False
+        self._idle.append(channel)
+        return True
 
     def close_in_fork(self) -> None:
         """Closes the sockets that a fork of the process inherited, without ending the session."""
@@ -203,6 +247,12 @@ class Connection:
         )
 
 
+def _end_session(first: socket.socket, idle: deque[socket.socket]) -> None:
+    with contextlib.suppress(OSError):
+        first.shutdown(socket.SHUT_RDWR)  # it wakes the thread that listens on it
+    _close_all(first, idle)
+
+
 def _close_all(first: socket.socket, idle: deque[socket.socket]) -> None:
     first.close()
     while idle:
@@ -225,6 +275,24 @@ def _receive(channel: socket.socket, deadline: float) -> bytes:
         if len(received) >= 4:
             end = 4 + int.from_bytes(received[:4], "little")
     return bytes(memoryview(received)[4:end])
+
+
+def _listen(first: socket.socket, waiting: dict[str, Callable[[], object]]) -> None:
+    """Wakes what waits, as the ledger's process says. When the connection ends, wakes all, so that they notice."""
+    received = bytearray()
+    try:
+        first.settimeout(None)
+        while data := first.recv(_RECEIVE_BYTES):
+            received += data
+            while len(received) >= 4 and len(received) >= (end := 4 + int.from_bytes(received[:4], "little")):
+                wake = waiting.get(_token_decoder.decode(bytes(received[4:end])))
+                del received[:end]
+                if wake is not None:
+                    wake()
+    except OSError:
+        pass
+    for wake in list(waiting.values()):
+        wake()
 
 
 _open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +18,20 @@ from dataplane_core.errors import CapacityExceededError, StalePartitionError
 from dataplane_core.host_memory import Arena, Extent, Extents
 from dataplane_core.ledger import LedgerService, Ref, commands
 from dataplane_shm._layout import Layout, squeeze
-from dataplane_shm._messages import Begin, Begun, Drop, Find, Place, Placed, PutWhole, Release, Statistics, Status
+from dataplane_shm._messages import (
+    Begin,
+    Begun,
+    ClaimOrWait,
+    Drop,
+    Find,
+    Place,
+    Placed,
+    PutWhole,
+    Release,
+    Statistics,
+    Status,
+    StopWaiting,
+)
 
 __all__ = ["Session", "Store"]
 
@@ -71,6 +85,8 @@ class Session:
         pins: Number of a pin -> the extents that it reads or views.
         aborted: Write ids of puts that it gave up before they were begun: their requests may be read later.
         ended: Whether the client is gone.
+        wake: Tells the client that a claim or a put, named by its token or ticket, is to ask again. False if the client
+            is gone.
     """
 
     number: int
@@ -78,6 +94,7 @@ class Session:
     pins: dict[int, list[Extent]] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
     ended: bool = False
+    wake: Callable[[str], bool] = lambda token: False
 
 
 class Store:
@@ -225,6 +242,15 @@ class Store:
         for pin in request.pins:
             self._release(session, pin)
 
+    def _claim_or_wait(self, request: ClaimOrWait, session: Session) -> Any:
+        return self._service.call(request.claim, partial(session.wake, request.claim.token))
+
+    def _wait_for_room(self, command: commands.WaitForRoom, session: Session) -> Any:
+        return self._service.call(command, partial(session.wake, command.ticket))
+
+    def _stop_waiting(self, request: StopWaiting, session: Session) -> None:
+        self._service.stop_waiting(request.token)
+
     def _drop(self, request: Drop, session: Session) -> None:
         self._drop_rows(request.refs)
 
@@ -365,10 +391,13 @@ _HANDLERS: Final[Mapping[type[Any], Callable[[Store, Any, Session], Any]]] = {
     PutWhole: Store._put_whole,
     Find: Store._find,
     Release: Store._release_pins,
+    ClaimOrWait: Store._claim_or_wait,
+    StopWaiting: Store._stop_waiting,
     Drop: Store._drop,
     Status: Store._status,
     commands.CommitPut: Store._commit,
     commands.AbortPut: Store._abort,
     commands.Register: Store._register,
     commands.Clear: Store._clear,
+    commands.WaitForRoom: Store._wait_for_room,
 }

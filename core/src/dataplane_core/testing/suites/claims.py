@@ -451,6 +451,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         def change(request: ClaimRequest) -> None:
             asked.append(list(request.required_fields))
             request.required_fields.append("y")
+            request.wake = None  # so that it asks again by itself
 
         with store.faults.before("claim", change):
             waiting = Background(lambda: store.claim(partition, 1, blocking=True, timeout_s=_LONG_S))

@@ -1,0 +1,167 @@
+"""Claims that wait are woken, where the backend declares it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import pytest
+import torch
+
+from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError
+from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
+from dataplane_core.testing import _workers
+from dataplane_core.testing._base import Suite
+from dataplane_core.testing._columns import ids
+from dataplane_core.testing._marks import proves
+from dataplane_core.testing._store import Store
+from dataplane_core.testing._timing import Background, eventually
+
+__all__ = ["WakeSuite"]
+
+#: The timeout of a claim that a test expects to be woken, in seconds.
+_LONG_S: Final = 60.0
+#: Seconds after which a process that was told to claim waits.
+_UNTIL_IT_WAITS_S: Final = 0.3
+
+
+@contextmanager
+def _no_polls(store: Store) -> Iterator[list[str]]:
+    """Claims that wait ask again only when they are woken, or when their time is over. Lists the tokens of all that
+    asked.
+    """
+    asked: list[str] = []
+
+    def note(request: ClaimRequest, claim: Claim) -> Claim:
+        asked.append(request.token)
+        return replace(claim, ask_again_s=2 * _LONG_S)
+
+    with store.faults.after("claim", note):
+        yield asked
+
+
+def _wait(
+    store: Store, partition: str, asked: list[str], batch_size: int = 1, *fields: str, **options: Any
+) -> Background:
+    """A claim that waits, and has asked."""
+    num_asked = len(asked)
+    options = {"timeout_s": _LONG_S, **options}
+    claim = Background(lambda: store.claim(partition, batch_size, *fields, blocking=True, **options))
+    eventually(lambda: len(asked) > num_asked, what="the first question of a claim")
+    return claim
+
+
+def _num_running(claims: list[Background], expected: int) -> bool:
+    return sum(each.running for each in claims) == expected
+
+
+class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
+    """Claims that wait are woken when they can be answered."""
+
+    @pytest.mark.parametrize("change", ["put", "last field", "nack", "tag", "reset"])
+    def test_a_claim_is_woken_when_its_samples_are_ready(self, store: Store, change: str) -> None:
+        """Contract: "With wakes, the store wakes it when it can be answered"
+
+        Check first: every operation that makes samples ready must wake: puts of cells and of tags, nack,
+        reset_consumption.
+        """
+        partition = store.register("x", "y", tasks=["train"])
+        options: dict[str, Any] = {}
+        fields = ["x"]
+        held: Any = None
+        if change != "put":
+            store.put(partition, ["a"], [{"version": 1}], x=torch.zeros(1))
+        if change == "nack":
+            held = store.claim(partition, 1, lease_s=10 * _LONG_S)
+        elif change == "reset":
+            store.claim(partition, 1)
+        elif change == "last field":
+            fields = ["x", "y"]
+        elif change == "tag":
+            options = {"tag_filter": {"version": (">=", 2)}}
+        client = store.client
+        makes_ready: dict[str, Callable[[], Any]] = {
+            "put": lambda: store.put(partition, ["a"], x=torch.zeros(1)),
+            "last field": lambda: store.put(partition, ["a"], y=torch.zeros(1)),
+            "nack": lambda: client.nack(held),
+            "tag": lambda: client.put_samples(["a"], partition, tags=[{"version": 2}]),
+            "reset": lambda: client.reset_consumption(partition, "train"),
+        }
+        with _no_polls(store) as asked:
+            claim = _wait(store, partition, asked, 1, *fields, **options)
+            makes_ready[change]()
+            assert claim.result(what="the claim").sample_ids == ["a"]
+
+    def test_a_claim_is_woken_when_it_need_not_wait(self, store: Store) -> None:
+        """Contract: "With wakes, the store wakes it when it can be answered"
+
+        Check first: a claim can be answered, too, when the partition is cleared, or can give the task no more.
+        """
+        with _no_polls(store) as asked:
+            partition = store.register("x", num_samples=3)
+            store.put(partition, ["a", "b"], x=torch.zeros(2))
+            rest = _wait(store, partition, asked, 4)
+            store.put(partition, ["c"], x=torch.zeros(1))
+            assert rest.result(what="the claim of the rest").sample_ids == ["a", "b", "c"]
+            partition = store.register("x", num_samples=2)
+            store.put(partition, ["a"], x=torch.zeros(1))
+            none_left = _wait(store, partition, asked, 2)
+            assert store.claim(partition, 1).sample_ids == ["a"]
+            store.put(partition, ["b"], x=torch.zeros(1))
+            assert none_left.result(what="the claim of what is left").sample_ids == ["b"]
+            partition = store.register("x")
+            refused = _wait(store, partition, asked)
+            store.client.clear_samples(None, partition)
+            with pytest.raises(UnknownPartitionError):
+                refused.result(what="the claim on a cleared partition")
+
+    def test_only_as_many_are_woken_as_there_are_samples_for(self, store: Store) -> None:
+        """Contract: "and only as many claims as there are samples for"
+
+        Check first: a put that wakes every claim costs the more the more of them wait.
+        """
+        partition = store.register("x")
+        with _no_polls(store) as asked:
+            claims = [_wait(store, partition, asked) for _ in range(8)]
+            for number, sample_id in enumerate(ids(8)):
+                before = len(asked)
+                store.put(partition, [sample_id], x=torch.zeros(1))
+                eventually(partial(_num_running, claims, 7 - number), what="the end of one claim")
+                assert len(asked) == before + 1, f"{len(asked) - before} claims asked after a put of one sample"
+        assert sorted(each.result().sample_ids[0] for each in claims) == ids(8)
+
+    def test_a_claim_that_timed_out_does_not_stop_the_next(self, store: Store) -> None:
+        """Contract: "With wakes, the store wakes it when it can be answered"
+
+        Check first: the last question of a claim that times out has `explain` set. The claim does not wait after it.
+        """
+        partition = store.register("x")
+        with _no_polls(store) as asked:
+            with store.refusal(ClaimTimeoutError):
+                store.claim(partition, 1, blocking=True, timeout_s=0.05)
+            claim = _wait(store, partition, asked)
+            store.put(partition, ["a"], x=torch.zeros(1))
+            assert claim.result(what="the second claim").sample_ids == ["a"]
+
+    @proves(Scope.HOST)
+    def test_a_claim_of_a_killed_process_does_not_stop_the_next(self, store: Store) -> None:
+        """Contract: "With wakes, the store wakes it when it can be answered"
+
+        Check first: what waits for a client must be dropped with the client, and the next claim woken in its place.
+        """
+        partition = store.register("x")
+        with _no_polls(store) as asked:
+            worker = store.deployment.new_worker()
+            try:
+                worker.start(_workers.call, "claim_meta", partition, "train", ["x"], 1)
+                time.sleep(_UNTIL_IT_WAITS_S)
+                claim = _wait(store, partition, asked)
+                worker.kill()
+            finally:
+                worker.close()
+            store.put(partition, ["a"], x=torch.zeros(1))
+            assert claim.result(what="the claim of the client that stays").sample_ids == ["a"]

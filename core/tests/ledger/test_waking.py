@@ -1,0 +1,149 @@
+"""`LedgerService` wakes claims and puts that wait: whom, in which order, and at what cost."""
+
+import pytest
+
+from dataplane_core.errors import CapacityExceededError
+from dataplane_core.ledger import LONGEST_PAUSE_S, LedgerService, commands
+from dataplane_core.spec import FieldSpec, new_id
+
+INT = FieldSpec("tensor", "int64", 1)
+
+
+class Waiting:
+    """A service, and who was woken."""
+
+    def __init__(self, capacity_bytes=None, num_samples=None):
+        self.now = 0.0
+        self.service = LedgerService(capacity_bytes, clock=lambda: self.now)
+        self.woken = []
+        self.gone = set()
+        self.service.call(commands.Register("p", ["x"], num_samples, ["t"], None, {}, new_id()))
+
+    def wake(self, name):
+        def call():
+            self.woken.append(name)
+            return name not in self.gone
+
+        return call
+
+    def claim(self, name, count=1, fields=("x",), **options):
+        options = {"all_or_nothing": True, "lease_s": None, **options}
+        command = commands.ClaimSamples("p", "t", fields, count, token=name, **options)
+        return self.service.call(command, self.wake(name))
+
+    def put(self, *names, fields=("x",)):
+        begin = commands.BeginPut("p", names, dict.fromkeys(fields, INT), [8] * len(names), None, None, ttl_s=9.0)
+        self.service.call(commands.CommitPut(self.service.call(begin)))
+
+
+def test_claims_are_woken_in_the_order_in_which_they_came_as_far_as_the_samples_go():
+    made = Waiting()
+    for name in "abc":
+        made.claim(name, 2)
+    made.put("1")
+    assert made.woken == []
+    made.put("2", "3", "4")
+    assert made.woken == ["a", "b"]
+    made.put("5")  # the two were woken already, and have not asked since
+    assert made.woken == ["a", "b"]
+    assert list(made.claim("a", 2).sample_ids) == ["1", "2"]
+    assert list(made.claim("b", 2).sample_ids) == ["3", "4"]
+    made.put("6")
+    assert made.woken == ["a", "b", "c"]
+
+
+def test_one_who_was_woken_in_vain_keeps_its_place():
+    made = Waiting()
+    made.claim("a")
+    made.claim("b")
+    made.put("1")
+    assert list(made.claim("another").sample_ids) == ["1"]
+    assert not made.claim("a").sample_ids
+    made.put("2")
+    assert made.woken == ["a", "a"]
+
+
+def test_one_who_is_gone_or_stops_waiting_makes_room_for_the_next():
+    made = Waiting()
+    for name in "abc":
+        made.claim(name)
+    made.gone.add("a")
+    made.put("1")
+    assert made.woken == ["a", "b"]
+    made.service.stop_waiting("b")
+    assert made.woken == ["a", "b", "c"]
+    made.service.stop_waiting("never waited")
+    assert list(made.claim("c").sample_ids) == ["1"]
+    assert not len(made.service._waiting)
+
+
+def test_questions_are_apart_and_a_put_looks_at_a_few_of_many(monkeypatch):
+    made = Waiting()
+    for number in range(200):
+        made.claim(f"w{number}", tag_filter={"version": (">=", number)})
+    made.claim("other field", fields=("y",))
+    looks = []
+    num_ready = made.service._ledger.num_ready
+    monkeypatch.setattr(made.service._ledger, "num_ready", lambda *each: looks.append(each) or num_ready(*each))
+    made.put("1")
+    assert (len(looks), made.woken) == (16, [])
+    made.put("1", fields=("y",))
+    for _ in range(20):  # it looks at all of them in turn
+        made.put("1", fields=("z",))
+    assert made.woken == ["other field"]
+
+
+def test_a_claim_that_is_woken_asks_by_itself_only_when_a_lease_may_end():
+    made = Waiting()
+    assert made.claim("a").ask_again_s == LONGEST_PAUSE_S
+    made.put("1")
+    assert list(made.claim("a", lease_s=4.0).sample_ids) == ["1"]
+    assert made.claim("b").ask_again_s == 4.0
+    made.now = 4.0
+    assert list(made.claim("b").sample_ids) == ["1"]
+
+
+def test_a_claim_that_takes_the_last_sample_wakes_those_who_wait_for_nothing_more():
+    made = Waiting(num_samples=2)
+    made.put("1", "2")
+    made.claim("b", fields=("y",))
+    assert made.claim("a", 2).sample_ids
+    assert made.woken == ["b"]
+    assert made.claim("b", fields=("y",)).exhausted
+
+
+def test_claims_and_puts_that_ended_are_forgotten():
+    made = Waiting(100)
+    made.claim("a")
+    made.claim("a", explain=True)
+    made.claim("b")
+    made.claim("b", all_or_nothing=False)
+    made.claim("c")
+    with pytest.raises(KeyError):
+        made.service.call(
+            commands.ClaimSamples("p", "absent", ["x"], 1, all_or_nothing=True, lease_s=None, token="c"),
+            made.wake("c"),
+        )
+    assert not len(made.service._waiting)
+    assert not made.service._waiting._partitions
+
+
+def test_puts_that_wait_for_room_are_woken_when_it_is_there():
+    made = Waiting(100)
+
+    def begin(name, size):
+        put = commands.BeginPut("p", [name], {"x": INT}, [size], None, None, ticket=name, ttl_s=90.0)
+        return made.service.call(put)
+
+    made.service.call(commands.CommitPut(begin("full", 100)))
+    for name in ("a", "b"):
+        with pytest.raises(CapacityExceededError):
+            begin(name, 50)
+        made.service.call(commands.WaitForRoom(name, 50, wait_s=60.0), made.wake(name))
+    made.woken.clear()
+    made.service.call(commands.Clear("p", ["full"]))
+    assert made.woken == ["a", "b"]
+    begin("a", 50)
+    assert made.woken == ["a", "b", "b"]  # its turn
+    made.service.call(commands.WaitForRoom("b", 50, wait_s=0.0))
+    assert not made.service._room_wakes

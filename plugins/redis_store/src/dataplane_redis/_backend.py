@@ -82,8 +82,11 @@ class RedisBackend(Backend):
     """
 
     wire = WireFormat(bytes=True, shared_rows=True)
-    capabilities = frozenset(Capability) - {Capability.SAMPLERS}
-    why_not_declared: ClassVar = {"samplers": "the server's scripts give samples in order of first write only"}
+    capabilities = frozenset(Capability) - {Capability.SAMPLERS, Capability.WAKES}
+    why_not_declared: ClassVar = {
+        Capability.SAMPLERS: "the server's scripts give samples in order of first write only",
+        Capability.WAKES: "the server's scripts do not keep the claims that wait",
+    }
     scope = Scope.CLUSTER
     Config = RedisConfig
     #: See `bundles_of`.

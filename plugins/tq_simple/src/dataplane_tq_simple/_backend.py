@@ -35,6 +35,7 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
     opens_in_forks = False
     why_not_declared: ClassVar[Mapping[str, str]] = {
         Capability.DURABLE: "TransferQueue's controller and storage units keep everything in memory",
+        Capability.WAKES: "TransferQueue's controller answers requests, and sends nothing by itself",
         Capability.NO_PICKLE: "TransferQueue's messages and Ray's carry pickles over sockets without authentication",
     }
 

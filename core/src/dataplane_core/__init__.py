@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         read_columns,
         write_columns,
     )
-    from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, OperationCancelledError
+    from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, OperationCancelledError, stream
     from dataplane_core.config import DataPlaneConfig
     from dataplane_core.errors import DataPlaneError
     from dataplane_core.meta import KVBatchMeta
@@ -47,6 +47,7 @@ __all__ = [
     "pack_jagged_fields",
     "read_columns",
     "shard_meta_for_dp",
+    "stream",
     "write_columns",
 ]
 
@@ -57,7 +58,7 @@ _FROM: Final = {
     **dict.fromkeys(("pack_jagged_fields", "read_columns", "write_columns"), "batch"),
     **dict.fromkeys(("NamedSharding", "shard_meta_for_dp"), "sharding"),
     **dict.fromkeys(("Capability", "WireFormat"), "spec"),
-    **dict.fromkeys(("AsyncDataPlaneClient", "DataPlaneClient", "OperationCancelledError"), "client"),
+    **dict.fromkeys(("AsyncDataPlaneClient", "DataPlaneClient", "OperationCancelledError", "stream"), "client"),
     "DataPlaneConfig": "config",
     "DataPlaneError": "errors",
     "KVBatchMeta": "meta",

@@ -23,6 +23,7 @@ NAMES = [
     "pack_jagged_fields",
     "read_columns",
     "shard_meta_for_dp",
+    "stream",
     "write_columns",
 ]
 

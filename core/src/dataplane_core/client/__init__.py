@@ -10,13 +10,18 @@ from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.forks import refuse_in_fork
 from dataplane_core.client.overview import common_fields
 from dataplane_core.client.saving import read_to_save
+from dataplane_core.client.streams import AsyncStream, Stream, StreamBatch, stream
 
 __all__ = [
     "AsyncDataPlaneClient",
+    "AsyncStream",
     "DataPlaneClient",
     "OperationCancelledError",
+    "Stream",
+    "StreamBatch",
     "check_count",
     "common_fields",
     "read_to_save",
     "refuse_in_fork",
+    "stream",
 ]

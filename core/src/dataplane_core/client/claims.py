@@ -15,7 +15,7 @@ from dataplane_core.client.checks import (
     check_seconds,
 )
 from dataplane_core.client.overview import Overview
-from dataplane_core.client.waiting import ClaimWait, wait_for_claim
+from dataplane_core.client.waiting import ClaimWait, Waiters, wait_for_claim
 from dataplane_core.errors import InvalidRequestError, UnknownPartitionError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
@@ -115,12 +115,7 @@ class Claims(Overview):
                 dp_size,
                 batch_index,
             )
-            self._open_for_claim(request)
-            if blocking:
-                claim = wait_for_claim(self._wait_of(request, timeout_s), self._claim, self._waiters)
-            else:
-                claim = self._claim(request)
-            return self._claimed(request, claim)
+            return self._claim_until(request, timeout_s if blocking else None, self._waiters)
 
     def ack(self, meta: KVBatchMeta) -> None:
         """Says that the samples of a claim, or of a part of it, are consumed. Acks all of them, or none.
@@ -220,6 +215,13 @@ class Claims(Overview):
             batch_epoch=batch_epoch,
             deadline=float("inf"),
         )
+
+    def _claim_until(self, request: ClaimRequest, timeout_s: float | None, waiters: Waiters) -> KVBatchMeta:
+        """Claims, and waits up to ``timeout_s`` unless that is None, or until ``waiters`` are closed."""
+        self._open_for_claim(request)
+        if timeout_s is None:
+            return self._claimed(request, self._claim(request))
+        return self._claimed(request, wait_for_claim(self._wait_of(request, timeout_s), self._claim, waiters))
 
     def _wait_of(self, request: ClaimRequest, timeout_s: float) -> ClaimWait:
         return ClaimWait(request, timeout_s, self._pacer, wakes=Capability.WAKES in self._capabilities)

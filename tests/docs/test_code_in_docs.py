@@ -74,7 +74,7 @@ def test_the_guides_snippets_run_one_after_the_other():
 
 SAID_BY_PROGRAMS = {
     "of two processes": "['q0_g0', 'q0_g1'] [0.5, 1.0]\n",
-    "with a DataLoader": "[[0, 1, 2, 3], [4, 5, 6, 7]]\n[0, 1, 2, 3, 4, 5, 6, 7]\n",
+    "with a DataLoader": "['s0', 's1', 's2', 's3', 's4', 's5', 's6', 's7']\n",
 }
 
 

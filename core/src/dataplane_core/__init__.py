@@ -18,7 +18,13 @@ if TYPE_CHECKING:
         read_columns,
         write_columns,
     )
-    from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, OperationCancelledError, stream
+    from dataplane_core.client import (
+        AsyncDataPlaneClient,
+        DataPlaneClient,
+        OperationCancelledError,
+        StreamingDataset,
+        stream,
+    )
     from dataplane_core.config import DataPlaneConfig
     from dataplane_core.errors import DataPlaneError
     from dataplane_core.meta import KVBatchMeta
@@ -39,6 +45,7 @@ __all__ = [
     "NamedSharding",
     "OperationCancelledError",
     "SlicedDataDict",
+    "StreamingDataset",
     "WireFormat",
     "connect",
     "connect_async",
@@ -58,7 +65,8 @@ _FROM: Final = {
     **dict.fromkeys(("pack_jagged_fields", "read_columns", "write_columns"), "batch"),
     **dict.fromkeys(("NamedSharding", "shard_meta_for_dp"), "sharding"),
     **dict.fromkeys(("Capability", "WireFormat"), "spec"),
-    **dict.fromkeys(("AsyncDataPlaneClient", "DataPlaneClient", "OperationCancelledError", "stream"), "client"),
+    **dict.fromkeys(("AsyncDataPlaneClient", "DataPlaneClient", "OperationCancelledError"), "client"),
+    **dict.fromkeys(("StreamingDataset", "stream"), "client"),
     "DataPlaneConfig": "config",
     "DataPlaneError": "errors",
     "KVBatchMeta": "meta",

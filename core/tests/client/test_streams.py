@@ -139,7 +139,7 @@ def test_errors_reach_the_loop_and_end_the_stream(client):
     for wrong in ({"batch_size": 0}, {"batch_size": 1, "lease_s": 0}, {"batch_size": 1, "prefetch": -1}):
         with pytest.raises(InvalidRequestError):
             stream(client, "p", "t", ["x"], **wrong)
-    with pytest.raises(InvalidRequestError, match="takes of claim_meta only"):
+    with pytest.raises(InvalidRequestError, match="of claim_meta only"):
         stream(client, "p", "t", ["x"], 1, blocking=False)
 
 

@@ -15,6 +15,7 @@ NAMES = [
     "NamedSharding",
     "OperationCancelledError",
     "SlicedDataDict",
+    "StreamingDataset",
     "WireFormat",
     "connect",
     "connect_async",

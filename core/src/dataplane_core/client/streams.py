@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, overload
 
@@ -22,10 +22,10 @@ from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import ClaimRequest
 
-__all__ = ["AsyncStream", "Stream", "StreamBatch", "stream"]
+__all__ = ["AsyncStream", "Collate", "Stream", "StreamBatch", "Terms", "stream", "terms_of"]
 
 #: A lease is renewed after this share of it.
-_RENEWED_AFTER: Final = 1 / 3
+RENEWED_AFTER: Final = 1 / 3
 
 Collate = Callable[[KVBatchMeta, TensorDict], Any]
 
@@ -36,15 +36,16 @@ class StreamBatch:
 
     Attributes:
         meta: The samples, with tags and lease tokens.
-        columns: Their columns, as `DataPlaneClient.get_samples` returns them. The caller owns them.
+        columns: Their columns, as `DataPlaneClient.get_samples` returns them. The caller owns them. In a
+            `StreamingDataset` with ``collate``: its result.
     """
 
     meta: KVBatchMeta
-    columns: TensorDict
+    columns: Any
 
 
 @dataclass(frozen=True, slots=True)
-class _Terms:
+class Terms:
     """What a stream claims and reads, and how; the same for both kinds of streams."""
 
     claim: dict[str, Any]  # the arguments of claim_meta, but for its timeout
@@ -70,6 +71,39 @@ class _Terms:
 class _Item:
     meta: KVBatchMeta
     batch: Any
+
+
+def terms_of(
+    partition_id: str,
+    task_name: str,
+    fields: Sequence[str],
+    batch_size: int,
+    *,
+    lease_s: float,
+    prefetch: int,
+    collate: Collate,
+    timeout_s: float,
+    claim: Mapping[str, Any],
+) -> Terms:
+    """Checks the arguments of `stream`, as far as that needs no client."""
+    check_seconds("lease_s", lease_s)
+    check_seconds("timeout_s", timeout_s, at_least_zero=True)
+    if prefetch != 0:
+        check_count("prefetch", prefetch)
+    defaults = {"dp_rank": None, "tag_filter": None, "sampler": "first_write", "dp_size": None}
+    if not claim.keys() <= defaults.keys():
+        raise InvalidRequestError(f"of claim_meta only {sorted(defaults)} can be given here, got {sorted(claim)}.")
+    names = list(fields)
+    arguments = {
+        "partition_id": partition_id,
+        "task_name": task_name,
+        "required_fields": names,
+        "batch_size": batch_size,
+        "lease_s": lease_s,
+        **defaults,
+        **claim,
+    }
+    return Terms(arguments, names, prefetch, timeout_s, collate)
 
 
 @overload
@@ -160,25 +194,17 @@ def stream(
         True
         >>> client.close()
     """
-    check_seconds("lease_s", lease_s)
-    check_seconds("timeout_s", timeout_s, at_least_zero=True)
-    if prefetch != 0:
-        check_count("prefetch", prefetch)
-    allowed = {"dp_rank", "tag_filter", "sampler", "dp_size"}
-    if not claim.keys() <= allowed:
-        raise InvalidRequestError(f"stream takes of claim_meta only {sorted(allowed)}, got {sorted(claim)}.")
-    defaults = {"dp_rank": None, "tag_filter": None, "sampler": "first_write", "dp_size": None}
-    names = list(fields)
-    arguments = {
-        "partition_id": partition_id,
-        "task_name": task_name,
-        "required_fields": names,
-        "batch_size": batch_size,
-        "lease_s": lease_s,
-        **defaults,
-        **claim,
-    }
-    terms = _Terms(arguments, names, prefetch, timeout_s, collate or StreamBatch)
+    terms = terms_of(
+        partition_id,
+        task_name,
+        fields,
+        batch_size,
+        lease_s=lease_s,
+        prefetch=prefetch,
+        collate=collate or StreamBatch,
+        timeout_s=timeout_s,
+        claim=claim,
+    )
     kind = AsyncStream if isinstance(client, AsyncDataPlaneClient) else Stream
     return kind(client, terms)  # type: ignore[arg-type]
 
@@ -186,7 +212,7 @@ def stream(
 class Stream(Iterator[Any]):
     """The batches of a task, for ``for``. `stream` makes it. One thread iterates."""
 
-    def __init__(self, client: DataPlaneClient, terms: _Terms) -> None:
+    def __init__(self, client: DataPlaneClient, terms: Terms) -> None:
         terms.request(client)  # to refuse it now
         self._feed = _Feed(client, terms)
         self._current: _Item | None = None
@@ -228,7 +254,7 @@ class Stream(Iterator[Any]):
 class _Feed:
     """What the threads of a `Stream` do. They do not refer to the stream, so that it can be collected."""
 
-    def __init__(self, client: DataPlaneClient, terms: _Terms) -> None:
+    def __init__(self, client: DataPlaneClient, terms: Terms) -> None:
         self._client = client
         self._terms = terms
         self._held: set[_Item] = set()
@@ -309,7 +335,7 @@ class _Feed:
                 return
 
     def _renew(self) -> None:
-        while not self._closed.wait(self._terms.lease_s * _RENEWED_AFTER):
+        while not self._closed.wait(self._terms.lease_s * RENEWED_AFTER):
             with self._lock:
                 held = list(self._held)
             for item in held:
@@ -324,7 +350,7 @@ class AsyncStream:
     acked. Otherwise it is given back when the event loop ends, or the leases do.
     """
 
-    def __init__(self, client: AsyncDataPlaneClient, terms: _Terms) -> None:
+    def __init__(self, client: AsyncDataPlaneClient, terms: Terms) -> None:
         terms.request(client._client)  # to refuse it now
         self._client = client
         self._terms = terms
@@ -430,7 +456,7 @@ class AsyncStream:
 
     async def _renew(self) -> None:
         while True:
-            await asyncio.sleep(self._terms.lease_s * _RENEWED_AFTER)
+            await asyncio.sleep(self._terms.lease_s * RENEWED_AFTER)
             for item in list(self._held):
                 with contextlib.suppress(DataPlaneError):  # its ack says what is wrong
                     await self._client.renew(item.meta, self._terms.lease_s)

@@ -1,0 +1,230 @@
+"""`StreamingDataset`: the batches of a task in the workers of a torch `DataLoader`, acked where they are trained on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from dataplane_core.client.client import DataPlaneClient
+from dataplane_core.client.streams import RENEWED_AFTER, Collate, StreamBatch, Terms, terms_of
+from dataplane_core.config import load_config
+from dataplane_core.errors import DataPlaneError, InvalidRequestError
+from dataplane_core.meta import KVBatchMeta
+
+__all__ = ["StreamingDataset", "StreamingLoader"]
+
+
+class StreamingDataset(IterableDataset[StreamBatch]):
+    """The batches of a task, for a `DataLoader` with any number of workers, forked or spawned, persistent or not.
+
+    Each worker, and each rank of a parallel job, connects a client of its own and claims with leases, so each sample
+    goes to one of them. A worker reads ahead, so it cannot know what was trained on: nothing is acked in it. Use
+    `loader`, which acks in the process that trains; or a `DataLoader` of your own with ``batch_size=None``, and
+    ``client.ack(batch.meta)`` after each step.
+
+    A worker renews the leases of its batches until they are acked, for at most ``most_held_s``. The leases of batches
+    that nobody acks, because the loop was left or the process killed, end; their samples are then claimed again.
+
+    Args:
+        config: The config of a running store, as for `dataplane_core.connect`; workers attach. Or a client, which
+            serves only ``num_workers=0``.
+        partition_id: A registered partition.
+        task_name: A task of it.
+        fields: The fields that a sample must have, and that are read.
+        batch_size: How many samples in a batch.
+        lease_s: Seconds after which samples of a process that died come back.
+        most_held_s: Seconds for which a worker renews the lease of a batch that is not acked.
+        collate: Called in the worker with the meta and the columns of each batch. Its result takes the columns' place.
+        timeout_s: How long to wait for a batch, in seconds.
+        claim: Further arguments of `DataPlaneClient.claim_meta`, as for `stream`.
+
+    Examples:
+        >>> import torch
+        >>> from dataplane_core import StreamingDataset, connect
+        >>> client = connect({"backend": "noop"})
+        >>> client.register_partition("step-1", ["reward"], 3, ["trainer"])
+        >>> meta = client.put_samples(["a", "b", "c"], "step-1", {"reward": torch.tensor([1.0, 2.0, 3.0])})
+        >>> dataset = StreamingDataset(client, "step-1", "trainer", ["reward"], 2)
+        >>> [batch.columns["reward"].tolist() for batch in dataset.loader(client)]
+        [[1.0, 2.0], [3.0]]
+        >>> client.close()
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        partition_id: str,
+        task_name: str,
+        fields: Sequence[str],
+        batch_size: int,
+        *,
+        lease_s: float = 60.0,
+        most_held_s: float = 3600.0,
+        collate: Collate | None = None,
+        timeout_s: float = 60.0,
+        **claim: Any,
+    ) -> None:
+        super().__init__()
+        self._client = config if isinstance(config, DataPlaneClient) else None
+        self._config = None if self._client is not None else load_config(config)
+        self._most_held_s = most_held_s
+        collate = StreamBatch if collate is None else _Collated(collate)
+        self._terms = terms_of(
+            partition_id,
+            task_name,
+            fields,
+            batch_size,
+            lease_s=lease_s,
+            prefetch=0,
+            collate=collate,
+            timeout_s=timeout_s,
+            claim=claim,
+        )
+        self._holder: _Holder | None = None
+
+    def __iter__(self) -> Iterator[StreamBatch]:
+        self.close()  # an iteration that was left
+        self._holder = holder = _Holder(self._client or self._connect(), self._terms, self._most_held_s, self._client)
+        return holder.batches()
+
+    def loader(self, client: DataPlaneClient, num_workers: int = 0, **options: Any) -> StreamingLoader:
+        """A `DataLoader` of this dataset that acks each batch when the next one is asked for.
+
+        Args:
+            client: The client that acks, in the process that trains.
+            num_workers: As for `DataLoader`.
+            options: Further arguments of `DataLoader`, such as ``multiprocessing_context`` or ``prefetch_factor``.
+        """
+        return StreamingLoader(self, client, num_workers, options)
+
+    def close(self) -> None:
+        """Gives back what this process claimed and nobody acked. A next iteration begins anew. Idempotent."""
+        holder, self._holder = self._holder, None
+        if holder is not None and holder.pid == os.getpid():
+            holder.give_back()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` checks. What was trained on is in the store, which `DataPlaneClient.save` saves."""
+        return {"partition_id": self._terms.claim["partition_id"], "task_name": self._terms.claim["task_name"]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Checks that a state is of the same partition and task. The next iteration gives what was not acked.
+
+        Raises:
+            InvalidRequestError: It is of another partition or task.
+        """
+        if dict(state) != self.state_dict():
+            raise InvalidRequestError(f"load_state_dict refused: the state is {dict(state)}. Expected that of {self}.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_holder": None}
+
+    def __repr__(self) -> str:
+        claim = self._terms.claim
+        return f"<StreamingDataset partition {claim['partition_id']!r}, task {claim['task_name']!r}>"
+
+    def _connect(self) -> DataPlaneClient:
+        from dataplane_core.plugins import connect  # the registry imports this wing
+
+        return connect(self._config, bootstrap=False)
+
+
+class StreamingLoader:
+    """The batches of a `StreamingDataset`, acked when the next one is asked for. `StreamingDataset.loader` makes it."""
+
+    def __init__(
+        self, dataset: StreamingDataset, client: DataPlaneClient, num_workers: int, options: Mapping[str, Any]
+    ) -> None:
+        self._client = client
+        self._dataset = dataset
+        as_is: Any = _as_is
+        self._loader = DataLoader(dataset, batch_size=None, collate_fn=as_is, num_workers=num_workers, **options)
+
+    def __iter__(self) -> Iterator[StreamBatch]:
+        try:
+            for batch in self._loader:
+                try:
+                    yield batch
+                except BaseException:  # the loop was left
+                    with contextlib.suppress(DataPlaneError):
+                        self._client.nack(batch.meta)
+                    raise
+                self._client.ack(batch.meta)
+        finally:
+            self._dataset.close()
+
+
+@dataclass(frozen=True)
+class _Collated:
+    """Puts the result of ``collate`` in the place of the columns."""
+
+    collate: Collate
+
+    def __call__(self, meta: KVBatchMeta, columns: Any) -> StreamBatch:
+        return StreamBatch(meta, self.collate(meta, columns))
+
+
+def _as_is(batch: StreamBatch) -> StreamBatch:
+    return batch
+
+
+class _Holder:
+    """A client in a worker, and the batches that it gave and that are not acked yet, as far as it knows."""
+
+    def __init__(
+        self, client: DataPlaneClient, terms: Terms, most_held_s: float, shared: DataPlaneClient | None
+    ) -> None:
+        self.pid = os.getpid()
+        self._client = client
+        self._terms = terms
+        self._most_held_s = most_held_s
+        self._shared = shared
+        self._held: dict[int, tuple[KVBatchMeta, float]] = {}
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        threading.Thread(target=self._renew, name="dataplane-loader", daemon=True).start()
+
+    def batches(self) -> Iterator[StreamBatch]:
+        """Claims and reads until the partition can give no more."""
+        while not self._over.is_set():
+            terms = self._terms
+            meta = self._client.claim_meta(**terms.claim, timeout_s=terms.timeout_s)
+            if not meta.sample_ids:
+                return
+            with self._lock:
+                self._held[id(meta)] = (meta, time.monotonic() + self._most_held_s)
+            yield terms.collate(meta, self._client.get_data(meta, terms.fields))
+
+    def give_back(self) -> None:
+        """Gives back what is not acked, and closes the client."""
+        self._over.set()
+        with self._lock:
+            held, self._held = self._held, {}
+        for meta, _ in held.values():
+            with contextlib.suppress(DataPlaneError):  # it was acked
+                self._client.nack(meta)
+        if self._shared is None:
+            self._client.close()
+
+    def _renew(self) -> None:
+        while not self._over.wait(self._terms.lease_s * RENEWED_AFTER):
+            with self._lock:
+                held = list(self._held.items())
+            for key, (meta, until) in held:
+                try:
+                    if time.monotonic() > until:
+                        self._client.nack(meta)
+                    else:
+                        self._client.renew(meta, self._terms.lease_s)
+                        continue
+                except DataPlaneError:  # it was acked or cleared, or the store is gone
+                    pass
+                with self._lock:
+                    self._held.pop(key, None)

@@ -32,6 +32,7 @@ OUTSIDE = {
     "packages/tq_mooncake.md": "plugins/tq_mooncake/README.md",
     "packages/integrations.md": "integrations/README.md",
     "examples/grpo.md": "examples/grpo/README.md",
+    "examples/grafana.md": "examples/grafana/README.md",
     "examples/trl.md": "examples/trl/README.md",
     "examples/sqlite.md": "examples/third_party_sqlite/README.md",
 }

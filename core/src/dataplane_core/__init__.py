@@ -22,11 +22,11 @@ if TYPE_CHECKING:
         AsyncDataPlaneClient,
         DataPlaneClient,
         OperationCancelledError,
-        StreamingDataset,
         stream,
     )
     from dataplane_core.config import DataPlaneConfig
     from dataplane_core.errors import DataPlaneError
+    from dataplane_core.loading import StreamingDataset
     from dataplane_core.meta import KVBatchMeta
     from dataplane_core.plugins import connect, connect_async
     from dataplane_core.sharding import NamedSharding, shard_meta_for_dp
@@ -66,7 +66,8 @@ _FROM: Final = {
     **dict.fromkeys(("NamedSharding", "shard_meta_for_dp"), "sharding"),
     **dict.fromkeys(("Capability", "WireFormat"), "spec"),
     **dict.fromkeys(("AsyncDataPlaneClient", "DataPlaneClient", "OperationCancelledError"), "client"),
-    **dict.fromkeys(("StreamingDataset", "stream"), "client"),
+    "StreamingDataset": "loading",
+    "stream": "client",
     "DataPlaneConfig": "config",
     "DataPlaneError": "errors",
     "KVBatchMeta": "meta",

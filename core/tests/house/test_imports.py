@@ -87,6 +87,7 @@ WINGS = (
         "saves",
         "client",
         "plugins",
+        "loading",
         "sharding",
         "batch",
     ),

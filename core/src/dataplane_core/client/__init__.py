@@ -8,23 +8,33 @@ from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCa
 from dataplane_core.client.checks import check_count
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.forks import refuse_in_fork
-from dataplane_core.client.loading import StreamingDataset, StreamingLoader
 from dataplane_core.client.overview import common_fields
 from dataplane_core.client.saving import read_to_save
-from dataplane_core.client.streams import AsyncStream, Stream, StreamBatch, stream
+from dataplane_core.client.streams import (
+    RENEWED_AFTER,
+    AsyncStream,
+    Collate,
+    Stream,
+    StreamBatch,
+    Terms,
+    stream,
+    terms_of,
+)
 
 __all__ = [
+    "RENEWED_AFTER",
     "AsyncDataPlaneClient",
     "AsyncStream",
+    "Collate",
     "DataPlaneClient",
     "OperationCancelledError",
     "Stream",
     "StreamBatch",
-    "StreamingDataset",
-    "StreamingLoader",
+    "Terms",
     "check_count",
     "common_fields",
     "read_to_save",
     "refuse_in_fork",
     "stream",
+    "terms_of",
 ]

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from dataplane_core.client.client import DataPlaneClient
-from dataplane_core.client.streams import RENEWED_AFTER, Collate, StreamBatch, Terms, terms_of
+from dataplane_core.client import RENEWED_AFTER, Collate, DataPlaneClient, StreamBatch, Terms, terms_of
 from dataplane_core.config import load_config
 from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.plugins import connect
 
 __all__ = ["StreamingDataset", "StreamingLoader"]
 
@@ -131,8 +131,6 @@ class StreamingDataset(IterableDataset[StreamBatch]):
         return f"<StreamingDataset partition {claim['partition_id']!r}, task {claim['task_name']!r}>"
 
     def _connect(self) -> DataPlaneClient:
-        from dataplane_core.plugins import connect  # the registry imports this wing
-
         return connect(self._config, bootstrap=False)
 
 

@@ -1,0 +1,111 @@
+"""The middleware `prometheus`: what a scrape of its endpoint says, and how processes find it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataplane_core import connect
+from dataplane_core.errors import MissingDataError, PluginImportError
+from dataplane_core.middleware.prometheus import Prometheus
+
+ROOT = Path(__file__).parents[3]
+
+
+def scrape(address):
+    """Name and labels -> value."""
+    text = urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode()
+    return {name: float(value) for name, value in re.findall(r"^(dataplane\S+) (\S+)$", text, re.M)}
+
+
+def config(**options):
+    return {"backend": "noop", "middleware": [{"prometheus": options}]}
+
+
+def test_a_scrape_says_what_the_clients_of_the_process_did():
+    with connect(config()) as one, connect(config()) as two:
+        address = one.middleware[0].address
+        assert two.middleware[0].address == address
+        for client in (one, two):
+            client.register_partition("p", ["x"], None, ["t"])
+            client.put_samples(["a", "b"], "p", {"x": torch.zeros(2, 4)})
+        one.get_samples(["a"], "p", ["x"])
+        with pytest.raises(MissingDataError):
+            one.get_samples(["absent"], "p", ["x"])
+        one.claim_meta("p", "t", ["x"], 2)
+        found = scrape(address)
+        put = '{backend="noop",operation="put_samples"'
+        get = '{backend="noop",operation="get_samples"'
+        assert found[f'dataplane_operations_total{put},status="ok"}}'] == 2
+        assert found[f'dataplane_operations_total{get},status="MissingDataError"}}'] == 1
+        assert found[f"dataplane_samples_total{put}}}"] == 4
+        assert found[f"dataplane_bytes_total{put}}}"] == 64
+        assert found[f"dataplane_bytes_total{get}}}"] == 16
+        assert found[f"dataplane_operation_seconds_count{put}}}"] == 2
+        assert found["dataplane_live_bytes"] == 64
+        assert found[f"dataplane_operations_in_flight{put}}}"] == 0
+        two.clear_samples(["a"], "p")
+        assert scrape(address)["dataplane_live_bytes"] == 48
+    with pytest.raises(OSError):
+        scrape(address)
+
+
+def test_a_claim_that_waits_is_one_operation():
+    with connect(config()) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        address = client.middleware[0].address
+        waiting = threading.Thread(target=client.claim_meta, args=("p", "t", ["x"], 1))
+        waiting.start()
+        while scrape(address)["dataplane_waiting_claims"] != 1:
+            time.sleep(0.01)
+        client.put_samples(["a"], "p", {"x": torch.zeros(1)})
+        waiting.join()
+        found = scrape(address)
+        assert found["dataplane_waiting_claims"] == 0
+        assert found['dataplane_operations_total{backend="noop",operation="claim",status="ok"}'] == 1
+
+
+def test_prometheus_finds_the_endpoints_in_files(tmp_path):
+    folder = tmp_path / "targets"
+    with connect(config(targets_folder=str(folder))) as client:
+        (file,) = folder.iterdir()
+        assert file.name.endswith(f"-{os.getpid()}.json")
+        expected = [{"targets": [client.middleware[0].address], "labels": {"pid": str(os.getpid())}}]
+        assert json.loads(file.read_text()) == expected
+    assert not list(folder.iterdir())
+
+
+def test_without_prometheus_client_the_error_says_what_to_install():
+    program = (
+        "import sys\nsys.modules['prometheus_client'] = None\n"
+        "from dataplane_core import connect\n"
+        "connect({'backend': 'noop', 'middleware': ['prometheus']})\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 1
+    assert PluginImportError.__name__ in run.stderr
+    assert "pip install 'dataplane-core[prometheus]'" in run.stderr
+
+
+def test_the_dashboard_shows_every_metric_and_no_other():
+    dashboard = json.loads((ROOT / "examples/grafana/dataplane.json").read_text())
+    shown = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"dataplane_\w+", target["expr"])
+    }
+    with connect(config()) as client:
+        client.register_partition("p", ["x"], None, [])
+        middleware = client.middleware[0]
+        assert isinstance(middleware, Prometheus)
+        names = {name.partition("{")[0] for name in scrape(middleware.address)}
+    assert shown == {name for name in names if not name.endswith(("_created", "_count", "_sum"))}

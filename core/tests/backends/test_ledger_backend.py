@@ -198,10 +198,10 @@ def test_a_put_that_finds_the_engine_full_queues_again():
                 raise CapacityExceededError("the engine is full.")
             super()._store(write_id, columns, num_samples, deadline)
 
-        def _ledger(self, deadline, command):
-            if isinstance(command, commands.WaitForRoom):
-                asked.append(command.wait_s)
-            return super()._ledger(deadline, command)
+        def _waking_ledger(self, deadline, command, wake):
+            assert isinstance(command, commands.WaitForRoom)
+            asked.append(command.wait_s)
+            return super()._waking_ledger(deadline, command, wake)
 
     with open_client(EngineIsFull, capacity_bytes=100) as client:
         put(client, ["a"], size=50)

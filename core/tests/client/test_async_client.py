@@ -284,7 +284,7 @@ def test_closing_ends_claims_that_wait_and_then_refuses():
         assert repr(client) == "<async <DataPlaneClient backend='noop' closed>>"
 
     asyncio.run(main())
-    assert not [each for each in threading.enumerate() if each.name.startswith("dataplane")]
+    assert not [each for each in threading.enumerate() if each.name.startswith("dataplane-async")]
 
 
 def test_a_client_serves_one_event_loop_after_the_other():

@@ -117,12 +117,12 @@ class AsyncDataPlaneClient:
     def __init__(self, client: DataPlaneClient, threads: int) -> None:
         self._client = client
         self._threads = threads
-        self._writers = CallThreads("dataplane-put", threads)
-        self._others = CallThreads("dataplane", threads)
+        self._writers = CallThreads("dataplane-async-put", threads)
+        self._others = CallThreads("dataplane-async", threads)
 
     @classmethod
     async def _open(cls, connect: Callable[[], DataPlaneClient], threads: int) -> Self:
-        opener = CallThreads("dataplane-connect", 1)
+        opener = CallThreads("dataplane-async-connect", 1)
         opening = opener.submit(connect)
         try:
             await opening.end()
@@ -179,7 +179,7 @@ class AsyncDataPlaneClient:
 
     async def close(self) -> None:
         """As `DataPlaneClient.close`. Claims that wait end with `ClientClosedError`. Idempotent."""
-        closer = CallThreads("dataplane-close", 1)
+        closer = CallThreads("dataplane-async-close", 1)
         closing = closer.submit(self._close)
         try:
             await closing.end()

@@ -147,7 +147,7 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
             store.put(partition, ["a"], x=torch.zeros(1))
             assert claim.result(what="the second claim").sample_ids == ["a"]
 
-    @proves(Scope.HOST)
+    @proves(Capability.WAKES, Scope.HOST)
     def test_a_claim_of_a_killed_process_does_not_stop_the_next(self, store: Store) -> None:
         """Contract: "With wakes, the store wakes it when it can be answered"
 

@@ -1,13 +1,19 @@
 """`dataplane inspect` over a store that other clients use."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dataplane_core import connect
 from dataplane_core.cli import main
+from dataplane_core.testing._timing import eventually
 
 
 @pytest.fixture
@@ -42,6 +48,9 @@ def test_counts_and_what_a_task_waits_for(client, config, capsys):
         ["train", "0", "2", "2"],
         ["score", "0", "0", "0"],
     ]
+    lease, *lines[6:] = lines[6:]
+    assert lease.startswith("  train holds p1_g0 since ")
+    assert f"process {os.getpid()} on " in lease
     assert lines[6:8] == [
         "  The oldest sample that train has not consumed is p1_g0; it lacks later.",
         "  The oldest sample that score has not consumed is p0_g0; it lacks later.",
@@ -83,10 +92,14 @@ def test_json_has_the_same_with_rates(client, config, capsys):
 
 
 def test_it_changes_nothing(client, config, capsys):
-    before = client.describe("step-1")
+    def seen():
+        found = client.describe("step-1")
+        tasks = {name: replace(task, oldest_lease=None) for name, task in found.tasks.items()}
+        return replace(found, oldest_s=None, tasks=tasks)
+
+    before = seen()
     main(["inspect", config, "step-1", "--interval", "0.01"])
-    after = client.describe("step-1")
-    assert (after.tasks, after.num_samples, after.info) == (before.tasks, before.num_samples, before.info)
+    assert seen() == before
 
 
 def test_an_empty_store(config, capsys):
@@ -103,3 +116,46 @@ def test_no_store_no_partition_and_no_config(client, config, tmp_path, capsys):
     assert "shm_store" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "none.yaml")]) == 1
     assert "none.yaml" in capsys.readouterr().err
+
+
+@pytest.fixture
+def worker(config, client):
+    """A process that waits for samples that nobody writes, and has announced so."""
+    program = (
+        "import sys; from dataplane_core import connect; from dataplane_core.config import load_config\n"
+        "config = load_config(sys.argv[1]).model_copy(update={'role': 'rollout 3', 'announce_s': 0.2})\n"
+        "def wait_for_samples(client):\n"
+        "    client.claim_meta('step-1', 'score', ['later'], 2, timeout_s=600)\n"
+        "wait_for_samples(connect(config, bootstrap=False))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, config])
+    eventually(lambda: any(each.calls for each in client.list_clients()), what="a client that waits")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_it_names_the_process_that_waits(client, worker, config, capsys):
+    assert main(["inspect", config, "--interval", "0", "--stacks"]) == 0
+    text, _, stacks = capsys.readouterr().out.partition(f"stacks of process {worker.pid}:")
+    (line,) = [line.split() for line in text.splitlines() if "rollout 3" in line]
+    assert line[:4] == [socket.gethostname(), str(worker.pid), "rollout", "3"]
+    assert " ".join(line[6:]).startswith("claim_meta step-1 for ")
+    assert "wait_for_samples" in stacks or "Permission denied" in stacks  # a host may forbid ptrace
+
+
+def test_a_killed_process_is_said_to_be_silent(client, worker, config, capsys):
+    worker.kill()
+    worker.wait()
+    assert main(["inspect", config, "--interval", "0", "--json"]) == 0
+    found = [each for each in json.loads(capsys.readouterr().out)["clients"] if each["pid"] == worker.pid]
+    assert all(each["heard_s"] >= 0.0 for each in found)
+    eventually(
+        lambda: worker.pid not in {each.pid for each in client.list_clients()}, what="the end of a killed client"
+    )
+
+
+def test_stacks_need_py_spy(client, worker, config, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert main(["inspect", config, "--interval", "0", "--stacks"]) == 1
+    assert "pip install 'dataplane-core[inspect]'" in capsys.readouterr().err

@@ -32,6 +32,9 @@ class DataPlaneConfig(BaseModel):
         open_partitions: Whether a put or a claim may name a partition or a task that is not registered. The first one
             then registers it, as ``if_exists="keep"`` does: a put its fields, a claim its task.
         allow_pickle: Lets object columns hold items outside the closed set. These are pickled.
+        role: What this process does, for `DataPlaneClient.list_clients`. None: the name of its program.
+        announce_s: Seconds between two announcements of a client (capability ``clients``). None: it does not announce
+            itself.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
@@ -43,6 +46,8 @@ class DataPlaneConfig(BaseModel):
     attach_wait_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     open_partitions: bool = False
     allow_pickle: bool = False
+    role: str | None = Field(default=None, min_length=1)
+    announce_s: float | None = Field(default=5.0, gt=0, allow_inf_nan=False)
 
 
 def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | Any) -> DataPlaneConfig:

@@ -326,11 +326,13 @@ class LeaseHolder:
         sample_id: The sample.
         holder: As `ClaimRequest.holder` named it.
         left_s: Seconds until the lease ends.
+        held_s: Seconds since it was given, if asked for and known. A renewal does not change it.
     """
 
     sample_id: str
     holder: str
     left_s: float
+    held_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

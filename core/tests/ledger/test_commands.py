@@ -7,7 +7,7 @@ import pytest
 
 from dataplane_core.errors import UnknownPartitionError
 from dataplane_core.ledger import Command, Ledger, LedgerService, commands, to_state
-from dataplane_core.spec import FieldSpec
+from dataplane_core.spec import ClientInfo, FieldSpec
 
 PUT = commands.BeginPut("p", ["a"], {"x": FieldSpec("tensor", "int64", 1)}, [8], [{"n": 1}], "e", write_id=1, ttl_s=9.0)
 CLAIM = commands.ClaimSamples("p", "t", ["x"], 1, all_or_nothing=False, lease_s=5.0, token="k", holder="h")
@@ -26,6 +26,8 @@ ONE_OF_EACH = [
     commands.Inspect("p"),
     commands.ListFields("p", ["a"]),
     commands.Export("p"),
+    commands.Announce(ClientInfo(client_id="c", host="h", pid=1, role="r", open_s=0.0), ttl_s=9.0),
+    commands.ListClients(),
     commands.SetCursor("p", "u", ["a"], create=True),
     commands.MayClaim(CLAIM),
     CLAIM,
@@ -57,12 +59,12 @@ def test_all_are_listed_and_their_names_differ():
 
 
 def test_what_only_reads_leaves_the_ledger_as_it_is():
-    ledger = Ledger()
+    service = LedgerService(clock=lambda: 0.0)
     for command in ONE_OF_EACH:
-        before = list(to_state(ledger, 0.0))
-        ledger.apply(command, 0.0)
+        before = list(to_state(service.ledger, 0.0))
+        service.call(command)
         if command.reads:
-            assert list(to_state(ledger, 0.0)) == before
+            assert list(to_state(service.ledger, 0.0)) == before
 
 
 def test_a_command_cannot_be_changed_and_a_stranger_is_refused():

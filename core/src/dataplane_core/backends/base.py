@@ -120,6 +120,7 @@ _BY_CAPABILITY: Final[dict[Capability, tuple[str, ...]]] = {
     Capability.LEASES: ("ack", "nack", "renew"),
     Capability.LISTING: ("list_samples", "list_partitions", "inspect_partition", "list_fields"),
     Capability.CURSORS: ("export_partition", "set_cursor"),
+    Capability.CLIENTS: ("announce", "list_clients"),
 }
 
 

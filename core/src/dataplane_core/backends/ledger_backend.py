@@ -38,11 +38,14 @@ from dataplane_core.ledger import LEAST_ROOM_PAUSE_S, Command, Located, Ref, Rep
 from dataplane_core.spec import (
     OPERATIONS,
     AckRequest,
+    AnnounceReply,
+    AnnounceRequest,
     Capability,
     Claim,
     ClaimRequest,
     ClearReply,
     ClearRequest,
+    ClientList,
     ConsumptionReply,
     ConsumptionRequest,
     DescribeRequest,
@@ -51,6 +54,7 @@ from dataplane_core.spec import (
     FieldsRequest,
     GetRequest,
     InspectRequest,
+    ListClientsRequest,
     ListPartitionsRequest,
     ListRequest,
     NackRequest,
@@ -73,8 +77,11 @@ from dataplane_core.spec import (
 
 __all__ = ["LEDGER_CAPABILITIES", "CapacityOptions", "LedgerBackend", "RefsGoneError"]
 
-#: The capabilities of every backend on a ledger.
-LEDGER_CAPABILITIES: Final[frozenset[Capability]] = OPERATIONS | {Capability.FENCED, Capability.ATOMIC_OVERWRITE}
+#: The capabilities of every backend on a ledger. A ledger on one host, which serves all clients, also has ``clients``.
+LEDGER_CAPABILITIES: Final[frozenset[Capability]] = (OPERATIONS - {Capability.CLIENTS}) | {
+    Capability.FENCED,
+    Capability.ATOMIC_OVERWRITE,
+}
 
 #: Seconds beyond its deadline after which a put that was not committed counts as abandoned.
 _ABANDON_GRACE_S: Final = 30.0
@@ -322,6 +329,14 @@ class LedgerBackend(Backend, ABC):
     def list_fields(self, request: FieldsRequest) -> FieldList:
         """Lists the produced fields of samples."""
         return self._ledger(request.deadline, commands.ListFields(request.partition_id, request.sample_ids))
+
+    def announce(self, request: AnnounceRequest) -> AnnounceReply:
+        """Lists a client."""
+        return self._ledger(request.deadline, commands.Announce(request.client, request.ttl_s))
+
+    def list_clients(self, request: ListClientsRequest) -> ClientList:
+        """Lists the clients."""
+        return self._ledger(request.deadline, commands.ListClients())
 
     def export_partition(self, request: ExportRequest) -> PartitionState:
         """Reads cursors and history."""

@@ -47,7 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inspect.add_argument(
         "--interval", type=float, default=1.0, metavar="S", help="measure rates over S seconds; 0: no rates; default: 1"
     )
+    inspect.add_argument("--stacks", action="store_true", help="also show what the clients on this host do, by py-spy")
     inspect.add_argument("--json", action="store_true", help="print JSON")
+
+    top = commands.add_parser("top", help="show a running store live: the flow from stage to stage, and who waits")
+    top.add_argument("config", metavar="CONFIG", help="the config file that its processes use")
+    top.add_argument("partition", nargs="?", help="show this partition; default: those that were written last")
 
     conformance = commands.add_parser("conformance", help="run the conformance kit against a backend")
     conformance.add_argument("name", help="entry-point name of the backend")
@@ -78,7 +83,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "inspect":
             from dataplane_core.cli._inspect import run as inspect_store
 
-            return inspect_store(chosen.config, chosen.partition, interval_s=chosen.interval, as_json=chosen.json)
+            return inspect_store(
+                chosen.config,
+                chosen.partition,
+                interval_s=chosen.interval,
+                as_json=chosen.json,
+                stacks=chosen.stacks,
+            )
+        if chosen.command == "top":
+            from dataplane_core.cli._top import run as show_live
+
+            return show_live(chosen.config, chosen.partition)
         if chosen.command == "new-plugin":
             from dataplane_core.cli._new_plugin import run as write_project
 

@@ -1,24 +1,28 @@
-"""`dataplane inspect`: what a running store holds, and how far each task is. It changes nothing."""
+"""`dataplane inspect`: what a running store holds, how far each task is, and who waits. It changes nothing."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import socket
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import load_config
-from dataplane_core.errors import MissingDataError, UnknownPartitionError
+from dataplane_core.errors import LeaseHolder, MissingDataError, UnknownPartitionError, UnsupportedOperationError
 from dataplane_core.plugins import connect
-from dataplane_core.spec import Capability, FieldSpec, PartitionDescription
+from dataplane_core.spec import Capability, ClientInfo, FieldSpec, PartitionDescription
 
-__all__ = ["run"]
+__all__ = ["attach", "call_text", "client_report", "lag_of", "partition_report", "run", "size_text"]
 
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
+_STACKS_TIMEOUT_S: Final = 20.0
 
 
-def run(config_path: str, partition_id: str | None, *, interval_s: float, as_json: bool) -> int:
+def run(config_path: str, partition_id: str | None, *, interval_s: float, as_json: bool, stacks: bool) -> int:
     """Prints what the store of a config holds.
 
     Args:
@@ -26,13 +30,15 @@ def run(config_path: str, partition_id: str | None, *, interval_s: float, as_jso
         partition_id: A partition, which is shown with its fields and with what its tasks wait for. None: all.
         interval_s: Seconds between the two looks that rates come from. 0: one look, and no rates.
         as_json: Print JSON.
+        stacks: Also print what each thread of the clients on this host does.
 
     Raises:
         BackendUnavailableError: No store runs.
         UnknownPartitionError: There is no such partition.
+        UnsupportedOperationError: ``stacks``, and the clients of this store do not announce themselves, or there is no
+            py-spy.
     """
-    config = load_config(config_path).model_copy(update={"middleware": [], "attach_wait_s": 0.0})
-    with connect(config, bootstrap=False) as client:
+    with attach(config_path) as client:
         start = time.monotonic()
         before = _look(client, partition_id)
         if interval_s > 0:
@@ -40,17 +46,28 @@ def run(config_path: str, partition_id: str | None, *, interval_s: float, as_jso
         passed_s = time.monotonic() - start
         after = _look(client, partition_id) if interval_s > 0 else before
         waiting = {} if partition_id is None else _waiting(client, partition_id)
-    report = {
-        "backend": config.backend,
-        "held_bytes": sum(found.held_bytes for found in after.values()),
-        "capacity_bytes": config.options.get("capacity_bytes"),
-        "partitions": [
-            _partition(name, found, before.get(name) if interval_s > 0 else None, passed_s, waiting)
-            for name, found in after.items()
-        ],
-    }
+        clients = client.list_clients() if stacks or Capability.CLIENTS in client.capabilities else None
+        report = {
+            "backend": client.backend_name,
+            "held_bytes": sum(found.held_bytes for found in after.values()),
+            "capacity_bytes": client.config.options.get("capacity_bytes"),
+            "partitions": [
+                partition_report(name, found, before.get(name) if interval_s > 0 else None, passed_s, waiting)
+                for name, found in after.items()
+            ],
+            "clients": None if clients is None else [client_report(each) for each in clients],
+        }
+    if stacks:
+        pids = sorted({each.pid for each in clients or () if each.host == socket.gethostname()})
+        report["stacks"] = {str(pid): _stacks_of(pid) for pid in pids}
     print(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report, fields=partition_id is not None)))
     return 0
+
+
+def attach(config_path: str) -> DataPlaneClient:
+    """A client of the running store of a config, which does not announce itself."""
+    quiet = {"middleware": [], "attach_wait_s": 0.0, "announce_s": None}
+    return connect(load_config(config_path).model_copy(update=quiet), bootstrap=False)
 
 
 def _look(client: DataPlaneClient, partition_id: str | None) -> dict[str, PartitionDescription]:
@@ -84,13 +101,42 @@ def _waiting(client: DataPlaneClient, partition_id: str) -> dict[str, dict[str, 
     return waiting
 
 
-def _partition(
+def _stacks_of(pid: int) -> str:
+    """What py-spy prints of a process."""
+    spy = shutil.which("py-spy")
+    if spy is None:
+        raise UnsupportedOperationError(
+            "there is no py-spy, which reads the stacks of other processes.",
+            hint="pip install 'dataplane-core[inspect]'",
+        )
+    try:
+        found = subprocess.run(
+            [spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=_STACKS_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"py-spy did not answer within {_STACKS_TIMEOUT_S:g} s"
+    return (found.stdout if found.returncode == 0 else found.stderr).strip()
+
+
+# --- as values --------------------------------------------------------------------------------------------------------
+
+
+def partition_report(
     name: str,
     found: PartitionDescription,
     before: PartitionDescription | None,
     passed_s: float,
     waiting: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
+    """What is known of a partition, as JSON values.
+
+    Args:
+        name: The partition.
+        found: What it holds now.
+        before: What it held ``passed_s`` seconds ago, for rates. None: there are none.
+        passed_s: Seconds.
+        waiting: Task -> the oldest sample that it has not consumed, and what the sample lacks.
+    """
     same = before if before is not None and before.info.epoch == found.info.epoch else None
     written = found.num_samples + found.num_cleared
 
@@ -103,6 +149,7 @@ def _partition(
             "ready": counts.num_ready,
             "leased": counts.num_leased,
             "consumed": counts.num_consumed,
+            "oldest_lease": None if counts.oldest_lease is None else _lease(counts.oldest_lease),
             "oldest_not_consumed": waiting.get(task),
         }
         # what a task consumed is not known of samples that were cleared meanwhile
@@ -126,6 +173,43 @@ def _partition(
     }
 
 
+def lag_of(report: Mapping[str, Any]) -> str | None:
+    """The task that most samples of a partition wait for, if it is one alone."""
+    left = {name: report["held"] - counts["consumed"] for name, counts in report["tasks"].items()}
+    most = max(left.values(), default=0)
+    lagging = [name for name, count in left.items() if count == most]
+    return lagging[0] if most > 0 and len(lagging) == 1 < len(left) else None
+
+
+def client_report(client: ClientInfo) -> dict[str, Any]:
+    """What a client announced, as JSON values, with times as of now."""
+    return {
+        "host": client.host,
+        "pid": client.pid,
+        "role": client.role,
+        "open_s": round(client.open_s + client.heard_s, 1),
+        "heard_s": round(client.heard_s, 1),
+        "num_calls": client.num_calls,
+        "calls": [
+            {
+                "operation": call.operation,
+                "partition_id": call.partition_id,
+                "running_s": round(call.running_s + client.heard_s, 1),
+            }
+            for call in client.calls
+        ],
+    }
+
+
+def _lease(lease: LeaseHolder) -> dict[str, Any]:
+    return {
+        "sample_id": lease.sample_id,
+        "holder": lease.holder,
+        "held_s": None if lease.held_s is None else round(lease.held_s, 1),
+        "left_s": round(lease.left_s, 1),
+    }
+
+
 def _shape(spec: FieldSpec) -> dict[str, Any]:
     return {"kind": spec.kind, "dtype": spec.dtype, "cells": spec.describe()}
 
@@ -136,9 +220,9 @@ def _shape(spec: FieldSpec) -> dict[str, Any]:
 def _lines(report: Mapping[str, Any], *, fields: bool) -> list[str]:
     partitions = report["partitions"]
     capacity = report["capacity_bytes"]
-    of = "" if capacity is None else f" of {_size(capacity)}"
+    of = "" if capacity is None else f" of {size_text(capacity)}"
     plural = "" if len(partitions) == 1 else "s"
-    lines = [f"{report['backend']}: {len(partitions)} partition{plural}, {_size(report['held_bytes'])}{of}"]
+    lines = [f"{report['backend']}: {len(partitions)} partition{plural}, {size_text(report['held_bytes'])}{of}"]
     for found in partitions:
         expected = "" if found["num_samples"] is None else f" of {found['num_samples']}"
         rate = "" if found["written_per_s"] is None else f" ({found['written_per_s']} per s)"
@@ -146,7 +230,7 @@ def _lines(report: Mapping[str, Any], *, fields: bool) -> list[str]:
         lines += [
             "",
             f"{found['partition_id']}: {found['written']}{expected} samples written{rate}, {found['held']} held "
-            f"({_size(found['held_bytes'])}{age}), {found['cleared']} cleared",
+            f"({size_text(found['held_bytes'])}{age}), {found['cleared']} cleared",
         ]
         rows = [
             [task, *(str(counts.get(key, "")) for key in ("ready", "leased", "consumed", "consumed_per_s"))]
@@ -154,6 +238,11 @@ def _lines(report: Mapping[str, Any], *, fields: bool) -> list[str]:
         ]
         if rows:
             lines += _table(["task", "ready", "leased", "consumed", "per s"], rows, right=range(1, 5))
+        lines += [
+            f"  {task} holds {lease['sample_id']}{_since(lease)}: {lease['holder']}, for {lease['left_s']} s more."
+            for task, counts in found["tasks"].items()
+            if (lease := counts["oldest_lease"]) is not None
+        ]
         for task, counts in found["tasks"].items():
             oldest = counts["oldest_not_consumed"]
             if oldest is not None:
@@ -162,7 +251,37 @@ def _lines(report: Mapping[str, Any], *, fields: bool) -> list[str]:
         if fields and found["fields"]:
             shown = [[name, each["cells"] if each else "not written"] for name, each in found["fields"].items()]
             lines += _table(["field", "cells"], shown)
+    if report["clients"]:
+        lines += ["", "clients, as they announced themselves:"]
+        rows = [
+            [
+                each["host"],
+                str(each["pid"]),
+                each["role"],
+                f"{each['open_s']:.0f}",
+                f"{each['heard_s']:.0f}",
+                call_text(each),
+            ]
+            for each in report["clients"]
+        ]
+        lines += _table(["host", "process", "role", "open s", "heard s ago", "in flight"], rows, right=(1, 3, 4))
+    for pid, stacks in report.get("stacks", {}).items():
+        lines += ["", f"stacks of process {pid}:", *(f"  {line}" for line in stacks.splitlines())]
     return lines
+
+
+def _since(lease: Mapping[str, Any]) -> str:
+    return "" if lease["held_s"] is None else f" since {lease['held_s']} s"
+
+
+def call_text(client: Mapping[str, Any]) -> str:
+    """The operation that a client has had under way longest, and how many others."""
+    if not client["calls"]:
+        return "-"
+    first = client["calls"][0]
+    where = f" {first['partition_id']}" if first["partition_id"] else ""
+    others = f", and {client['num_calls'] - 1} more" if client["num_calls"] > 1 else ""
+    return f"{first['operation']}{where} for {first['running_s']:.0f} s{others}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
@@ -177,7 +296,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[i
     ]
 
 
-def _size(num_bytes: float) -> str:
+def size_text(num_bytes: float) -> str:
+    """A number of bytes with its unit, such as ``6.5 MB``."""
     unit = 0
     while num_bytes >= 999.95 and unit < len(_UNITS) - 1:
         num_bytes, unit = num_bytes / 1000, unit + 1

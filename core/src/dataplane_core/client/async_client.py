@@ -149,6 +149,7 @@ class AsyncDataPlaneClient:
     check_consumption_status = _in_thread(DataPlaneClient.check_consumption_status)
     clear_samples = _in_thread(DataPlaneClient.clear_samples)
     ping = _in_thread(DataPlaneClient.ping)
+    list_clients = _in_thread(DataPlaneClient.list_clients)
     list_partitions = _in_thread(DataPlaneClient.list_partitions)
     describe = _in_thread(DataPlaneClient.describe)
     list_samples = _in_thread(DataPlaneClient.list_samples)
@@ -165,7 +166,7 @@ class AsyncDataPlaneClient:
         bound = _CLAIM.bind(client, *args, **kwargs)
         bound.apply_defaults()
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
-        with client._operation():
+        with client._operation("claim_meta", given["partition_id"]):
             request = client._claim_request(**given)
             if client.config.open_partitions:
                 await self._run("claim_meta", partial(client._open_for_claim, request))

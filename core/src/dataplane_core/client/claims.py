@@ -100,7 +100,7 @@ class Claims(Overview):
             >>> claimed.sample_ids
             ['p0_g0', 'p0_g1']
         """
-        with self._operation():
+        with self._operation("claim_meta", partition_id):
             request = self._claim_request(
                 partition_id,
                 task_name,
@@ -158,7 +158,7 @@ class Claims(Overview):
             >>> client.check_consumption_status("step-1", ["trainer"])
             True
         """
-        with self._operation():
+        with self._operation("check_consumption_status", partition_id):
             self._require(Capability.CLAIMS, "check_consumption_status")
             check_name("partition_id", partition_id)
             tasks = check_names("task_names", task_names)
@@ -290,7 +290,7 @@ class Claims(Overview):
         return self._call("describe_partition", describe, PartitionInfo)
 
     def _settle(self, operation: str, request_type: Callable[..., Any], meta: KVBatchMeta, **extra: Any) -> None:
-        with self._operation():
+        with self._operation(operation, meta.partition_id):
             self._require(Capability.LEASES, operation)
             if not meta.sample_ids:
                 return

@@ -106,7 +106,7 @@ class DataPlaneClient(Claims):
         Examples:
             >>> client.register_partition("step-1", ["input_ids", "reward"], 4, ["trainer"])
         """
-        with self._operation():
+        with self._operation("register_partition", partition_id):
             if if_exists not in ("replace", "keep"):
                 raise InvalidRequestError(
                     f"register_partition('{partition_id}') refused: if_exists must be 'replace' or 'keep', got "
@@ -173,7 +173,7 @@ class DataPlaneClient(Claims):
             >>> meta.sequence_lengths
             [3, 2, 1, 2]
         """
-        with self._operation():
+        with self._operation("put_samples", partition_id):
             check_name("partition_id", partition_id)
             ids = check_ids(sample_ids)
             if len(set(ids)) != len(ids):
@@ -252,7 +252,7 @@ class DataPlaneClient(Claims):
             >>> batch["reward"]
             tensor([0., 0.])
         """
-        with self._operation():
+        with self._operation("get_samples", partition_id):
             check_name("partition_id", partition_id)
             ids = check_ids(sample_ids)
             names = [] if select_fields is None else check_names("select_fields", select_fields)
@@ -319,7 +319,7 @@ class DataPlaneClient(Claims):
         Examples:
             >>> client.clear_samples(["p0_g0"], "step-1")
         """
-        with self._operation():
+        with self._operation("clear_samples", partition_id):
             check_name("partition_id", partition_id)
             ids = None if sample_ids is None else list(dict.fromkeys(check_ids(sample_ids)))
             if ids is None:

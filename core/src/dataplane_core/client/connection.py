@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import pluggy
 
 from dataplane_core.backends import Backend
+from dataplane_core.client.announcing import Announcer, RunningCall
 from dataplane_core.client.forks import fork_hint, open_clients
 from dataplane_core.client.waiting import Waiters
 from dataplane_core.config import DataPlaneConfig
@@ -64,6 +65,8 @@ class Connection:
         client._bootstrapped = bootstrap
         client._pid = os.getpid()
         client._in_flight = 0
+        client._calls = {}
+        client._announcer = None
         client._state = threading.Lock()
         client._idle = threading.Condition(client._state)
         client._close_lock = threading.Lock()
@@ -88,6 +91,8 @@ class Connection:
                 ) from error
             raise
         open_clients.add(client)
+        if config.announce_s is not None and Capability.CLIENTS in client._capabilities:
+            client._announcer = Announcer(client, config.announce_s)
         return client
 
     _config: DataPlaneConfig
@@ -103,6 +108,8 @@ class Connection:
     _bootstrapped: bool
     _pid: int
     _in_flight: int
+    _calls: dict[int, RunningCall]  # guarded by _state
+    _announcer: Announcer | None
     _state: threading.Lock
     _idle: threading.Condition  # no operation is under way
     _close_lock: threading.Lock
@@ -158,6 +165,8 @@ class Connection:
                 self._waiters.close()
                 self._idle.wait_for(lambda: self._in_flight == 0, timeout=self._config.op_timeout_s)
             open_clients.discard(self)
+            if self._announcer is not None:
+                self._announcer.stop()
             self._stopped = True  # only now: a close that was interrupted while it waited can be repeated
             self._stop_all(suppress=False)
 
@@ -194,7 +203,8 @@ class Connection:
     # --- what operations need -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _operation(self) -> Iterator[None]:
+    def _operation(self, operation: str = "", partition_id: str = "") -> Iterator[None]:
+        """While an operation runs. If it is named, `list_clients` shows it."""
         if self._pid != os.getpid():
             raise ClientClosedError(
                 f"this client was opened in process {self._pid} and is used in its fork {os.getpid()}.",
@@ -205,12 +215,17 @@ class Connection:
             if self._closed:
                 raise ClientClosedError("the client is closed.", backend=self.backend_name)
             self._in_flight += 1
+            if operation:
+                call = RunningCall(operation, partition_id)
+                self._calls[id(call)] = call
         try:
             with self._naming_errors():
                 yield
         finally:
             with self._state:
                 self._in_flight -= 1
+                if operation:
+                    del self._calls[id(call)]
                 if self._in_flight == 0:
                     self._idle.notify_all()
 

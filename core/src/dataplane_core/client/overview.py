@@ -12,10 +12,13 @@ from dataplane_core.errors import UnknownTaskError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     Capability,
+    ClientInfo,
+    ClientList,
     ExportRequest,
     FieldList,
     FieldsRequest,
     InspectRequest,
+    ListClientsRequest,
     ListPartitionsRequest,
     ListRequest,
     PartitionDescription,
@@ -76,7 +79,7 @@ class Overview(Connection):
             >>> found.tasks["trainer"].num_consumed
             3
         """
-        with self._operation():
+        with self._operation("describe", partition_id):
             self._require(Capability.LISTING, "describe")
             check_name("partition_id", partition_id)
             request = InspectRequest(partition_id=partition_id, deadline=self._deadline())
@@ -106,7 +109,7 @@ class Overview(Connection):
             >>> client.list_samples("step-1", sample_ids=["p1_g1", "p9_g9"]).tags
             [{'input_lengths': 2}]
         """
-        with self._operation():
+        with self._operation("list_samples", partition_id):
             self._require(Capability.LISTING, "list_samples")
             check_name("partition_id", partition_id)
             condition = check_tag_filter(tag_filter)
@@ -190,17 +193,37 @@ class Overview(Connection):
         """
         self._set_cursor("reset_consumption", partition_id, task_name, check_ids(sample_ids), create=False)
 
+    def list_clients(self) -> list[ClientInfo]:
+        """The clients of the store, as they announced themselves, sorted by host and process.
+
+        A client announces itself one second after it was opened, and then every ``announce_s`` seconds of its config
+        (less often in a store with more than 500 clients). One that ended without `close` is listed a little longer
+        than three times as many seconds.
+
+        Raises:
+            UnsupportedOperationError: The backend does not declare ``clients``.
+
+        Examples:
+            >>> [(each.pid, each.role, each.calls) for each in client.list_clients()]
+            []
+        """
+        with self._operation("list_clients"):
+            self._require(Capability.CLIENTS, "list_clients")
+            request = ListClientsRequest(deadline=self._deadline())
+            found = self._call("list_clients", request, ClientList).clients
+            return sorted(found, key=lambda client: (client.host, client.pid, client.client_id))
+
     # --- how it is done -----------------------------------------------------------------------------------------------
 
     def _list_partitions(self, what: str) -> list[str]:
-        with self._operation():
+        with self._operation(what):
             self._require(Capability.LISTING, what)
             request = ListPartitionsRequest(deadline=self._deadline())
             return sorted(self._call("list_partitions", request, PartitionList).partition_ids)
 
     def _list_fields(self, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]:
         """For each sample the fields that it has, without those of middleware. Equal lists are the same object."""
-        with self._operation():
+        with self._operation("list_fields", partition_id):
             self._require(Capability.LISTING, what)
             request = FieldsRequest(partition_id=partition_id, sample_ids=sample_ids, deadline=self._deadline())
             found = self._call("list_fields", request, FieldList)
@@ -209,7 +232,7 @@ class Overview(Connection):
         return [patterns[place] for place in found.index]
 
     def _export(self, what: str, partition_id: str) -> PartitionState:
-        with self._operation():
+        with self._operation(what, partition_id):
             self._require(Capability.CURSORS, what)
             check_name("partition_id", partition_id)
             request = ExportRequest(partition_id=partition_id, deadline=self._deadline())
@@ -218,7 +241,7 @@ class Overview(Connection):
     def _set_cursor(
         self, what: str, partition_id: str, task_name: str, sample_ids: Sequence[str], *, create: bool
     ) -> int:
-        with self._operation():
+        with self._operation(what, partition_id):
             self._require(Capability.CURSORS, what)
             check_name("partition_id", partition_id)
             check_name("task_name", task_name)

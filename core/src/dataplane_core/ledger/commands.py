@@ -12,7 +12,10 @@ from typing import Annotated, Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
 from dataplane_core.ledger.rows import Ref
 from dataplane_core.spec import (
+    AnnounceReply,
     Claim,
+    ClientInfo,
+    ClientList,
     FieldList,
     FieldSpec,
     IfExists,
@@ -29,6 +32,7 @@ __all__ = [
     "COMMANDS",
     "AbortPut",
     "Ack",
+    "Announce",
     "BeginPut",
     "CheckPut",
     "ClaimSamples",
@@ -42,6 +46,7 @@ __all__ = [
     "Expire",
     "Export",
     "Inspect",
+    "ListClients",
     "ListFields",
     "ListPartitions",
     "ListSamples",
@@ -519,9 +524,27 @@ class Collected(Command[None]):
     refs: Sequence[Ref]
 
 
+@dataclass(frozen=True, slots=True)
+class Announce(Command[AnnounceReply]):
+    """Lists a client for ``ttl_s`` seconds. 0: no longer. It is no part of the ledger's state, so no journal has it."""
+
+    op = "announce"
+    reads = True
+    client: ClientInfo
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ListClients(Command[ClientList]):
+    """Reply: the clients that were announced and whose time is not over."""
+
+    op = "list_clients"
+    reads = True
+
+
 #: All commands.
 COMMANDS: Final = (
     *(Register, Describe, BeginPut, CheckPut, WaitForRoom, CommitPut, AbortPut, PutTags, Locate, ListSamples),
-    *(ListPartitions, Inspect, ListFields, Export, SetCursor),
+    *(ListPartitions, Inspect, ListFields, Export, SetCursor, Announce, ListClients),
     *(ClaimSamples, MayClaim, Ack, Nack, Renew, Consumed, Expire, Due, Clear, Collected),
 )

@@ -6,7 +6,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dataplane_core.errors import InvalidRequestError, LeaseExpiredError, Shortfall, UnknownTaskError, preview
+from dataplane_core.errors import (
+    InvalidRequestError,
+    LeaseExpiredError,
+    LeaseHolder,
+    Shortfall,
+    UnknownTaskError,
+    preview,
+)
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.leases import Leases
 from dataplane_core.ledger.rows import Claimable, Group, Hold, Ref, Row, group_of
@@ -321,7 +328,7 @@ class Partition:
                     row.holds[task_name] = Hold("", command.holder, 0.0, True)
                     task.num_done += 1
                 else:
-                    row.holds[task_name] = Hold(command.token, command.holder, now + lease_s, False)
+                    row.holds[task_name] = Hold(command.token, command.holder, now + lease_s, False, now)
                     self.leases.add(now + lease_s, row, task_name)
                 task.num_held += 1
             if isinstance(claimable, Group):
@@ -365,6 +372,7 @@ class Partition:
                 num_ready=len(self._view(task_name, task, declared).of(None, now)) * self._group_size,
                 num_leased=task.num_held - task.num_done,
                 num_consumed=task.num_done,
+                oldest_lease=self._oldest_lease(task_name, now) if task.num_held > task.num_done else None,
             )
             for task_name, task in self.tasks.items()
         }
@@ -377,6 +385,26 @@ class Partition:
             held_bytes=self.held_bytes,
             oldest_s=None if oldest is None else max(0.0, now - oldest.written_at),
             tasks=tasks,
+        )
+
+    def _oldest_lease(self, task_name: str, now: float) -> LeaseHolder | None:
+        """The sample that the task has held longest under its present lease."""
+        oldest: tuple[float, int, Row, Hold] | None = None
+        for _, seq, sample_id, name in self.leases.heap:
+            found = self._lease(sample_id, seq, name) if name == task_name else None
+            if found is not None:
+                row, hold = found
+                since = hold.expires_at if hold.held_since is None else hold.held_since
+                if oldest is None or (since, seq) < oldest[:2]:
+                    oldest = since, seq, row, hold
+        if oldest is None:
+            return None
+        _, _, row, hold = oldest
+        return LeaseHolder(
+            sample_id=row.sample_id,
+            holder=hold.holder,
+            left_s=max(0.0, hold.expires_at - now),
+            held_s=None if hold.held_since is None else max(0.0, now - hold.held_since),
         )
 
     # --- leases -------------------------------------------------------------------------------------------------------

@@ -32,12 +32,16 @@ def group_of(sample_id: str) -> str:
 
 @dataclass(slots=True)
 class Hold:
-    """A task's hold on a row: a lease until ``expires_at``, or for good (``done``)."""
+    """A task's hold on a row: a lease until ``expires_at``, or for good (``done``).
+
+    ``held_since`` is None after a restart of the ledger.
+    """
 
     token: str
     holder: str
     expires_at: float
     done: bool
+    held_since: float | None = None
 
 
 @dataclass(slots=True, eq=False)

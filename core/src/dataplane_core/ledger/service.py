@@ -13,12 +13,13 @@ from typing import Any, Final, cast
 
 from dataplane_core.errors import CapacityExceededError, DataPlaneError, Shortfall
 from dataplane_core.ledger import commands
+from dataplane_core.ledger.clients import ClientRegister
 from dataplane_core.ledger.commands import Command, Reply
 from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer
 from dataplane_core.ledger.rows import Ref
 from dataplane_core.ledger.waiting import WaitingClaims
-from dataplane_core.spec import Claim
+from dataplane_core.spec import AnnounceReply, Claim, ClientList
 
 __all__ = ["LedgerService"]
 
@@ -65,6 +66,7 @@ class LedgerService:
         self._pacer = Pacer()  # of all who wait, for samples or for room
         self._explained: dict[tuple[Any, ...], _Explained] = {}
         self._waiting = WaitingClaims()
+        self._clients = ClientRegister()
         self._room_wakes: dict[str, Callable[[], bool]] = {}  # ticket of a put that waits for room -> how to wake it
 
     @property
@@ -107,6 +109,11 @@ class LedgerService:
         match command:
             case commands.ClaimSamples():
                 return cast("Reply", self._claim(command, wake))
+            case commands.Announce():
+                num_clients = self._clients.announce(command.client, command.ttl_s, self._clock())
+                return cast("Reply", AnnounceReply(num_clients=num_clients))
+            case commands.ListClients():
+                return cast("Reply", ClientList(clients=self._clients.listed(self._clock())))
             # other commands may leave a known shortfall slightly outdated; these make it wrong
             case commands.Register() | commands.SetCursor() | commands.Clear(sample_ids=None):
                 for question in [each for each in self._explained if each[0] == command.partition_id]:

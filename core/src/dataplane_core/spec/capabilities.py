@@ -18,7 +18,7 @@ __all__ = ["GUARANTEES", "OPERATIONS", "Capability", "Scope", "WireFormat"]
 class Capability(StrEnum):
     """An operation or guarantee that a backend may declare.
 
-    The first nine are operations. If a backend does not declare one, the client refuses it with
+    The first ten are operations. If a backend does not declare one, the client refuses it with
     `UnsupportedOperationError`. The rest are guarantees. The conformance kit tests what is declared, and that the
     client refuses the operations that are not.
     """
@@ -39,6 +39,8 @@ class Capability(StrEnum):
     """`list_consumed`, `reset_consumption`, `save` and `load`."""
     SAMPLERS = "samplers"
     """Claims with a ``sampler`` and ``dp_rank``."""
+    CLIENTS = "clients"
+    """`list_clients`. Clients announce themselves."""
     OVERWRITE = "overwrite"
     """A put may replace cells that are already produced."""
 
@@ -64,6 +66,7 @@ OPERATIONS: Final[frozenset[Capability]] = frozenset(
         Capability.LISTING,
         Capability.CURSORS,
         Capability.SAMPLERS,
+        Capability.CLIENTS,
         Capability.OVERWRITE,
     }
 )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import pluggy
 
-from dataplane_core.errors import Shortfall
+from dataplane_core.errors import LeaseHolder, Shortfall
 from dataplane_core.spec.field_spec import FieldSpec
 from dataplane_core.spec.tags import TagValue
 
@@ -390,6 +390,28 @@ class SetCursorRequest:
     deadline: float
 
 
+@dataclass(slots=True, kw_only=True)
+class AnnounceRequest:
+    """Say that a client uses the store, and what it does.
+
+    Attributes:
+        client: The client. Its ``heard_s`` is 0.
+        ttl_s: Seconds for which the store lists it, unless it is announced again. 0: the client closes.
+        deadline: On `time.monotonic`'s clock, in seconds.
+    """
+
+    client: ClientInfo
+    ttl_s: float
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ListClientsRequest:
+    """List the clients that use the store."""
+
+    deadline: float
+
+
 # --- replies: frozen --------------------------------------------------------------------------------------------------
 
 
@@ -552,6 +574,64 @@ class PartitionList:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallInfo:
+    """An operation that a client has under way.
+
+    Attributes:
+        operation: The name of the client's method.
+        partition_id: The partition, or empty.
+        running_s: Seconds since it began, as of the announcement.
+    """
+
+    operation: str
+    partition_id: str
+    running_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientInfo:
+    """A client of a store, as it announced itself.
+
+    Attributes:
+        client_id: Random bits. No other client has them.
+        host: The name of its host.
+        pid: Its process.
+        role: The config's ``role``, or the name of its program.
+        open_s: Seconds since it was opened, as of the announcement.
+        num_calls: How many operations it has under way.
+        calls: Those that began first, the first one first.
+        heard_s: Seconds since it was announced.
+    """
+
+    client_id: str
+    host: str
+    pid: int
+    role: str
+    open_s: float
+    num_calls: int = 0
+    calls: Sequence[CallInfo] = ()
+    heard_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceReply:
+    """The client is listed, or no longer.
+
+    Attributes:
+        num_clients: How many clients are listed. The more there are, the less often each announces itself.
+    """
+
+    num_clients: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientList:
+    """The clients that were announced and whose time is not over, in any order."""
+
+    clients: Sequence[ClientInfo]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FieldList:
     """Which fields samples have.
 
@@ -572,11 +652,13 @@ class TaskDescription:
         num_ready: Samples that a claim of all registered fields could give it now.
         num_leased: Samples that it holds under a lease.
         num_consumed: Samples that it was given for good: without a lease, or acked.
+        oldest_lease: Who has held a sample longest under its present lease. None if the task holds none.
     """
 
     num_ready: int
     num_leased: int
     num_consumed: int
+    oldest_lease: LeaseHolder | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -735,6 +817,14 @@ class DataPlaneSpec:
             UnknownPartitionError: Not registered.
             MissingDataError: Names the first missing samples, and counts the rest.
         """
+
+    @hookspec(firstresult=True)
+    def announce(self, request: AnnounceRequest) -> AnnounceReply:  # type: ignore[empty-body]
+        """Lists the client for ``ttl_s`` seconds in place of what it announced before. 0: no longer."""
+
+    @hookspec(firstresult=True)
+    def list_clients(self, request: ListClientsRequest) -> ClientList:  # type: ignore[empty-body]
+        """Lists the clients that were announced and whose time is not over."""
 
     @hookspec(firstresult=True)
     def export_partition(self, request: ExportRequest) -> PartitionState:  # type: ignore[empty-body]

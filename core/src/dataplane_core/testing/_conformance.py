@@ -11,6 +11,7 @@ from dataplane_core.testing.suites.capabilities import CapabilitySuite
 from dataplane_core.testing.suites.capacity import CapacitySuite
 from dataplane_core.testing.suites.claims import ClaimSuite
 from dataplane_core.testing.suites.clear import ClearSuite
+from dataplane_core.testing.suites.clients import ClientSuite
 from dataplane_core.testing.suites.consumption import ConsumptionSuite
 from dataplane_core.testing.suites.costs import CostSuite
 from dataplane_core.testing.suites.crashes import CrashSuite
@@ -66,6 +67,7 @@ class BackendConformance(
     OverviewSuite,
     ListingSuite,
     SamplerSuite,
+    ClientSuite,
     WakeSuite,
     TagFilterSuite,
     LeaseSuite,

@@ -12,14 +12,19 @@ from dataplane_core.backends import Backend
 from dataplane_core.codec import decode_columns, encode_columns
 from dataplane_core.spec import (
     AckRequest,
+    AnnounceReply,
+    AnnounceRequest,
     Claim,
     ClaimRequest,
     ClearReply,
     ClearRequest,
+    ClientInfo,
+    ClientList,
     ConsumptionReply,
     ConsumptionRequest,
     DescribeRequest,
     GetRequest,
+    ListClientsRequest,
     ListRequest,
     NackRequest,
     PartitionInfo,
@@ -186,6 +191,15 @@ class Hooks:
             partition_id=partition_id, tag_filter=check_tag_filter(tag_filter), deadline=self._deadline()
         )
         return self._call("list_samples", request, SampleList)
+
+    def announce(self, client: ClientInfo, ttl_s: float) -> AnnounceReply:
+        """``announce``."""
+        request = AnnounceRequest(client=client, ttl_s=ttl_s, deadline=self._deadline())
+        return self._call("announce", request, AnnounceReply)
+
+    def clients(self) -> Sequence[ClientInfo]:
+        """``list_clients``."""
+        return self._call("list_clients", ListClientsRequest(deadline=self._deadline()), ClientList).clients
 
     def _settle(
         self,

@@ -104,6 +104,8 @@ class Deployment:
         attach_wait_s: float = 10.0,
         allow_pickle: bool = False,
         open_partitions: bool = False,
+        role: str | None = None,
+        announce_s: float = 5.0,
         middleware: Sequence[Any] = (),
     ) -> DataPlaneClient:
         """A client of the backend under test. The caller must close it."""
@@ -115,6 +117,8 @@ class Deployment:
             attach_wait_s=attach_wait_s,
             allow_pickle=allow_pickle,
             open_partitions=open_partitions,
+            role=role,
+            announce_s=announce_s,
         )
         client = connect_backend(self.backend_class, config, bootstrap=bootstrap)
         return cast("DataPlaneClient", ThroughAsyncio(client)) if self.case.through_asyncio else client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import ClassVar
 
 from broken import Broken
@@ -94,3 +95,40 @@ class ExplainsWhatItDeclares(NoopBackend):
     """Declares claims, and says why it cannot have them."""
 
     why_not_declared: ClassVar = {"claims": "the engine has no cursor"}
+
+
+@breaks("test_a_client_that_is_silent_is_not_listed_for_long")
+class ListsTheDead(NoopBackend):
+    """Lists a client until it says that it closes."""
+
+    def announce(self, request):
+        return super().announce(replace(request, ttl_s=request.ttl_s and 9999.0))
+
+
+@breaks("test_announced_clients_are_listed")
+class ForgetsTheCalls(NoopBackend):
+    """Lists clients without what they do."""
+
+    def announce(self, request):
+        return super().announce(replace(request, client=replace(request.client, calls=())))
+
+
+@breaks("test_describe_names_the_oldest_lease")
+class NamesTheNewestLease(NoopBackend):
+    """Says who holds the sample that was claimed last."""
+
+    def claim(self, request):
+        claim = super().claim(request)
+        if claim.lease_tokens:
+            self.__dict__.setdefault("given", []).extend(claim.sample_ids)
+        return claim
+
+    def inspect_partition(self, request):
+        found = super().inspect_partition(request)
+        tasks = {
+            name: task
+            if task.oldest_lease is None
+            else replace(task, oldest_lease=replace(task.oldest_lease, sample_id=self.given[-1]))
+            for name, task in found.tasks.items()
+        }
+        return replace(found, tasks=tasks)

@@ -19,7 +19,7 @@ class NoopBackend(LedgerBackend):
     """The reference backend: every operation of the contract, scope process. It waits for nothing but a lock."""
 
     wire = WireFormat(ragged="jagged", objects="native", shared_rows=True)
-    capabilities = LEDGER_CAPABILITIES | {Capability.NO_PICKLE, Capability.WAKES}
+    capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.PROCESS
     why_not_declared: ClassVar[Mapping[str, str]] = {
         "scope": "a store is memory of one process, which no other process can reach",

@@ -18,11 +18,14 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import (
     AckRequest,
+    AnnounceReply,
+    AnnounceRequest,
     Capability,
     Claim,
     ClaimRequest,
     ClearReply,
     ClearRequest,
+    ClientList,
     ConsumptionReply,
     ConsumptionRequest,
     DescribeRequest,
@@ -31,6 +34,7 @@ from dataplane_core.spec import (
     FieldsRequest,
     GetRequest,
     InspectRequest,
+    ListClientsRequest,
     ListPartitionsRequest,
     ListRequest,
     NackRequest,
@@ -176,6 +180,14 @@ class RedisBackend(Backend):
     def list_fields(self, request: FieldsRequest) -> FieldList:
         """Lists the produced fields of samples."""
         return self._overview.list_fields(request)
+
+    def announce(self, request: AnnounceRequest) -> AnnounceReply:
+        """Lists a client."""
+        return self._overview.announce(request)
+
+    def list_clients(self, request: ListClientsRequest) -> ClientList:
+        """Lists the clients."""
+        return self._overview.list_clients(request)
 
     def export_partition(self, request: ExportRequest) -> PartitionState:
         """Reads cursors and history."""

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, Final
 
-from dataplane_core.errors import InvalidRequestError, MissingDataError
+from dataplane_core.errors import InvalidRequestError, LeaseHolder, MissingDataError
 from dataplane_core.spec import (
+    AnnounceReply,
+    AnnounceRequest,
+    CallInfo,
+    ClientInfo,
+    ClientList,
     DescribeRequest,
     ExportRequest,
     FieldList,
     FieldSpec,
     FieldsRequest,
     InspectRequest,
+    ListClientsRequest,
     ListPartitionsRequest,
     PartitionDescription,
     PartitionInfo,
@@ -123,14 +130,20 @@ class Overview:
         reply = self._session.run(what, request.deadline, "inspect", request.partition_id)
         if reply[0] != b"ok":
             _refusals.raise_partition(request.partition_id, reply)
-        _, epoch, text, specs, num_samples, num_cleared, held_bytes, oldest_s, tasks = reply
+        _, epoch, text, specs, num_samples, num_cleared, held_bytes, oldest_s, tasks, leases = reply
         info = _info_of(text_of(epoch), text)
         required = pack_layout(sorted(info.fields))
         consumed = {text_of(name): count for name, count in _pairs(tasks)}
+        oldest = {text_of(name): _holder_of(*lease) for name, lease in _pairs(leases)}
         described = {}
         for name in info.consumer_tasks:
             ready, leased = self._claims.count(what, request.partition_id, name, required, request.deadline)
-            described[name] = TaskDescription(num_ready=ready, num_leased=leased, num_consumed=consumed.get(name, 0))
+            described[name] = TaskDescription(
+                num_ready=ready,
+                num_leased=leased,
+                num_consumed=consumed.get(name, 0),
+                oldest_lease=oldest.get(name) if leased else None,
+            )
         return PartitionDescription(
             info=info,
             specs={text_of(name): FieldSpec.from_text(spec.decode()) for name, spec in _pairs(specs)},
@@ -151,6 +164,20 @@ class Overview:
         patterns: dict[Any, int] = {}
         index = [patterns.setdefault(names, len(patterns)) for names in found]
         return FieldList(patterns=list(patterns), index=index)
+
+    # --- clients ------------------------------------------------------------------------------------------------------
+
+    def announce(self, request: AnnounceRequest) -> AnnounceReply:
+        """Lists a client for a time."""
+        client = request.client
+        text = json.dumps(asdict(client))
+        reply = self._session.run("announce()", request.deadline, "announce", client.client_id, text, request.ttl_s)
+        return AnnounceReply(num_clients=reply[1])
+
+    def list_clients(self, request: ListClientsRequest) -> ClientList:
+        """Lists the clients."""
+        reply = self._session.run("list_clients()", request.deadline, "clients")
+        return ClientList(clients=[_client_of(text, float(heard_s)) for text, heard_s in _pairs(reply[1:])])
 
     # --- cursors ------------------------------------------------------------------------------------------------------
 
@@ -212,6 +239,15 @@ def _text_of(info: PartitionInfo) -> str:
 
 def _info_of(epoch: str, text: bytes) -> PartitionInfo:
     return PartitionInfo.of(epoch, json.loads(text))
+
+
+def _holder_of(sample_id: bytes, holder: bytes, left_s: bytes, held_s: bytes) -> LeaseHolder:
+    return LeaseHolder(sample_id=text_of(sample_id), holder=text_of(holder), left_s=float(left_s), held_s=float(held_s))
+
+
+def _client_of(text: bytes, heard_s: float) -> ClientInfo:
+    told = json.loads(text)
+    return ClientInfo(**{**told, "calls": [CallInfo(**each) for each in told["calls"]], "heard_s": heard_s})
 
 
 def _pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:

@@ -32,11 +32,13 @@ _OPERATIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "shortfall": ("allow-oom", ("common", "leases", "filter")),
     "settle": ("allow-oom", ("common", "leases")),
     "consumed": ("no-writes", ("common",)),
-    "inspect": ("no-writes", ("common",)),
+    "inspect": ("no-writes", ("common", "leases")),
     "consumed_ids": ("no-writes", ("common", "leases")),
     "cursor": ("allow-oom", ("common", "leases", "adding")),
     "clear": ("allow-oom", ("common", "leases", "drop")),
     "collect": ("allow-oom", ("common",)),
+    "announce": ("allow-oom", ("common",)),
+    "clients": ("no-writes", ("common",)),
 }
 
 

@@ -60,7 +60,7 @@ class ShmBackend(LedgerBackend):
     """
 
     wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True)
-    capabilities = LEDGER_CAPABILITIES | {Capability.NO_PICKLE, Capability.WAKES}
+    capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.HOST
     why_not_declared: ClassVar[Mapping[str, str]] = {
         "scope": "memory is shared by the processes of one host only",

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from dataplane_core.backends import Finding, RefsGoneError, RowStoreBackend
+from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, RefsGoneError, RowStoreBackend
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger import Command, LedgerService, Reply
 from dataplane_core.spec import Capability, Scope
@@ -31,6 +31,7 @@ _COLUMN = "dataplane"
 class QueueBackend(RowStoreBackend, Generic[_Engine]):
     """A backend whose ledger runs in a TransferQueue controller. ``Config`` derives from `QueueConfig`."""
 
+    capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS}
     scope = Scope.CLUSTER
     opens_in_forks = False
     why_not_declared: ClassVar[Mapping[str, str]] = {

@@ -90,7 +90,7 @@ class CapabilitySuite(Suite, chapter="capabilities"):
 
     def test_undeclared_operations_are_refused(self, store: Store, undeclared: Capability | None) -> None:
         """Contract: "Operations, refused with UnsupportedOperationError where undeclared: claims, groups, leases,
-        tag_filters, capacity, listing, cursors, samplers, overwrite."
+        tag_filters, capacity, listing, cursors, samplers, clients, overwrite."
 
         Check first: the class attribute capabilities. Core refuses every undeclared operation except an overwrite,
         which the put_samples hook must refuse itself.

@@ -41,6 +41,7 @@ _OPERATIONS: dict[str, tuple[Callable[[DataPlaneClient], Any], Capability | None
     "check_consumption_status": (lambda client: client.check_consumption_status("p", ["train"]), Capability.CLAIMS),
     "clear_samples": (lambda client: client.clear_samples(None, "p"), None),
     "list_samples": (lambda client: client.list_samples("p"), Capability.LISTING),
+    "list_clients": (lambda client: client.list_clients(), Capability.CLIENTS),
 }
 
 

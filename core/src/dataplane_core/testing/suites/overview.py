@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from dataplane_core.spec import Capability, FieldSpec
+from dataplane_core.errors import LeaseHolder
+from dataplane_core.spec import Capability, FieldSpec, this_process
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import as_objects, ids, jagged
 from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store
+from dataplane_core.testing._timing import eventually
 
 __all__ = ["OverviewSuite"]
 
@@ -94,6 +96,44 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
         tasks = store.client.describe(partition).tasks
         assert (tasks["a"].num_ready, tasks["a"].num_leased, tasks["a"].num_consumed) == expected
         assert (tasks["b"].num_ready, tasks["b"].num_leased, tasks["b"].num_consumed) == (6, 0, 0)
+
+    @proves(Capability.LISTING, Capability.LEASES)
+    def test_describe_names_the_oldest_lease(self, store: Store) -> None:
+        """Contract: "for the lease of the task that was given first: a sample of it, who holds it, how long already,
+        and how long still. A renewal keeps the time when it was given."
+
+        Check first: inspect_partition. Leases that were acked, given back or ended must not count, and each task has
+        its own.
+        """
+        partition = store.register("x", tasks=["a", "b"])
+        store.put(partition, ids(8), x=torch.arange(8))
+
+        def oldest(task: str) -> LeaseHolder | None:
+            return store.client.describe(partition).tasks[task].oldest_lease
+
+        assert oldest("a") is None
+        first = store.claim(partition, 2, task="a", lease_s=600.0)
+        second = store.claim(partition, 2, task="a", lease_s=60.0)
+        store.claim(partition, 1, task="b", lease_s=0.05)
+        store.client.renew(first, 900.0)
+        found = oldest("a")
+        assert found is not None
+        assert found.sample_id in first.sample_ids
+        assert found.holder == this_process()
+        assert 600.0 < found.left_s <= 900.0
+        assert found.held_s is not None
+        assert 0.0 <= found.held_s < 300.0
+        store.client.ack(first.slice(0, 1))
+        found = oldest("a")
+        assert found is not None
+        assert found.sample_id == first.sample_ids[1]
+        store.client.nack(first.slice(1, 2))
+        found = oldest("a")
+        assert found is not None
+        assert found.sample_id in second.sample_ids
+        store.client.ack(second)
+        assert oldest("a") is None
+        eventually(lambda: oldest("b") is None, what="the end of the lease of the other task")
 
     @proves(Capability.LISTING, Capability.GROUPS)
     def test_describe_counts_whole_groups(self, store: Store) -> None:

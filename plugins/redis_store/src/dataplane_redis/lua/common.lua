@@ -10,6 +10,8 @@
 --   base:held, base:seq  payload bytes held; the order of first writes
 --   base:pending         zset: puts begun and not committed, by the time when they count as abandoned
 --   base:reserved        hash: the payload bytes of each
+--   base:clients         hash: client -> "<time>:<its announcement>"
+--   base:announced       zset: these clients, by the time until when they are listed
 --   base:waiters         zset: clients with claims that wait, by the time until when they count
 --   base:line, waiting, freed   puts that wait for room, see line.lua
 --   base:why:<digest>    the shortfall of a claim that timed out, kept for a short time, see shortfall.lua

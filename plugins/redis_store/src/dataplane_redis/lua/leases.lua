@@ -1,6 +1,6 @@
 -- Leases. A task's hold on a row refers to a lease by number, so settling a claim changes one lease and not each row.
 --
---   k   hash   number -> {kind, task, rows held, rows given, token, holder, parts}
+--   k   hash   number -> {kind, task, rows held, rows given, token, holder, parts, the time when it was given}
 --   q   zset   number by the time when the lease ends
 --   a   hash   "<number>:<part>" -> the ids of a part; some may have left the lease
 --
@@ -16,8 +16,8 @@ local function read_lease(P, number)
     lease = false
     if packed then
       lease = {number = number}
-      lease.kind, lease.task, lease.rows, lease.given, lease.token, lease.holder, lease.parts =
-        unpack(cmsgpack.unpack(packed))
+      lease.kind, lease.task, lease.rows, lease.given, lease.token, lease.holder, lease.parts,
+        lease.since = unpack(cmsgpack.unpack(packed))
     end
     P.leases[number] = lease
   end
@@ -26,7 +26,7 @@ end
 
 local function save_lease(P, lease)
   local packed = cmsgpack.pack({
-    lease.kind, lease.task, lease.rows, lease.given, lease.token, lease.holder, lease.parts,
+    lease.kind, lease.task, lease.rows, lease.given, lease.token, lease.holder, lease.parts, lease.since,
   })
   call('HSET', P.at .. 'k', lease.number, packed)
 end
@@ -35,6 +35,7 @@ local function new_lease(P, kind, task, token, holder)
   local number = string.format('%.0f', call('HINCRBY', P.meta, 'lease', 1))
   local lease = {
     number = number, kind = kind, task = task, rows = 0, given = 0, token = token, holder = holder, parts = 0,
+    since = string.format('%.6f', now()),
   }
   P.leases = P.leases or {}
   P.leases[number] = lease

@@ -1,0 +1,16 @@
+-- Request: {client, its announcement, seconds for which it is listed; 0: it closes}. Replies {"ok", listed clients}.
+-- Drops a few clients whose time is over.
+local client, text, seconds = unpack(cmsgpack.unpack(ARGV[1]))
+local clients, ends = BASE .. ':clients', BASE .. ':announced'
+if seconds > 0 then
+  call('HSET', clients, client, string.format('%.6f', now()) .. ':' .. text)
+  call('ZADD', ends, string.format('%.6f', now() + seconds), client)
+else
+  call('ZADD', ends, '0', client)
+end
+keep_time()
+for _, over in ipairs(call('ZRANGEBYSCORE', ends, '-inf', string.format('%.6f', now()), 'LIMIT', 0, 3)) do
+  call('HDEL', clients, over)
+  call('ZREM', ends, over)
+end
+return {'ok', call('HLEN', clients)}

@@ -1,0 +1,8 @@
+-- Replies {"ok", announcement of a client, seconds since, ...} for the clients whose time is not over.
+local found = {'ok'}
+for _, client in ipairs(call('ZRANGEBYSCORE', BASE .. ':announced', '(' .. string.format('%.6f', now()), '+inf')) do
+  local at, text = string.match(call('HGET', BASE .. ':clients', client), '^([^:]*):(.*)$')
+  found[#found + 1] = text
+  found[#found + 1] = string.format('%.6f', math.max(0, now() - tonumber(at)))
+end
+return found

@@ -1,0 +1,129 @@
+"""How a client announces itself. What stores list is tested by the kit's chapter "clients"."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+
+from dataplane_core import connect
+from dataplane_core.client import announcing
+from dataplane_core.errors import ConfigError, OperationTimeoutError
+from dataplane_core.spec import AnnounceReply
+from dataplane_core.testing._timing import eventually
+
+
+class Client:
+    """What the announcer needs of a client; ``said`` holds what it announced."""
+
+    def __init__(self, role="r", num_clients=1):
+        self._calls = {}
+        self._state = threading.Lock()
+        self.config = type("Config", (), {"role": role})()
+        self.said = []
+        self.num_clients = num_clients
+        self.error = None
+
+    def _call(self, operation, request, reply_type):
+        self.said.append(request)
+        if self.error is not None:
+            raise self.error
+        return AnnounceReply(num_clients=self.num_clients)
+
+
+def announcer_threads():
+    return [each for each in threading.enumerate() if each.name == "dataplane-announce"]
+
+
+def test_the_operations_that_began_first_are_named():
+    client = Client()
+    for number in range(20):
+        call = announcing.RunningCall("put_samples", f"p{number}")
+        call.began_at -= number
+        client._calls[number] = call
+    announcer = announcing.Announcer(client, 0.01)
+    eventually(lambda: client.said, what="an announcement")
+    announcer.stop()
+    told = client.said[0].client
+    assert (told.num_calls, told.role, told.pid) == (20, "r", os.getpid())
+    assert [each.partition_id for each in told.calls] == [f"p{number}" for number in range(19, 11, -1)]
+    assert told.calls[0].running_s >= 19.0
+    assert client.said[-1].ttl_s == 0.0
+
+
+def test_the_more_clients_the_less_often(monkeypatch):
+    client = Client(num_clients=3000)
+    pauses = []
+    announcer = announcing.Announcer(client, 5.0)
+    announcer.end()
+    monkeypatch.setattr(announcer._stop, "wait", lambda pause_s: pauses.append(pause_s) or len(pauses) > 2)
+    announcer._run()
+    assert pauses == [1.0, 30.0, 30.0]
+    assert [each.ttl_s for each in client.said] == [17.0, 92.0]
+
+
+def test_a_failed_announcement_disturbs_nothing():
+    client = Client()
+    client.error = OperationTimeoutError("the store is gone")
+    announcer = announcing.Announcer(client, 0.01)
+    eventually(lambda: len(client.said) > 2, what="further announcements")
+    announcer.stop()
+    assert all(each.ttl_s > 0 for each in client.said)  # nobody lists it, so it does not say that it closes
+
+
+def test_a_client_that_nobody_uses_any_longer_is_freed():
+    client = connect({"backend": "noop", "announce_s": 0.05})
+    gone = weakref.ref(client)
+    thread = client._announcer._thread
+    del client
+
+    def freed():
+        gc.collect()
+        return gone() is None and not thread.is_alive()
+
+    eventually(freed, what="the end of a client that was not closed")
+
+
+def test_close_ends_the_thread_and_none_is_started_without_need():
+    before = len(announcer_threads())
+    with connect({"backend": "noop", "announce_s": None}):
+        assert len(announcer_threads()) == before
+    with connect({"backend": "noop"}):
+        assert len(announcer_threads()) == before + 1
+    assert len(announcer_threads()) == before
+    for wrong in (0, -1.0, "often"):
+        with pytest.raises(ConfigError, match="announce_s"):
+            connect({"backend": "noop", "announce_s": wrong})
+
+
+def test_a_call_that_failed_is_no_longer_under_way():
+    with connect({"backend": "noop", "announce_s": 0.05}) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        with pytest.raises(OperationTimeoutError):
+            client.claim_meta("p", "t", ["x"], 1, timeout_s=0.2)
+        assert client._calls == {}
+        eventually(client.list_clients, what="the announcement")
+        (found,) = client.list_clients()
+        assert found.role == announcing.program_name()
+
+
+def test_a_program_that_does_not_close_its_client_ends_by_itself():
+    program = (
+        "import time; from dataplane_core import connect\n"
+        "client = connect({'backend': 'noop', 'announce_s': 0.01})\n"
+        "time.sleep(0.3)\n"
+        "assert client.list_clients()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=300, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [(["/a/train.py", "--x"], "train.py"), (["/a/trainer/__main__.py"], "trainer"), ([""], "python"), ([], "python")],
+)
+def test_the_name_of_the_program(monkeypatch, argv, name):
+    monkeypatch.setattr(sys, "argv", argv)
+    assert announcing.program_name() == name

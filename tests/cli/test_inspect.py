@@ -156,6 +156,6 @@ def test_a_killed_process_is_said_to_be_silent(client, worker, config, capsys):
 
 
 def test_stacks_need_py_spy(client, worker, config, capsys, monkeypatch):
-    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("dataplane_core.cli._inspect.shutil.which", lambda *args, **kwargs: None)
     assert main(["inspect", config, "--interval", "0", "--stacks"]) == 1
     assert "pip install 'dataplane-core[inspect]'" in capsys.readouterr().err

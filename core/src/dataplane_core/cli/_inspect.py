@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -103,7 +105,8 @@ def _waiting(client: DataPlaneClient, partition_id: str) -> dict[str, dict[str, 
 
 def _stacks_of(pid: int) -> str:
     """What py-spy prints of a process."""
-    spy = shutil.which("py-spy")
+    beside_python = os.path.dirname(sys.executable)
+    spy = shutil.which("py-spy", path=os.pathsep.join((beside_python, os.environ.get("PATH", os.defpath))))
     if spy is None:
         raise UnsupportedOperationError(
             "there is no py-spy, which reads the stacks of other processes.",

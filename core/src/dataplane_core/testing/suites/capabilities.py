@@ -61,6 +61,7 @@ _ASK: dict[Capability, list[Callable[[DataPlaneClient, str], Any]]] = {
         lambda c, p: c.claim_meta(p, "train", ["x"], 1, 0, blocking=False),
         lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False, sampler="freshest"),
     ],
+    Capability.CLIENTS: [lambda c, p: c.list_clients()],
     Capability.OVERWRITE: [lambda c, p: c.put_samples(["s0", "s2"], p, batch(2, x=torch.arange(2) + 7))],
 }
 

@@ -1,0 +1,34 @@
+"""What the trainer and the servers agree on: the config, the names in the data plane, and the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from grpo.model import ModelConfig, Transformer, build_model
+
+__all__ = ["FIELDS", "TASK", "model_of", "partition_of", "read_config"]
+
+#: What a server writes of each answer: the tokens of prompt and answer, the log-probability of each token of the answer
+#: (0 for those of the prompt), the length of the prompt, and whether the answer is right.
+FIELDS: Final = ["input_ids", "logprobs", "prompt_length", "reward"]
+#: The consumer task of the trainer.
+TASK: Final = "train"
+_MODEL: Final = ModelConfig()
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config: ``data_plane`` for `dataplane_core.connect`, and ``run``."""
+    config: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return config
+
+
+def partition_of(step: int) -> str:
+    """The partition of a step's answers."""
+    return f"answers-{step}"
+
+
+def model_of(seed: int) -> Transformer:
+    """A model with the weights that this seed gives."""
+    return build_model(_MODEL, seed)

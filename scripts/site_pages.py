@@ -34,6 +34,7 @@ OUTSIDE = {
     "examples/grpo.md": "examples/grpo/README.md",
     "examples/grafana.md": "examples/grafana/README.md",
     "examples/trl.md": "examples/trl/README.md",
+    "examples/rollout_server.md": "examples/rollout_server/README.md",
     "examples/sqlite.md": "examples/third_party_sqlite/README.md",
 }
 _PAGE_OF = {ROOT / path: page for page, path in OUTSIDE.items()}

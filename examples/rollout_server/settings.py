@@ -8,6 +8,8 @@ from typing import Any, Final
 import yaml
 from grpo.model import ModelConfig, Transformer, build_model
 
+from dataplane_core.config import load_config
+
 __all__ = ["FIELDS", "TASK", "model_of", "partition_of", "read_config"]
 
 #: What a server writes of each answer: the tokens of prompt and answer, the log-probability of each token of the answer
@@ -19,8 +21,9 @@ _MODEL: Final = ModelConfig()
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config: ``data_plane`` for `dataplane_core.connect`, and ``run``."""
+    """The config: ``data_plane``, a `DataPlaneConfig`, and ``run``."""
     config: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    config["data_plane"] = load_config(path.parent / config["data_plane"])
     return config
 
 

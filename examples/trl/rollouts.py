@@ -3,7 +3,7 @@
 Three kinds of partitions connect them:
 
 - ``prompts``: a row per prompt. The trainer writes them, the rollout processes claim them.
-- ``weights``: a row per version, a column per parameter. Holds the two newest versions.
+- ``weights``: the two newest versions of the weights, see `dataplane_integrations.weights`.
 - ``answers-0``, ``answers-1``, ...: the answers of one generation batch each, cleared when it has been trained on.
 
 Nothing here imports TRL: the trainer comes as an argument.
@@ -22,13 +22,12 @@ from torch import nn
 from dataplane_core import DataPlaneClient, KVBatchMeta
 from dataplane_core.errors import (
     LeaseExpiredError,
-    LostSamplesError,
-    MissingDataError,
     StalePartitionError,
     UnknownPartitionError,
 )
 from dataplane_integrations.replay import StreamingConsumer, group_of
 from dataplane_integrations.rollout import mint_sample_ids
+from dataplane_integrations.weights import WEIGHTS, WeightReader, open_weights, publish_weights
 
 __all__ = ["DataPlaneRollouts", "Generate", "serve"]
 
@@ -101,13 +100,10 @@ class DataPlaneRollouts:
 
         self._finish()
         self._batch = batch
-        weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
         if batch == 0:
-            self._client.register_partition("weights", list(weights), None, ["rollout"])
+            open_weights(self._client)
             self._client.register_partition("prompts", ["prompt"], None, ["rollout"])
-        columns = {name: value.unsqueeze(0) for name, value in weights.items()}
-        self._client.put_samples([f"v{batch}"], "weights", columns, tags=[{"weight_version": batch}])
-        self._client.clear_samples([f"v{batch - 2}"], "weights")
+        publish_weights(self._client, batch, trainer.accelerator.unwrap_model(trainer.model).state_dict())
 
         while self._asked < min(batch + self._ahead + 1, batches):
             self._ask(trainer, self._asked)
@@ -126,7 +122,7 @@ class DataPlaneRollouts:
             else:
                 self._held.__exit__(kind, error, trace)
         finally:
-            for name in ("prompts", "weights", *map(_answers, range(max(self._batch, 0), self._asked))):
+            for name in ("prompts", WEIGHTS, *map(_answers, range(max(self._batch, 0), self._asked))):
                 self._client.clear_samples(None, name)
 
     def _ask(self, trainer: Any, batch: int) -> None:
@@ -214,17 +210,19 @@ def serve(
     claims = StreamingConsumer(
         client, "prompts", "rollout", ["prompt"], prompts_per_claim, lease_s=lease_s, timeout_s=timeout_s
     )
-    version = -1
+    reader = WeightReader(client, worker)
     with contextlib.suppress(*_DROPPED):  # the run is over
         for claimed in claims:
             with contextlib.suppress(LeaseExpiredError), claimed:  # too late: others were given the prompts
                 began = time.monotonic()
-                version = _load_newest(client, model, version)  # after the claim, so they are new enough
+                weights = reader.newest()  # after the claim, so they are new enough
+                if weights is not None:
+                    model.load_state_dict(weights)
                 tags = (claimed.meta.tags or [])[0]
                 prompts = list(claimed.read()["prompt"])
                 rows = generate(prompts, tags["answers"], tags["max_new_tokens"], tags["temperature"])
                 claimed.check()
-                made = {"worker": worker, "weight_version": version, "began": began, "ended": time.monotonic()}
+                made = {"worker": worker, "weight_version": reader.version, "began": began, "ended": time.monotonic()}
                 _put(client, claimed.meta, rows, made)
 
 
@@ -235,22 +233,6 @@ def _put(client: DataPlaneClient, meta: KVBatchMeta, rows: dict[str, list[Any]],
         own = {name: column[index * answers : (index + 1) * answers] for name, column in rows.items()}
         with contextlib.suppress(*_DROPPED):  # others answered it, and it has been trained on
             client.put_samples(mint_sample_ids([prompt], answers), _answers(tags["batch"]), own, tags=[made] * answers)
-
-
-def _load_newest(client: DataPlaneClient, model: nn.Module, version: int) -> int:
-    """Loads the newest weights into the model, unless it has them. Returns their version."""
-    while True:
-        newest: int = max(tags["weight_version"] for tags in client.list_samples("weights").tags or [])
-        if newest == version:
-            return version
-        try:
-            columns = client.get_samples([f"v{newest}"], "weights", list(model.state_dict()))
-        except LostSamplesError:
-            raise
-        except MissingDataError:  # two newer versions have come meanwhile
-            continue
-        model.load_state_dict({name: columns[name][0] for name in model.state_dict()})
-        return newest
 
 
 def _wait_for_run(client: DataPlaneClient, timeout_s: float) -> None:

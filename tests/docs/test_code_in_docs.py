@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -237,6 +238,41 @@ def test_the_pages_on_megatron_and_on_images_run_from_top_to_bottom():
     assert done.stdout.split("\n")[-2] == "18 patches"
 
 
+WEIGHTS_AUTHOR = """
+import subprocess, sys, time
+import torch
+
+model, step, rank = torch.nn.Linear(2, 2), 100, 0
+
+def train_step(model):
+    time.sleep(0.02)
+    if reader.poll() is not None:
+        raise SystemExit(reader.returncode)
+
+def generate(model, weight_version):
+    if weight_version > 3:
+        print("read", weight_version > 3)
+        raise SystemExit(0)
+
+if len(sys.argv) == 1:
+    reader = subprocess.Popen([sys.executable, sys.argv[0], "reader"])
+"""
+
+
+def test_the_page_on_weights_runs(tmp_path):
+    """The trainer and the reader as two processes; then the gathering of shards, on one rank."""
+    trainer, reader, shards = blocks("docs/weights.md")
+    program = f"{WEIGHTS_AUTHOR}\nif len(sys.argv) > 1:\n{indent(reader, '    ')}\n{trainer}"
+    assert run_as_a_program(program, tmp_path) == "read True\n"
+    gathering = (
+        f"{WEIGHTS_AUTHOR.partition('if len')[0]}\nfrom dataplane_core import connect\n"
+        "from dataplane_integrations.weights import open_weights, publish_weights\n"
+        "client = connect({'backend': 'noop'})\nopen_weights(client)\n"
+        f"{shards}\nprint(client.list_sample_ids('weights'))"
+    )
+    assert run_as_a_program(gathering, tmp_path) == "['v100']\n"
+
+
 def test_the_page_on_trl_shows_lines_of_the_example():
     """Which its own tests run, where TRL is installed."""
     lines = "".join(_lines(path.read_text(encoding="utf-8")) for path in (ROOT / "examples/trl").glob("*.py"))
@@ -249,6 +285,6 @@ def test_no_page_with_code_is_left_out():
     pages = [path for pattern in ("*.md", "docs/*.md", "*/*/README.md", "*/README.md") for path in ROOT.glob(pattern)]
     shown = {str(path.relative_to(ROOT)) for path in pages if "```python" in path.read_text(encoding="utf-8")}
     pages_of_tests = {"README.md", "integrations/README.md"} | {
-        f"docs/{name}.md" for name in ("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl")
+        f"docs/{name}.md" for name in ("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl", "weights")
     }
     assert shown == pages_of_tests | set(IN_PROCESS) | set(OVER_SERVERS)

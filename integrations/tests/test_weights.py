@@ -1,0 +1,157 @@
+"""Weights through the data plane: versions, readers that wait, and trainers that begin again."""
+
+import multiprocessing
+import threading
+
+import pytest
+import torch
+
+from dataplane_core import connect
+from dataplane_core.errors import (
+    ClaimTimeoutError,
+    InvalidRequestError,
+    SchemaMismatchError,
+    UnknownPartitionError,
+)
+from dataplane_core.testing._timing import Background, eventually
+from dataplane_integrations.weights import WEIGHTS, WeightReader, open_weights, publish_weights
+
+
+def weights_of(version):
+    return {
+        "layers.0.weight": torch.full((3, 2), float(version), dtype=torch.bfloat16, requires_grad=True),
+        "norm.num_batches_tracked": torch.tensor(version),
+        "head/bias": torch.full((1, 4), -float(version)),
+    }
+
+
+def assert_is_version(found, version):
+    expected = weights_of(version)
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value.detach()), name
+
+
+@pytest.fixture(params=["noop", "shm_store", "redis_store"])
+def client(request):
+    with connect({"backend": request.param}) as client:
+        open_weights(client)
+        yield client
+
+
+def test_a_reader_takes_the_newest_and_each_only_once(client):
+    reader, other = WeightReader(client, "a"), WeightReader(client, "b")
+    assert reader.newest() is None
+    for version in (0, 1, 5):
+        publish_weights(client, version, weights_of(version))
+    assert_is_version(reader.newest(), 5)
+    assert reader.version == 5
+    assert reader.newest() is None
+    assert_is_version(other.wait(timeout_s=0.0), 5)
+    assert client.list_sample_ids(WEIGHTS) == ["v1", "v5"]
+
+
+def test_readers_wait_for_a_newer_version_each_for_its_own(client):
+    readers = [WeightReader(client, f"r{number}") for number in range(3)]
+    publish_weights(client, 0, weights_of(0))
+    for reader in readers:
+        assert_is_version(reader.wait(timeout_s=60.0), 0)
+    with pytest.raises(ClaimTimeoutError):
+        readers[0].wait(timeout_s=0.1)
+    waiting = [Background(lambda reader=reader: reader.wait(timeout_s=60.0)) for reader in readers]
+    publish_weights(client, 1, weights_of(1))
+    for each in waiting:
+        assert_is_version(each.result(), 1)
+
+
+def test_a_reader_may_be_first_and_outlives_a_trainer_that_begins_again():
+    with connect({"backend": "noop"}) as client:
+        reader = WeightReader(client, "early")
+        with pytest.raises(UnknownPartitionError):
+            reader.newest()
+        waiting = Background(lambda: reader.wait(timeout_s=60.0))
+        eventually(client.list_partitions, what="the reader's registration")
+        open_weights(client)
+        publish_weights(client, 0, weights_of(0))
+        assert_is_version(waiting.result(), 0)
+        waiting = Background(lambda: reader.wait(timeout_s=60.0))
+        open_weights(client)
+        publish_weights(client, 1, weights_of(1))
+        assert_is_version(waiting.result(), 1)
+
+
+def test_a_dropped_partition_ends_the_wait(client):
+    reader = WeightReader(client, "r")
+    publish_weights(client, 0, weights_of(0))
+    reader.wait(timeout_s=60.0)
+    waiting = Background(lambda: reader.wait(timeout_s=60.0))
+    client.clear_samples(None, WEIGHTS)
+    with pytest.raises(UnknownPartitionError):
+        waiting.result()
+
+
+def test_weights_are_never_mixed_while_versions_follow_fast(client):
+    reader = WeightReader(client, "r")
+    ended = threading.Event()
+
+    def publish():
+        for version in range(60):
+            publish_weights(client, version, weights_of(version))
+        ended.set()
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    seen = []
+    while not ended.is_set() or not seen:
+        found = reader.newest()
+        if found is not None:
+            assert_is_version(found, reader.version)
+            seen.append(reader.version)
+    thread.join()
+    assert seen == sorted(set(seen))
+
+
+@pytest.mark.parametrize(("version", "weights", "keep"), [(-1, weights_of(0), 2), (0, weights_of(0), 1), (0, {}, 2)])
+def test_what_is_refused(version, weights, keep):
+    with connect({"backend": "noop"}) as client:
+        with pytest.raises(UnknownPartitionError):
+            publish_weights(client, 0, weights_of(0))
+        open_weights(client)
+        with pytest.raises(InvalidRequestError, match="refused"):
+            publish_weights(client, version, weights, keep=keep)
+        assert client.list_sample_ids(WEIGHTS) == []
+
+
+def test_another_shape_is_refused_and_the_versions_stay():
+    with connect({"backend": "noop"}) as client:
+        open_weights(client)
+        publish_weights(client, 0, weights_of(0))
+        with pytest.raises(SchemaMismatchError, match=r"head/bias"):
+            publish_weights(client, 1, {**weights_of(1), "head/bias": torch.zeros(2, 4, 1)})
+        assert_is_version(WeightReader(client, "r").newest(), 0)
+
+
+def _follow(config, queue):
+    with connect(config, bootstrap=False) as client:
+        reader = WeightReader(client, "child")
+        while reader.version != 3:
+            found = reader.wait(timeout_s=120.0)
+            assert_is_version(found, reader.version)
+            queue.put(reader.version)
+
+
+def test_a_reader_in_another_process():
+    config = {"backend": "shm_store", "options": {"capacity_bytes": 10_000_000}}
+    context = multiprocessing.get_context("spawn")
+    with connect(config) as client:
+        open_weights(client)
+        queue = context.Queue()
+        child = context.Process(target=_follow, args=(config, queue))
+        child.start()
+        for version in range(4):
+            publish_weights(client, version, weights_of(version))
+            while queue.get(timeout=120.0) != version:
+                pass
+        child.join(120.0)
+        assert child.exitcode == 0

@@ -285,6 +285,7 @@ def test_no_page_with_code_is_left_out():
     pages = [path for pattern in ("*.md", "docs/*.md", "*/*/README.md", "*/README.md") for path in ROOT.glob(pattern)]
     shown = {str(path.relative_to(ROOT)) for path in pages if "```python" in path.read_text(encoding="utf-8")}
     pages_of_tests = {"README.md", "integrations/README.md"} | {
-        f"docs/{name}.md" for name in ("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl", "weights")
+        f"docs/{name}.md"
+        for name in ("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl", "weights")
     }
     assert shown == pages_of_tests | set(IN_PROCESS) | set(OVER_SERVERS)

@@ -23,6 +23,7 @@ class Client:
         self._calls = {}
         self._state = threading.Lock()
         self.config = type("Config", (), {"role": role})()
+        self.middleware = ()
         self.said = []
         self.num_clients = num_clients
         self.error = None

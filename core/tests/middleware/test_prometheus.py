@@ -32,8 +32,8 @@ def config(**options):
 
 def test_a_scrape_says_what_the_clients_of_the_process_did():
     with connect(config()) as one, connect(config()) as two:
-        address = one.middleware[0].address
-        assert two.middleware[0].address == address
+        address = one.middleware[0].metrics_address
+        assert two.middleware[0].metrics_address == address
         for client in (one, two):
             client.register_partition("p", ["x"], None, ["t"])
             client.put_samples(["a", "b"], "p", {"x": torch.zeros(2, 4)})
@@ -61,7 +61,7 @@ def test_a_scrape_says_what_the_clients_of_the_process_did():
 def test_a_claim_that_waits_is_one_operation():
     with connect(config()) as client:
         client.register_partition("p", ["x"], None, ["t"])
-        address = client.middleware[0].address
+        address = client.middleware[0].metrics_address
         waiting = threading.Thread(target=client.claim_meta, args=("p", "t", ["x"], 1))
         waiting.start()
         while scrape(address)["dataplane_waiting_claims"] != 1:
@@ -78,7 +78,7 @@ def test_prometheus_finds_the_endpoints_in_files(tmp_path):
     with connect(config(targets_folder=str(folder))) as client:
         (file,) = folder.iterdir()
         assert file.name.endswith(f"-{os.getpid()}.json")
-        expected = [{"targets": [client.middleware[0].address], "labels": {"pid": str(os.getpid())}}]
+        expected = [{"targets": [client.middleware[0].metrics_address], "labels": {"pid": str(os.getpid())}}]
         assert json.loads(file.read_text()) == expected
     assert not list(folder.iterdir())
 
@@ -107,5 +107,5 @@ def test_the_dashboard_shows_every_metric_and_no_other():
         client.register_partition("p", ["x"], None, [])
         middleware = client.middleware[0]
         assert isinstance(middleware, Prometheus)
-        names = {name.partition("{")[0] for name in scrape(middleware.address)}
+        names = {name.partition("{")[0] for name in scrape(middleware.metrics_address)}
     assert shown == {name for name in names if not name.endswith(("_created", "_count", "_sum"))}

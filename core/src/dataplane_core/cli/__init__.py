@@ -54,6 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     top.add_argument("config", metavar="CONFIG", help="the config file that its processes use")
     top.add_argument("partition", nargs="?", help="show this partition; default: those that were written last")
 
+    metrics = commands.add_parser("metrics", help="serve the metrics of all processes of a running store on one page")
+    metrics.add_argument("config", metavar="CONFIG", help="the config file that its processes use")
+    metrics.add_argument("--host", default="127.0.0.1", help="the address to listen on; default: 127.0.0.1")
+    metrics.add_argument("--port", type=int, default=0, help="its port; default: a free one, which is printed")
+
     conformance = commands.add_parser("conformance", help="run the conformance kit against a backend")
     conformance.add_argument("name", help="entry-point name of the backend")
     conformance.add_argument(
@@ -94,6 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from dataplane_core.cli._top import run as show_live
 
             return show_live(chosen.config, chosen.partition)
+        if chosen.command == "metrics":
+            from dataplane_core.cli._metrics import run as serve_metrics
+
+            return serve_metrics(chosen.config, host=chosen.host, port=chosen.port)
         if chosen.command == "new-plugin":
             from dataplane_core.cli._new_plugin import run as write_project
 

@@ -54,6 +54,10 @@ class _Client(Protocol):
     def config(self) -> DataPlaneConfig:
         """Its config."""
 
+    @property
+    def middleware(self) -> tuple[Any, ...]:
+        """Its middleware."""
+
     def _call(self, operation: str, request: Any, reply_type: type[AnnounceReply]) -> AnnounceReply: ...
 
 
@@ -130,6 +134,9 @@ class Announcer:
                 )
                 for each in first
             ],
+            metrics_address=next(
+                filter(None, (getattr(each, "metrics_address", "") for each in client.middleware)), ""
+            ),
         )
 
 

@@ -40,9 +40,12 @@ class Middleware:
     Attributes:
         Config: A pydantic model of the options that a config file may give; the constructor takes its fields as
             keyword arguments.
+        metrics_address: ``host:port`` where it serves metrics under ``/metrics``, which the client announces. Empty: it
+            serves none.
     """
 
     Config: ClassVar[type[BaseModel]] = NoOptions
+    metrics_address: str = ""
 
     def __init__(self, **options: Any) -> None:
         self.config = self.Config(**options)

@@ -80,18 +80,13 @@ class Prometheus(Metrics):
         self._backend = context.backend
         self._endpoint = _Endpoint.of_this_process(self.config)
         self._endpoint.clients.append(self)
+        self.metrics_address = self._endpoint.address
 
     def stop(self) -> None:
         """Closes the endpoint with the last client of the process."""
-        endpoint, self._endpoint = self._endpoint, None
+        endpoint, self._endpoint, self.metrics_address = self._endpoint, None, ""
         if endpoint is not None:
             endpoint.leave(self)
-
-    @property
-    def address(self) -> str:
-        """``host:port`` of the endpoint; its path is ``/metrics``."""
-        assert self._endpoint is not None, "the client is not open"
-        return self._endpoint.address
 
     @hookimpl(wrapper=True)
     def claim(self, request: ClaimRequest) -> Generator[None, Claim, Claim]:

@@ -601,6 +601,7 @@ class ClientInfo:
         num_calls: How many operations it has under way.
         calls: Those that began first, the first one first.
         heard_s: Seconds since it was announced.
+        metrics_address: ``host:port`` where its process serves metrics, or empty.
     """
 
     client_id: str
@@ -611,6 +612,7 @@ class ClientInfo:
     num_calls: int = 0
     calls: Sequence[CallInfo] = ()
     heard_s: float = 0.0
+    metrics_address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,14 @@ __all__ = ["ClientSuite"]
 def _client(role: str = "a role", calls: Iterable[CallInfo] = ()) -> ClientInfo:
     calls = list(calls)
     return ClientInfo(
-        client_id=uuid.uuid4().hex, host="a host", pid=7, role=role, open_s=1.5, num_calls=len(calls), calls=calls
+        client_id=uuid.uuid4().hex,
+        host="a host",
+        pid=7,
+        role=role,
+        open_s=1.5,
+        num_calls=len(calls),
+        calls=calls,
+        metrics_address="a host:8000",
     )
 
 

@@ -1,0 +1,113 @@
+"""`dataplane metrics`: the metrics of all processes of a store on one page, for Prometheus."""
+
+from __future__ import annotations
+
+import contextlib
+import urllib.request
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from dataplane_core.cli._inspect import attach
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import UnsupportedOperationError
+from dataplane_core.spec import Capability, ClientInfo
+
+try:
+    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client.core import GaugeMetricFamily, Metric
+    from prometheus_client.parser import text_string_to_metric_families
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise UnsupportedOperationError(
+        "dataplane metrics needs the package prometheus_client.", hint="pip install 'dataplane-core[prometheus]'"
+    ) from error
+
+__all__ = ["Federation", "run"]
+
+_LABELS: Final = ("host", "pid", "role")
+#: Seconds that a process has to answer. Prometheus waits for 10 by default.
+_TIMEOUT_S: Final = 3.0
+_AT_ONCE: Final = 16
+
+
+def run(config_path: str, *, host: str, port: int) -> int:
+    """Serves the page until it is interrupted.
+
+    Args:
+        config_path: The config file that the processes use.
+        host: The address to listen on.
+        port: Its port. 0: a free one, which is printed.
+
+    Raises:
+        BackendUnavailableError: No store runs.
+        UnsupportedOperationError: The clients of this backend do not announce themselves.
+    """
+    with attach(config_path) as client:
+        if Capability.CLIENTS not in client.capabilities:
+            raise UnsupportedOperationError(f"backend '{client.backend_name}' does not declare 'clients'.")
+        registry = CollectorRegistry()
+        registry.register(Federation(client))
+        server, thread = start_http_server(port, host, registry)
+        print(f"http://{host}:{server.server_port}/metrics", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            thread.join()
+        server.shutdown()
+        server.server_close()
+    return 0
+
+
+class Federation(Collector):
+    """Collects what the endpoints of all announced clients say. Each sample gets the labels of its process.
+
+    Besides, it says of each client how long it was not heard of, and how long its longest operation has been under way.
+    ``dataplane_process_up`` is 0 for a process whose endpoint does not answer; its other metrics are left out.
+    """
+
+    def __init__(self, client: DataPlaneClient) -> None:
+        self._client = client
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: what there is changes with the clients."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Asks the store for its clients, and all their endpoints at the same time."""
+        clients = self._client.list_clients()
+        heard = GaugeMetricFamily("dataplane_client_heard_seconds", "Since a client was heard of.", labels=_LABELS)
+        longest = GaugeMetricFamily(
+            "dataplane_client_longest_call_seconds", "Of the operation that began first.", labels=_LABELS
+        )
+        for each in clients:
+            heard.add_metric(_labels(each), each.heard_s)
+            running_s = each.calls[0].running_s + each.heard_s if each.calls else 0.0
+            longest.add_metric(_labels(each), running_s)
+        processes = {each.metrics_address: each for each in clients if each.metrics_address}
+        up = GaugeMetricFamily("dataplane_process_up", "Whether an endpoint answers.", labels=_LABELS)
+        found: dict[str, Metric] = {}
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            for each, text in zip(processes.values(), threads.map(_read, processes), strict=True):
+                up.add_metric(_labels(each), float(text is not None))
+                _merge(found, text or "", dict(zip(_LABELS, _labels(each), strict=True)))
+        yield from (heard, longest, up, *found.values())
+
+
+def _labels(client: ClientInfo) -> list[str]:
+    return [client.host, str(client.pid), client.role]
+
+
+def _read(address: str) -> str | None:
+    """The page of an endpoint. None if it does not answer."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=_TIMEOUT_S) as reply:
+            text: str = reply.read().decode()
+            return text
+    except (OSError, ValueError):
+        return None
+
+
+def _merge(found: dict[str, Metric], text: str, labels: dict[str, str]) -> None:
+    for family in text_string_to_metric_families(text):
+        merged = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+        for sample in family.samples:
+            merged.add_sample(sample.name, {**sample.labels, **labels}, sample.value)

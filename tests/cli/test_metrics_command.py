@@ -1,0 +1,86 @@
+"""`dataplane metrics`: the metrics of several processes on one page, also while one is stopped or killed."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from dataplane_core import connect
+from dataplane_core.cli import main
+from dataplane_core.testing._timing import eventually
+
+WORKER = """
+import sys, time, torch
+from dataplane_core import connect
+from dataplane_core.config import load_config
+config = load_config(sys.argv[1]).model_copy(update={"role": sys.argv[2], "announce_s": 0.2})
+with connect(config, bootstrap=False) as client:
+    client.put_samples([sys.argv[2]], "step-1", {"x": torch.zeros(1, 25)})
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("{backend: shm_store, options: {capacity_bytes: 50000000}, middleware: [prometheus]}")
+    return str(path)
+
+
+def read(url):
+    """Name and labels -> value."""
+    text = urllib.request.urlopen(url, timeout=60).read().decode()
+    return {name: float(value) for name, value in re.findall(r"^(dataplane\S+) (\S+)$", text, re.M)}
+
+
+def labels(process, role, **more):
+    own = {**more, "host": socket.gethostname(), "pid": process.pid, "role": role}
+    return "{" + ",".join(f'{name}="{own[name]}"' for name in sorted(own)) + "}"
+
+
+def test_all_processes_on_one_page(config):
+    put = {"backend": "shm_store", "operation": "put_samples"}
+    with connect(config) as client:
+        client.register_partition("step-1", ["x"], None, ["t"])
+        workers = {name: subprocess.Popen([sys.executable, "-c", WORKER, config, name]) for name in ("a", "b")}
+        page = subprocess.Popen([sys.executable, "-m", "dataplane_core", "metrics", config], stdout=subprocess.PIPE)
+        try:
+            eventually(
+                lambda: {"a", "b"} <= {each.role for each in client.list_clients() if each.metrics_address},
+                what="the workers' announcements",
+            )
+            url = page.stdout.readline().decode().strip()
+            found = read(url)
+            for name, worker in workers.items():
+                assert found[f"dataplane_bytes_total{labels(worker, name, **put)}"] == 100
+                assert found[f"dataplane_process_up{labels(worker, name)}"] == 1
+                assert found[f"dataplane_client_longest_call_seconds{labels(worker, name)}"] == 0
+            os.kill(workers["a"].pid, signal.SIGSTOP)
+            found = read(url)
+            assert found[f"dataplane_process_up{labels(workers['a'], 'a')}"] == 0
+            assert f"dataplane_bytes_total{labels(workers['a'], 'a', **put)}" not in found
+            assert found[f"dataplane_bytes_total{labels(workers['b'], 'b', **put)}"] == 100
+            workers["b"].kill()
+            eventually(lambda: not any('role="b"' in name for name in read(url)), what="the end of a killed process")
+            page.send_signal(signal.SIGINT)
+            assert page.wait(60) == 0
+        finally:
+            for process in (*workers.values(), page):
+                process.kill()
+                process.wait()
+            page.stdout.close()
+
+
+def test_a_backend_whose_clients_do_not_announce_themselves(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "config.yaml"
+    path.write_text("{backend: noop}")
+    with connect({"backend": "noop"}) as client:
+        client._capabilities -= {"clients"}
+        monkeypatch.setattr("dataplane_core.cli._metrics.attach", lambda path: client)
+        assert main(["metrics", str(path)]) == 1
+    assert "does not declare 'clients'" in capsys.readouterr().err

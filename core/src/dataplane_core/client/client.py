@@ -26,11 +26,10 @@ from dataplane_core.client.checks import (
 from dataplane_core.client.claims import Claims
 from dataplane_core.client.overview import common_fields
 from dataplane_core.client.saving import load, save
-from dataplane_core.codec import decode_columns, encode_columns, spread
+from dataplane_core.codec import as_columns, decode_columns, encode_columns, spread
 from dataplane_core.errors import (
     BackendError,
     InvalidRequestError,
-    InvalidTypeError,
     StalePartitionError,
     UnknownPartitionError,
     preview,
@@ -191,7 +190,8 @@ class DataPlaneClient(Claims):
                     f"{where} refused: fields have batch size {list(fields.batch_size)}. Expected [{len(ids)}], one "
                     "row per sample id."
                 )
-            columns, specs = ({}, {}) if fields is None else self._encode_columns(where, fields, len(ids))
+            given = {} if fields is None else as_columns(where, fields, len(ids))
+            columns, specs = self._encode_columns(where, given, len(ids))
             if not columns and rows is None:
                 raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
             request = PutRequest(
@@ -203,12 +203,12 @@ class DataPlaneClient(Claims):
                 deadline=self._deadline(),
             )
             try:
-                self._put(where, request, fields)
+                self._put(where, request, given)
             except UnknownPartitionError:
                 if not self._config.open_partitions:
                     raise
                 self._open_partition(partition_id, list(columns), [], request.deadline)
-                self._put(where, request, fields)
+                self._put(where, request, given)
             return KVBatchMeta(
                 partition_id,
                 None,
@@ -392,8 +392,6 @@ class DataPlaneClient(Claims):
     # --- how it is done -----------------------------------------------------------------------------------------------
 
     def _encode_columns(self, where: str, fields: Any, num_samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        if not isinstance(fields, (TensorDictBase, Mapping)):
-            raise InvalidTypeError(f"{where} refused: fields must be a TensorDict, got {type(fields).__name__}.")
         for name in fields.keys():
             check_name("field name", name)
             if name.startswith("~"):

@@ -118,7 +118,7 @@ def _arrow(name: str, column: Ragged | torch.Tensor | np.ndarray[Any, Any]) -> A
     if isinstance(column, np.ndarray):
         try:
             return pa.array(column.tolist())
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        except pa.ArrowException as error:
             raise InvalidTypeError(
                 f"field '{name}' holds objects that Arrow has no common type for: {error}.",
                 hint="Leave the field out, or turn its items into strings: json.dumps(item).",

@@ -73,7 +73,7 @@ def as_column(what: str, column: Any) -> Any:
     """The tensor or object column that a column stands for. What it does not know, it returns as it is.
 
     Lists by `column_of_list`, arrays by `column_of_array`, Arrow columns by `column_of_arrow`. A pandas ``Series`` is
-    an array, or, if it has objects, a list. The column of a ``datasets.Dataset`` is what ``column[:]`` gives.
+    an array, or, if it has strings or objects, a list. A column of a ``datasets.Dataset`` is what ``column[:]`` gives.
     """
     if isinstance(column, TensorRows):
         return column
@@ -86,7 +86,9 @@ def as_column(what: str, column: Any) -> Any:
     if _is_a(column, "datasets.arrow_dataset", "Column"):
         return as_column(what, column[:])
     if _is_a(column, "pandas", "Series"):
-        return as_column(what, column.tolist() if column.dtype.kind == "O" else column.to_numpy())
+        if column.dtype.kind == "O":  # strings and objects; pandas writes NaN where one is missing
+            return column_of_list(what, column.astype(object).where(column.notna(), None).tolist())
+        return column_of_array(what, column.to_numpy())
     if _is_a(column, "datasets.arrow_dataset", "Dataset"):
         raise InvalidTypeError(f"{what} is a datasets.Dataset.", hint="Write one split, such as splits['train'].")
     return column

@@ -183,7 +183,7 @@ def _longest(name: str, column: Any) -> int:
 def write_columns(
     client: DataPlaneClient,
     meta: KVBatchMeta,
-    fields: Mapping[str, Any] | TensorDictBase,
+    fields: TensorDictBase | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Any,
     *,
     token_aligned_fields: Collection[str] | None = None,
 ) -> KVBatchMeta:
@@ -192,9 +192,7 @@ def write_columns(
     Args:
         client: An open client.
         meta: N rows, each id once.
-        fields: Columns of N rows: tensors, possibly padded beyond the longest row; lists, where numbers and lists of
-            numbers become tensor columns (`codec.lists.column_of_list`); objects as any other list, object arrays or
-            ``NonTensorStack``.
+        fields: N rows, of any kind that `put_samples` takes. Tensors may be padded beyond the longest row.
         token_aligned_fields: Names of columns with one element per token on dim 1; these are cut to
             ``meta.sequence_lengths`` and written as jagged. No other column is cut. Names that ``fields`` lacks are
             ignored. Default: if the meta has lengths, what `kv_first_write` cuts by default. A column that is named in
@@ -234,7 +232,7 @@ def write_columns(
 
 
 def kv_first_write(
-    batch: Mapping[str, Any],
+    batch: Mapping[str, Any] | Sequence[Mapping[str, Any]] | Any,
     *,
     sample_ids: Sequence[str],
     dp_client: DataPlaneClient,
@@ -257,9 +255,8 @@ def kv_first_write(
       ``advantages`` of shape (N, 1).
 
     Args:
-        batch: N rows: tensors; lists, where numbers and lists of numbers become tensor columns
-            (`codec.lists.column_of_list`); objects as any other list or object arrays. ``input_lengths`` (N,) gives the
-            tokens per row; without it nothing is cut.
+        batch: N rows, of any kind that `put_samples` takes. ``input_lengths`` (N,) gives the tokens per row; without it
+            nothing is cut.
         sample_ids: N ids, each once.
         dp_client: An open client.
         partition_id: A registered partition.

@@ -140,7 +140,7 @@ class DataPlaneClient(Claims):
         self,
         sample_ids: Sequence[str],
         partition_id: str,
-        fields: TensorDictBase | Mapping[str, Any] | None = None,
+        fields: TensorDictBase | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Any | None = None,
         tags: Sequence[Mapping[str, TagValue]] | None = None,
     ) -> KVBatchMeta:
         """Writes cells, tags, or both; returns when the write is committed and visible to every other client.
@@ -149,17 +149,21 @@ class DataPlaneClient(Claims):
             sample_ids: N unique ids. An empty list: nothing is sent, and the meta is empty.
             partition_id: A registered partition.
             fields: Columns of batch size ``[N]``: tensors (dense, jagged or strided nested), or row-aligned object
-                columns; in a dict also lists, where numbers and lists of numbers become tensor columns
-                (`codec.lists.column_of_list`). The caller may reuse its memory as soon as this returns.
+                columns; in a dict also numpy arrays, lists and Arrow arrays. Or N dicts, one per row, a
+                ``datasets.Dataset``, a pyarrow ``Table`` or ``RecordBatch``, or a pandas ``DataFrame``.
+                `codec.inputs.as_columns` says what each becomes. The caller may reuse its memory as soon as this
+                returns.
             tags: N dicts of primitive values, merged key by key into the tags that the samples have.
 
         Returns:
             A meta with the fields and tags that were written.
 
         Raises:
-            InvalidRequestError: Nothing to write, repeated ids, sizes that differ, a string outside its enum.
+            InvalidRequestError: Nothing to write, repeated ids, sizes or keys of rows that differ, a string outside its
+                enum.
             SchemaMismatchError: A field changes kind, dtype, rank or trailing shape; nothing is written.
-            InvalidTypeError: A non-tensor leaf, a meta-device tensor, an object item outside the closed set.
+            InvalidTypeError: A non-tensor leaf, a meta-device tensor, an object item outside the closed set, None or a
+                null among numbers.
             UnknownPartitionError: Not registered.
             CapacityExceededError: The store is full.
             OperationTimeoutError: The write may have happened or not.

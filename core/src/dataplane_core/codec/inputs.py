@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from tensordict import TensorDictBase
 
 from dataplane_core.codec.arrow import column_of_arrow
@@ -44,16 +45,16 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | di
     """
     if isinstance(fields, TensorDictBase):
         return fields
-    if _is_a(fields, "datasets.arrow_dataset", "Dataset"):
-        form = fields.format
-        shown = fields if form["type"] == "custom" else fields.with_format("arrow", columns=form["columns"])
-        return as_columns(where, shown[:], num_samples)
     if isinstance(fields, Mapping):
         columns = list(fields.items())
     elif isinstance(fields, (list, tuple)):
         columns = _columns_of_rows(where, fields, num_samples)
     elif _is_a(fields, "pyarrow.lib", "Table", "RecordBatch"):
         columns = list(zip(fields.schema.names, fields.columns, strict=True))
+    elif _is_a(fields, "datasets.arrow_dataset", "Dataset"):
+        form = fields.format
+        shown = fields if form["type"] == "custom" else fields.with_format("arrow", columns=form["columns"])
+        return as_columns(where, shown[:], num_samples)
     elif _is_a(fields, "pandas", "DataFrame"):
         columns = list(fields.items())
     else:
@@ -75,7 +76,7 @@ def as_column(what: str, column: Any) -> Any:
     Lists by `column_of_list`, arrays by `column_of_array`, Arrow columns by `column_of_arrow`. A pandas ``Series`` is
     an array, or, if it has strings or objects, a list. A column of a ``datasets.Dataset`` is what ``column[:]`` gives.
     """
-    if isinstance(column, TensorRows):
+    if isinstance(column, (torch.Tensor, TensorDictBase, TensorRows)):
         return column
     if isinstance(column, (list, tuple)):
         return column_of_list(what, column)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         materialize,
         pack_jagged_fields,
         read_columns,
+        to_arrow,
+        to_numpy,
         write_columns,
     )
     from dataplane_core.client import (
@@ -55,6 +57,8 @@ __all__ = [
     "read_columns",
     "shard_meta_for_dp",
     "stream",
+    "to_arrow",
+    "to_numpy",
     "write_columns",
 ]
 
@@ -62,7 +66,7 @@ __all__ = [
 _FROM: Final = {
     **dict.fromkeys(("Backend", "BlobStore"), "backends"),
     **dict.fromkeys(("BatchedDataDict", "SlicedDataDict", "kv_first_write", "materialize"), "batch"),
-    **dict.fromkeys(("pack_jagged_fields", "read_columns", "write_columns"), "batch"),
+    **dict.fromkeys(("pack_jagged_fields", "read_columns", "to_arrow", "to_numpy", "write_columns"), "batch"),
     **dict.fromkeys(("NamedSharding", "shard_meta_for_dp"), "sharding"),
     **dict.fromkeys(("Capability", "WireFormat"), "spec"),
     **dict.fromkeys(("AsyncDataPlaneClient", "DataPlaneClient", "OperationCancelledError"), "client"),

@@ -203,7 +203,7 @@ def test_arguments_that_do_not_fit_are_refused(client, kwargs, reason):
         ("input_lengths", torch.tensor(LENGTHS).float(), InvalidRequestError, "field 'input_lengths'.*float32"),
         ("input_lengths", torch.tensor([3, 9, 1, 4]), InvalidRequestError, "row 1 has length 9, .* padded to 8"),
         ("strange", "text", InvalidTypeError, "field 'strange' is a non-tensor column"),
-        ("strange", np.zeros(4), InvalidTypeError, "field 'strange' is a non-tensor column"),
+        ("strange", np.zeros(4, "M8[s]"), InvalidTypeError, "field 'strange' is a non-tensor column"),
         ("strange", None, InvalidTypeError, "field 'strange' is a non-tensor column"),
         ("text", [("a",), 2, 3, 4], InvalidTypeError, "object field 'text', row 0.* of type tuple"),
     ],

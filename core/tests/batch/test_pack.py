@@ -165,7 +165,7 @@ def test_fields_packed_together_can_be_combined():
         (torch.ones(3, 5), InvalidRequestError, "field 'x': .*4 lengths for 3 rows"),
         (["a"], InvalidRequestError, "field 'x' has 1 rows. Expected 4"),
         ("text", InvalidTypeError, "field 'x' is a non-tensor column: a str"),
-        (np.zeros(4), InvalidTypeError, "field 'x' is a non-tensor column: an ndarray of dtype float64"),
+        (np.zeros(4, "M8[s]"), InvalidTypeError, "field 'x' is a non-tensor column: an ndarray of dtype datetime64"),
         (torch.ones(4, 5, device="meta"), InvalidTypeError, "field 'x': .*meta-device"),
     ],
 )

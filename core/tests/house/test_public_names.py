@@ -25,6 +25,8 @@ NAMES = [
     "read_columns",
     "shard_meta_for_dp",
     "stream",
+    "to_arrow",
+    "to_numpy",
     "write_columns",
 ]
 

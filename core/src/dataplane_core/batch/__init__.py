@@ -6,6 +6,7 @@ Trainers and `dataplane_integrations` use it; backends do not.
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
+from dataplane_core.batch.exports import to_arrow, to_numpy
 from dataplane_core.batch.jagged import (
     materialize,
     pack_jagged_fields,
@@ -31,7 +32,9 @@ __all__ = [
     "response_from_nested",
     "split_message_logs",
     "stack_or_nest",
+    "to_arrow",
     "to_nested_by_length",
+    "to_numpy",
     "token_columns",
     "write_columns",
 ]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import torch
 
+from dataplane_core.batch.exports import to_arrow, to_numpy
 from dataplane_core.batch.rows import Column, checked_num_rows, concatenate, object_array, select_rows, slice_rows
 from dataplane_core.batch.tokens import token_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
@@ -24,6 +25,9 @@ from dataplane_core.sharding import (
     plan_packed_batches,
     plan_uneven_shards,
 )
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["BatchedDataDict", "Column", "SlicedDataDict"]
 
@@ -433,6 +437,14 @@ class BatchedDataDict(UserDict[str, Any]):
     def get_dict(self) -> dict[str, Any]:
         """The columns as a plain dict, not copied."""
         return self.data
+
+    def to_numpy(self) -> dict[str, Any]:
+        """The columns as numpy arrays, jagged ones as lists of arrays: `dataplane_core.to_numpy`."""
+        return to_numpy(self.data)
+
+    def to_arrow(self) -> pa.Table:
+        """The columns as a pyarrow ``Table``: `dataplane_core.to_arrow`."""
+        return to_arrow(self.data)
 
     # --- microbatches -------------------------------------------------------------------------------------------------
 

@@ -17,13 +17,14 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
-from dataplane_core.batch.rows import object_array
+from dataplane_core.batch.rows import objects_of
 from dataplane_core.batch.tokens import as_lengths
 from dataplane_core.codec import (
     Ragged,
+    as_column,
     bounds_of,
     byte_slices,
-    column_of_list,
+    dense_or_jagged,
     gather_rows,
     host_tensor,
     object_column,
@@ -94,8 +95,8 @@ def pack_jagged_fields(
     A column that is named in `schema.PER_TOKEN_FIELDS`, but has one value per sample, (N,) or (N, 1), stays too.
 
     Args:
-        fields: Columns of N rows: tensors, lists (`codec.lists.column_of_list` says what they become), and objects as
-            object arrays or ``NonTensorStack``.
+        fields: Columns of N rows: tensors, what `codec.inputs.as_column` makes columns of, such as lists and arrays,
+            and objects as object arrays or ``NonTensorStack``.
         lengths: N token counts; None: no column is made jagged.
         token_aligned_fields: Names of columns with one element per token on dim 1. Names that ``fields`` lacks are
             ignored, so that a declaration may cover more than one write.
@@ -112,9 +113,7 @@ def pack_jagged_fields(
     cut = _Cut("pack_jagged_fields", lengths)
     columns: dict[str, Any] = {}
     for name in fields.keys():
-        column = fields.get(name)
-        if isinstance(column, (list, tuple)):
-            column = column_of_list(f"field '{name}'", column)
+        column = as_column(f"field '{name}'", fields.get(name))
         if name in token_aligned_fields and isinstance(column, torch.Tensor) and not is_per_sample(name, column):
             try:
                 column = cut.pack_or_pass(column)
@@ -133,7 +132,7 @@ def is_per_sample(name: str, column: Any) -> bool:
 
 
 def to_tensordict(columns: Mapping[str, Any], num_samples: int | None) -> TensorDict:
-    """Columns as a TensorDict of batch size [N]; lists and tuples become what `codec.lists.column_of_list` says.
+    """Columns as a TensorDict of batch size [N]; `codec.inputs.as_column` says what lists and arrays become.
 
     N is ``num_samples``, or if that is None, the rows of the first column.
 
@@ -143,29 +142,21 @@ def to_tensordict(columns: Mapping[str, Any], num_samples: int | None) -> Tensor
     """
     ready: dict[str, Any] = {}
     for name, column in columns.items():
-        if isinstance(column, (torch.Tensor, NonTensorStack)):
-            found = column.size(0) if column.dim() else 0
-        elif isinstance(column, NonTensorData) and isinstance(column.data, np.ndarray):
+        if isinstance(column, NonTensorData) and isinstance(column.data, np.ndarray):
             column = column.data
-            found = len(column)
-        elif isinstance(column, (list, tuple)) or (isinstance(column, np.ndarray) and column.ndim):
-            found = len(column)
-        else:
+        column = as_column(f"field '{name}'", column)
+        if isinstance(column, np.ndarray) and column.ndim == 1:  # of objects
+            column = object_column(list(column))
+        if not isinstance(column, (torch.Tensor, NonTensorStack)):
             raise InvalidTypeError(
                 f"field '{name}' is a non-tensor column: a {type(column).__name__}. Expected a tensor, or a list of "
                 "one object per sample."
             )
+        found = column.size(0) if column.dim() else 0
         num_samples = found if num_samples is None else num_samples
         if found != num_samples:
             raise InvalidRequestError(f"field '{name}' has {found} rows. Expected {num_samples}, one per sample.")
-        if isinstance(column, np.ndarray) and column.dtype != np.dtype(object):
-            raise InvalidTypeError(
-                f"field '{name}' is a non-tensor column: an ndarray of dtype {column.dtype}. Expected a tensor.",
-                hint="Write torch.as_tensor(x), or x.astype(object) for one object per sample.",
-            )
-        if isinstance(column, (list, tuple)):
-            column = column_of_list(f"field '{name}'", column)
-        ready[name] = object_column(list(column)) if isinstance(column, np.ndarray) else column
+        ready[name] = column
     return TensorDict(ready, batch_size=[num_samples or 0])
 
 
@@ -181,10 +172,7 @@ def stack_or_nest(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     if not len(rows):
         raise InvalidRequestError("stack_or_nest: no rows were given, so the column's dtype and shape are not known.")
     joined = ragged_of_rows(rows, "stack_or_nest: the column")
-    if isinstance(joined, torch.Tensor):
-        return joined
-    dense = joined.dense()
-    return to_nested(joined) if dense is None else dense
+    return joined if isinstance(joined, torch.Tensor) else dense_or_jagged(joined)
 
 
 def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -319,7 +307,7 @@ def materialize(
         column = td.get(name)
         columns[name] = column
         if not isinstance(column, torch.Tensor):
-            columns[name] = _object_array(column)
+            columns[name] = objects_of(column)
         elif layout == "padded" and column.dim() >= 2:
             width = pad_to_seqlen if token_aligned_fields is None or name in token_aligned_fields else 0
             columns[name] = _pad(name, column, (pad_value_dict or {}).get(name, 0), width)
@@ -348,11 +336,3 @@ def _check_pad_value(name: str, value: Any, dtype: torch.dtype) -> None:
         raise InvalidRequestError(f"materialize: field '{name}' of {dtype} cannot be padded with {value!r}.") from error
     if not exact:
         raise InvalidRequestError(f"materialize: field '{name}' of {dtype} cannot be padded with {value!r}.")
-
-
-def _object_array(column: Any) -> np.ndarray[Any, Any]:
-    if isinstance(column, NonTensorData):
-        column = column.data
-    if isinstance(column, np.ndarray):
-        return column
-    return object_array(column.tolist() if isinstance(column, NonTensorStack) else list(column))

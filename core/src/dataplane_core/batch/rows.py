@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from tensordict import NonTensorData, NonTensorStack
 
 from dataplane_core.codec import carrier, jagged_parts, num_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
@@ -21,6 +22,7 @@ __all__ = [
     "checked_num_rows",
     "concatenate",
     "object_array",
+    "objects_of",
     "select_rows",
     "slice_rows",
 ]
@@ -117,6 +119,15 @@ def object_array(items: Sequence[Any]) -> np.ndarray[Any, Any]:
     for position, item in enumerate(items):  # a slice assignment would unpack lists of equal length
         array[position] = item
     return array
+
+
+def objects_of(column: Any) -> np.ndarray[Any, Any]:
+    """A column of objects, in any container, as a 1-D object array."""
+    if isinstance(column, NonTensorData):
+        column = column.data
+    if isinstance(column, np.ndarray):
+        return column
+    return object_array(column.tolist() if isinstance(column, NonTensorStack) else list(column))
 
 
 def concatenate(key: str, columns: Sequence[Any], pad_value: float) -> Column:

@@ -20,7 +20,7 @@ from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.jagged import is_per_sample, materialize, pack_jagged_fields, to_tensordict
 from dataplane_core.batch.message_log import rebuild_message_logs
 from dataplane_core.batch.tokens import as_lengths, row_lengths, token_columns
-from dataplane_core.codec import byte_array, column_of_list, host_tensor, is_jagged, num_rows
+from dataplane_core.codec import as_columns, byte_array, host_tensor, is_jagged, num_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
@@ -183,7 +183,7 @@ def _longest(name: str, column: Any) -> int:
 def write_columns(
     client: DataPlaneClient,
     meta: KVBatchMeta,
-    fields: Mapping[str, Any] | TensorDictBase,
+    fields: TensorDictBase | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Any,
     *,
     token_aligned_fields: Collection[str] | None = None,
 ) -> KVBatchMeta:
@@ -192,9 +192,7 @@ def write_columns(
     Args:
         client: An open client.
         meta: N rows, each id once.
-        fields: Columns of N rows: tensors, possibly padded beyond the longest row; lists, where numbers and lists of
-            numbers become tensor columns (`codec.lists.column_of_list`); objects as any other list, object arrays or
-            ``NonTensorStack``.
+        fields: N rows, of any kind that `put_samples` takes. Tensors may be padded beyond the longest row.
         token_aligned_fields: Names of columns with one element per token on dim 1; these are cut to
             ``meta.sequence_lengths`` and written as jagged. No other column is cut. Names that ``fields`` lacks are
             ignored. Default: if the meta has lengths, what `kv_first_write` cuts by default. A column that is named in
@@ -209,7 +207,8 @@ def write_columns(
         SchemaMismatchError: A field changes kind, dtype, rank or trailing shape.
     """
     where = f"write_columns('{meta.partition_id}', {meta.size} samples)"
-    columns: dict[str, Any] = {name: fields.get(name) for name in fields.keys()}
+    given = as_columns(where, fields, meta.size)
+    columns: dict[str, Any] = {name: given.get(name) for name in given.keys()}
     if not columns:
         return meta.with_fields(())
     lengths = meta.sequence_lengths
@@ -233,7 +232,7 @@ def write_columns(
 
 
 def kv_first_write(
-    batch: Mapping[str, Any],
+    batch: Mapping[str, Any] | Sequence[Mapping[str, Any]] | Any,
     *,
     sample_ids: Sequence[str],
     dp_client: DataPlaneClient,
@@ -256,9 +255,8 @@ def kv_first_write(
       ``advantages`` of shape (N, 1).
 
     Args:
-        batch: N rows: tensors; lists, where numbers and lists of numbers become tensor columns
-            (`codec.lists.column_of_list`); objects as any other list or object arrays. ``input_lengths`` (N,) gives the
-            tokens per row; without it nothing is cut.
+        batch: N rows, of any kind that `put_samples` takes. ``input_lengths`` (N,) gives the tokens per row; without it
+            nothing is cut.
         sample_ids: N ids, each once.
         dp_client: An open client.
         partition_id: A registered partition.
@@ -282,6 +280,8 @@ def kv_first_write(
     """
     ids = list(sample_ids)
     where = f"kv_first_write('{partition_id}', {len(ids)} samples)"
+    columns = as_columns(where, batch, len(ids))
+    batch = {name: columns.get(name) for name in columns.keys()}
     if pad_to_multiple < 1:
         raise InvalidRequestError(f"{where} refused: pad_to_multiple must be at least 1, got {pad_to_multiple}.")
     lacking = [name for name in required_fields if name not in batch]
@@ -291,17 +291,11 @@ def kv_first_write(
             f"{', '.join(map(repr, batch)) or 'nothing'}. Have what generates the rows return it."
         )
     for name, column in batch.items():
-        has_rows = isinstance(column, (list, tuple)) or getattr(column, "ndim", 0) > 0
-        if has_rows and (found := num_rows(column)) != len(ids):
+        if getattr(column, "ndim", 0) > 0 and (found := num_rows(column)) != len(ids):
             raise InvalidRequestError(
                 f"{where} refused: the number of sample_ids must match batch size, got {len(ids)} ids and {found} rows "
                 f"in field '{name}'."
             )
-    with _naming_call(where):  # converted here already: token columns are found among tensors
-        batch = {
-            name: column_of_list(f"field '{name}'", column) if ids and isinstance(column, (list, tuple)) else column
-            for name, column in batch.items()
-        }
     if tags is not None and len(tags) != len(ids):
         raise InvalidRequestError(f"{where} refused: tags must align 1:1 with sample_ids, got {len(tags)} entries.")
     info = dict(extra_info or {})
@@ -309,7 +303,8 @@ def kv_first_write(
         info[PAD_TO_MULTIPLE] = pad_to_multiple
     lengths: list[int] | None = None
     if INPUT_LENGTHS_FIELD in batch:
-        lengths = as_lengths(f"{where} refused: field '{INPUT_LENGTHS_FIELD}'", batch[INPUT_LENGTHS_FIELD]).tolist()
+        what = f"{where} refused: field '{INPUT_LENGTHS_FIELD}'"
+        lengths = as_lengths(what, batch[INPUT_LENGTHS_FIELD]).tolist() if ids else []
     rows = None if tags is None else [dict(row) for row in tags]
     if lengths is not None:
         rows = [{INPUT_LENGTHS_TAG: length} for length in lengths] if rows is None else rows

@@ -26,11 +26,10 @@ from dataplane_core.client.checks import (
 from dataplane_core.client.claims import Claims
 from dataplane_core.client.overview import common_fields
 from dataplane_core.client.saving import load, save
-from dataplane_core.codec import decode_columns, encode_columns, spread
+from dataplane_core.codec import as_columns, decode_columns, encode_columns, spread
 from dataplane_core.errors import (
     BackendError,
     InvalidRequestError,
-    InvalidTypeError,
     StalePartitionError,
     UnknownPartitionError,
     preview,
@@ -141,7 +140,7 @@ class DataPlaneClient(Claims):
         self,
         sample_ids: Sequence[str],
         partition_id: str,
-        fields: TensorDictBase | Mapping[str, Any] | None = None,
+        fields: TensorDictBase | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Any | None = None,
         tags: Sequence[Mapping[str, TagValue]] | None = None,
     ) -> KVBatchMeta:
         """Writes cells, tags, or both; returns when the write is committed and visible to every other client.
@@ -150,17 +149,21 @@ class DataPlaneClient(Claims):
             sample_ids: N unique ids. An empty list: nothing is sent, and the meta is empty.
             partition_id: A registered partition.
             fields: Columns of batch size ``[N]``: tensors (dense, jagged or strided nested), or row-aligned object
-                columns; in a dict also lists, where numbers and lists of numbers become tensor columns
-                (`codec.lists.column_of_list`). The caller may reuse its memory as soon as this returns.
+                columns; in a dict also numpy arrays, lists and Arrow arrays. Or N dicts, one per row, a
+                ``datasets.Dataset``, a pyarrow ``Table`` or ``RecordBatch``, or a pandas ``DataFrame``.
+                `codec.inputs.as_columns` says what each becomes. The caller may reuse its memory as soon as this
+                returns.
             tags: N dicts of primitive values, merged key by key into the tags that the samples have.
 
         Returns:
             A meta with the fields and tags that were written.
 
         Raises:
-            InvalidRequestError: Nothing to write, repeated ids, sizes that differ, a string outside its enum.
+            InvalidRequestError: Nothing to write, repeated ids, sizes or keys of rows that differ, a string outside its
+                enum.
             SchemaMismatchError: A field changes kind, dtype, rank or trailing shape; nothing is written.
-            InvalidTypeError: A non-tensor leaf, a meta-device tensor, an object item outside the closed set.
+            InvalidTypeError: A non-tensor leaf, a meta-device tensor, an object item outside the closed set, None or a
+                null among numbers.
             UnknownPartitionError: Not registered.
             CapacityExceededError: The store is full.
             OperationTimeoutError: The write may have happened or not.
@@ -191,7 +194,8 @@ class DataPlaneClient(Claims):
                     f"{where} refused: fields have batch size {list(fields.batch_size)}. Expected [{len(ids)}], one "
                     "row per sample id."
                 )
-            columns, specs = ({}, {}) if fields is None else self._encode_columns(where, fields, len(ids))
+            given = {} if fields is None else as_columns(where, fields, len(ids))
+            columns, specs = self._encode_columns(where, given, len(ids))
             if not columns and rows is None:
                 raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
             request = PutRequest(
@@ -203,12 +207,12 @@ class DataPlaneClient(Claims):
                 deadline=self._deadline(),
             )
             try:
-                self._put(where, request, fields)
+                self._put(where, request, given)
             except UnknownPartitionError:
                 if not self._config.open_partitions:
                     raise
                 self._open_partition(partition_id, list(columns), [], request.deadline)
-                self._put(where, request, fields)
+                self._put(where, request, given)
             return KVBatchMeta(
                 partition_id,
                 None,
@@ -392,8 +396,6 @@ class DataPlaneClient(Claims):
     # --- how it is done -----------------------------------------------------------------------------------------------
 
     def _encode_columns(self, where: str, fields: Any, num_samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        if not isinstance(fields, (TensorDictBase, Mapping)):
-            raise InvalidTypeError(f"{where} refused: fields must be a TensorDict, got {type(fields).__name__}.")
         for name in fields.keys():
             check_name("field name", name)
             if name.startswith("~"):

@@ -5,7 +5,7 @@ The client encodes every put and decodes every read here. Backends that store by
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.codec.frames import frame_column, join_row, join_rows, split_rows, unframe_column
-from dataplane_core.codec.lists import column_of_list
+from dataplane_core.codec.inputs import as_column, as_columns
 from dataplane_core.codec.objects import copy_item, decode_item, encode_item
 from dataplane_core.codec.pieces import Piece, StoredColumn, merge_pieces, rows_in_order
 from dataplane_core.codec.rows import num_rows, object_column, take_rows
@@ -21,6 +21,7 @@ from dataplane_core.codec.tensors import (
     byte_slices,
     byte_view,
     carrier,
+    dense_or_jagged,
     empty_tensor,
     gather_rows,
     host_tensor,
@@ -42,16 +43,18 @@ __all__ = [
     "Ragged",
     "StoredColumn",
     "TensorRows",
+    "as_column",
+    "as_columns",
     "bounds_of",
     "byte_array",
     "byte_slices",
     "byte_view",
     "carrier",
     "cell_nbytes",
-    "column_of_list",
     "copy_item",
     "decode_columns",
     "decode_item",
+    "dense_or_jagged",
     "empty_tensor",
     "encode_columns",
     "encode_item",

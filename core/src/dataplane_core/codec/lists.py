@@ -1,7 +1,8 @@
-"""Lists as columns: decides for every call that writes what a list becomes.
+"""Lists and arrays as columns: decides for every call that writes what a list or an array becomes.
 
-A list of numbers, or of lists of numbers of any lengths, becomes a tensor column. Any other list becomes one object per
-row. A list that mixes numbers with None, or numbers with lists, is refused, since it is not clear what is meant.
+A list of numbers, or of lists of numbers of any lengths, becomes a tensor column, and so does a list of tensors or
+arrays, or an array of numbers. Any other list becomes one object per row. A list that mixes numbers with None, or
+numbers with lists, is refused, since it is not clear what is meant.
 
 Shape legend: ``N`` rows, ``L`` a row's own length.
 """
@@ -19,13 +20,16 @@ from tensordict import NonTensorStack
 
 from dataplane_core.codec.objects import MAX_DEPTH
 from dataplane_core.codec.rows import object_column
-from dataplane_core.codec.tensors import Ragged, offsets_of, to_nested
-from dataplane_core.errors import InvalidRequestError, InvalidTypeError
+from dataplane_core.codec.tensors import Ragged, dense_or_jagged, offsets_of, ragged_of_rows
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
 
-__all__ = ["column_of_list"]
+__all__ = ["column_of_array", "column_of_list"]
 
 _NUMBERS: Final = frozenset({bool, int, float})
 _LISTS: Final = frozenset({list, tuple})
+_TENSORS: Final = (torch.Tensor, np.ndarray)
+#: The kinds of numpy's dtypes that hold strings, bytes and objects.
+_OBJECTS: Final = "SUTO"
 #: float32 holds integers up to this exactly.
 _EXACT_IN_FLOAT32: Final = 2**24
 _HINT: Final = (
@@ -39,30 +43,76 @@ def column_of_list(what: str, items: Sequence[Any]) -> torch.Tensor | NonTensorS
 
     - Numbers: a tensor (N,). Lists of numbers: a tensor (N, L) if all rows are equally long, else one jagged nested
       tensor of rows (L,). An empty list is a row of length 0.
-    - All int: int64. Float, or int and float: float32, as in torch. All bool: bool.
-    - Anything else (strings, dicts, bytes, tensors, None, only empty lists): an object per row.
+    - All int: int64. Float, or int and float: float32, as in torch. All bool: bool. numpy's numbers are as Python's.
+    - Tensors or arrays of one dtype and rank, which may differ in their first dim: a tensor (N, ...), or one jagged
+      nested tensor, in new memory. They keep their dtype.
+    - Anything else (strings, dicts, bytes, None, lists of tensors, only empty lists): an object per row.
 
     Args:
         what: The call and the field. Messages begin with it.
         items: One per row.
 
     Raises:
-        InvalidTypeError: None, bools or lists are mixed with numbers, or lists of numbers are nested deeper.
+        InvalidTypeError: None, bools or lists are mixed with numbers, or tensors with anything of these, or lists of
+            numbers are nested deeper.
         InvalidRequestError: The dtype cannot hold a number.
+        SchemaMismatchError: Tensors differ in dtype, rank, or a dim other than their first.
     """
     kinds = set(map(type, items))
+    if _any_of_numpy(kinds):
+        items = _plain(items)
+        kinds = set(map(type, items))
     if kinds and kinds <= _NUMBERS:
         return torch.from_numpy(_numbers(what, items, kinds))
     if kinds and kinds <= _LISTS:
         inner = set(map(type, chain.from_iterable(items)))
+        if _any_of_numpy(inner):
+            items = [_plain(row) for row in items]
+            inner = set(map(type, chain.from_iterable(items)))
         if inner and inner <= _NUMBERS:
-            lengths = list(map(len, items))
             values = torch.from_numpy(_numbers(what, list(chain.from_iterable(items)), inner))
-            if len(set(lengths)) == 1:
-                return values.view(len(items), lengths[0])
-            return to_nested(Ragged(values, offsets_of(torch.tensor(lengths))))
+            return dense_or_jagged(Ragged(values, offsets_of(torch.tensor(list(map(len, items))))))
+    if kinds and all(issubclass(kind, _TENSORS) for kind in kinds):
+        return _column_of_tensors(what, items)
     _refuse_near_numbers(what, items)
     return object_column(items)
+
+
+def column_of_array(what: str, array: np.ndarray[Any, Any]) -> Any:
+    """The column that an array of N rows stands for.
+
+    - Numbers and bools: a tensor of the same shape and dtype. It aliases the array, where that is contiguous and of the
+      machine's byte order, also if it is read-only.
+    - Strings and bytes: as a list of them.
+    - Objects: the array as it is, one object per row. But where every item is an array of numbers, they are rows, as in
+      a list.
+
+    Raises:
+        InvalidTypeError: torch has no such dtype.
+    """
+    if array.dtype.kind in "SUT":
+        return column_of_list(what, array.tolist())
+    if array.dtype.kind == "O":
+        if array.ndim == 1 and len(array) and all(isinstance(item, np.ndarray) for item in array):
+            return column_of_list(what, array.tolist())
+        return array
+    return _tensor_of(what, array)
+
+
+def _any_of_numpy(kinds: Iterable[type]) -> bool:
+    return any(issubclass(kind, (np.generic, np.ndarray)) for kind in kinds)
+
+
+def _plain(items: Iterable[Any]) -> list[Any]:
+    """Python's numbers, strings and lists of objects instead of numpy's. Arrays of numbers stay."""
+    return [
+        item.item()
+        if isinstance(item, np.generic)
+        else item.tolist()
+        if isinstance(item, np.ndarray) and item.dtype.kind in _OBJECTS
+        else item
+        for item in items
+    ]
 
 
 def _numbers(what: str, numbers: Sequence[Any], kinds: set[type]) -> np.ndarray[Any, Any]:
@@ -95,8 +145,53 @@ def _numbers(what: str, numbers: Sequence[Any], kinds: set[type]) -> np.ndarray[
     return singles
 
 
+def _column_of_tensors(what: str, items: Sequence[Any]) -> torch.Tensor:
+    rows = [
+        _tensor_of(f"{what}, row {number}:", item) if isinstance(item, np.ndarray) else item
+        for number, item in enumerate(items)
+    ]
+    try:
+        joined = ragged_of_rows(rows, what)
+    except SchemaMismatchError as error:
+        error.hint = "Write NonTensorStack(*items) for one object per sample."
+        raise
+    return dense_or_jagged(joined) if isinstance(joined, Ragged) else joined
+
+
+def _tensor_of(what: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    plain = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
+    if not plain.flags.writeable:
+        plain = np.asarray(_AsWritable(plain))
+    try:
+        return torch.from_numpy(plain)
+    except TypeError as error:
+        raise InvalidTypeError(
+            f"{what} is a non-tensor column: an ndarray of dtype {array.dtype}, which torch lacks.",
+            hint="Write x.astype(...) with a dtype that torch has, or x.astype(object) for one object per sample.",
+        ) from error
+
+
+class _AsWritable:
+    """A read-only array as numpy may write to it. Nobody does, but torch warns of read-only memory."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._kept = array
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
 def _refuse_near_numbers(what: str, items: Sequence[Any]) -> None:
-    """Refuses a list that holds only numbers, None and lists, and is neither (N,) nor rows of numbers."""
+    """Refuses a list that holds only numbers, None, lists and tensors, and is neither (N,) nor rows of numbers."""
+    top = set(map(type, items))
+    if any(issubclass(kind, _TENSORS) for kind in top):
+        others = {kind for kind in top if not issubclass(kind, _TENSORS)}
+        if others <= _NUMBERS | _LISTS | {NoneType}:
+            row = next(row for row, item in enumerate(items) if type(item) in others)
+            raise InvalidTypeError(
+                f"{what} holds a {type(items[row]).__name__} among tensors or arrays (row {row}). Expected one in "
+                "every row; a row without values is one of length 0.",
+                hint="Write NonTensorStack(*items) for one object per sample.",
+            )
     kinds = _leaf_kinds(items)
     if not kinds & _NUMBERS or not kinds <= _NUMBERS | {NoneType}:
         return

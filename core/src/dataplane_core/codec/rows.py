@@ -12,13 +12,13 @@ from dataplane_core.codec.objects import copy_item
 from dataplane_core.codec.tensors import (
     Ragged,
     carrier,
+    dense_or_jagged,
     gather_rows,
     host_tensor,
     is_jagged,
     jagged_parts,
     offsets_of,
     ragged_of_nested,
-    to_nested,
 )
 from dataplane_core.spec import SharedRows
 
@@ -55,9 +55,7 @@ def take_rows(column: Any, positions: Sequence[int]) -> Any:
             return take_dense(host_tensor(column, "a column"), positions)
         rows = ragged_of_nested(column, "a column")
         assert isinstance(rows, Ragged)
-        taken = take_ragged(rows, positions)
-        dense = taken.dense()
-        return to_nested(taken) if dense is None else dense
+        return dense_or_jagged(take_ragged(rows, positions))
     if isinstance(column, list):
         return [column[position] for position in positions]
     items = column.tolist()

@@ -31,6 +31,7 @@ __all__ = [
     "byte_slices",
     "byte_view",
     "carrier",
+    "dense_or_jagged",
     "empty_tensor",
     "from_byte_tensor",
     "from_bytes",
@@ -337,6 +338,12 @@ def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Te
     shortest, longest = bounds_of(ragged.lengths) if bounds is None else bounds
     kept = {"min_seqlen": _kept_length(shortest), "max_seqlen": _kept_length(longest)}
     return NestedTensor(ragged.values, ragged.offsets, _metadata_cache=kept)
+
+
+def dense_or_jagged(rows: Ragged) -> torch.Tensor:
+    """Rows as one tensor, which aliases them: dense if all have the same shape, else jagged."""
+    dense = rows.dense()
+    return to_nested(rows) if dense is None else dense
 
 
 class JaggedColumns:

@@ -36,7 +36,6 @@ from dataplane_core.codec.header import (
     KIND_OBJECT,
     KIND_TENSOR,
 )
-from dataplane_core.codec.lists import column_of_list
 from dataplane_core.codec.objects import check_items, copy_item, decode_items
 from dataplane_core.codec.rows import num_rows, object_column, take_dense, take_ragged
 from dataplane_core.codec.shared import LARGE_CELL_BYTES, Repeats, equal_rows, same_memory, spread
@@ -47,6 +46,7 @@ from dataplane_core.codec.tensors import (
     JaggedColumns,
     Ragged,
     byte_view,
+    dense_or_jagged,
     from_byte_tensor,
     gather_rows,
     host_tensor,
@@ -56,7 +56,6 @@ from dataplane_core.codec.tensors import (
     pad_front,
     ragged_of_nested,
     ragged_of_rows,
-    to_nested,
 )
 from dataplane_core.errors import (
     BackendError,
@@ -87,8 +86,8 @@ def encode_columns(
 
     Args:
         fields: Columns of ``num_samples`` rows: tensors of any device but meta, dense or nested, contiguous or not;
-            object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also `TensorRows`, and
-            lists, which `codec.lists.column_of_list` converts.
+            object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also `TensorRows`.
+            `codec.inputs.as_columns` makes these of what callers have.
         num_samples: N, at least 1.
         wire: The backend's wire format.
         allow_pickle: Accept object items outside the closed set.
@@ -109,9 +108,7 @@ def encode_columns(
     columns: dict[str, WireColumn | SharedRows] = {}
     specs: dict[str, FieldSpec] = {}
     for name, leaf in _leaves(fields):
-        if isinstance(leaf, (list, tuple)) and not _is_rows(leaf):
-            leaf = column_of_list(f"put_samples refused: field '{name}'", leaf)
-        if isinstance(leaf, torch.Tensor) or _is_rows(leaf):
+        if isinstance(leaf, (torch.Tensor, TensorRows)):
             column, repeats = _ingest(name, leaf, num_samples, wire)
             specs[name] = _spec_of(column)
             encoded = _encode_tensor(column, specs[name], wire, leaf if copy else None)
@@ -141,10 +138,6 @@ def _leaves(fields: TensorDictBase | Mapping[str, Any]) -> Iterator[tuple[str, A
 
 class TensorRows(list[torch.Tensor]):
     """A tensor column as its rows. Rows may be the same memory: large ones are then stored once."""
-
-
-def _is_rows(leaf: object) -> bool:
-    return isinstance(leaf, TensorRows)
 
 
 def _ingest(
@@ -309,8 +302,7 @@ def _container(column: Ragged | torch.Tensor, wire: WireFormat) -> WireColumn:
         return list(column.unbind())
     if isinstance(column, torch.Tensor):
         return column
-    dense = column.dense()
-    return to_nested(column) if dense is None else dense
+    return dense_or_jagged(column)
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------

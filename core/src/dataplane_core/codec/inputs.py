@@ -1,0 +1,122 @@
+"""What people have, as columns: the one function through which everything goes that `put_samples`, `write_columns` and
+`kv_first_write` are given.
+
+Arrow tables, DataFrames and data sets are recognized by the names of their classes, so that their packages are not
+imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from dataplane_core.codec.arrow import column_of_arrow
+from dataplane_core.codec.lists import column_of_array, column_of_list
+from dataplane_core.codec.wire import TensorRows
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
+
+__all__ = ["as_column", "as_columns"]
+
+
+def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | dict[str, Any]:
+    """Columns that `encode_columns` takes, of whatever a caller has.
+
+    - A dict (or another mapping) of columns: each by `as_column`. A TensorDict stays as it is.
+    - A list of N dicts with the same keys, one per row: each key is a column, the list of its values.
+    - A pyarrow ``Table`` or ``RecordBatch``, or a pandas ``DataFrame``: its columns.
+    - A ``datasets.Dataset``: its columns as Arrow, whatever its format; with a transform, what that returns.
+
+    Args:
+        where: The call. Messages begin with it.
+        fields: N rows.
+        num_samples: N.
+
+    Returns:
+        Columns, which alias ``fields`` where they can. Their numbers of rows are not checked.
+
+    Raises:
+        InvalidTypeError: None of these, or a column that cannot be converted.
+        InvalidRequestError: The rows of a list have different keys, or are not N; two columns have the same name.
+        SchemaMismatchError: Tensors of one column do not fit together.
+    """
+    if isinstance(fields, TensorDictBase):
+        return fields
+    if isinstance(fields, Mapping):
+        columns = list(fields.items())
+    elif isinstance(fields, (list, tuple)):
+        columns = _columns_of_rows(where, fields, num_samples)
+    elif _is_a(fields, "pyarrow.lib", "Table", "RecordBatch"):
+        columns = list(zip(fields.schema.names, fields.columns, strict=True))
+    elif _is_a(fields, "datasets.arrow_dataset", "Dataset"):
+        form = fields.format
+        shown = fields if form["type"] == "custom" else fields.with_format("arrow", columns=form["columns"])
+        return as_columns(where, shown[:], num_samples)
+    elif _is_a(fields, "pandas", "DataFrame"):
+        columns = list(fields.items())
+    else:
+        raise InvalidTypeError(
+            f"{where} refused: fields are a {type(fields).__name__}. Expected a dict of columns, a TensorDict, a list "
+            "of dicts, a datasets.Dataset, an Arrow table or a DataFrame.",
+            hint="Write {'name': column} for one column, and list(data.take(n)) for the next rows of a stream.",
+        )
+    names = [name for name, _ in columns]
+    if len(set(names)) != len(names):
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise InvalidRequestError(f"{where} refused: fields have several columns named {preview(repeated)}.")
+    return {name: as_column(f"{where} refused: field '{name}'", column) for name, column in columns}
+
+
+def as_column(what: str, column: Any) -> Any:
+    """The tensor or object column that a column stands for. What it does not know, it returns as it is.
+
+    Lists by `column_of_list`, arrays by `column_of_array`, Arrow columns by `column_of_arrow`. A pandas ``Series`` is
+    an array, or, if it has strings or objects, a list. A column of a ``datasets.Dataset`` is what ``column[:]`` gives.
+    """
+    if isinstance(column, (torch.Tensor, TensorDictBase, TensorRows)):
+        return column
+    if isinstance(column, (list, tuple)):
+        return column_of_list(what, column)
+    if isinstance(column, np.ndarray):
+        return column_of_array(what, column)
+    if _is_a(column, "pyarrow.lib", "Array", "ChunkedArray"):
+        return column_of_arrow(what, column)
+    if _is_a(column, "datasets.arrow_dataset", "Column"):
+        return as_column(what, column[:])
+    if _is_a(column, "pandas", "Series"):
+        if column.dtype.kind == "O":  # strings and objects; pandas writes NaN where one is missing
+            return column_of_list(what, column.astype(object).where(column.notna(), None).tolist())
+        return column_of_array(what, column.to_numpy())
+    if _is_a(column, "datasets.arrow_dataset", "Dataset"):
+        raise InvalidTypeError(f"{what} is a datasets.Dataset.", hint="Write one split, such as splits['train'].")
+    return column
+
+
+def _columns_of_rows(where: str, rows: Sequence[Any], num_samples: int) -> list[tuple[str, list[Any]]]:
+    if len(rows) != num_samples:
+        raise InvalidRequestError(
+            f"{where} refused: fields are a list of {len(rows)} rows. Expected {num_samples}, one per sample id."
+        )
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise InvalidTypeError(
+                f"{where} refused: fields are a list, but row {number} is a {type(row).__name__}. Expected a dict of "
+                "one value per field.",
+                hint="Write {'name': values} for one column.",
+            )
+        if row.keys() != rows[0].keys():
+            lacks, has = [name for name in rows[0] if name not in row], [name for name in row if name not in rows[0]]
+            found = f"lacks {preview(lacks)}, which row 0 has" if lacks else f"has {preview(has)}, which row 0 lacks"
+            raise InvalidRequestError(
+                f"{where} refused: row {number} {found}. Expected the same keys in every row.",
+                hint="Write None where a row has no object, and [] where it has no numbers.",
+            )
+    return [(name, [row[name] for row in rows]) for name in (rows[0] if rows else ())]
+
+
+def _is_a(value: object, module: str, *names: str) -> bool:
+    """Whether a value is of one of the classes, or of a class derived from them. Imports nothing."""
+    return any(kind.__module__.startswith(module) and kind.__name__ in names for kind in type(value).__mro__)

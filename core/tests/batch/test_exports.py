@@ -1,0 +1,165 @@
+"""What was read, as numpy arrays and as an Arrow table; both can be put again."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from dataplane_core.batch import BatchedDataDict, exports, read_columns, to_arrow, to_numpy
+from dataplane_core.codec import ALL_DTYPES, jagged_parts
+from dataplane_core.errors import InvalidTypeError
+
+IDS = ["a_g0", "a_g1", "b_g0"]
+#: What numpy lacks, and what it becomes.
+WIDER = {torch.bfloat16: "float32", torch.complex32: "complex64"} | {
+    dtype: "float32" for dtype in ALL_DTYPES if "float8" in str(dtype)
+}
+DTYPES = sorted(ALL_DTYPES, key=str)
+
+
+def jagged(*rows):
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+def numbers(dtype, *shape):
+    """Numbers that every dtype holds."""
+    count = int(np.prod(shape))
+    return (torch.arange(count) % 2 + (dtype != torch.bool)).float().reshape(shape).to(dtype)
+
+
+def test_each_kind_of_column_has_its_form_in_numpy(client):
+    tokens = jagged(torch.arange(3), torch.arange(0), torch.arange(2))
+    fields = {"tokens": tokens, "reward": torch.rand(3), "deep": torch.rand(3, 2, 2), "text": ["a", None, "b"]}
+    meta = client.put_samples(IDS, "train", fields)
+    read = client.get_data(meta)
+    arrays = to_numpy(read)
+    assert list(arrays) == list(fields)
+    assert isinstance(arrays["tokens"], list)
+    assert [row.tolist() for row in arrays["tokens"]] == [[0, 1, 2], [], [0, 1]]
+    assert {row.dtype for row in arrays["tokens"]} == {np.dtype(np.int64)}
+    assert np.array_equal(arrays["deep"], fields["deep"].numpy())
+    assert arrays["text"].dtype == object
+    assert arrays["text"].tolist() == fields["text"]
+    batch = read_columns(client, meta, layout="jagged")
+    assert all(repr(batch.to_numpy()[name]) == repr(arrays[name]) for name in fields)
+    assert batch.to_arrow() == to_arrow(read)
+
+
+@pytest.mark.parametrize("convert", [to_numpy, to_arrow], ids=["numpy", "arrow"])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if not dtype.is_complex], ids=str)
+def test_what_comes_out_goes_in_again(client, convert, dtype):
+    values = numbers(dtype, 5, 2)
+    fields = {
+        "scalars": values[:3, 0],
+        "equal": values[:3],
+        "ragged": torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 2, 5])),
+        "text": NonTensorStack("a", "b", "c"),
+    }
+    read = client.get_data(client.put_samples(IDS, "train", TensorDict(fields, batch_size=[3])))
+    client.register_partition("again", [], None, ["policy"])
+    again = client.get_data(client.put_samples(IDS, "again", convert(read)))
+    expected = getattr(torch, WIDER.get(dtype, str(dtype).removeprefix("torch.")))
+    for name in ("scalars", "equal"):
+        assert again[name].dtype == expected
+        assert torch.equal(again[name], read[name].to(expected))
+    assert again["ragged"].dtype == expected
+    assert torch.equal(jagged_parts(again["ragged"])[0], values.to(expected))
+    assert jagged_parts(again["ragged"])[1].tolist() == [0, 2, 2, 5]
+    assert again.get("text").tolist() == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.is_complex], ids=str)
+def test_complex_numbers_are_numpys_and_not_arrows(dtype):
+    column = torch.tensor([1 + 2j, -3j]).to(dtype)
+    assert to_numpy({"x": column})["x"].tolist() == [1 + 2j, -3j]
+    with pytest.raises(InvalidTypeError, match=r"field 'x' is of dtype torch\.complex.*view_as_real"):
+        to_arrow({"x": column})
+    parts = {"x": torch.view_as_real(column.to(torch.complex64))}
+    assert to_arrow(parts)["x"].to_pylist() == [[1.0, 2.0], [0.0, -3.0]]
+
+
+def test_numbers_are_not_copied():
+    ragged, dense = jagged(torch.rand(2, 2), torch.rand(1, 2)), torch.rand(2, 3)
+    columns = {"ragged": ragged, "dense": dense}
+    arrays, table = to_numpy(columns), to_arrow(columns)
+    values = jagged_parts(ragged)[0]
+    assert arrays["dense"].ctypes.data == dense.data_ptr()
+    assert [row.ctypes.data for row in arrays["ragged"]] == [values.data_ptr(), values[2:].data_ptr()]
+    assert table["dense"].chunk(0).flatten().to_numpy().ctypes.data == dense.data_ptr()
+    assert table["ragged"].chunk(0).flatten().flatten().to_numpy().ctypes.data == values.data_ptr()
+
+
+def test_a_table_keeps_the_memory_of_its_columns_alive():
+    table = to_arrow({"x": torch.arange(100_000)})
+    assert sum(table["x"].to_numpy()) == sum(range(100_000))
+
+
+def test_the_schema_does_not_depend_on_the_rows():
+    equal = {"tokens": torch.zeros(2, 3), "images": torch.zeros(2, 1, 4, 5)}
+    ragged = {"tokens": jagged(torch.zeros(3), torch.zeros(0)), "images": jagged(*torch.zeros(2, 3, 4, 5)[:, :2])}
+    empty = {"tokens": torch.zeros(0, 3), "images": torch.zeros(0, 1, 4, 5)}
+    tables = [to_arrow(columns) for columns in (equal, ragged, empty)]
+    for table in tables:
+        table.validate(full=True)
+        assert table.schema == tables[0].schema
+    assert [table.num_rows for table in tables] == [2, 2, 0]
+    assert str(tables[0].schema.field("tokens").type) == "large_list<item: float>"
+
+
+def test_rows_without_elements_keep_their_shape():
+    table = to_arrow({"x": torch.zeros(2, 3, 0)})
+    table.validate(full=True)
+    assert table["x"].to_pylist() == [[[], [], []]] * 2
+
+
+def test_objects_are_of_the_type_that_pyarrow_finds():
+    table = to_arrow({"text": ["a", None], "turns": [[{"role": "user"}], []], "n": NonTensorStack({"a": 1}, {"b": 2})})
+    assert table.schema.field("text").type == pa.string()
+    assert table["turns"].to_pylist() == [[{"role": "user"}], []]
+    assert table["n"].to_pylist() == [{"a": 1, "b": None}, {"a": None, "b": 2}]
+
+
+@pytest.mark.parametrize("items", [["a", 1], [{"a": 1}, "a"], [{"a": torch.zeros(1)}, None]], ids=repr)
+def test_objects_that_arrow_has_no_type_for_are_refused(items):
+    with pytest.raises(
+        InvalidTypeError, match=r"field 'x' holds objects that Arrow has no common type for.*json\.dumps"
+    ):
+        to_arrow({"x": NonTensorStack(*items)})
+
+
+def test_columns_that_autograd_tracks_are_detached():
+    column = torch.rand(2, 2, requires_grad=True)
+    assert to_numpy({"x": column})["x"].shape == (2, 2)
+    assert to_arrow({"x": column})["x"].to_pylist() == column.tolist()
+
+
+def test_a_batch_with_lists_is_converted_as_it_would_be_written():
+    batch = BatchedDataDict(tokens=[[1, 2], [3]], text=["a", "b"], lengths=np.array([2, 1]))
+    assert [row.tolist() for row in batch.to_numpy()["tokens"]] == [[1, 2], [3]]
+    assert batch.to_arrow().to_pydict() == {"tokens": [[1, 2], [3]], "text": ["a", "b"], "lengths": [2, 1]}
+
+
+def test_without_pyarrow_it_says_what_to_install():
+    code = """
+import sys
+sys.modules["pyarrow"] = None
+from dataplane_core import to_arrow, to_numpy
+print(to_numpy({"x": [1]})["x"])
+to_arrow({"x": [1]})
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.stdout == "[1]\n"
+    assert "ImportError: to_arrow needs pyarrow: pip install 'dataplane-core[arrow]'" in run.stderr
+
+
+def test_the_examples_run():
+    result = doctest.testmod(exports)
+    assert result.attempted == 4
+    assert result.failed == 0

@@ -1,0 +1,470 @@
+"""What people have goes into every call that writes as it is, and what is refused says what to write instead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+import tqdm
+from tensordict import NonTensorStack, TensorDict
+
+from dataplane_core.batch import kv_first_write, read_columns, write_columns
+from dataplane_core.codec import as_column, as_columns, jagged_parts
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
+from dataplane_core.meta import KVBatchMeta
+
+IDS = ["a_g0", "a_g1", "b_g0"]
+META = KVBatchMeta("train", "policy", IDS)
+TOKENS = [[5, 6, 7], [5], [8, 9]]
+REWARDS = [0.5, 1.0, -2.0]
+TEXTS = ["eos", None, "length"]
+TURNS = [[{"role": "user", "content": "2+2"}], [], [{"role": "user", "content": "hi"}]]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_of_progress_bars(monkeypatch):
+    """Formats of datasets make some, which start a thread that stays."""
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+
+
+def put(client, fields):
+    client.put_samples(IDS, "train", fields)
+
+
+def write(client, fields):
+    write_columns(client, META, fields)
+
+
+def first_write(client, fields):
+    kv_first_write(fields, sample_ids=IDS, dp_client=client, partition_id="train")
+
+
+WRITERS = [put, write, first_write]
+
+
+@pytest.fixture(params=WRITERS, ids=lambda writer: writer.__name__)
+def writer(request):
+    return request.param
+
+
+def values(column):
+    """A column's rows as Python values."""
+    return [row.tolist() for row in column.unbind()] if isinstance(column, torch.Tensor) else column.tolist()
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+COLUMNS = {"tokens": TOKENS, "reward": REWARDS, "text": TEXTS, "turns": TURNS}
+
+
+def table():
+    return pa.table(COLUMNS)
+
+
+def data_set():
+    return datasets.Dataset.from_dict(COLUMNS)
+
+
+def longer_set():
+    """A longer one; its rows 1, 2 and 3 are those of the others."""
+    return datasets.concatenate_datasets([data_set().select([0]), data_set()])
+
+
+TABLES = {
+    "dict": lambda: COLUMNS,
+    "rows": lambda: [dict(zip(COLUMNS, row, strict=True)) for row in zip(*COLUMNS.values(), strict=True)],
+    "rows of numpy": lambda: [
+        {"tokens": np.array(TOKENS[row]), "reward": np.float64(REWARDS[row]), "text": TEXTS[row], "turns": TURNS[row]}
+        for row in range(3)
+    ],
+    "Table": table,
+    "Table of chunks": lambda: pa.concat_tables([table().slice(0, 2), table().slice(2)]),
+    "slice of a Table": lambda: pa.concat_tables([table(), table()]).combine_chunks().slice(3),
+    "RecordBatch": lambda: table().to_batches()[0],
+    "large lists": lambda: table().set_column(0, "tokens", pa.array(TOKENS, pa.large_list(pa.int64()))),
+    "Dataset": data_set,
+    "Dataset of chosen rows": lambda: longer_set().select([1, 2, 3]),
+    "Dataset in another order": lambda: data_set().select([2, 0, 1]).select([1, 2, 0]),
+    "slice of a Dataset": lambda: longer_set()[1:4],
+    "slice of a Dataset of numpy": lambda: longer_set().with_format("numpy")[1:4],
+    "slice of a Dataset of torch": lambda: longer_set().with_format("torch")[1:4],
+    "Dataset of torch": lambda: data_set().with_format("torch"),
+    "columns of a Dataset": lambda: {name: data_set()[name] for name in COLUMNS},
+    "DataFrame": lambda: pd.DataFrame(COLUMNS),
+    "columns of a Table": lambda: {name: table()[name] for name in COLUMNS},
+    "columns of a RecordBatch": lambda: dict(zip(COLUMNS, table().to_batches()[0].columns, strict=True)),
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_every_kind_of_table_gives_the_same_columns(client, writer, kind):
+    writer(client, TABLES[kind]())
+    columns = client.get_samples(IDS, "train", list(COLUMNS))
+    assert columns["tokens"].layout is torch.jagged
+    assert columns["tokens"].dtype == torch.int64
+    assert columns["reward"].is_floating_point()
+    assert {name: values(columns.get(name)) for name in COLUMNS} == COLUMNS
+    assert isinstance(columns.get("turns"), NonTensorStack)
+
+
+def test_a_dataset_with_a_transform_is_written_as_that_returns_it(client, writer):
+    shown = data_set().with_transform(lambda rows: {"length": [len(row) for row in rows["tokens"]]})
+    writer(client, shown)
+    assert client.get_samples(IDS, "train", None)["length"].tolist() == [3, 1, 2]
+
+
+def test_of_a_dataset_with_a_format_its_columns_are_written(client, writer):
+    writer(client, data_set().with_format("torch", columns=["tokens"]))
+    assert list(client.get_samples(IDS, "train", None).keys()) == ["tokens"]
+
+
+def test_strings_of_a_table_are_checked_against_an_enum(client):
+    client.register_partition("named", [], None, ["policy"], enums={"text": ["eos", "length"]})
+    client.put_samples(IDS, "named", table())
+    with pytest.raises(InvalidRequestError, match="field 'text' holds 'stop'"):
+        client.put_samples(IDS, "named", pa.table({"text": ["eos", "stop", "eos"]}))
+
+
+def test_token_columns_of_a_table_are_cut_as_tensors_are(client):
+    padded = pa.table({"input_ids": [[5, 6, 0], [7, 0, 0], [8, 9, 1]], "input_lengths": [2, 1, 3]})
+    meta = kv_first_write(padded, sample_ids=IDS, dp_client=client, partition_id="train")
+    assert meta.sequence_lengths == [2, 1, 3]
+    assert values(client.get_samples(IDS, "train", ["input_ids"])["input_ids"]) == [[5, 6], [7], [8, 9, 1]]
+    write_columns(client, meta, [{"logprobs": np.ones(3, np.float32)}] * 3, token_aligned_fields=["logprobs"])
+    assert values(client.get_samples(IDS, "train", ["logprobs"])["logprobs"]) == [[1, 1], [1], [1, 1, 1]]
+
+
+def test_required_columns_are_found_in_a_table(client):
+    with pytest.raises(InvalidRequestError, match="has no 'values'"):
+        kv_first_write(
+            table(), sample_ids=IDS, dp_client=client, partition_id="train", required_fields=["tokens", "values"]
+        )
+
+
+@pytest.mark.parametrize("empty", [[], {"x": []}, pa.table({"x": pa.array([], pa.int64())})], ids=repr)
+def test_no_rows_for_no_ids_write_nothing(client, empty):
+    assert client.put_samples([], "train", empty).sample_ids == []
+    assert kv_first_write(empty, sample_ids=[], dp_client=client, partition_id="train").sample_ids == []
+    assert client.list_samples("train").size == 0
+
+
+@pytest.mark.parametrize("kind", ["dict", "rows", "Table", "Dataset", "DataFrame"])
+def test_one_row_goes_in(client, kind):
+    one = {
+        "dict": {"x": [[1, 2]]},
+        "rows": [{"x": [1, 2]}],
+        "Table": pa.table({"x": [[1, 2]]}),
+        "Dataset": datasets.Dataset.from_dict({"x": [[1, 2]]}),
+        "DataFrame": pd.DataFrame({"x": [[1, 2]]}),
+    }[kind]
+    client.put_samples(["a"], "train", one)
+    assert client.get_samples(["a"], "train", ["x"])["x"].tolist() == [[1, 2]]
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+NUMBERS = ["bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
+NUMBERS += ["float16", "float32", "float64", "complex64", "complex128"]
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_an_array_keeps_its_dtype_and_shape(client, writer, dtype):
+    array = (np.arange(6) % 4).reshape(3, 2).astype(dtype)
+    writer(client, {"scalars": array[:, 0], "wide": array, "deep": array.reshape(3, 1, 2)})
+    for name, expected in (("scalars", array[:, 0]), ("wide", array), ("deep", array.reshape(3, 1, 2))):
+        column = client.get_samples(IDS, "train", [name])[name]
+        assert column.dtype == getattr(torch, dtype)
+        assert np.array_equal(column.numpy(), expected)
+
+
+@pytest.mark.parametrize("form", ["transposed", "reversed", "every second", "of the other byte order", "read-only"])
+def test_an_array_may_lie_in_memory_as_it_likes(client, writer, form):
+    array = np.arange(12, dtype=np.int32).reshape(3, 4)
+    array = {
+        "transposed": array.reshape(4, 3).T,
+        "reversed": array[::-1],
+        "every second": array[:, ::2],
+        "of the other byte order": array.astype(">i4"),
+        "read-only": np.frombuffer(array.tobytes(), np.int32).reshape(3, 4),
+    }[form]
+    writer(client, {"x": array})
+    column = client.get_samples(IDS, "train", ["x"])["x"]
+    assert column.dtype == torch.int32
+    assert column.tolist() == array.tolist()
+
+
+def test_what_was_given_may_be_changed_as_soon_as_the_put_returns(client, writer):
+    scalars, rows = np.array(REWARDS), [np.array(row) for row in TOKENS]
+    writer(client, {"reward": scalars, "tokens": rows})
+    scalars[:] = 0
+    rows[0][:] = 0
+    columns = client.get_samples(IDS, "train", ["reward", "tokens"])
+    assert columns["reward"].tolist() == REWARDS
+    assert values(columns["tokens"]) == TOKENS
+
+
+def rows_of(lengths, make):
+    return [make(np.full((length, 2), number, dtype=np.int16)) for number, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy], ids=["arrays", "tensors"])
+@pytest.mark.parametrize("lengths", [(2, 0, 3), (2, 2, 2)], ids=["ragged", "equal"])
+def test_a_list_of_arrays_or_tensors_is_a_tensor_column(client, writer, make, lengths):
+    rows = rows_of(lengths, make)
+    writer(client, {"x": rows, "scalars": [row.sum() for row in rows]})
+    columns = client.get_samples(IDS, "train", ["x", "scalars"])
+    assert columns["x"].dtype == torch.int16
+    assert columns["x"].is_nested == (len(set(lengths)) > 1)
+    assert values(columns["x"]) == [row.tolist() for row in rows]
+    assert columns["scalars"].tolist() == [0, 2 * lengths[1], 4 * lengths[2]]
+
+
+def test_an_object_array_of_arrays_is_a_list_of_them(client, writer):
+    array = np.empty(3, dtype=object)
+    array[:] = [np.array(row) for row in TOKENS]
+    writer(client, {"tokens": array})
+    assert client.get_samples(IDS, "train", ["tokens"])["tokens"].layout is torch.jagged
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([np.float64(0.5), 1.0, np.float32(2.0)], torch.tensor([0.5, 1.0, 2.0])),
+        ([np.int32(1), 2, np.int64(3)], torch.tensor([1, 2, 3])),
+        ([np.True_, False, np.False_], torch.tensor([True, False, False])),
+        ([[np.int64(1), 2], [3, 4], [np.uint8(5), 6]], torch.tensor([[1, 2], [3, 4], [5, 6]])),
+    ],
+    ids=["floats", "ints", "bools", "lists"],
+)
+def test_numbers_of_numpy_in_lists_are_as_pythons(client, writer, items, expected):
+    writer(client, {"x": items})
+    column = client.get_samples(IDS, "train", ["x"])["x"]
+    assert column.dtype == expected.dtype
+    assert torch.equal(column, expected)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [np.array(["a", "bc", ""]), np.array([b"a", b"bc", b""]), np.array(["a", "bc", ""], dtype=object)],
+    ids=["str", "bytes", "objects"],
+)
+def test_arrays_of_strings_are_objects(client, writer, column):
+    writer(client, {"x": column, "words": [np.str_("a"), "b", "c"]})
+    columns = client.get_samples(IDS, "train", ["x", "words"])
+    assert columns.get("x").tolist() == column.tolist()
+    assert [type(word) for word in columns.get("words").tolist()] == [str] * 3
+
+
+def test_lists_of_lists_of_tensors_stay_objects(client, writer):
+    images = [[torch.zeros(2, 2), torch.ones(1, 2)], [], [torch.zeros(3, 1)]]
+    writer(client, {"images": images})
+    read = client.get_samples(IDS, "train", ["images"]).get("images").tolist()
+    assert [[image.tolist() for image in row] for row in read] == [[image.tolist() for image in row] for row in images]
+
+
+# --- Arrow ------------------------------------------------------------------------------------------------------------
+
+
+def address(array):
+    """Where the values of an Arrow array lie."""
+    while hasattr(array, "flatten") and not pa.types.is_primitive(array.type):
+        array = array.flatten()
+    return array.to_numpy().ctypes.data
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.array([1, 2, 3, 4], pa.int32()).slice(1),
+        pa.array([[9], *TOKENS]).slice(1),
+        pa.array([[9], *TOKENS], pa.large_list(pa.float32())).slice(1),
+        pa.array([[1, 2]] * 4, pa.list_(pa.int64(), 2)).slice(1),
+        pa.array([[[1, 2]], [], [[3, 4], [5, 6]], []], pa.list_(pa.list_(pa.int8(), 2))).slice(1),
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_arrows_numbers_are_not_copied_on_the_way_to_the_backend(array):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of read-only memory
+        column = as_columns("test", pa.table({"x": array}), 3)["x"]
+    found = jagged_parts(column)[0] if column.is_nested else column
+    assert found.data_ptr() == address(array)
+    assert values(column) == array.to_pylist()
+    assert str(found.dtype).removeprefix("torch.") in str(array.type).replace("float", "float32")
+
+
+def test_a_tensor_keeps_arrows_memory_alive():
+    column = as_column("test", pa.array(np.arange(100_000)))
+    assert column.sum() == sum(range(100_000))
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (pa.array([True, False, True]), torch.tensor([True, False, True])),
+        (pa.array([[True], [False, True], []]), None),
+        (pa.array([1.5, 2.5, 3.5], pa.float16()), torch.tensor([1.5, 2.5, 3.5], dtype=torch.float16)),
+        (pa.array([1, 2, 1]).dictionary_encode(), torch.tensor([1, 2, 1])),
+        (
+            pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12).reshape(3, 4)),
+            torch.arange(12).reshape(3, 4),
+        ),
+    ],
+    ids=["bools", "lists of bools", "float16", "dictionary", "extension"],
+)
+def test_other_numbers_of_arrow_are_tensors_too(array, expected):
+    column = as_column("test", array)
+    if expected is None:
+        assert column.dtype == torch.bool
+        assert values(column) == array.to_pylist()
+    else:
+        assert column.dtype == expected.dtype
+        assert torch.equal(column, expected)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.array(TEXTS),
+        pa.array(TEXTS).dictionary_encode(),
+        pa.array([b"a", None, b""]),
+        pa.array([{"a": 1}, {"a": 2}, None]),
+        pa.array([["a"], None, ["b", "c"]]),
+        pa.nulls(3),
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_other_columns_of_arrow_are_objects(array):
+    assert as_column("test", array).tolist() == array.to_pylist()
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+ROW = {"x": 1, "y": 2}
+REFUSED = {
+    "a missing key": ([ROW, ROW, {"x": 1}], InvalidRequestError, "row 2 lacks 'y', which row 0 has"),
+    "an extra key": ([ROW, {**ROW, "z": 3}, ROW], InvalidRequestError, "row 1 has 'z', which row 0 lacks"),
+    "a row too few": ([ROW, ROW], InvalidRequestError, r"a list of 2 rows\. Expected 3, one per sample id"),
+    "no rows": ([], InvalidRequestError, r"a list of 0 rows\. Expected 3"),
+    "a list of numbers": ([1, 2, 3], InvalidTypeError, r"row 0 is a int\. Expected a dict.*Write \{'name': values\}"),
+    "a tensor": (torch.zeros(3), InvalidTypeError, r"fields are a Tensor\. Expected a dict of columns.*Write \{'name'"),
+    "a stream": (data_set().to_iterable_dataset(), InvalidTypeError, r"IterableDataset.*list\(data\.take\(n\)\)"),
+    "splits": (datasets.DatasetDict(train=data_set()), InvalidTypeError, r"'train' is a datasets\.Dataset.*one split"),
+    "columns of one name": (
+        pa.Table.from_arrays([pa.array([1, 2, 3])] * 2, ["x", "x"]),
+        InvalidRequestError,
+        "several columns named 'x'",
+    ),
+    "rows of a table": (pa.table({"x": [1, 2]}), InvalidRequestError, r"2 rows.*(Expected 3|in field 'x')"),
+    "rows of an array": ({"x": np.zeros(2)}, InvalidRequestError, r"2 rows.*(Expected 3|in field 'x')"),
+    "times of numpy": (
+        {"x": np.zeros(3, "M8[s]")},
+        InvalidTypeError,
+        r"'x' is a non-tensor column: an ndarray of dtype datetime64\[s\].*x\.astype",
+    ),
+    "a table of numpy": ({"x": np.zeros(3, [("a", int)])}, InvalidTypeError, "'x' is a non-tensor column: an ndarray"),
+    "an array of times in a row": (
+        {"x": [np.zeros(1), np.zeros(1), np.zeros(1, "M8[s]")]},
+        InvalidTypeError,
+        "'x', row 2: is a non-tensor column",
+    ),
+    "a matrix of objects": ({"x": np.empty((3, 2), dtype=object)}, InvalidTypeError, "'x' is a non-tensor"),
+    "None among arrays": (
+        {"x": [np.zeros(1), None, np.zeros(2)]},
+        InvalidTypeError,
+        r"'x' holds a NoneType among tensors or arrays \(row 1\).*NonTensorStack",
+    ),
+    "a list among tensors": (
+        {"x": [torch.zeros(1), torch.zeros(1), [0.0]]},
+        InvalidTypeError,
+        r"'x' holds a list among tensors or arrays \(row 2\)",
+    ),
+    "dtypes of rows": (
+        {"x": [np.zeros(1), np.zeros(2), np.zeros(1, int)]},
+        SchemaMismatchError,
+        r"'x' has rows.*row 0 is float64 \(1,\), row 2 is int64.*NonTensorStack",
+    ),
+    "dims of rows": (
+        [{"x": torch.zeros(2)}, {"x": torch.zeros(1, 2)}, {"x": torch.zeros(2)}],
+        SchemaMismatchError,
+        r"'x' has rows.*row 1 is float32 \(1, 2\)",
+    ),
+    "lists in lists": ([{"x": [[1]]}, {"x": [[2]]}, {"x": [[3]]}], InvalidTypeError, "'x'.*nested more than one deep"),
+    "lists in Arrow's lists": (pa.table({"x": [[[1]], [[2, 3]], []]}), InvalidTypeError, "nested more than one deep"),
+    "None among numbers": (
+        [{"x": 1}, {"x": None}, {"x": 1}],
+        InvalidTypeError,
+        r"'x' holds None among numbers \(row 1",
+    ),
+    "nulls among Arrow's numbers": (
+        pa.table({"x": [1, None, None]}),
+        InvalidTypeError,
+        r"'x' is an Arrow column of numbers with nulls: 2 of 3 values, the first at 1\..*fill_null.*drop_null",
+    ),
+    "nulls among Arrow's lists": (pa.table({"x": [[1], [2], None]}), InvalidTypeError, "1 of 3 lists, the first at 2"),
+    "nulls in Arrow's lists": (
+        pa.table({"x": [[1, 2], [None], [3]]}),
+        InvalidTypeError,
+        "1 of 4 values, the first at 2",
+    ),
+    "times of Arrow": (
+        pa.table({"x": pa.array([0, 1, 2], pa.timestamp("s"))}),
+        InvalidTypeError,
+        r"'x' is an Arrow column of timestamp\[s\].*column\.cast",
+    ),
+    "numpy's values in objects": (
+        {"x": [{"a": np.zeros(1)}, {}, {}]},
+        InvalidTypeError,
+        r"'x', row 0 at \['a'\].*numpy\.ndarray.*Python numbers and lists",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_refused_says_what_to_write_instead(client, writer, kind):
+    fields, error, words = REFUSED[kind]
+    with pytest.raises(error, match=words):
+        writer(client, fields)
+    assert client.list_samples("train").size == 0
+
+
+def test_a_field_keeps_its_dtype_whatever_it_is_given_in(client):
+    client.put_samples(IDS, "train", data_set())  # float64, as Arrow has it
+    with pytest.raises(SchemaMismatchError, match="'reward'"):
+        client.put_samples(["c"], "train", data_set()[:1])  # lists: float32
+
+
+def test_a_tensordict_is_taken_as_it_is():
+    fields = TensorDict({"x": torch.zeros(3)}, batch_size=[3])
+    assert as_columns("test", fields, 3) is fields
+
+
+def test_tables_are_recognized_without_importing_their_packages():
+    code = """
+import sys
+from dataplane_core import connect
+with connect({"backend": "noop"}) as client:
+    client.register_partition("p", [], None, ["t"])
+    client.put_samples(["a", "b"], "p", [{"x": [1], "y": "s"}, {"x": [2, 3], "y": "t"}])
+    assert client.get_samples(["b"], "p", ["x"])["x"].tolist() == [[2, 3]]
+print(sorted({"pyarrow", "datasets", "pandas"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_table_is_read_back_padded(client):
+    meta = kv_first_write(
+        pa.table({"input_ids": TOKENS, "input_lengths": [3, 1, 2]}),
+        sample_ids=IDS,
+        dp_client=client,
+        partition_id="train",
+    )
+    assert read_columns(client, meta)["input_ids"].tolist() == [[5, 6, 7], [5, 0, 0], [8, 9, 0]]

@@ -1,6 +1,7 @@
-"""The `dataplane` command: lists backends, checks this machine, looks into a store, runs the kit, starts a plugin.
+"""The `dataplane` command: lists backends, checks this machine, looks into a store, draws a run, runs the kit, starts a
+plugin.
 
-Operators and storage authors run it. No other module imports it.
+Operators and storage authors run it. No other module of the package imports it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 for a failure that was reported. argparse exits with 2 for wrong usage.
     """
     parser = argparse.ArgumentParser(
-        prog="dataplane", description="Lists, checks, tests and creates backends of the data plane, and looks into one."
+        prog="dataplane",
+        description="Lists, checks, tests and creates backends of the data plane, and shows what they do.",
     )
     parser.add_argument("--version", action="version", version=f"dataplane-core {version('dataplane-core')}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -48,6 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--interval", type=float, default=1.0, metavar="S", help="measure rates over S seconds; 0: no rates; default: 1"
     )
     inspect.add_argument("--json", action="store_true", help="print JSON")
+
+    flow = commands.add_parser("flow", help="draw a run, or a running store: an HTML page and an SVG")
+    flow.add_argument(
+        "sources",
+        nargs="+",
+        metavar="FILE",
+        help="files of events (option events_file of the middleware metrics); or, for a running store, its config file",
+    )
+    flow.add_argument(
+        "--seconds", type=float, metavar="N", help="FILE is the config of a running store: look at it for N seconds"
+    )
+    flow.add_argument(
+        "-o", dest="folder", metavar="DIR", help="where to write flow.html and flow.svg; default: by FILE"
+    )
 
     conformance = commands.add_parser("conformance", help="run the conformance kit against a backend")
     conformance.add_argument("name", help="entry-point name of the backend")
@@ -79,6 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from dataplane_core.cli._inspect import run as inspect_store
 
             return inspect_store(chosen.config, chosen.partition, interval_s=chosen.interval, as_json=chosen.json)
+        if chosen.command == "flow":
+            from dataplane_core.cli._flow import draw_files, draw_store
+
+            if chosen.seconds is None:
+                return draw_files(chosen.sources, folder=chosen.folder)
+            if len(chosen.sources) > 1:
+                parser.error("flow --seconds takes one config file")
+            return draw_store(chosen.sources[0], seconds=chosen.seconds, folder=chosen.folder)
         if chosen.command == "new-plugin":
             from dataplane_core.cli._new_plugin import run as write_project
 

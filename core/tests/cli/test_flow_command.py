@@ -30,7 +30,7 @@ def events(tmp_path):
             meta = client.claim_meta("train", "policy", ["reward"], 64, lease_s=60.0)
             client.get_data(meta)
             client.ack(meta)
-            client.clear_samples(ids if step % 2 else None, "train")
+            client.clear_samples(ids if step < 6 else None, "train")
             marks.step(step, staleness=step % 3)
     marks.close()
     return path

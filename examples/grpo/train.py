@@ -37,7 +37,7 @@ from grpo.errors import RunFailedError, UserError
 from grpo.model import ModelConfig, build_model
 from grpo.plane_path import DataPlanePath
 from grpo.plot import plot_run
-from grpo.progress import ProgressBar, step_line
+from grpo.progress import ProgressBar, StepLines
 from grpo.rollout import draw_problems
 from grpo.sampling_path import SamplingPath
 from grpo.task import Problem, read_problems, split_problems
@@ -139,8 +139,10 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
             _print_evaluation("before GRPO", evaluation["before"], eval_problems)
             write = functools.partial(checkpoints.write, evaluation=evaluation["before"], reference=reference)
 
+            lines = StepLines(config.grpo.steps)
+
             def on_step(record: dict[str, Any]) -> None:
-                print(step_line(record, config.grpo.steps), flush=True)
+                lines.show(record)
                 if marks is not None:
                     marks.step(record["step"], staleness=record.get("staleness", 0))
                 if config.saving.every and record["step"] % config.saving.every == 0:

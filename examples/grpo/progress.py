@@ -1,7 +1,7 @@
 """What the run shows while it runs: a bar for the warm start, then a line per step.
 
-On a terminal it has columns, colours (not with ``NO_COLOR``) and an estimate of the time left. In a pipe or a file it is
-plain, and each step says how long each phase took.
+On a terminal it has columns, colours (not with ``NO_COLOR``) and an estimate of the time left. In a pipe or a file it
+is plain, and each step says how long each phase took.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StepLines:
             line = (
                 f"{step}  {_colored(reward, _GREEN, self._stream)}  loss {record['loss']:+.4f}  kl {record['kl']:.4f}"
                 f"  tokens {record['tokens']:>5}  put {put:>8}  get {get:>8}  {total:>7}  "
-                + _colored(left, _DIM, self._stream)
+                + _colored(f"{left:>11}", _DIM, self._stream)
             )
         else:
             phases = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())

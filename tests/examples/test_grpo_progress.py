@@ -57,7 +57,8 @@ def test_a_terminal_gets_colored_columns_and_the_time_left(clock):
     assert all(len(line) < 120 for line in lines)
     for word in ("reward", "loss", "kl", "tokens", "put", "get"):
         assert len({line.index(word) for line in lines}) == 1
-    assert [line.rpartition("s  ")[2] for line in lines] == ["7 min left", "6 min left", "0 s left"]
+    assert len({len(line) for line in lines}) == 1
+    assert [line.rpartition(" s  ")[2].lstrip() for line in lines] == ["7 min left", "6 min left", "0 s left"]
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])

@@ -178,8 +178,8 @@ def _read(path: Path, run: _Run, *, beside: bool = True) -> None:
 def _take(values: dict[str, Any], run: _Run) -> int:
     """Takes a line. Returns 1 for an operation, 0 for the end of a step."""
     end, op = float(values["at"]), str(values["op"])
-    if not math.isfinite(end):
-        raise ValueError
+    if not math.isfinite(end - float(values.get("seconds", 0.0))):
+        raise ValueError("no time")
     if op == "step":
         stale = values.get("staleness")
         run.steps.append((end, int(values["step"]), None if stale is None else float(stale)))
@@ -362,8 +362,10 @@ def _stays_panels(stays: _Stays, stages: Sequence[str], edges: Sequence[float], 
         "From an operation on a sample to the next: median, and line to the 90th percentile. "
         "Blue: it waited to be taken. Orange: it was worked on",
     )
-    ranked = sorted(stays.between.items(), key=lambda item: -sum(item[1]))[:_MOST_BARS]
-    for (before, after, waited), values in sorted(ranked, key=lambda item: item[0]):
+    longest = sorted(stays.between, key=lambda key: -sum(stays.between[key]))[:_MOST_BARS]
+    for (before, after, waited), values in stays.between.items():
+        if (before, after, waited) not in longest:
+            continue
         median, p90 = statistics.median(values), _p90(values)
         words = f"{show_seconds(median)}, p90 {show_seconds(p90)}"
         bars.rows.append((f"{before} → {after}", 0 if waited else 1, median, p90, words))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ray.actor import ActorHandle
@@ -102,10 +103,17 @@ class DataPlanePath(DataPath):
         "megatron": MegatronPlanePolicyWorker,
     }
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, events_file: Path | None = None) -> None:
+        """Makes the path.
+
+        Args:
+            config: The run.
+            events_file: Where all processes write what they do, for ``dataplane flow``.
+        """
         plane = config.data_plane
-        if "metrics" not in plane.middleware:
-            plane = plane.model_copy(update={"middleware": ["metrics", *plane.middleware]})
+        metrics = {"metrics": {"events_file": None if events_file is None else str(events_file)}}
+        others = [each for each in plane.middleware if each != "metrics"]
+        plane = plane.model_copy(update={"middleware": [metrics, *others]})
         self.name = plane.backend
         self._config = config
         self._plane = plane

@@ -12,10 +12,15 @@ matplotlib.use("Agg")  # files only; a display may not be there
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 __all__ = ["lanes", "plot_run"]
 
 _SMOOTHING_STEPS = 10
+#: Fewer points than this are not joined.
+_LEAST_OF_A_CURVE = 3
+#: Legends stand beside their panels, where they cover nothing.
+_BESIDE: Any = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0, "frameon": False}
 #: Steps that the lanes show: so many that each can be told from the next.
 _LANE_STEPS = 12
 
@@ -36,27 +41,35 @@ def plot_run(
     steps = [record["step"] for record in records]
     rewards = [record["reward"] for record in records]
     ahead = "spans" in records[0]
-    figure, panels = plt.subplots(2 + ahead, 1, figsize=(9, 8 + 2 * ahead), height_ratios=[3, 2, 1][: 2 + ahead])
+    figure, panels = plt.subplots(2 + ahead, 1, figsize=(10.5, 8 + 2 * ahead), height_ratios=[3, 2, 1][: 2 + ahead])
     above, below = panels[:2]
     below.sharex(above)
     above.tick_params(labelbottom=False)
-    above.plot(steps, rewards, color="tab:blue", alpha=0.3, linewidth=1, label="mean reward of the step's answers")
-    above.plot(steps, _smooth(rewards), color="tab:blue", linewidth=2, label=f"mean of {_SMOOTHING_STEPS} steps")
-    for kind, color in (("sampled", "tab:orange"), ("greedy", "tab:green")):
-        ends = [evaluation["before"][kind], evaluation["after"][kind]]
-        above.plot([steps[0], steps[-1]], ends, "o--", color=color, linewidth=1, label=f"held-out prompts, {kind}")
+    if len(records) < _LEAST_OF_A_CURVE:
+        above.plot(steps, rewards, "o", color="tab:blue", label="mean reward of the\nstep's answers")
+    else:
+        above.plot(steps, rewards, color="tab:blue", alpha=0.3, linewidth=1, label="mean reward of the\nstep's answers")
+        above.plot(steps, _smooth(rewards), color="tab:blue", linewidth=2, label=f"mean of {_SMOOTHING_STEPS} steps")
+    for kind, marker, color in (("sampled", "o", "tab:orange"), ("greedy", "D", "tab:green")):
+        ends = [evaluation["before"][kind], evaluation["after"][kind]]  # two points, so no line between them
+        label = f"held-out prompts, {kind},\nbefore and after"
+        above.plot([steps[0], steps[-1]], ends, marker, color=color, label=label)
     above.set_ylim(0, 1)
     above.set_ylabel("share of exact answers")
-    above.legend(loc="lower right")
+    above.legend(**_BESIDE)
     above.set_title(title)
 
     phases = list(records[0]["seconds"])
-    seconds = [[record["seconds"][phase] for record in records] for phase in phases]
-    below.stackplot(steps, seconds, labels=phases, step="mid", linewidth=0)
-    below.set_ylim(0, 1.5 * sorted(map(sum, zip(*seconds, strict=True)))[len(records) // 2])
+    tops = [0.0] * len(records)
+    for phase in phases:
+        seconds = [record["seconds"][phase] for record in records]
+        below.bar(steps, seconds, bottom=tops, width=1.0, linewidth=0, label=phase)
+        tops = [top + value for top, value in zip(tops, seconds, strict=True)]
+    below.set_ylim(0, 1.05 * max(tops))
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
     below.set_xlabel("step")
     below.set_ylabel("seconds per step")
-    below.legend(loc="upper right", ncols=3, fontsize="small")
+    below.legend(reverse=True, **_BESIDE)
     if ahead:
         _draw_lanes(panels[2], lanes(records, _LANE_STEPS))
     for axes in panels:

@@ -1,14 +1,23 @@
-"""What the run shows while it runs: a bar for the warm start, then a line per step."""
+"""What the run shows while it runs: a bar for the warm start, then a line per step.
+
+On a terminal it has columns, colours (not with ``NO_COLOR``) and an estimate of the time left. In a pipe or a file it
+is plain, and each step says how long each phase took.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections import deque
 from typing import Any, TextIO
 
-__all__ = ["ProgressBar", "format_bytes", "step_line"]
+__all__ = ["ProgressBar", "StepLines", "format_bytes", "format_left"]
 
 _BAR_WIDTH = 30
+_GREEN, _DIM = "32", "2"
+#: The time left follows from the mean of so many steps.
+_RECENT_STEPS = 10
 
 
 class ProgressBar:
@@ -26,23 +35,64 @@ class ProgressBar:
         if not self._redraws and done * 10 // self._total == (done - 1) * 10 // self._total:
             return
         filled = _BAR_WIDTH * done // self._total
-        bar = "#" * filled + "." * (_BAR_WIDTH - filled)
-        line = f"{self._label} [{bar}] {done}/{self._total}  {note}  {time.monotonic() - self._start:.0f} s"
-        end = "\n" if not self._redraws or done == self._total else ""
-        self._stream.write((f"\r\x1b[K{line}" if self._redraws else line) + end)
+        full, empty = "#" * filled, "." * (_BAR_WIDTH - filled)
+        spent = time.monotonic() - self._start
+        head = f"{self._label} ["
+        tail = f"{empty}] {done}/{self._total}  {note}  {spent:.0f} s"
+        if self._redraws:
+            left = "" if done == self._total else f"  {format_left(spent / done * (self._total - done))}"
+            self._stream.write(f"\r\x1b[K{head}{_colored(full, _GREEN, self._stream)}{tail}{left}")
+            self._stream.write("\n" if done == self._total else "")
+        else:
+            self._stream.write(f"{head}{full}{tail}\n")
         self._stream.flush()
 
 
-def step_line(record: dict[str, Any], total_steps: int) -> str:
-    """One step as a line: reward, loss, KL, tokens, bytes handed over, seconds per phase."""
-    seconds = record["seconds"]
-    phases = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
-    return (
-        f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"
-        f"  reward {record['reward']:.3f}  loss {record['loss']:+.4f}  kl {record['kl']:.4f}"
-        f"  tokens {record['tokens']}  put {format_bytes(record['bytes_put'])}"
-        f"  get {format_bytes(record['bytes_get'])}  {sum(seconds.values()):.2f} s ({phases})"
-    )
+class StepLines:
+    """Prints a line per step.
+
+    Args:
+        total_steps: Number of steps of the run.
+        stream: Where to. Default: standard output.
+    """
+
+    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
+        self._total = total_steps
+        self._stream = stream or sys.stdout
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._before = time.monotonic()
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Prints a step: reward, loss, KL, tokens, bytes handed over, seconds; in a pipe also those of each phase."""
+        now = time.monotonic()
+        self._recent.append(now - self._before)
+        self._before = now
+        seconds = record["seconds"]
+        step = f"step {record['step']:>{len(str(self._total))}}/{self._total}"
+        reward, total = f"reward {record['reward']:.3f}", f"{sum(seconds.values()):.2f} s"
+        put, get = format_bytes(record["bytes_put"]), format_bytes(record["bytes_get"])
+        if self._stream.isatty():
+            left = format_left(sum(self._recent) / len(self._recent) * (self._total - record["step"]))
+            line = (
+                f"{step}  {_colored(reward, _GREEN, self._stream)}  loss {record['loss']:+.4f}  kl {record['kl']:.4f}"
+                f"  tokens {record['tokens']:>5}  put {put:>8}  get {get:>8}  {total:>7}  "
+                + _colored(f"{left:>11}", _DIM, self._stream)
+            )
+        else:
+            phases = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
+            line = (
+                f"{step}  {reward}  loss {record['loss']:+.4f}  kl {record['kl']:.4f}  tokens {record['tokens']}"
+                f"  put {put}  get {get}  {total} ({phases})"
+            )
+        print(line, file=self._stream, flush=True)
+
+
+def format_left(seconds: float) -> str:
+    """A time to wait, for people: ``45 s left``."""
+    if seconds < 100:
+        return f"{seconds:.0f} s left"
+    minutes = round(seconds / 60)
+    return f"{minutes} min left" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min left"
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -52,3 +102,9 @@ def format_bytes(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1000
     raise AssertionError("unreachable")
+
+
+def _colored(text: str, code: str, stream: TextIO) -> str:
+    """The text in a colour, where ``stream`` is a terminal and nobody asked for none."""
+    plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if plain else f"\x1b[{code}m{text}\x1b[0m"

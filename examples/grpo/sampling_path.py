@@ -7,6 +7,7 @@ Further prompts replace the dropped groups.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from dataplane_core.meta import KVBatchMeta
@@ -23,8 +24,8 @@ __all__ = ["SamplingPath"]
 class SamplingPath(DataPlanePath):
     """A data path whose steps are made of groups with both right and wrong answers."""
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: RunConfig, events_file: Path | None = None) -> None:
+        super().__init__(config, events_file)
         self._settings = config.dynamic_sampling
         self._facts: dict[str, float] = {}
 

@@ -2,7 +2,8 @@
 
     python examples/grpo/train.py --config examples/grpo/config.yaml --in-memory
 
-Leaves ``metrics.jsonl`` (a line per step), ``summary.json`` and ``reward.png`` in the folder given by ``--out``.
+Leaves ``metrics.jsonl`` (a line per step), ``summary.json`` and ``reward.png`` in the folder given by ``--out``; over a
+data plane also ``events.jsonl`` (its operations), and ``flow.html``, which draws them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ if __name__ == "__main__":
 
 import torch
 
+from dataplane_core.cli import main as dataplane
 from dataplane_core.errors import ConfigError, DataPlaneError, PluginError
+from dataplane_core.middleware import EventFile
 from grpo.async_path import AsyncPath
 from grpo.checkpoint import Checkpoints
 from grpo.cluster import connect_actors, ray_session, required_cpus, start_actors
@@ -34,13 +37,15 @@ from grpo.errors import RunFailedError, UserError
 from grpo.model import ModelConfig, build_model
 from grpo.plane_path import DataPlanePath
 from grpo.plot import plot_run
-from grpo.progress import ProgressBar, step_line
+from grpo.progress import ProgressBar, StepLines
 from grpo.rollout import draw_problems
 from grpo.sampling_path import SamplingPath
 from grpo.task import Problem, read_problems, split_problems
 from grpo.trainer import Trainer
 from grpo.warm_start import warm_start
 from grpo.weights import PackedWeights, pack_weights
+
+_EVENTS = "events.jsonl"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         if args.staleness is not None and config.rollouts.mode == "sync":
             raise UserError("--staleness: rollouts run ahead with --mode async only. Add it, or leave out --staleness.")
-        run(config, _data_path(config, args.in_memory), args.out, resume=args.resume)
+        run(config, _data_path(config, args.in_memory, args.out), args.out, resume=args.resume)
     except (UserError, ConfigError, PluginError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -110,6 +115,10 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
     if save is None:
         checkpoints.refuse_to_mix()
 
+    events = out / _EVENTS
+    events.unlink(missing_ok=True)  # of an earlier run
+    marks = None if isinstance(path, InMemoryPath) else EventFile(events)
+
     with ray_session(config.ray, required_cpus(config, path.extra_cpus)):
         torch.set_num_threads(1)  # as in the actors: more threads would change the last bits
         actors = start_actors(config, path.rollout_class, path.worker_classes[config.workers])
@@ -130,8 +139,12 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
             _print_evaluation("before GRPO", evaluation["before"], eval_problems)
             write = functools.partial(checkpoints.write, evaluation=evaluation["before"], reference=reference)
 
+            lines = StepLines(config.grpo.steps)
+
             def on_step(record: dict[str, Any]) -> None:
-                print(step_line(record, config.grpo.steps), flush=True)
+                lines.show(record)
+                if marks is not None:
+                    marks.step(record["step"], staleness=record.get("staleness", 0))
                 if config.saving.every and record["step"] % config.saving.every == 0:
                     print(f"saved to {write(trainer.records, write_state=trainer.save_state)}", flush=True)
 
@@ -139,6 +152,8 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
             evaluation["after"] = trainer.evaluate(eval_problems)
         finally:
             path.close()
+            if marks is not None:
+                marks.close()
 
     for moment in ("before", "after"):
         _print_evaluation(f"{moment} GRPO", evaluation[moment], eval_problems)
@@ -158,6 +173,8 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
         "seconds": round(time.monotonic() - start, 1),
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if marks is not None:
+        dataplane(["flow", str(events)])
     print(f"{summary['seconds']:.0f} s in all; see {out / 'metrics.jsonl'} and {out / 'reward.png'}")
 
 
@@ -182,7 +199,7 @@ def _print_evaluation(when: str, shares: dict[str, float], problems: list[Proble
     )
 
 
-def _data_path(config: RunConfig, in_memory: bool) -> DataPath:
+def _data_path(config: RunConfig, in_memory: bool, out: Path) -> DataPath:
     ahead = config.rollouts.mode == "async"
     if in_memory and ahead:
         raise UserError("rollouts run ahead through the data plane. Leave out --in-memory or --mode async.")
@@ -192,9 +209,8 @@ def _data_path(config: RunConfig, in_memory: bool) -> DataPath:
         raise UserError("dynamic sampling filters rows in the data plane. Leave out --in-memory or --dynamic-sampling.")
     if in_memory:
         return InMemoryPath(config)
-    if ahead:
-        return AsyncPath(config)
-    return SamplingPath(config) if config.dynamic_sampling.enabled else DataPlanePath(config)
+    kind = AsyncPath if ahead else SamplingPath if config.dynamic_sampling.enabled else DataPlanePath
+    return kind(config, out.resolve() / _EVENTS)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -83,6 +83,12 @@ def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(
     assert {record["path"] for record in records} == {backend}
     assert all(record["bytes_put"] > 0 and record["bytes_get"] > 0 for record in records)
     assert results(records) == results(read_metrics(in_memory.folder))
+    flow = (tmp_path / "out" / "flow.html").read_text()
+    assert flow.count(" 4 steps.") == 1
+    assert "put advantages" in flow  # of the driver
+    assert "put input_ids +4" in flow  # of the rollout worker
+    assert "put prev_logprobs" in flow  # of the policy workers
+    assert not (in_memory.folder / "flow.html").exists()
     evaluations = [
         json.loads((folder / "summary.json").read_text())["evaluation"]
         for folder in (in_memory.folder, tmp_path / "out")

@@ -1,6 +1,7 @@
-"""The `dataplane` command: lists backends, checks this machine, looks into a store, runs the kit, starts a plugin.
+"""The `dataplane` command: lists backends, checks this machine, looks into a store, draws a run, runs the kit, starts a
+plugin.
 
-Operators and storage authors run it. No other module imports it.
+Operators and storage authors run it. No other module of the package imports it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 for a failure that was reported. argparse exits with 2 for wrong usage.
     """
     parser = argparse.ArgumentParser(
-        prog="dataplane", description="Lists, checks, tests and creates backends of the data plane, and looks into one."
+        prog="dataplane",
+        description="Lists, checks, tests and creates backends of the data plane, and shows what they do.",
     )
     parser.add_argument("--version", action="version", version=f"dataplane-core {version('dataplane-core')}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -58,6 +60,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     metrics.add_argument("config", metavar="CONFIG", help="the config file that its processes use")
     metrics.add_argument("--host", default="127.0.0.1", help="the address to listen on; default: 127.0.0.1")
     metrics.add_argument("--port", type=int, default=0, help="its port; default: a free one, which is printed")
+
+    flow = commands.add_parser("flow", help="draw a run, or a running store: an HTML page and an SVG")
+    flow.add_argument(
+        "sources",
+        nargs="+",
+        metavar="FILE",
+        help="files of events (option events_file of the middleware metrics); or, for a running store, its config file",
+    )
+    flow.add_argument(
+        "--seconds", type=float, metavar="N", help="FILE is the config of a running store: look at it for N seconds"
+    )
+    flow.add_argument(
+        "-o", dest="folder", metavar="DIR", help="where to write flow.html and flow.svg; default: by FILE"
+    )
 
     conformance = commands.add_parser("conformance", help="run the conformance kit against a backend")
     conformance.add_argument("name", help="entry-point name of the backend")
@@ -103,6 +119,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from dataplane_core.cli._metrics import run as serve_metrics
 
             return serve_metrics(chosen.config, host=chosen.host, port=chosen.port)
+        if chosen.command == "flow":
+            from dataplane_core.cli._flow import draw_files, draw_store
+
+            if chosen.seconds is None:
+                return draw_files(chosen.sources, folder=chosen.folder)
+            if len(chosen.sources) > 1:
+                parser.error("flow --seconds takes one config file")
+            return draw_store(chosen.sources[0], seconds=chosen.seconds, folder=chosen.folder)
         if chosen.command == "new-plugin":
             from dataplane_core.cli._new_plugin import run as write_project
 

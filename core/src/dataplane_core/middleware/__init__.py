@@ -1,10 +1,23 @@
 """Wrappers around a backend's hooks: metrics and checksums. Other packages may add more.
 
-A config lists them by entry-point name, outermost first. The client starts and stops them.
+A config lists them by entry-point name, outermost first. The client starts and stops them. The listeners get the events
+of the metrics.
 """
 
 from dataplane_core.middleware.base import Middleware, MiddlewareContext
-from dataplane_core.middleware.metrics import Metrics, log_event
+from dataplane_core.middleware.events import EventFile, OperationEvent, log_event
+from dataplane_core.middleware.metrics import Metrics
+from dataplane_core.middleware.trackers import TensorBoardListener, WandbListener
 from dataplane_core.middleware.wire_guard import WireGuard
 
-__all__ = ["Metrics", "Middleware", "MiddlewareContext", "WireGuard", "log_event"]
+__all__ = [
+    "EventFile",
+    "Metrics",
+    "Middleware",
+    "MiddlewareContext",
+    "OperationEvent",
+    "TensorBoardListener",
+    "WandbListener",
+    "WireGuard",
+    "log_event",
+]

@@ -9,19 +9,20 @@ Its cost is one dict update per cell written and two clock reads per operation; 
 
 from __future__ import annotations
 
-import logging
 import pkgutil
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from dataplane_core.codec import cell_nbytes
-from dataplane_core.middleware.base import Middleware
+from dataplane_core.middleware.base import Middleware, MiddlewareContext
+from dataplane_core.middleware.events import EventFile, OperationEvent
 from dataplane_core.spec import (
     AckRequest,
     Claim,
@@ -54,30 +55,7 @@ from dataplane_core.spec import (
     hookimpl,
 )
 
-__all__ = ["Metrics", "MetricsConfig", "OperationEvent", "log_event"]
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperationEvent:
-    """An operation that has ended.
-
-    Attributes:
-        op: Name of the hook.
-        partition_id: The partition.
-        n_keys: Samples named by the request, or handed out or listed by the reply.
-        n_bytes: Payload bytes written or read.
-        wall_ms: Milliseconds inside the hook, inner middleware included.
-        status: ``ok``, or the name of the error's class.
-    """
-
-    op: str
-    partition_id: str
-    n_keys: int
-    n_bytes: int
-    wall_ms: float
-    status: str
+__all__ = ["Metrics", "MetricsConfig"]
 
 
 @dataclass(slots=True)
@@ -99,11 +77,6 @@ class _Held:
 _Steps: TypeAlias = Generator[None, Any, Any]
 
 
-def log_event(event: OperationEvent) -> None:
-    """Logs an event at level INFO. A target for ``on_event``."""
-    _log.info("%s", event)
-
-
 class MetricsConfig(BaseModel):
     """The options of `Metrics`."""
 
@@ -112,6 +85,9 @@ class MetricsConfig(BaseModel):
     on_event: Callable[[OperationEvent], None] | str | None = None
     """Called with every `OperationEvent`, in the thread of the operation. Its exceptions reach the caller. In a config
     file, the name of a function that every process can import: ``package.module:function``, or with dots only."""
+    events_file: Path | None = None
+    """Where to append every event as a line, for ``dataplane flow``; see `EventFile`. Processes of a host may share it;
+    ``{host}`` in its name stands for the name of the host."""
 
     @field_validator("on_event")
     @classmethod
@@ -134,6 +110,7 @@ class Metrics(Middleware):
 
     Args:
         on_event: As `MetricsConfig.on_event`.
+        events_file: As `MetricsConfig.events_file`.
 
     Raises:
         ValueError: There is no function of that name.
@@ -142,9 +119,12 @@ class Metrics(Middleware):
     Config: ClassVar[type[BaseModel]] = MetricsConfig
     config: MetricsConfig
 
-    def __init__(self, on_event: Callable[[OperationEvent], None] | str | None = None) -> None:
-        super().__init__(on_event=on_event)
+    def __init__(
+        self, on_event: Callable[[OperationEvent], None] | str | None = None, events_file: Path | str | None = None
+    ) -> None:
+        super().__init__(on_event=on_event, events_file=events_file)
         self._on_event: Any = self.config.on_event
+        self._event_file: EventFile | None = None
         self._lock = threading.Lock()
         self._totals: dict[str, _Total] = {}
         self._held: dict[str, _Held] = {}
@@ -152,6 +132,17 @@ class Metrics(Middleware):
         self._peak_bytes = 0
         self._max_bytes_per_key = 0
         self._last_bytes_per_key = 0
+
+    def start(self, context: MiddlewareContext) -> None:
+        """Opens the file of events, if there is to be one."""
+        if self.config.events_file is not None:
+            self._event_file = EventFile(self.config.events_file)
+
+    def stop(self) -> None:
+        """Closes it."""
+        file, self._event_file = self._event_file, None
+        if file is not None:
+            file.close()
 
     def snapshot(self) -> dict[str, Any]:
         """What this client did so far, and what it put and has not cleared.
@@ -311,10 +302,15 @@ class Metrics(Middleware):
     def _measure(self, op: str, request: Any, n_keys: int, n_bytes: int = 0) -> _Steps:
         start = time.perf_counter()
         status = "ok"
+        sample_ids: Sequence[str] = getattr(request, "sample_ids", None) or ()
+        fields: Iterable[str] = getattr(request, "columns", getattr(request, "fields", ()))
         try:
             reply = yield
             if isinstance(reply, (Claim, SampleList)):
-                n_keys = len(reply.sample_ids)
+                sample_ids = reply.sample_ids
+                n_keys = len(sample_ids)
+            elif isinstance(reply, ClearReply) and request.sample_ids is None:
+                n_keys = reply.num_samples
             elif isinstance(reply, WireBatch):
                 n_bytes = int(
                     sum(np.broadcast_to(cell_nbytes(column, n_keys), n_keys).sum() for column in reply.columns.values())
@@ -331,6 +327,9 @@ class Metrics(Middleware):
                 n_bytes=n_bytes,
                 wall_ms=(time.perf_counter() - start) * 1e3,
                 status=status,
+                task=getattr(request, "task_name", ""),
+                fields=tuple(fields),
+                sample_ids=sample_ids,
             )
             self._count(event)
 
@@ -342,6 +341,8 @@ class Metrics(Middleware):
             total.n_keys += event.n_keys
             total.n_bytes += event.n_bytes
             total.wall_ms += event.wall_ms
+        if self._event_file is not None:
+            self._event_file(event)
         if self._on_event is not None:
             self._on_event(event)
 

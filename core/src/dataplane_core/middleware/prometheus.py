@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Final
 from pydantic import BaseModel, Field
 
 from dataplane_core.middleware.base import MiddlewareContext
-from dataplane_core.middleware.metrics import Metrics, MetricsConfig, OperationEvent
+from dataplane_core.middleware.events import OperationEvent
+from dataplane_core.middleware.metrics import Metrics, MetricsConfig
 from dataplane_core.spec import Claim, ClaimRequest, hookimpl
 
 try:
@@ -77,6 +78,7 @@ class Prometheus(Metrics):
 
     def start(self, context: MiddlewareContext) -> None:
         """Opens the endpoint, unless the process has one."""
+        super().start(context)
         self._backend = context.backend
         self._endpoint = _Endpoint.of_this_process(self.config)
         self._endpoint.clients.append(self)
@@ -84,6 +86,7 @@ class Prometheus(Metrics):
 
     def stop(self) -> None:
         """Closes the endpoint with the last client of the process."""
+        super().stop()
         endpoint, self._endpoint, self.metrics_address = self._endpoint, None, ""
         if endpoint is not None:
             endpoint.leave(self)

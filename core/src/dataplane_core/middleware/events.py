@@ -1,0 +1,120 @@
+"""The events of operations, and the file of them that `dataplane flow` draws."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["EventFile", "OperationEvent", "log_event"]
+
+_log = logging.getLogger(__name__)
+#: One of so many samples is named in the file wherever it appears. All processes choose the same ones.
+_FOLLOW_ONE_OF: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationEvent:
+    """An operation that has ended.
+
+    Attributes:
+        op: Name of the hook.
+        partition_id: The partition.
+        n_keys: Samples named by the request, or handed out, listed or dropped by the reply.
+        n_bytes: Payload bytes written or read.
+        wall_ms: Milliseconds inside the hook, inner middleware included.
+        status: ``ok``, or the name of the error's class.
+        task: The consumer task of a claim, an ack and the like, or "".
+        fields: The fields of a put or a get.
+        sample_ids: Those samples. Empty where a whole partition is cleared.
+    """
+
+    op: str
+    partition_id: str
+    n_keys: int
+    n_bytes: int
+    wall_ms: float
+    status: str
+    task: str = ""
+    fields: Sequence[str] = ()
+    sample_ids: Sequence[str] = field(default=(), repr=False)
+
+
+def _is_followed(sample_id: str) -> bool:
+    # the product spreads ids that differ in one digit, of which a checksum alone may choose all or none
+    mixed = zlib.crc32(sample_id.encode()) * 0x9E3779B1 & 0xFFFFFFFF
+    return mixed * _FOLLOW_ONE_OF < 1 << 32
+
+
+def log_event(event: OperationEvent) -> None:
+    """Logs an event at level INFO. A target for ``on_event``."""
+    _log.info("%s", event)
+
+
+class EventFile:
+    """Appends a JSON line per operation, and per step, to a file.
+
+    Processes of one host can share a file, because a line is written at once. A line has ``at`` (the end, in seconds
+    since 1970), ``op``, ``partition``, ``rows``, ``bytes`` and ``seconds``; where they apply ``task``, ``fields``,
+    ``status`` of a failure, and ``ids``: the samples that are followed, one in 16.
+
+    Operations that name and hand out no samples leave no line unless they fail: a claim that waits asks many times.
+
+    Args:
+        path: The file. Its folder is made. ``{host}`` stands for the name of this host.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        place = Path(str(path).replace("{host}", socket.gethostname()))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        self._file = place.open("ab", buffering=0)
+        self._failed = False
+
+    def __call__(self, event: OperationEvent) -> None:
+        """Writes an event. A target for ``on_event``."""
+        failed = event.status != "ok"
+        if not event.n_keys and not failed:
+            return
+        ids = [name for name in event.sample_ids if _is_followed(name)]
+        more = {
+            "task": event.task,
+            "fields": [name for name in event.fields if not name.startswith("~")],
+            "status": event.status if failed else "",
+            "ids": ids,
+        }
+        self._write(
+            op=event.op,
+            partition=event.partition_id,
+            rows=event.n_keys,
+            bytes=event.n_bytes,
+            seconds=round(event.wall_ms / 1e3, 6),
+            **{name: value for name, value in more.items() if value},
+        )
+
+    def step(self, step: int, **values: float) -> None:
+        """Writes that a training step has ended. One process of the run calls it.
+
+        Args:
+            step: Its number.
+            values: What is known of it. ``dataplane flow`` draws ``staleness``: how many weight versions old the rows
+                were that it trained on.
+        """
+        self._write(op="step", step=step, **values)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _write(self, **line: Any) -> None:
+        try:
+            self._file.write((json.dumps({"at": round(time.time(), 6), **line}) + "\n").encode())
+        except (OSError, ValueError) as error:  # a full disk, or a closed file, must not end the run
+            if not self._failed:
+                _log.warning("the events of the data plane cannot be written: %s", error)
+            self._failed = True

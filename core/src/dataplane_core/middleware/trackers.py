@@ -1,0 +1,85 @@
+"""Listeners for experiment trackers: what a process moved through the data plane, as scalars per training step.
+
+They take the tracker's object from the trainer, so core needs neither package.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from dataplane_core.middleware.events import OperationEvent
+
+__all__ = ["TensorBoardListener", "WandbListener"]
+
+
+class _StepListener(ABC):
+    """Adds up events until the trainer says that a step has ended. Several clients may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[str, float] = {}
+
+    def __call__(self, event: OperationEvent) -> None:
+        """Counts an event. A target for ``on_event``."""
+        name = f"dataplane/{event.op.removesuffix('_samples')}"
+        parts = {
+            "rows": event.n_keys,
+            "bytes": event.n_bytes,
+            "seconds": event.wall_ms / 1e3,
+            "errors": event.status != "ok",
+        }
+        with self._lock:
+            for part, value in parts.items():
+                key = f"{name}/{part}"
+                self._sums[key] = self._sums.get(key, 0) + value
+
+    def step(self, step: int, **values: float) -> None:
+        """Logs what this process did since the last call; 0 for operations that it did before, but not since.
+
+        Args:
+            step: The number of the step that has ended.
+            values: Further scalars, such as ``staleness``, logged as ``dataplane/staleness``.
+        """
+        with self._lock:
+            sums = self._sums
+            self._sums = dict.fromkeys(sums, 0)
+        self._log({**sums, **{f"dataplane/{name}": value for name, value in values.items()}}, step)
+
+    @abstractmethod
+    def _log(self, scalars: Mapping[str, float], step: int) -> None:
+        """Gives the scalars to the tracker."""
+
+
+class TensorBoardListener(_StepListener):
+    """Logs to TensorBoard.
+
+    Args:
+        writer: A ``SummaryWriter``, such as that of ``torch.utils.tensorboard``. It stays the caller's to close.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def _log(self, scalars: Mapping[str, float], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+
+class WandbListener(_StepListener):
+    """Logs to Weights & Biases.
+
+    Args:
+        run: What ``wandb.init`` returned. It stays the caller's to finish. Its steps must not fall: log what else
+            belongs to a step with the same ``step=``.
+    """
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self._run = run
+
+    def _log(self, scalars: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(scalars), step=step)

@@ -1,0 +1,94 @@
+"""The file of events: what its lines have, and that several processes can share it."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dataplane_core import connect
+from dataplane_core.middleware import EventFile, Metrics, OperationEvent
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def event(**changes):
+    values = {"op": "put_samples", "partition_id": "p", "n_keys": 2, "n_bytes": 8, "wall_ms": 1.5, "status": "ok"}
+    return OperationEvent(**{**values, **changes})
+
+
+@pytest.fixture
+def file(tmp_path):
+    made = EventFile(tmp_path / "events.jsonl")
+    yield made
+    made.close()
+
+
+def test_a_line_says_what_was_moved_where_and_how_long_it_took(file, tmp_path):
+    ids = [f"q{number}" for number in range(200)]
+    file(event(fields=("x", "~sums"), sample_ids=ids))
+    file.step(7, staleness=1)
+    put, step = lines(tmp_path / "events.jsonl")
+    assert put.pop("at") <= step.pop("at")
+    followed = put.pop("ids")
+    assert set(followed) < set(ids)
+    assert 4 <= len(followed) <= 25  # one in 16
+    assert put == {
+        "op": "put_samples", "partition": "p", "rows": 2, "bytes": 8, "seconds": 0.0015, "fields": ["x"]
+    }  # fmt: skip
+    assert step == {"op": "step", "step": 7, "staleness": 1}
+
+
+def test_operations_of_no_sample_leave_a_line_only_if_they_fail(file, tmp_path):
+    file(event(op="claim", n_keys=0))
+    file(event(op="claim", n_keys=0, task="t", status="ClaimTimeoutError"))
+    (line,) = lines(tmp_path / "events.jsonl")
+    assert (line["task"], line["status"]) == ("t", "ClaimTimeoutError")
+
+
+def test_the_middleware_writes_for_all_its_operations_and_still_calls_on_event(tmp_path):
+    path, seen = tmp_path / "of_{host}" / "events.jsonl", []
+    metrics = Metrics(on_event=seen.append, events_file=path)
+    with connect({"backend": "noop", "middleware": [metrics, "wire_guard"]}) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a", "b"], "p", {"x": torch.zeros(2)})
+        client.claim_meta("p", "t", ["x"], 2)
+        client.clear_samples(None, "p")
+    place = tmp_path / f"of_{socket.gethostname()}" / "events.jsonl"
+    found = [(line["op"], line["rows"], line.get("fields"), line.get("task")) for line in lines(place)]
+    assert found == [
+        ("put_samples", 2, ["x"], None), ("claim", 2, None, "t"), ("clear_samples", 2, None, None)
+    ]  # fmt: skip
+    assert [(each.op, each.n_keys) for each in seen if each.n_keys] == [(op, rows) for op, rows, _, _ in found]
+    assert [each.fields for each in seen if each.op == "put_samples"] == [("x",)]
+
+
+def test_processes_that_share_a_file_do_not_mix_their_lines(tmp_path):
+    code = """
+import sys
+from dataplane_core.middleware import EventFile, OperationEvent
+file = EventFile(sys.argv[1])
+for number in range(500):
+    ids = [f"{sys.argv[2]}_{number}_{row}" for row in range(200)]
+    file(OperationEvent(op="get_samples", partition_id=sys.argv[2], n_keys=200, n_bytes=1, wall_ms=1.0, status="ok",
+                        fields=("x",), sample_ids=ids))
+file.close()
+"""
+    path = tmp_path / "events.jsonl"
+    started = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in ("a", "b", "c")]
+    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
+    found = lines(path)
+    assert len(found) == 1500
+    assert all(name.startswith(f"{line['partition']}_") for line in found for name in line["ids"])
+
+
+def test_a_file_that_cannot_be_written_ends_no_operation(caplog):
+    file = EventFile("/dev/full")
+    for _ in range(3):
+        file(event())
+    file.close()
+    assert caplog.text.count("the events of the data plane cannot be written: ") == 1

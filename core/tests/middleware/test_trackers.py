@@ -1,0 +1,89 @@
+"""The listeners for TensorBoard and Weights & Biases, with the real packages."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataplane_core import connect
+from dataplane_core.middleware import Metrics, TensorBoardListener, WandbListener
+
+
+def train(listener):
+    """Three steps; the second moves nothing, and in the third a get fails."""
+    with connect({"backend": "noop", "middleware": [Metrics(on_event=listener)]}) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a", "b", "c", "d"], "p", {"x": torch.zeros(4, 2)})
+        client.get_samples(["a", "b", "c", "d"], "p", ["x"])
+        listener.step(1, staleness=0)
+        listener.step(2, staleness=1)
+        client.put_samples(["e", "f"], "p", {"x": torch.zeros(2, 2)})
+        with pytest.raises(KeyError):
+            client.get_samples(["zz"], "p", ["x"])
+        listener.step(3, staleness=1)
+
+
+def test_tensorboard_has_scalars_per_step(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        train(TensorBoardListener(writer))
+    board = EventAccumulator(str(tmp_path)).Reload()
+
+    def values(name):
+        return [(each.step, each.value) for each in board.Scalars(f"dataplane/{name}")]
+
+    assert values("put/rows") == [(1, 4), (2, 0), (3, 2)]
+    assert values("put/bytes") == [(1, 32), (2, 0), (3, 16)]
+    assert values("get/errors") == [(1, 0), (2, 0), (3, 1)]
+    assert values("staleness") == [(1, 0), (2, 1), (3, 1)]
+    assert [value > 0 for _, value in values("put/seconds")] == [True, False, True]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the package wandb")
+def test_wandb_has_scalars_per_step(tmp_path):
+    places = {f"WANDB_{name}": str(tmp_path) for name in ("DIR", "CACHE_DIR", "CONFIG_DIR", "DATA_DIR")}
+    code = """
+import wandb
+from test_trackers import WandbListener, train
+with wandb.init(project="p", mode="offline") as run:
+    train(WandbListener(run))
+"""
+    done = subprocess.run(  # wandb keeps a process and threads until its process ends
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        env={**os.environ, **places, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = dict(re.findall(r"(dataplane/\S+) (\S+)$", done.stderr.partition("Run summary:")[2], re.MULTILINE))
+    last = {name: printed[f"dataplane/{name}"] for name in ("put/rows", "put/bytes", "get/errors")}
+    assert last == {"put/rows": "2", "put/bytes": "16", "get/errors": "1"}
+    (saved,) = tmp_path.rglob("run-*.wandb")
+    assert saved.read_bytes().count(b"dataplane/put/rows") >= 3
+
+
+def test_wandb_gets_all_scalars_of_a_step_in_one_call():
+    class Run:
+        def __init__(self):
+            self.logged = []
+
+        def log(self, scalars, step):
+            self.logged.append((step, scalars))
+
+    run = Run()
+    train(WandbListener(run))
+    assert [step for step, _ in run.logged] == [1, 2, 3]
+    assert [scalars["dataplane/put/rows"] for _, scalars in run.logged] == [4, 0, 2]
+    assert [scalars["dataplane/get/errors"] for _, scalars in run.logged] == [0, 0, 1]
+    assert [scalars["dataplane/staleness"] for _, scalars in run.logged] == [0, 1, 1]

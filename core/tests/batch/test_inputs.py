@@ -373,7 +373,7 @@ REFUSED = {
     "an array of times in a row": (
         {"x": [np.zeros(1), np.zeros(1), np.zeros(1, "M8[s]")]},
         InvalidTypeError,
-        "'x', row 2: is a non-tensor column",
+        "'x', row 2, is a non-tensor column",
     ),
     "a matrix of objects": ({"x": np.empty((3, 2), dtype=object)}, InvalidTypeError, "'x' is a non-tensor"),
     "None among arrays": (

@@ -130,6 +130,15 @@ def test_without_lengths_every_column_stays_as_it_is():
     assert packed["tokens"].shape == (4, 5)
 
 
+def test_arrays_are_packed_as_tensors_are():
+    array = np.arange(20, dtype=np.int32).reshape(4, 5)
+    fields = {"tokens": array, "rows": [array[0], array[1, :2], array[2], array[3]]}
+    packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields=["tokens"])
+    assert packed["tokens"].dtype == torch.int32
+    assert rows_of(packed["tokens"]) == rows_of(pack_per_token_field(torch.from_numpy(array), LENGTHS))
+    assert [len(row) for row in rows_of(packed["rows"])] == [5, 2, 5, 5]
+
+
 def test_a_tensordict_is_taken_as_well():
     fields = TensorDict({"tokens": torch.ones(4, 5), "texts": ["a", "b", "c", "d"]}, batch_size=[4])
     packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields={"tokens", "texts"})

@@ -147,7 +147,7 @@ def _numbers(what: str, numbers: Sequence[Any], kinds: set[type]) -> np.ndarray[
 
 def _column_of_tensors(what: str, items: Sequence[Any]) -> torch.Tensor:
     rows = [
-        _tensor_of(f"{what}, row {number}:", item) if isinstance(item, np.ndarray) else item
+        _tensor_of(f"{what}, row {number},", item) if isinstance(item, np.ndarray) else item
         for number, item in enumerate(items)
     ]
     try:
@@ -167,7 +167,7 @@ def _tensor_of(what: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
     except TypeError as error:
         raise InvalidTypeError(
             f"{what} is a non-tensor column: an ndarray of dtype {array.dtype}, which torch lacks.",
-            hint="Write x.astype(...) with a dtype that torch has, or x.astype(object) for one object per sample.",
+            hint="Write x.astype(...) with a dtype that torch has, or x.astype(str) for strings.",
         ) from error
 
 

@@ -13,7 +13,7 @@ from dataplane_core.errors import (
     SchemaMismatchError,
     UnknownPartitionError,
 )
-from dataplane_core.testing._timing import Background, eventually
+from dataplane_core.testing._timing import STARTS_S, Background, eventually
 from dataplane_integrations.weights import WEIGHTS, WeightReader, open_weights, publish_weights
 
 
@@ -62,7 +62,7 @@ def test_readers_wait_for_a_newer_version_each_for_its_own(client):
     waiting = [Background(lambda reader=reader: reader.wait(timeout_s=60.0)) for reader in readers]
     publish_weights(client, 1, weights_of(1))
     for each in waiting:
-        assert_is_version(each.result(), 1)
+        assert_is_version(each.result(STARTS_S), 1)
 
 
 def test_a_reader_may_be_first_and_outlives_a_trainer_that_begins_again():
@@ -71,14 +71,14 @@ def test_a_reader_may_be_first_and_outlives_a_trainer_that_begins_again():
         with pytest.raises(UnknownPartitionError):
             reader.newest()
         waiting = Background(lambda: reader.wait(timeout_s=60.0))
-        eventually(client.list_partitions, what="the reader's registration")
+        eventually(client.list_partitions, within_s=STARTS_S, what="the reader's registration")
         open_weights(client)
         publish_weights(client, 0, weights_of(0))
-        assert_is_version(waiting.result(), 0)
+        assert_is_version(waiting.result(STARTS_S), 0)
         waiting = Background(lambda: reader.wait(timeout_s=60.0))
         open_weights(client)
         publish_weights(client, 1, weights_of(1))
-        assert_is_version(waiting.result(), 1)
+        assert_is_version(waiting.result(STARTS_S), 1)
 
 
 def test_a_dropped_partition_ends_the_wait(client):
@@ -88,7 +88,7 @@ def test_a_dropped_partition_ends_the_wait(client):
     waiting = Background(lambda: reader.wait(timeout_s=60.0))
     client.clear_samples(None, WEIGHTS)
     with pytest.raises(UnknownPartitionError):
-        waiting.result()
+        waiting.result(STARTS_S)
 
 
 def test_weights_are_never_mixed_while_versions_follow_fast(client):

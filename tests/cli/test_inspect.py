@@ -13,7 +13,7 @@ import torch
 
 from dataplane_core import connect
 from dataplane_core.cli import main
-from dataplane_core.testing._timing import eventually
+from dataplane_core.testing._timing import STARTS_S, eventually
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def worker(config, client):
         "wait_for_samples(connect(config, bootstrap=False))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program, config])
-    eventually(lambda: any(each.calls for each in client.list_clients()), what="a client that waits")
+    eventually(lambda: any(each.calls for each in client.list_clients()), within_s=STARTS_S, what="a client that waits")
     yield process
     process.kill()
     process.wait()
@@ -151,7 +151,9 @@ def test_a_killed_process_is_said_to_be_silent(client, worker, config, capsys):
     found = [each for each in json.loads(capsys.readouterr().out)["clients"] if each["pid"] == worker.pid]
     assert all(each["heard_s"] >= 0.0 for each in found)
     eventually(
-        lambda: worker.pid not in {each.pid for each in client.list_clients()}, what="the end of a killed client"
+        lambda: worker.pid not in {each.pid for each in client.list_clients()},
+        within_s=STARTS_S,
+        what="the end of a killed client",
     )
 
 

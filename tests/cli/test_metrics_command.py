@@ -12,7 +12,7 @@ import pytest
 
 from dataplane_core import connect
 from dataplane_core.cli import main
-from dataplane_core.testing._timing import eventually
+from dataplane_core.testing._timing import STARTS_S, eventually
 
 WORKER = """
 import sys, time, torch
@@ -52,6 +52,7 @@ def test_all_processes_on_one_page(config):
         try:
             eventually(
                 lambda: {"a", "b"} <= {each.role for each in client.list_clients() if each.metrics_address},
+                within_s=STARTS_S,
                 what="the workers' announcements",
             )
             url = page.stdout.readline().decode().strip()
@@ -66,7 +67,11 @@ def test_all_processes_on_one_page(config):
             assert f"dataplane_bytes_total{labels(workers['a'], 'a', **put)}" not in found
             assert found[f"dataplane_bytes_total{labels(workers['b'], 'b', **put)}"] == 100
             workers["b"].kill()
-            eventually(lambda: not any('role="b"' in name for name in read(url)), what="the end of a killed process")
+            eventually(
+                lambda: not any('role="b"' in name for name in read(url)),
+                within_s=STARTS_S,
+                what="the end of a killed process",
+            )
             page.send_signal(signal.SIGINT)
             assert page.wait(60) == 0
         finally:

@@ -239,15 +239,15 @@ def test_the_pages_on_megatron_and_on_images_run_from_top_to_bottom():
 
 
 WEIGHTS_AUTHOR = """
-import subprocess, sys, time
+import subprocess, sys
 import torch
 
 model, step, rank = torch.nn.Linear(2, 2), 100, 0
 
-def train_step(model):
-    time.sleep(0.02)
-    if reader.poll() is not None:
-        raise SystemExit(reader.returncode)
+def train_step(model, steps=[]):
+    steps.append(1)
+    if len(steps) == 10:
+        raise SystemExit(reader.wait(120))
 
 def generate(model, weight_version):
     if weight_version > 3:
@@ -273,6 +273,14 @@ def test_the_page_on_weights_runs(tmp_path):
     assert run_as_a_program(gathering, tmp_path) == "['v100']\n"
 
 
+def test_the_listeners_of_the_page_on_operating_run(tmp_path):
+    pytest.importorskip("tensorboard")
+    program = "\n".join(blocks("docs/operating.md")).replace("/tmp/run7", "run7")
+    run_as_a_program(program, tmp_path)
+    assert '"staleness": 0' in (tmp_path / "run7" / "events.jsonl").read_text()
+    assert list((tmp_path / "runs" / "7").glob("events.*"))
+
+
 def test_the_page_on_trl_shows_lines_of_the_example():
     """Which its own tests run, where TRL is installed."""
     lines = "".join(_lines(path.read_text(encoding="utf-8")) for path in (ROOT / "examples/trl").glob("*.py"))
@@ -286,6 +294,6 @@ def test_no_page_with_code_is_left_out():
     shown = {str(path.relative_to(ROOT)) for path in pages if "```python" in path.read_text(encoding="utf-8")}
     pages_of_tests = {"README.md", "integrations/README.md"} | {
         f"docs/{name}.md"
-        for name in ("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl", "weights")
+        for name in ("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl", "weights", "operating")
     }
     assert shown == pages_of_tests | set(IN_PROCESS) | set(OVER_SERVERS)

@@ -13,7 +13,7 @@ from dataplane_core import connect
 from dataplane_core.client import announcing
 from dataplane_core.errors import ConfigError, OperationTimeoutError
 from dataplane_core.spec import AnnounceReply
-from dataplane_core.testing._timing import eventually
+from dataplane_core.testing._timing import STARTS_S, eventually
 
 
 class Client:
@@ -46,7 +46,7 @@ def test_the_operations_that_began_first_are_named():
         call.began_at -= number
         client._calls[number] = call
     announcer = announcing.Announcer(client, 0.01)
-    eventually(lambda: client.said, what="an announcement")
+    eventually(lambda: client.said, within_s=STARTS_S, what="an announcement")
     announcer.stop()
     told = client.said[0].client
     assert (told.num_calls, told.role, told.pid) == (20, "r", os.getpid())
@@ -70,7 +70,7 @@ def test_a_failed_announcement_disturbs_nothing():
     client = Client()
     client.error = OperationTimeoutError("the store is gone")
     announcer = announcing.Announcer(client, 0.01)
-    eventually(lambda: len(client.said) > 2, what="further announcements")
+    eventually(lambda: len(client.said) > 2, within_s=STARTS_S, what="further announcements")
     announcer.stop()
     assert all(each.ttl_s > 0 for each in client.said)  # nobody lists it, so it does not say that it closes
 
@@ -85,7 +85,7 @@ def test_a_client_that_nobody_uses_any_longer_is_freed():
         gc.collect()
         return gone() is None and not thread.is_alive()
 
-    eventually(freed, what="the end of a client that was not closed")
+    eventually(freed, within_s=STARTS_S, what="the end of a client that was not closed")
 
 
 def test_close_ends_the_thread_and_none_is_started_without_need():
@@ -106,7 +106,7 @@ def test_a_call_that_failed_is_no_longer_under_way():
         with pytest.raises(OperationTimeoutError):
             client.claim_meta("p", "t", ["x"], 1, timeout_s=0.2)
         assert client._calls == {}
-        eventually(client.list_clients, what="the announcement")
+        eventually(client.list_clients, within_s=STARTS_S, what="the announcement")
         (found,) = client.list_clients()
         assert found.role == announcing.program_name()
 

@@ -50,7 +50,7 @@ def test_a_config_is_examined_as_a_whole(here, capsys, config):
     assert pickles["level"] == "warning"
     assert "allow_pickle" in pickles["what"]
     assert middleware["level"] == "error"
-    assert "'wire_gard' is not installed. Found: metrics, prometheus, wire_guard" in middleware["what"]
+    assert "'wire_gard' is not installed. Found: metrics, opentelemetry, prometheus, wire_guard" in middleware["what"]
 
 
 def test_a_config_for_another_backend_than_the_named_one_is_refused(capsys, config):

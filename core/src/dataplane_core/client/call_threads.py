@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,7 @@ class Call(Generic[_R]):
 
     def __init__(self, function: Callable[[], _R]) -> None:
         self._function = function
+        self._context = contextvars.copy_context()  # that of the task, as if it called the function itself
         self._loop = asyncio.get_running_loop()
         self._future = self._loop.create_future()
         self._taken = threading.Lock()  # by the thread that runs it, or by its cancellation
@@ -47,7 +49,7 @@ class Call(Generic[_R]):
 
     def _run(self) -> None:
         try:
-            self.result = self._function()
+            self.result = self._context.run(self._function)
         except BaseException as error:  # the caller gets it
             self.error = error
         del self._function  # with all that it holds

@@ -1,0 +1,216 @@
+"""The middleware `opentelemetry`: a span per operation, and links from the span of a claim to those of its puts.
+
+It needs the package ``opentelemetry-api``, which ``dataplane-core[opentelemetry]`` installs. Where the spans go is up
+to the program, which sets up OpenTelemetry's SDK; without it nothing is recorded, and the middleware costs little.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from dataplane_core.codec import cell_nbytes
+from dataplane_core.middleware.base import Middleware, MiddlewareContext
+from dataplane_core.spec import Claim, SampleList, TagValue, WireBatch, hookimpl
+
+try:
+    from opentelemetry import trace
+    from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags, Tracer
+except ImportError as error:
+    raise ImportError(
+        "the middleware 'opentelemetry' needs opentelemetry-api: pip install 'dataplane-core[opentelemetry]'"
+    ) from error
+
+__all__ = ["OpenTelemetry", "OpenTelemetryConfig"]
+
+#: Begins the names of the tags that carry the context of a put. The rest is the first of its fields, so that puts of
+#: several stages to a sample each keep theirs.
+_TAG: Final = "~trace."
+#: Claims that began to wait and were not seen again count as given up beyond this number.
+_MOST_WAITING: Final = 10_000
+
+
+class OpenTelemetryConfig(BaseModel):
+    """The options of `OpenTelemetry`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_links: int = Field(default=128, ge=0)
+    """The most puts that the span of a claim links to: those of the first samples."""
+
+
+def _spanned(op: str) -> Any:
+    """The wrapper of a hook."""
+
+    def wrapper(self: OpenTelemetry, request: Any) -> Generator[None, Any, Any]:
+        return (yield from self._span(op, request))
+
+    wrapper.__name__ = op
+    wrapper.__doc__ = f"A span ``dataplane.{op}``."
+    return hookimpl(wrapper=True)(wrapper)
+
+
+class OpenTelemetry(Middleware):
+    """Records a span for each operation of a client.
+
+    A span is named ``dataplane.`` and the hook, such as ``dataplane.put_samples``. Its parent is the current span of
+    the caller. Attributes: ``dataplane.backend``, ``dataplane.partition``, ``dataplane.task``, ``dataplane.samples``
+    and, for puts and gets, ``dataplane.bytes``. An operation that raises has the error as an event, and its status.
+
+    A put of a sampled trace writes its context, as W3C ``traceparent``, into a tag of each of its samples. A claim has
+    one span, from its first question to its answer, which links to the spans of the puts that wrote its samples. This
+    middleware hides these tags again; clients without it see tags whose names begin with ``~trace.``.
+
+    Args:
+        options: As `OpenTelemetryConfig`.
+
+    Examples:
+        >>> from dataplane_core import connect
+        >>> client = connect({"backend": "noop", "middleware": ["opentelemetry"]})
+    """
+
+    Config: ClassVar[type[BaseModel]] = OpenTelemetryConfig
+    config: Any  # an OpenTelemetryConfig
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._tracer: Tracer = trace.NoOpTracer()
+        self._backend = ""
+        self._lock = threading.Lock()
+        self._waiting: dict[str, int] = {}  # token of a claim -> when it first asked
+
+    def start(self, context: MiddlewareContext) -> None:
+        """Takes the program's tracer."""
+        self._backend = context.backend
+        self._tracer = trace.get_tracer("dataplane_core")
+
+    register_partition = _spanned("register_partition")
+    describe_partition = _spanned("describe_partition")
+    get_samples = _spanned("get_samples")
+    ack = _spanned("ack")
+    nack = _spanned("nack")
+    renew = _spanned("renew")
+    check_consumption = _spanned("check_consumption")
+    clear_samples = _spanned("clear_samples")
+    list_partitions = _spanned("list_partitions")
+    inspect_partition = _spanned("inspect_partition")
+    list_fields = _spanned("list_fields")
+    export_partition = _spanned("export_partition")
+    set_cursor = _spanned("set_cursor")
+
+    @hookimpl(wrapper=True)
+    def put_samples(self, request: Any) -> Generator[None, Any, Any]:
+        """A span, whose context the samples carry."""
+        with self._begin("put_samples", request, kind=SpanKind.PRODUCER) as span:
+            context = span.get_span_context()
+            if span.is_recording():
+                span.set_attribute("dataplane.bytes", _num_bytes(request.columns, len(request.sample_ids)))
+            if context.is_valid and context.trace_flags.sampled:
+                mark = {_TAG + min(request.columns, default=""): _traceparent(context)}
+                rows: Iterable[Mapping[str, TagValue]] = request.tags or [{}] * len(request.sample_ids)
+                request.tags = [{**row, **mark} for row in rows]
+            return (yield)
+
+    @hookimpl(wrapper=True)
+    def claim(self, request: Any) -> Generator[None, Claim, Claim]:
+        """One span for all questions of a claim that waits."""
+        now = time.time_ns()
+        with self._lock:
+            start = self._waiting.setdefault(request.token, now)
+            if len(self._waiting) > _MOST_WAITING:
+                del self._waiting[next(iter(self._waiting))]
+        last = request.explain or not request.all_or_nothing
+        try:
+            claim: Claim = yield
+        except BaseException as error:
+            self._end_claim(request, start, None, error)
+            raise
+        if claim.sample_ids or claim.exhausted or last:
+            self._end_claim(request, start, claim, None)
+        return replace(claim, tags=_without_marks(claim.tags))
+
+    @hookimpl(wrapper=True)
+    def list_samples(self, request: Any) -> Generator[None, SampleList, SampleList]:
+        """A span. The tags that carry contexts are left out."""
+        listed: SampleList = yield from self._span("list_samples", request)
+        return replace(listed, tags=_without_marks(listed.tags))
+
+    # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _begin(self, op: str, request: Any, **options: Any) -> Any:
+        """A context manager for the span of an operation."""
+        return self._tracer.start_as_current_span(f"dataplane.{op}", attributes=self._attributes(request), **options)
+
+    def _span(self, op: str, request: Any) -> Generator[None, Any, Any]:
+        with self._begin(op, request) as span:
+            reply = yield
+            if span.is_recording():
+                if isinstance(reply, WireBatch):
+                    span.set_attribute("dataplane.bytes", _num_bytes(reply.columns, len(request.sample_ids)))
+                elif isinstance(reply, SampleList):
+                    span.set_attribute("dataplane.samples", len(reply.sample_ids))
+            return reply
+
+    def _end_claim(self, request: Any, start: int, claim: Claim | None, error: BaseException | None) -> None:
+        with self._lock:
+            self._waiting.pop(request.token, None)
+        span: Span = self._tracer.start_span(
+            "dataplane.claim",
+            kind=SpanKind.CONSUMER,
+            attributes=self._attributes(request),
+            links=[] if claim is None else _links(claim.tags, self.config.max_links),
+            start_time=start,
+        )
+        span.set_attribute("dataplane.samples", 0 if claim is None else len(claim.sample_ids))
+        if error is not None:
+            span.record_exception(error)
+            span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+        span.end()
+
+    def _attributes(self, request: Any) -> dict[str, str | int]:
+        attributes: dict[str, str | int] = {"dataplane.backend": self._backend}
+        for name, given in (("partition", "partition_id"), ("task", "task_name")):
+            if hasattr(request, given):
+                attributes[f"dataplane.{name}"] = getattr(request, given)
+        ids = getattr(request, "sample_ids", None)
+        if ids is not None:
+            attributes["dataplane.samples"] = len(ids)
+        return attributes
+
+
+def _num_bytes(columns: Mapping[str, Any], num_samples: int) -> int:
+    return int(sum(np.broadcast_to(cell_nbytes(column, num_samples), num_samples).sum() for column in columns.values()))
+
+
+def _traceparent(context: SpanContext) -> str:
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+def _links(tags: Sequence[Mapping[str, TagValue]], most: int) -> list[Link]:
+    """A link to each put that wrote the samples, in the order of the samples."""
+    found: dict[str, None] = {}
+    for row in tags:
+        for name, value in row.items():
+            if name.startswith(_TAG) and isinstance(value, str):
+                found[value] = None
+        if len(found) >= most:
+            break
+    links = []
+    for text in list(found)[:most]:
+        try:
+            _, trace_id, span_id, flags = text.split("-")
+            context = SpanContext(int(trace_id, 16), int(span_id, 16), True, TraceFlags(int(flags, 16)))
+        except ValueError:  # somebody else's tag
+            continue
+        links.append(Link(context))
+    return links
+
+
+def _without_marks(tags: Sequence[Mapping[str, TagValue]]) -> Sequence[Mapping[str, TagValue]]:
+    return [{name: value for name, value in row.items() if not name.startswith(_TAG)} for row in tags]

@@ -185,7 +185,7 @@ def test_a_running_store_is_looked_at_for_a_while(tmp_path, capsys):
     assert ": 4 looks over 2.5" in capsys.readouterr().out
     texts, table, _ = page(tmp_path)
     assert "train: written" in texts
-    assert "train: policy ready" in texts
+    assert texts.count("train: policy") == 3
     assert int(table["train"][0]) > 3
     assert table["train"][-1].endswith(" ready, 0 leased, 0 consumed")
 
@@ -194,3 +194,18 @@ def test_a_running_store_is_looked_at_for_a_while(tmp_path, capsys):
 def test_the_time_to_look_is_checked(tmp_path, capsys, seconds):
     assert main(["flow", str(tmp_path / "config.yaml"), "--seconds", seconds]) == 1
     assert "Expected a number above 0." in capsys.readouterr().err
+
+
+def test_what_was_seen_of_a_store_that_ends_is_drawn(tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
+    client = connect(str(config))
+    client.register_partition("train", ["x"], None, ["policy"])
+    ender = threading.Timer(1.5, client.close)
+    ender.start()
+    assert main(["flow", str(config), "--seconds", "60", "-o", str(tmp_path)]) == 0
+    ender.join()
+    out, err = capsys.readouterr()
+    assert re.search(r" and flow.svg: \d looks? over ", out)
+    assert "The store could not be looked at any more: " in err
+    assert "could not be looked at any more" in page(tmp_path)[2]

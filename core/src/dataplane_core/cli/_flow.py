@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, Final
@@ -81,16 +82,24 @@ def draw_store(config_path: str, *, seconds: float, folder: str | None) -> int:
         raise InvalidRequestError(f"flow refused: --seconds {seconds:g}. Expected a number above 0.")
     config = load_config(config_path).model_copy(update={"middleware": [], "attach_wait_s": 0.0})
     looks: list[tuple[float, dict[str, Any]]] = []
+    remarks: list[str] = []
     with connect(config, bootstrap=False) as client:
         start = time.monotonic()
         while True:
             now = time.monotonic() - start
-            looks.append((now, _look(client)))
+            try:
+                looks.append((now, _look(client)))
+            except DataPlaneError as error:
+                if not looks:
+                    raise
+                remarks.append(f"The store could not be looked at any more: {error}")
+                break
             if now >= seconds:
                 break
             time.sleep(min(1.0, seconds - now))
-    remarks = [] if any(found for _, found in looks) else ["The store had no partition."]
-    return _write(Path(folder or "."), _page_of_store(looks, config.backend), remarks)
+    if not any(found for _, found in looks):
+        remarks.append("The store had no partition.")
+    return _write(Path(folder or "."), _page_of_store(looks, config.backend, remarks), remarks)
 
 
 def _write(folder: Path, page: tuple[str, str, str], remarks: Sequence[str]) -> int:
@@ -209,7 +218,7 @@ def _take(values: dict[str, Any], run: _Run) -> int:
 
 #: Operations that move samples on. Others, such as lists and renewals, appear in the table only.
 _FLOW: Final = frozenset({"put", "get", "claim", "ack", "nack", "clear"})
-#: Operations that take a sample: until then it waited. A sample that was taken is worked on until it is put or cleared.
+#: Operations that take a sample to work on it. After any other, it waits.
 _TAKES: Final = frozenset({"get", "claim"})
 
 
@@ -218,7 +227,7 @@ class _Stays:
     """Where the followed samples were: from an operation on them to the next."""
 
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # last stage, from, until
-    between: dict[tuple[str, str, bool], list[float]] = field(default_factory=lambda: defaultdict(list))
+    between: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
 def _stays(operations: Iterable[_Operation], end: float) -> _Stays:
@@ -239,8 +248,7 @@ def _stays(operations: Iterable[_Operation], end: float) -> _Stays:
             former = leave(key, each.end)
             if former is not None:
                 spent = max(each.end - each.seconds - former[1], 0.0)
-                waited = each.kind in _TAKES or (each.kind == "clear" and former[0].split()[0] not in _TAKES)
-                stays.between[former[0], each.stage, waited].append(spent)
+                stays.between[former[0], each.stage].append(spent)
             if each.kind != "clear":
                 last[key] = (each.stage, each.end)
     for key in list(last):
@@ -360,15 +368,15 @@ def _stays_panels(stays: _Stays, stages: Sequence[str], edges: Sequence[float], 
     bars = Bars(
         "Where they waited",
         "From an operation on a sample to the next: median, and line to the 90th percentile. "
-        "Blue: it waited to be taken. Orange: it was worked on",
+        "Blue: it waited. Orange: it had been taken, and was worked on",
     )
     longest = sorted(stays.between, key=lambda key: -sum(stays.between[key]))[:_MOST_BARS]
-    for (before, after, waited), values in stays.between.items():
-        if (before, after, waited) not in longest:
+    for (before, after), values in stays.between.items():
+        if (before, after) not in longest:
             continue
         median, p90 = statistics.median(values), _p90(values)
         words = f"{show_seconds(median)}, p90 {show_seconds(p90)}"
-        bars.rows.append((f"{before} → {after}", 0 if waited else 1, median, p90, words))
+        bars.rows.append((f"{before} → {after}", int(before.split()[0] in _TAKES), median, p90, words))
     return [*panels, bars] if bars.rows else panels
 
 
@@ -430,44 +438,44 @@ def _look(client: Any) -> dict[str, Any]:
     return found
 
 
-def _page_of_store(looks: Sequence[tuple[float, Mapping[str, Any]]], backend: str) -> tuple[str, str, str]:
+def _page_of_store(
+    looks: Sequence[tuple[float, Mapping[str, Any]]], backend: str, remarks: Sequence[str]
+) -> tuple[str, str, str]:
     end = looks[-1][0]
     names = list(dict.fromkeys(name for _, found in looks for name in found))
+    tasks = list(dict.fromkeys(task for _, found in looks for each in found.values() for task in each.tasks))
+    said = f"{_count(len(looks), 'look')} over {show_seconds(end)}"
+    facts = [f"{said}, {_count(len(names), 'partition')}. Each dot is a look.", *remarks]
 
-    def panel(title: str, subtitle: str, value: Mapping[str, Callable[[Any], float | None]], show: Any) -> Panel:
-        chart = Panel(title, subtitle, 0.0, end, show)
-        wanted = [(name, label, read) for name in names for label, read in value.items()]
+    def panel(title: str, subtitle: str, show: Any, values: Mapping[str, Callable[[Any], float | None]]) -> Panel:
+        chart = Panel(title, subtitle, 0.0, end, show, 130)
+        wanted = [(name, label, read) for name in names for label, read in values.items()]
+        if len(wanted) > COLORS:
+            facts.append(f"{title}: the chart shows the first {COLORS} of {len(wanted)}.")
         for color, (name, label, read) in enumerate(wanted[:COLORS]):
             points = [(at, read(found[name])) for at, found in looks if name in found]
             known = [(at, number) for at, number in points if number is not None]
             chart.dots(f"{name}: {label}" if label else name, color, known)
         return chart
 
-    tasks = list(dict.fromkeys(task for _, found in looks for each in found.values() for task in each.tasks))
+    def by_task(count: str) -> dict[str, Callable[[Any], float | None]]:
+        def read(each: Any, task: str) -> float | None:
+            return getattr(each.tasks[task], count) if task in each.tasks else None
 
-    def of(task: str, count: str) -> Callable[[Any], float | None]:
-        return lambda each: getattr(each.tasks[task], count) if task in each.tasks else None
+        return {task: partial(read, task=task) for task in tasks}
 
-    states = {
-        f"{task} {word}": of(task, count)
-        for task in tasks
-        for word, count in (("ready", "num_ready"), ("leased", "num_leased"), ("consumed", "num_consumed"))
-    }
     panels = [
         panel(
             "Rows written and cleared",
-            "Since the partition was registered; a dot is a look",
-            {"written": lambda each: each.num_samples + each.num_cleared, "cleared": lambda each: each.num_cleared},
+            "Since the partition was registered",
             show_count,
+            {"written": lambda each: each.num_samples + each.num_cleared, "cleared": lambda each: each.num_cleared},
         ),
-        panel("Rows held, by task", "Ready to be claimed, leased, or consumed and not cleared yet", states, show_count),
-        panel("Bytes held", "Payload", {"": lambda each: each.held_bytes}, show_bytes),
-        panel(
-            "Age of the oldest sample",
-            "For how long a sample waits at most",
-            {"": lambda each: each.oldest_s},
-            show_seconds,
-        ),
+        panel("Rows that wait for a task", "It could claim them now", show_count, by_task("num_ready")),
+        panel("Rows that a task works on", "It holds them under a lease", show_count, by_task("num_leased")),
+        panel("Rows that a task has consumed", "Not cleared yet", show_count, by_task("num_consumed")),
+        panel("Bytes held", "Payload", show_bytes, {"": lambda each: each.held_bytes}),
+        panel("Age of the oldest sample", "Since its first write", show_seconds, {"": lambda each: each.oldest_s}),
     ]
     rows = []
     for name in names:
@@ -488,13 +496,8 @@ def _page_of_store(looks: Sequence[tuple[float, Mapping[str, Any]]], backend: st
             ]
         )
     table = _table(["partition", "written", "held", "cleared", "bytes held", "tasks"], rows)
-    said = f"{_count(len(looks), 'look')} over {show_seconds(end)}"
     svg = picture(panels)
-    return (
-        _html(f"Flow of samples in {backend}", [f"{said}, {_count(len(names), 'partition')}."], svg, table),
-        svg,
-        said,
-    )
+    return _html(f"Flow of samples in {backend}", facts, svg, table), svg, said
 
 
 # --- HTML -------------------------------------------------------------------------------------------------------------

@@ -122,6 +122,21 @@ def test_the_snippets_of_a_page_run_one_after_the_other(page):
         names["client"].close()
 
 
+def test_the_snippets_on_listeners_run(tmp_path, monkeypatch):
+    class Writer:
+        def add_scalar(self, name, value, step):
+            logged.append((name, value, step))
+
+    logged = []
+    monkeypatch.chdir(tmp_path)
+    names = {"writer": Writer()}
+    for number, block in enumerate(blocks("docs/operating.md")):
+        exec(compile(block, f"docs/operating.md, block {number}", "exec"), names)
+    names["events"].close()
+    assert logged == [("dataplane/staleness", 0, 1)]
+    assert '"staleness": 0' in (tmp_path / "events.jsonl").read_text()
+
+
 OVER_SERVERS = [f"plugins/{name}/README.md" for name in ("redis_store", "shm_store", "tq_simple", "tq_mooncake")]
 
 
@@ -249,6 +264,7 @@ def test_no_page_with_code_is_left_out():
     pages = [path for pattern in ("*.md", "docs/*.md", "*/*/README.md", "*/README.md") for path in ROOT.glob(pattern)]
     shown = {str(path.relative_to(ROOT)) for path in pages if "```python" in path.read_text(encoding="utf-8")}
     pages_of_tests = {"README.md", "integrations/README.md"} | {
-        f"docs/{name}.md" for name in ("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl")
+        f"docs/{name}.md"
+        for name in ("guide", "operating", "writing-a-backend", "megatron", "async", "multimodal", "trl")
     }
     assert shown == pages_of_tests | set(IN_PROCESS) | set(OVER_SERVERS)

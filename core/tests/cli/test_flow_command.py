@@ -71,6 +71,46 @@ def test_the_page_has_every_stage_with_its_rows_and_bytes(events, capsys):
     assert "1 partition, 6 steps." in html
 
 
+def areas(folder):
+    """How high the areas of the samples in the store are, over time, in pixels above the axis."""
+    (panel,) = [
+        group
+        for group in ET.parse(folder / "flow.svg").getroot().findall(f"{SVG}g")
+        if group.findtext(f"{SVG}text") == "Where the samples were"
+    ]
+    points = [point.split(",") for each in panel.iter(f"{SVG}polygon") for point in each.get("points").split()]
+    floor = max(float(y) for _, y in points)
+    return [(float(x), floor - float(y)) for x, y in points]
+
+
+@pytest.mark.parametrize(
+    ("drop", "gone"),
+    [
+        ({"op": "clear_samples", "rows": 2, "ids": ["a", "b"]}, 1.0),
+        ({"op": "clear_samples", "rows": 2, "drops_all": True}, 1.0),
+        ({"op": "register_partition", "rows": 0, "drops_all": True}, 1.0),
+        ({"op": "clear_samples", "rows": 1, "ids": ["a"]}, 0.5),
+        ({"op": "clear_samples", "rows": 1}, 0.0),  # of a sample that is not followed
+    ],
+)
+def test_samples_are_held_until_they_are_dropped(tmp_path, drop, gone):
+    common = {"partition": "p", "bytes": 8, "seconds": 0.0}
+    path = tmp_path / "events.jsonl"
+    events = [
+        {"at": 100.0, "op": "put_samples", "rows": 3, "fields": ["x"], "ids": ["a", "b"], **common},
+        {"at": 150.0, **drop, **common},
+        {"at": 200.0, "op": "get_samples", "rows": 1, "fields": ["x"], **common},
+    ]
+    path.write_text("".join(json.dumps(each) + "\n" for each in events))
+    assert main(["flow", str(path)]) == 0
+    found = areas(tmp_path)
+    left, right = min(x for x, _ in found), max(x for x, _ in found)
+    middle = (left + right) / 2
+    before = max(height for x, height in found if x < middle - 10)
+    after = max(height for x, height in found if x > middle + 10)
+    assert after == pytest.approx(before * (1 - gone), abs=0.2)
+
+
 def test_failures_are_counted_apart(events, tmp_path, capsys):
     config = {"backend": "noop", "middleware": [{"metrics": {"events_file": str(events)}}]}
     with connect(config) as client:

@@ -132,6 +132,12 @@ class _Operation:
     status: str
     partition: str
     ids: tuple[str, ...]
+    drops_all: bool
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is shown. A registration only ends the stay of the samples that it drops."""
+        return self.rows > 0 or self.status != "ok"
 
 
 @dataclass
@@ -185,7 +191,7 @@ def _read(path: Path, run: _Run, *, beside: bool = True) -> None:
 
 
 def _take(values: dict[str, Any], run: _Run) -> int:
-    """Takes a line. Returns 1 for an operation, 0 for the end of a step."""
+    """Takes a line. Returns 1 for an operation that moved samples or failed, and 0 for the end of a step."""
     end, op = float(values["at"]), str(values["op"])
     if not math.isfinite(end - float(values.get("seconds", 0.0))):
         raise ValueError("no time")
@@ -194,7 +200,7 @@ def _take(values: dict[str, Any], run: _Run) -> int:
         run.steps.append((end, int(values["step"]), None if stale is None else float(stale)))
         return 0
     kind = op.removesuffix("_samples")
-    names = [str(name) for name in values.get("fields", ())]
+    names = [str(name) for name in values.get("fields", ())] if kind in ("put", "get") else []
     what = values.get("task") or (names[0] if names else "tags" if kind == "put" else "")
     stage = " ".join(filter(None, (kind, what, f"+{len(names) - 1}" if len(names) > 1 else "")))
     run.operations.append(
@@ -208,9 +214,10 @@ def _take(values: dict[str, Any], run: _Run) -> int:
             status=str(values.get("status", "ok")),
             partition=str(values["partition"]),
             ids=tuple(values.get("ids", ())),
+            drops_all=bool(values.get("drops_all")),
         )
     )
-    return 1
+    return int(run.operations[-1].counts)
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------
@@ -242,14 +249,14 @@ def _stays(operations: Iterable[_Operation], end: float) -> _Stays:
 
     for each in operations:
         keys = [(each.partition, name) for name in each.ids]
-        if each.kind == "clear" and not keys:  # the whole partition
+        if each.drops_all:
             keys = [key for key in last if key[0] == each.partition]
         for key in keys:
             former = leave(key, each.end)
-            if former is not None:
+            if former is not None and each.kind in _FLOW:
                 spent = max(each.end - each.seconds - former[1], 0.0)
                 stays.between[former[0], each.stage].append(spent)
-            if each.kind != "clear":
+            if each.kind != "clear" and not each.drops_all:
                 last[key] = (each.stage, each.end)
     for key in list(last):
         leave(key, end)
@@ -282,8 +289,9 @@ def _cumulative(operations: Iterable[_Operation], stage: str, start: float) -> l
 
 
 def _page_of_run(run: _Run, name: str) -> tuple[str, str, str]:
-    zero = min(each.end - each.seconds for each in run.operations)
-    shifted = [replace(each, end=each.end - zero) for each in run.operations]
+    zero = min(each.end - each.seconds for each in run.operations if each.counts)
+    everything = [replace(each, end=each.end - zero) for each in run.operations]
+    shifted = [each for each in everything if each.counts]
     steps = sorted((at - zero, number, stale) for at, number, stale in run.steps)
     end = max([each.end for each in shifted] + [at for at, _, _ in steps])
     flow = [each for each in shifted if each.kind in _FLOW and each.status == "ok"]
@@ -292,7 +300,7 @@ def _page_of_run(run: _Run, name: str) -> tuple[str, str, str]:
     for each in flow:
         by_rows[each.stage] += each.rows
     shown = [stage for stage in stages if stage in dict(by_rows.most_common(COLORS))]
-    stays = _stays(flow, end)
+    stays = _stays((each for each in everything if each.status == "ok" and (each.kind in _FLOW or each.drops_all)), end)
 
     panels: list[Panel | Bars] = [_rows_panel("Rows through the stages", flow, shown, 0.0, end, by_rows)]
     close = steps[-_CLOSE_STEPS - 1][0] if len(steps) > _CLOSE_STEPS else end * (1 - _CLOSE_SHARE)

@@ -71,6 +71,46 @@ def test_the_page_has_every_stage_with_its_rows_and_bytes(events, capsys):
     assert "1 partition, 6 steps." in html
 
 
+def areas(folder):
+    """How high the areas of the samples in the store are, over time, in pixels above the axis."""
+    (panel,) = [
+        group
+        for group in ET.parse(folder / "flow.svg").getroot().findall(f"{SVG}g")
+        if group.findtext(f"{SVG}text") == "Where the samples were"
+    ]
+    points = [point.split(",") for each in panel.iter(f"{SVG}polygon") for point in each.get("points").split()]
+    floor = max(float(y) for _, y in points)
+    return [(float(x), floor - float(y)) for x, y in points]
+
+
+@pytest.mark.parametrize(
+    ("drop", "gone"),
+    [
+        ({"op": "clear_samples", "rows": 2, "ids": ["a", "b"]}, 1.0),
+        ({"op": "clear_samples", "rows": 2, "drops_all": True}, 1.0),
+        ({"op": "register_partition", "rows": 0, "drops_all": True}, 1.0),
+        ({"op": "clear_samples", "rows": 1, "ids": ["a"]}, 0.5),
+        ({"op": "clear_samples", "rows": 1}, 0.0),  # of a sample that is not followed
+    ],
+)
+def test_samples_are_held_until_they_are_dropped(tmp_path, drop, gone):
+    common = {"partition": "p", "bytes": 8, "seconds": 0.0}
+    path = tmp_path / "events.jsonl"
+    events = [
+        {"at": 100.0, "op": "put_samples", "rows": 3, "fields": ["x"], "ids": ["a", "b"], **common},
+        {"at": 150.0, **drop, **common},
+        {"at": 200.0, "op": "get_samples", "rows": 1, "fields": ["x"], **common},
+    ]
+    path.write_text("".join(json.dumps(each) + "\n" for each in events))
+    assert main(["flow", str(path)]) == 0
+    found = areas(tmp_path)
+    left, right = min(x for x, _ in found), max(x for x, _ in found)
+    middle = (left + right) / 2
+    before = max(height for x, height in found if x < middle - 10)
+    after = max(height for x, height in found if x > middle + 10)
+    assert after == pytest.approx(before * (1 - gone), abs=0.2)
+
+
 def test_failures_are_counted_apart(events, tmp_path, capsys):
     config = {"backend": "noop", "middleware": [{"metrics": {"events_file": str(events)}}]}
     with connect(config) as client:
@@ -185,7 +225,7 @@ def test_a_running_store_is_looked_at_for_a_while(tmp_path, capsys):
     assert ": 4 looks over 2.5" in capsys.readouterr().out
     texts, table, _ = page(tmp_path)
     assert "train: written" in texts
-    assert "train: policy ready" in texts
+    assert texts.count("train: policy") == 3
     assert int(table["train"][0]) > 3
     assert table["train"][-1].endswith(" ready, 0 leased, 0 consumed")
 
@@ -194,3 +234,18 @@ def test_a_running_store_is_looked_at_for_a_while(tmp_path, capsys):
 def test_the_time_to_look_is_checked(tmp_path, capsys, seconds):
     assert main(["flow", str(tmp_path / "config.yaml"), "--seconds", seconds]) == 1
     assert "Expected a number above 0." in capsys.readouterr().err
+
+
+def test_what_was_seen_of_a_store_that_ends_is_drawn(tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
+    client = connect(str(config))
+    client.register_partition("train", ["x"], None, ["policy"])
+    ender = threading.Timer(1.5, client.close)
+    ender.start()
+    assert main(["flow", str(config), "--seconds", "60", "-o", str(tmp_path)]) == 0
+    ender.join()
+    out, err = capsys.readouterr()
+    assert re.search(r" and flow.svg: \d looks? over ", out)
+    assert "The store could not be looked at any more: " in err
+    assert "could not be looked at any more" in page(tmp_path)[2]

@@ -50,6 +50,22 @@ def test_operations_of_no_sample_leave_a_line_only_if_they_fail(file, tmp_path):
     assert (line["task"], line["status"]) == ("t", "ClaimTimeoutError")
 
 
+def test_what_drops_a_whole_partition_says_so(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with connect({"backend": "noop", "middleware": [{"metrics": {"events_file": str(path)}}]}) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.register_partition("p", ["x"], None, ["t"], if_exists="keep")
+        client.put_samples(["a", "b"], "p", {"x": torch.zeros(2)})
+        client.clear_samples(["a"], "p")
+        client.clear_samples(None, "p")
+    assert [(line["op"], line["rows"], line.get("drops_all", False)) for line in lines(path)] == [
+        ("register_partition", 0, True),
+        ("put_samples", 2, False),
+        ("clear_samples", 1, False),
+        ("clear_samples", 1, True),
+    ]
+
+
 def test_the_middleware_writes_for_all_its_operations_and_still_calls_on_event(tmp_path):
     path, seen = tmp_path / "of_{host}" / "events.jsonl", []
     metrics = Metrics(on_event=seen.append, events_file=path)
@@ -59,7 +75,7 @@ def test_the_middleware_writes_for_all_its_operations_and_still_calls_on_event(t
         client.claim_meta("p", "t", ["x"], 2)
         client.clear_samples(None, "p")
     place = tmp_path / f"of_{socket.gethostname()}" / "events.jsonl"
-    found = [(line["op"], line["rows"], line.get("fields"), line.get("task")) for line in lines(place)]
+    found = [(line["op"], line["rows"], line.get("fields"), line.get("task")) for line in lines(place) if line["rows"]]
     assert found == [
         ("put_samples", 2, ["x"], None), ("claim", 2, None, "t"), ("clear_samples", 2, None, None)
     ]  # fmt: skip

@@ -14,8 +14,8 @@ Points: TypeAlias = Sequence[tuple[float, float]]
 
 #: Colours of series that people with colour blindness can tell apart (Okabe and Ito), on white and on black.
 COLORS: Final = 8
-_LIGHT: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#7f4a21", "#666666", "#7a3fb0")
-_DARK: Final = ("#56b4e9", "#ff8c42", "#2ac89a", "#e59ac4", "#f0e442", "#c49a6c", "#b0b0b0", "#b58ae0")
+_LIGHT: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c2a300", "#7a3fb0", "#666666", "#7f4a21")
+_DARK: Final = ("#56b4e9", "#ff8c42", "#2ac89a", "#e59ac4", "#f0e442", "#b58ae0", "#b0b0b0", "#c49a6c")
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1080, 74, 290, 52, 40
 #: Pixels of the chart itself.
 _PLOT: Final = _WIDTH - _LEFT - _RIGHT
@@ -148,7 +148,7 @@ class Panel:
     def svg(self, y: int) -> str:
         """The panel, ``y`` pixels below the top of the picture."""
         parts = [f'<g transform="translate(0,{y})">', _title(self._title, self._subtitle)]
-        for value in _ticks(self._top):
+        for value in _ticks(self._top, least=1.0 if self._show_y is show_count else 0.0):
             height = self._y(value)
             parts.append(f'<path class="grid" d="M{_LEFT},{height:.1f}h{_PLOT}"/>')
             parts.append(f'<text class="muted end" x="{_LEFT - 8}" y="{height + 4:.1f}">{self._show_y(value)}</text>')
@@ -159,8 +159,8 @@ class Panel:
             text = f"{self._start / size + tick:.6g}" if self._start == 0 else f"+{tick:.6g}"
             parts.append(f'<path class="grid" d="M{x:.1f},{floor}v5"/>')
             parts.append(f'<text class="muted mid" x="{x:.1f}" y="{floor + 19}">{text}</text>')
-        since = "of the run" if self._start == 0 else f"after {show_seconds(self._start)} of the run"
-        parts.append(f'<text class="muted end" x="{_LEFT + _PLOT}" y="{floor + 35}">time {since} [{unit}]</text>')
+        since = "" if self._start == 0 else f" after {show_seconds(self._start)}"
+        parts.append(f'<text class="muted end" x="{_LEFT + _PLOT}" y="{floor + 35}">time{since} [{unit}]</text>')
         room = -math.inf
         for at, label in self._marks:
             x = self._x(at)
@@ -254,11 +254,12 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def _ticks(top: float, most: int = 5) -> list[float]:
-    """Round numbers from 0 up to ``top``."""
+def _ticks(top: float, most: int = 5, least: float = 0.0) -> list[float]:
+    """About ``most`` round numbers from 0 up to ``top``, at least ``least`` apart."""
     if top <= 0:
         return [0.0]
     rough = top / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    step = max(step, least)
     return [step * number for number in range(math.floor(top / step + 1e-9) + 1)]

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, Final
@@ -81,16 +82,24 @@ def draw_store(config_path: str, *, seconds: float, folder: str | None) -> int:
         raise InvalidRequestError(f"flow refused: --seconds {seconds:g}. Expected a number above 0.")
     config = load_config(config_path).model_copy(update={"middleware": [], "attach_wait_s": 0.0})
     looks: list[tuple[float, dict[str, Any]]] = []
+    remarks: list[str] = []
     with connect(config, bootstrap=False) as client:
         start = time.monotonic()
         while True:
             now = time.monotonic() - start
-            looks.append((now, _look(client)))
+            try:
+                looks.append((now, _look(client)))
+            except DataPlaneError as error:
+                if not looks:
+                    raise
+                remarks.append(f"The store could not be looked at any more: {error}")
+                break
             if now >= seconds:
                 break
             time.sleep(min(1.0, seconds - now))
-    remarks = [] if any(found for _, found in looks) else ["The store had no partition."]
-    return _write(Path(folder or "."), _page_of_store(looks, config.backend), remarks)
+    if not any(found for _, found in looks):
+        remarks.append("The store had no partition.")
+    return _write(Path(folder or "."), _page_of_store(looks, config.backend, remarks), remarks)
 
 
 def _write(folder: Path, page: tuple[str, str, str], remarks: Sequence[str]) -> int:
@@ -123,6 +132,12 @@ class _Operation:
     status: str
     partition: str
     ids: tuple[str, ...]
+    drops_all: bool
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is shown. A registration only ends the stay of the samples that it drops."""
+        return self.rows > 0 or self.status != "ok"
 
 
 @dataclass
@@ -176,7 +191,7 @@ def _read(path: Path, run: _Run, *, beside: bool = True) -> None:
 
 
 def _take(values: dict[str, Any], run: _Run) -> int:
-    """Takes a line. Returns 1 for an operation, 0 for the end of a step."""
+    """Takes a line. Returns 1 for an operation that moved samples or failed, and 0 for the end of a step."""
     end, op = float(values["at"]), str(values["op"])
     if not math.isfinite(end - float(values.get("seconds", 0.0))):
         raise ValueError("no time")
@@ -185,7 +200,7 @@ def _take(values: dict[str, Any], run: _Run) -> int:
         run.steps.append((end, int(values["step"]), None if stale is None else float(stale)))
         return 0
     kind = op.removesuffix("_samples")
-    names = [str(name) for name in values.get("fields", ())]
+    names = [str(name) for name in values.get("fields", ())] if kind in ("put", "get") else []
     what = values.get("task") or (names[0] if names else "tags" if kind == "put" else "")
     stage = " ".join(filter(None, (kind, what, f"+{len(names) - 1}" if len(names) > 1 else "")))
     run.operations.append(
@@ -199,9 +214,10 @@ def _take(values: dict[str, Any], run: _Run) -> int:
             status=str(values.get("status", "ok")),
             partition=str(values["partition"]),
             ids=tuple(values.get("ids", ())),
+            drops_all=bool(values.get("drops_all")),
         )
     )
-    return 1
+    return int(run.operations[-1].counts)
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------
@@ -209,7 +225,7 @@ def _take(values: dict[str, Any], run: _Run) -> int:
 
 #: Operations that move samples on. Others, such as lists and renewals, appear in the table only.
 _FLOW: Final = frozenset({"put", "get", "claim", "ack", "nack", "clear"})
-#: Operations that take a sample: until then it waited. A sample that was taken is worked on until it is put or cleared.
+#: Operations that take a sample to work on it. After any other, it waits.
 _TAKES: Final = frozenset({"get", "claim"})
 
 
@@ -218,7 +234,7 @@ class _Stays:
     """Where the followed samples were: from an operation on them to the next."""
 
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # last stage, from, until
-    between: dict[tuple[str, str, bool], list[float]] = field(default_factory=lambda: defaultdict(list))
+    between: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
 def _stays(operations: Iterable[_Operation], end: float) -> _Stays:
@@ -233,15 +249,14 @@ def _stays(operations: Iterable[_Operation], end: float) -> _Stays:
 
     for each in operations:
         keys = [(each.partition, name) for name in each.ids]
-        if each.kind == "clear" and not keys:  # the whole partition
+        if each.drops_all:
             keys = [key for key in last if key[0] == each.partition]
         for key in keys:
             former = leave(key, each.end)
-            if former is not None:
+            if former is not None and each.kind in _FLOW:
                 spent = max(each.end - each.seconds - former[1], 0.0)
-                waited = each.kind in _TAKES or (each.kind == "clear" and former[0].split()[0] not in _TAKES)
-                stays.between[former[0], each.stage, waited].append(spent)
-            if each.kind != "clear":
+                stays.between[former[0], each.stage].append(spent)
+            if each.kind != "clear" and not each.drops_all:
                 last[key] = (each.stage, each.end)
     for key in list(last):
         leave(key, end)
@@ -274,8 +289,9 @@ def _cumulative(operations: Iterable[_Operation], stage: str, start: float) -> l
 
 
 def _page_of_run(run: _Run, name: str) -> tuple[str, str, str]:
-    zero = min(each.end - each.seconds for each in run.operations)
-    shifted = [replace(each, end=each.end - zero) for each in run.operations]
+    zero = min(each.end - each.seconds for each in run.operations if each.counts)
+    everything = [replace(each, end=each.end - zero) for each in run.operations]
+    shifted = [each for each in everything if each.counts]
     steps = sorted((at - zero, number, stale) for at, number, stale in run.steps)
     end = max([each.end for each in shifted] + [at for at, _, _ in steps])
     flow = [each for each in shifted if each.kind in _FLOW and each.status == "ok"]
@@ -284,7 +300,7 @@ def _page_of_run(run: _Run, name: str) -> tuple[str, str, str]:
     for each in flow:
         by_rows[each.stage] += each.rows
     shown = [stage for stage in stages if stage in dict(by_rows.most_common(COLORS))]
-    stays = _stays(flow, end)
+    stays = _stays((each for each in everything if each.status == "ok" and (each.kind in _FLOW or each.drops_all)), end)
 
     panels: list[Panel | Bars] = [_rows_panel("Rows through the stages", flow, shown, 0.0, end, by_rows)]
     close = steps[-_CLOSE_STEPS - 1][0] if len(steps) > _CLOSE_STEPS else end * (1 - _CLOSE_SHARE)
@@ -360,15 +376,15 @@ def _stays_panels(stays: _Stays, stages: Sequence[str], edges: Sequence[float], 
     bars = Bars(
         "Where they waited",
         "From an operation on a sample to the next: median, and line to the 90th percentile. "
-        "Blue: it waited to be taken. Orange: it was worked on",
+        "Blue: it waited. Orange: it had been taken, and was worked on",
     )
     longest = sorted(stays.between, key=lambda key: -sum(stays.between[key]))[:_MOST_BARS]
-    for (before, after, waited), values in stays.between.items():
-        if (before, after, waited) not in longest:
+    for (before, after), values in stays.between.items():
+        if (before, after) not in longest:
             continue
         median, p90 = statistics.median(values), _p90(values)
         words = f"{show_seconds(median)}, p90 {show_seconds(p90)}"
-        bars.rows.append((f"{before} → {after}", 0 if waited else 1, median, p90, words))
+        bars.rows.append((f"{before} → {after}", int(before.split()[0] in _TAKES), median, p90, words))
     return [*panels, bars] if bars.rows else panels
 
 
@@ -430,44 +446,44 @@ def _look(client: Any) -> dict[str, Any]:
     return found
 
 
-def _page_of_store(looks: Sequence[tuple[float, Mapping[str, Any]]], backend: str) -> tuple[str, str, str]:
+def _page_of_store(
+    looks: Sequence[tuple[float, Mapping[str, Any]]], backend: str, remarks: Sequence[str]
+) -> tuple[str, str, str]:
     end = looks[-1][0]
     names = list(dict.fromkeys(name for _, found in looks for name in found))
+    tasks = list(dict.fromkeys(task for _, found in looks for each in found.values() for task in each.tasks))
+    said = f"{_count(len(looks), 'look')} over {show_seconds(end)}"
+    facts = [f"{said}, {_count(len(names), 'partition')}. Each dot is a look.", *remarks]
 
-    def panel(title: str, subtitle: str, value: Mapping[str, Callable[[Any], float | None]], show: Any) -> Panel:
-        chart = Panel(title, subtitle, 0.0, end, show)
-        wanted = [(name, label, read) for name in names for label, read in value.items()]
+    def panel(title: str, subtitle: str, show: Any, values: Mapping[str, Callable[[Any], float | None]]) -> Panel:
+        chart = Panel(title, subtitle, 0.0, end, show, 130)
+        wanted = [(name, label, read) for name in names for label, read in values.items()]
+        if len(wanted) > COLORS:
+            facts.append(f"{title}: the chart shows the first {COLORS} of {len(wanted)}.")
         for color, (name, label, read) in enumerate(wanted[:COLORS]):
             points = [(at, read(found[name])) for at, found in looks if name in found]
             known = [(at, number) for at, number in points if number is not None]
             chart.dots(f"{name}: {label}" if label else name, color, known)
         return chart
 
-    tasks = list(dict.fromkeys(task for _, found in looks for each in found.values() for task in each.tasks))
+    def by_task(count: str) -> dict[str, Callable[[Any], float | None]]:
+        def read(each: Any, task: str) -> float | None:
+            return getattr(each.tasks[task], count) if task in each.tasks else None
 
-    def of(task: str, count: str) -> Callable[[Any], float | None]:
-        return lambda each: getattr(each.tasks[task], count) if task in each.tasks else None
+        return {task: partial(read, task=task) for task in tasks}
 
-    states = {
-        f"{task} {word}": of(task, count)
-        for task in tasks
-        for word, count in (("ready", "num_ready"), ("leased", "num_leased"), ("consumed", "num_consumed"))
-    }
     panels = [
         panel(
             "Rows written and cleared",
-            "Since the partition was registered; a dot is a look",
-            {"written": lambda each: each.num_samples + each.num_cleared, "cleared": lambda each: each.num_cleared},
+            "Since the partition was registered",
             show_count,
+            {"written": lambda each: each.num_samples + each.num_cleared, "cleared": lambda each: each.num_cleared},
         ),
-        panel("Rows held, by task", "Ready to be claimed, leased, or consumed and not cleared yet", states, show_count),
-        panel("Bytes held", "Payload", {"": lambda each: each.held_bytes}, show_bytes),
-        panel(
-            "Age of the oldest sample",
-            "For how long a sample waits at most",
-            {"": lambda each: each.oldest_s},
-            show_seconds,
-        ),
+        panel("Rows that wait for a task", "It could claim them now", show_count, by_task("num_ready")),
+        panel("Rows that a task works on", "It holds them under a lease", show_count, by_task("num_leased")),
+        panel("Rows that a task has consumed", "Not cleared yet", show_count, by_task("num_consumed")),
+        panel("Bytes held", "Payload", show_bytes, {"": lambda each: each.held_bytes}),
+        panel("Age of the oldest sample", "Since its first write", show_seconds, {"": lambda each: each.oldest_s}),
     ]
     rows = []
     for name in names:
@@ -488,13 +504,8 @@ def _page_of_store(looks: Sequence[tuple[float, Mapping[str, Any]]], backend: st
             ]
         )
     table = _table(["partition", "written", "held", "cleared", "bytes held", "tasks"], rows)
-    said = f"{_count(len(looks), 'look')} over {show_seconds(end)}"
     svg = picture(panels)
-    return (
-        _html(f"Flow of samples in {backend}", [f"{said}, {_count(len(names), 'partition')}."], svg, table),
-        svg,
-        said,
-    )
+    return _html(f"Flow of samples in {backend}", facts, svg, table), svg, said
 
 
 # --- HTML -------------------------------------------------------------------------------------------------------------

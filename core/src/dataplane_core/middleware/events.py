@@ -33,6 +33,7 @@ class OperationEvent:
         task: The consumer task of a claim, an ack and the like, or "".
         fields: The fields of a put or a get.
         sample_ids: Those samples. Empty where a whole partition is cleared.
+        drops_all: Whether it drops what the partition held: a clear of all, or a registration that replaces another.
     """
 
     op: str
@@ -44,6 +45,7 @@ class OperationEvent:
     task: str = ""
     fields: Sequence[str] = ()
     sample_ids: Sequence[str] = field(default=(), repr=False)
+    drops_all: bool = False
 
 
 def _is_followed(sample_id: str) -> bool:
@@ -62,9 +64,9 @@ class EventFile:
 
     Processes of one host can share a file, because a line is written at once. A line has ``at`` (the end, in seconds
     since 1970), ``op``, ``partition``, ``rows``, ``bytes`` and ``seconds``; where they apply ``task``, ``fields``,
-    ``status`` of a failure, and ``ids``: the samples that are followed, one in 16.
+    ``status`` of a failure, ``drops_all``, and ``ids``: the samples that are followed, one in 16.
 
-    Operations that name and hand out no samples leave no line unless they fail: a claim that waits asks many times.
+    Other operations that name and hand out no samples leave no line unless they fail: a claim that waits asks often.
 
     Args:
         path: The file. Its folder is made. ``{host}`` stands for the name of this host.
@@ -79,13 +81,14 @@ class EventFile:
     def __call__(self, event: OperationEvent) -> None:
         """Writes an event. A target for ``on_event``."""
         failed = event.status != "ok"
-        if not event.n_keys and not failed:
+        if not (event.n_keys or failed or event.drops_all):
             return
         ids = [name for name in event.sample_ids if _is_followed(name)]
         more = {
             "task": event.task,
             "fields": [name for name in event.fields if not name.startswith("~")],
             "status": event.status if failed else "",
+            "drops_all": event.drops_all,
             "ids": ids,
         }
         self._write(

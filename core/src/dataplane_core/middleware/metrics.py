@@ -302,6 +302,7 @@ class Metrics(Middleware):
     def _measure(self, op: str, request: Any, n_keys: int, n_bytes: int = 0) -> _Steps:
         start = time.perf_counter()
         status = "ok"
+        drops_all = getattr(request, "if_exists", "") == "replace"
         sample_ids: Sequence[str] = getattr(request, "sample_ids", None) or ()
         fields: Iterable[str] = getattr(request, "columns", getattr(request, "fields", ()))
         try:
@@ -310,7 +311,7 @@ class Metrics(Middleware):
                 sample_ids = reply.sample_ids
                 n_keys = len(sample_ids)
             elif isinstance(reply, ClearReply) and request.sample_ids is None:
-                n_keys = reply.num_samples
+                drops_all, n_keys = True, reply.num_samples
             elif isinstance(reply, WireBatch):
                 n_bytes = int(
                     sum(np.broadcast_to(cell_nbytes(column, n_keys), n_keys).sum() for column in reply.columns.values())
@@ -330,6 +331,7 @@ class Metrics(Middleware):
                 task=getattr(request, "task_name", ""),
                 fields=tuple(fields),
                 sample_ids=sample_ids,
+                drops_all=drops_all,
             )
             self._count(event)
 

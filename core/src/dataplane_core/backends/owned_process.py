@@ -155,7 +155,8 @@ def _forget_in_fork() -> None:
             owned._watcher.stdin.close()
 
 
-os.register_at_fork(after_in_child=_forget_in_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
+    os.register_at_fork(after_in_child=_forget_in_fork)
 
 
 def _bound(command: Sequence[str], ending: str) -> list[str]:

@@ -7,7 +7,6 @@ lock on it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -17,6 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError
+
+with contextlib.suppress(ImportError):  # Windows has none, and no backend that needs this folder runs there
+    import fcntl
 
 __all__ = ["PrivateFolder"]
 
@@ -146,4 +148,5 @@ def _forget_in_fork() -> None:
         folder._forget_in_fork()
 
 
-os.register_at_fork(after_in_child=_forget_in_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
+    os.register_at_fork(after_in_child=_forget_in_fork)

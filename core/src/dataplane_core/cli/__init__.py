@@ -7,6 +7,7 @@ Operators and storage authors run it. No other module of the package imports it.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -91,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     new_plugin.add_argument("name", help="entry-point name of the new backend, such as acme_store")
     new_plugin.add_argument("--dir", dest="folder", help="where to write it; default: dataplane-NAME, here")
 
+    _offer_completion(parser, names=(doctor, conformance))
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "backends":
@@ -144,3 +146,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DataPlaneError as error:
         print(f"dataplane: {error}", file=sys.stderr)
         return 1
+
+
+def _offer_completion(parser: argparse.ArgumentParser, names: Sequence[argparse.ArgumentParser]) -> None:
+    """Answers a shell that completes a command, if argcomplete is installed; then the process ends.
+
+    Args:
+        parser: The parser of the command.
+        names: Sub-parsers whose argument ``name`` is that of an installed backend.
+    """
+    if "_ARGCOMPLETE" not in os.environ:
+        return
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    from dataplane_core.entry_points import find_plugins
+
+    installed = sorted({record.name for record in find_plugins()})
+    for each in names:
+        (action,) = (action for action in each._actions if action.dest == "name")
+        action.completer = lambda **_: installed  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser)

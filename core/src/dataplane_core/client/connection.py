@@ -198,7 +198,8 @@ class Connection:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
-        return f"<{type(self).__name__} backend={self.backend_name!r} {state}>"
+        begun = "bootstrapped" if self._bootstrapped else "attached"
+        return f"<{type(self).__name__} backend={self.backend_name!r} {begun} {state}>"
 
     # --- what operations need -----------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import threading
@@ -67,6 +66,8 @@ class Arena:
         Raises:
             OSError: The system has no memfd, or ``ulimit -f`` is less than the size.
         """
+        import fcntl  # Windows has none
+
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size_bytes)

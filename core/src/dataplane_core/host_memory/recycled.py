@@ -44,8 +44,9 @@ class _Block:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.mapping = mmap.mmap(-1, -(-size_bytes // _HUGE_PAGE) * _HUGE_PAGE, flags=flags)
+        # Windows has no flags
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        self.mapping = mmap.mmap(-1, -(-size_bytes // _HUGE_PAGE) * _HUGE_PAGE, **private)
         whole = size_bytes // _HUGE_PAGE * _HUGE_PAGE  # the rest would take a huge page for a part of one
         if whole and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):

@@ -94,6 +94,17 @@ def connect(
         BackendUnavailableError: There is nothing to attach to, or this process is a fork in which the backend cannot be
             opened.
         AlreadyRunningError: ``bootstrap`` is True, and an instance with other options runs.
+
+    Examples:
+        >>> import torch
+        >>> from dataplane_core import connect
+        >>> with connect({"backend": "noop"}) as client:
+        ...     client.register_partition("step-1", ["input_ids", "reward"], 2, ["trainer"])
+        ...     columns = {"input_ids": [[5, 6, 7], [8]], "reward": torch.tensor([0.5, 1.0])}
+        ...     meta = client.put_samples(["a", "b"], "step-1", columns)
+        ...     claimed = client.claim_meta("step-1", "trainer", ["input_ids", "reward"], 2)
+        ...     print(client.get_data(claimed)["reward"])
+        tensor([0.5000, 1.0000])
     """
     full = load_config(config)
     return connect_backend(load_backend(full.backend), full, bootstrap=bootstrap)

@@ -36,6 +36,8 @@ def sync_folder(folder: Path) -> None:
     Raises:
         OSError: The sync failed.
     """
+    if os.name == "nt":
+        return  # Windows opens no folders, and keeps names by itself
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

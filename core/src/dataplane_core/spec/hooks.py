@@ -11,6 +11,7 @@ and in the caller's thread, possibly in several threads at once. They must retur
 
 from __future__ import annotations
 
+import html
 import os
 import secrets
 import socket
@@ -684,6 +685,22 @@ class PartitionDescription:
     held_bytes: int
     oldest_s: float | None
     tasks: Mapping[str, TaskDescription]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the tasks and the fields as tables."""
+        tasks = [(name, task.num_ready, task.num_leased, task.num_consumed) for name, task in self.tasks.items()]
+        fields = [(name, spec.describe()) for name, spec in self.specs.items()]
+        return (
+            f"{self.num_samples} samples, {self.num_cleared} cleared, {self.held_bytes:,} bytes"
+            + _html_table(("task", "ready", "leased", "consumed"), tasks)
+            + _html_table(("field", "cells"), fields)
+        )
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = ["".join(f"<th>{name}</th>" for name in head)]
+    lines += ["".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,7 +222,8 @@ def test_a_running_store_is_looked_at_for_a_while(tmp_path, capsys):
         finally:
             stop.set()
             writer.join()
-    assert ": 4 looks over 2.5" in capsys.readouterr().out
+    (looks,) = re.findall(r": (\d+) looks over ", capsys.readouterr().out)
+    assert int(looks) >= 2  # a busy machine has fewer than one per second
     texts, table, _ = page(tmp_path)
     assert "train: written" in texts
     assert texts.count("train: policy") == 3

@@ -6,12 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 
 import pytest
 
 from dataplane_core import connect
 from dataplane_core.cli import main
+from dataplane_core.cli._metrics import Federation
+from dataplane_core.spec import AnnounceRequest, ClientInfo
 from dataplane_core.testing._timing import STARTS_S, eventually
 
 WORKER = """
@@ -89,3 +92,32 @@ def test_a_backend_whose_clients_do_not_announce_themselves(tmp_path, capsys, mo
         monkeypatch.setattr("dataplane_core.cli._metrics.attach", lambda path: client)
         assert main(["metrics", str(path)]) == 1
     assert "does not declare 'clients'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"what is this\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\ndataplane_x 1",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{not metrics",
+        b"",
+    ],
+    ids=["no HTTP", "cut short", "other text", "nothing"],
+)
+def test_an_endpoint_that_answers_nonsense_is_left_out(answer):
+    with socket.create_server(("127.0.0.1", 0)) as listener, connect({"backend": "noop"}) as client:
+
+        def serve():
+            channel, _ = listener.accept()
+            with channel:
+                channel.recv(65536)
+                channel.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        told = ClientInfo(client_id="c", host="h", pid=1, role="r", open_s=0.0, metrics_address=address)
+        client._backend.announce(AnnounceRequest(client=told, ttl_s=60.0, deadline=float("inf")))
+        found = {metric.name: metric for metric in Federation(client).collect()}
+        (up,) = found["dataplane_process_up"].samples
+        assert (up.labels["pid"], up.value) == ("1", 0.0)
+        assert "dataplane_x" not in found

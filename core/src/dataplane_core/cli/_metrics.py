@@ -6,6 +6,7 @@ import contextlib
 import urllib.request
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import Final
 
 from dataplane_core.cli._inspect import attach
@@ -82,13 +83,15 @@ class Federation(Collector):
             heard.add_metric(_labels(each), each.heard_s)
             running_s = each.calls[0].running_s + each.heard_s if each.calls else 0.0
             longest.add_metric(_labels(each), running_s)
-        processes = {each.metrics_address: each for each in clients if each.metrics_address}
+        # clients of a process share an endpoint; a loopback address is one for each host
+        processes = {(each.host, each.metrics_address): each for each in clients if each.metrics_address}
         up = GaugeMetricFamily("dataplane_process_up", "Whether an endpoint answers.", labels=_LABELS)
         found: dict[str, Metric] = {}
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            for each, text in zip(processes.values(), threads.map(_read, processes), strict=True):
-                up.add_metric(_labels(each), float(text is not None))
-                _merge(found, text or "", dict(zip(_LABELS, _labels(each), strict=True)))
+            pages = threads.map(_read, (address for _, address in processes))
+            for each, page in zip(processes.values(), pages, strict=True):
+                up.add_metric(_labels(each), float(page is not None))
+                _merge(found, page or (), dict(zip(_LABELS, _labels(each), strict=True)))
         yield from (heard, longest, up, *found.values())
 
 
@@ -96,18 +99,17 @@ def _labels(client: ClientInfo) -> list[str]:
     return [client.host, str(client.pid), client.role]
 
 
-def _read(address: str) -> str | None:
-    """The page of an endpoint. None if it does not answer."""
+def _read(address: str) -> list[Metric] | None:
+    """The metrics of an endpoint. None if it does not answer, or with something else."""
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=_TIMEOUT_S) as reply:
-            text: str = reply.read().decode()
-            return text
-    except (OSError, ValueError):
+            return list(text_string_to_metric_families(reply.read().decode()))
+    except (OSError, ValueError, HTTPException):
         return None
 
 
-def _merge(found: dict[str, Metric], text: str, labels: dict[str, str]) -> None:
-    for family in text_string_to_metric_families(text):
+def _merge(found: dict[str, Metric], page: Iterable[Metric], labels: dict[str, str]) -> None:
+    for family in page:
         merged = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
         for sample in family.samples:
             merged.add_sample(sample.name, {**sample.labels, **labels}, sample.value)

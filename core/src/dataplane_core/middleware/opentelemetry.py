@@ -194,23 +194,27 @@ def _traceparent(context: SpanContext) -> str:
 
 def _links(tags: Sequence[Mapping[str, TagValue]], most: int) -> list[Link]:
     """A link to each put that wrote the samples, in the order of the samples."""
-    found: dict[str, None] = {}
+    found: dict[TagValue, SpanContext] = {}
     for row in tags:
         for name, value in row.items():
-            if name.startswith(_TAG) and isinstance(value, str):
-                found[value] = None
+            if name.startswith(_TAG) and value not in found and (context := _context_of(value)) is not None:
+                found[value] = context
         if len(found) >= most:
             break
-    links = []
-    for text in list(found)[:most]:
-        try:
-            _, trace_id, span_id, flags = text.split("-")
-            context = SpanContext(int(trace_id, 16), int(span_id, 16), True, TraceFlags(int(flags, 16)))
-        except ValueError:  # somebody else's tag
-            continue
-        links.append(Link(context))
-    return links
+    return [Link(context) for context in list(found.values())[:most]]
+
+
+def _context_of(value: TagValue) -> SpanContext | None:
+    """What a ``traceparent`` says. None if it is none, since anybody may write a tag of this name."""
+    try:
+        _, trace_id, span_id, flags = str(value).split("-")
+        return SpanContext(int(trace_id, 16), int(span_id, 16), True, TraceFlags(int(flags, 16)))
+    except ValueError:
+        return None
 
 
 def _without_marks(tags: Sequence[Mapping[str, TagValue]]) -> Sequence[Mapping[str, TagValue]]:
+    """The tags without contexts, which would be noise to those who read tags, and change from run to run."""
+    if not any(name.startswith(_TAG) for row in tags for name in row):
+        return tags
     return [{name: value for name, value in row.items() if not name.startswith(_TAG)} for row in tags]

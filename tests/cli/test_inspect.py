@@ -49,7 +49,7 @@ def test_counts_and_what_a_task_waits_for(client, config, capsys):
         ["score", "0", "0", "0"],
     ]
     lease, *lines[6:] = lines[6:]
-    assert lease.startswith("  train holds p1_g0 since ")
+    assert lease.startswith("  train has held p1_g0 for ")
     assert f"process {os.getpid()} on " in lease
     assert lines[6:8] == [
         "  The oldest sample that train has not consumed is p1_g0; it lacks later.",

@@ -242,7 +242,7 @@ def _lines(report: Mapping[str, Any], *, fields: bool) -> list[str]:
         if rows:
             lines += _table(["task", "ready", "leased", "consumed", "per s"], rows, right=range(1, 5))
         lines += [
-            f"  {task} holds {lease['sample_id']}{_since(lease)}: {lease['holder']}, for {lease['left_s']} s more."
+            f"  {task} {_held(lease)}, {lease['left_s']} s left: {lease['holder']}."
             for task, counts in found["tasks"].items()
             if (lease := counts["oldest_lease"]) is not None
         ]
@@ -273,8 +273,9 @@ def _lines(report: Mapping[str, Any], *, fields: bool) -> list[str]:
     return lines
 
 
-def _since(lease: Mapping[str, Any]) -> str:
-    return "" if lease["held_s"] is None else f" since {lease['held_s']} s"
+def _held(lease: Mapping[str, Any]) -> str:
+    sample = lease["sample_id"]
+    return f"holds {sample}" if lease["held_s"] is None else f"has held {sample} for {lease['held_s']} s"
 
 
 def call_text(client: Mapping[str, Any]) -> str:

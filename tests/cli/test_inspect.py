@@ -123,7 +123,7 @@ def worker(config, client):
     """A process that waits for samples that nobody writes, and has announced so."""
     program = (
         "import sys; from dataplane_core import connect; from dataplane_core.config import load_config\n"
-        "config = load_config(sys.argv[1]).model_copy(update={'role': 'rollout 3', 'announce_s': 0.2})\n"
+        "config = load_config(sys.argv[1]).model_copy(update={'role': 'rollout 3'})\n"
         "def wait_for_samples(client):\n"
         "    client.claim_meta('step-1', 'score', ['later'], 2, timeout_s=600)\n"
         "wait_for_samples(connect(config, bootstrap=False))\n"

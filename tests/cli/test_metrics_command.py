@@ -21,7 +21,7 @@ WORKER = """
 import sys, time, torch
 from dataplane_core import connect
 from dataplane_core.config import load_config
-config = load_config(sys.argv[1]).model_copy(update={"role": sys.argv[2], "announce_s": 0.2})
+config = load_config(sys.argv[1]).model_copy(update={"role": sys.argv[2]})
 with connect(config, bootstrap=False) as client:
     client.put_samples([sys.argv[2]], "step-1", {"x": torch.zeros(1, 25)})
     time.sleep(600)

@@ -281,7 +281,7 @@ def test_closing_ends_claims_that_wait_and_then_refuses():
                 await claim
         with pytest.raises(ClientClosedError):
             await client.claim_meta("p", "t", ["x"], 1)
-        assert repr(client) == "<async <DataPlaneClient backend='noop' closed>>"
+        assert repr(client) == "<async <DataPlaneClient backend='noop' bootstrapped closed>>"
 
     asyncio.run(main())
     assert not [each for each in threading.enumerate() if each.name.startswith("dataplane-async")]

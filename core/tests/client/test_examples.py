@@ -3,7 +3,7 @@
 import doctest
 import inspect
 
-from dataplane_core import DataPlaneClient
+from dataplane_core import DataPlaneClient, connect, connect_async
 from dataplane_core.client.claims import Claims
 from dataplane_core.client.overview import Overview
 
@@ -21,3 +21,21 @@ def test_the_examples_of_the_client_run_one_after_the_other(tmp_path):
     story.globs["client"].close()
     assert runner.tries == len(story.examples) > 10
     assert runner.failures == 0
+
+
+def test_the_examples_of_connect_run():
+    for function in (connect, connect_async):
+        example = doctest.DocTestFinder().find(function, function.__name__, globs={"connect_async": connect_async})
+        results = [doctest.DocTestRunner().run(each) for each in example]
+        assert sum(each.attempted for each in results) >= 3
+        assert sum(each.failed for each in results) == 0
+
+
+def test_a_notebook_shows_a_partition_with_what_users_named_escaped():
+    with connect({"backend": "noop"}) as client:
+        client.register_partition("p", ["<b>x</b>"], None, ["<i>t</i>"])
+        client.put_samples(["a"], "p", {"<b>x</b>": [1.0]})
+        shown = client.describe("p")._repr_html_()
+    assert "&lt;b&gt;x&lt;/b&gt;" in shown
+    assert "&lt;i&gt;t&lt;/i&gt;" in shown
+    assert "<b>" not in shown

@@ -28,9 +28,12 @@ def test_the_client_imports_no_compiler_and_tensordicts_marks_are_made_once_some
     assert json.loads(done.stdout.splitlines()[-1]) == [False, "torch.compiler", [True, True], True]
 
 
-def test_the_ledger_is_imported_without_torch():
-    """So the process of a ledger starts fast and stays small."""
-    code = "import sys, dataplane_core.ledger, dataplane_core.host_memory; sys.exit('torch' in sys.modules)"
+def test_the_ledger_and_the_command_are_imported_without_torch():
+    """So the process of a ledger starts fast and stays small, and the help of the command comes at once."""
+    code = (
+        "import sys, dataplane_core.ledger, dataplane_core.host_memory, dataplane_core.cli\n"
+        "sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 

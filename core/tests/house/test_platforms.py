@@ -44,6 +44,9 @@ def uses(path):
             yield from ((node.lineno, each.name) for each in node.names if each.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
             yield node.lineno, node.module
+        elif isinstance(node, ast.ImportFrom) and node.module in ATTRIBUTES:
+            names = (each.name for each in node.names if each.name in ATTRIBUTES[node.module])
+            yield from ((node.lineno, f"{node.module}.{name}") for name in names)
         elif (
             isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)

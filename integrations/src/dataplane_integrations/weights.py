@@ -129,6 +129,7 @@ class WeightReader:
 
         Raises:
             ClaimTimeoutError: There was none within ``timeout_s`` seconds.
+            OperationTimeoutError: The store did not answer.
             UnknownPartitionError: The run is over: its partition was dropped.
             UnsupportedOperationError: The backend does not declare ``claims`` and ``tag_filters``.
         """

@@ -24,6 +24,7 @@ import torch
 
 from dataplane_core import AsyncDataPlaneClient, DataPlaneClient, connect, connect_async
 from dataplane_core.errors import ClientClosedError
+from dataplane_core.spec import Scope
 
 SPAWN = multiprocessing.get_context("spawn")
 NUM_TASKS, PER_TASK = 500, 4
@@ -176,7 +177,8 @@ def main() -> None:
     made = config(backend)
     with connect(made) as client:
         client.register_partition("p", ["x"], None, ["t"])
-        woken(client, made)
+        if client.scope is not Scope.PROCESS:  # other processes wait
+            woken(client, made)
     asyncio.run(idle(made))
     for _ in range(3):
         with connect(made) as client:

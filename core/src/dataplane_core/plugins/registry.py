@@ -114,14 +114,15 @@ async def connect_async(
     config: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | Any,
     bootstrap: Bootstrap = True,
     *,
-    threads: int = 4,
+    threads: int | None = None,
 ) -> AsyncDataPlaneClient:
     """As `connect`, for a program with an event loop, which is not stopped meanwhile.
 
     Args:
         config: As for `connect`.
         bootstrap: As for `connect`.
-        threads: How many operations may run at the same time, apart from as many puts.
+        threads: How many operations may run at the same time, apart from as many puts. None: as many as the machine has
+            cores, from 2 to 4. More make small operations slower, since they wait for Python's lock.
 
     Returns:
         A client whose operations are coroutines. It is an asynchronous context manager.
@@ -138,6 +139,7 @@ async def connect_async(
         >>> asyncio.run(main())
         'noop'
     """
+    threads = max(2, min(4, os.cpu_count() or 2)) if threads is None else threads
     check_count("threads", threads)
     return await AsyncDataPlaneClient._open(lambda: connect(config, bootstrap), threads)
 

@@ -129,7 +129,11 @@ def worker(config, client):
         "wait_for_samples(connect(config, bootstrap=False))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program, config])
-    eventually(lambda: any(each.calls for each in client.list_clients()), within_s=STARTS_S, what="a client that waits")
+    eventually(
+        lambda: any(each.calls for each in client.list_clients() if each.pid == process.pid),
+        within_s=STARTS_S,
+        what="a client that waits",
+    )
     yield process
     process.kill()
     process.wait()

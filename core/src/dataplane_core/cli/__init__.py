@@ -87,6 +87,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "-k", dest="select", metavar="EXPRESSION", help="only the tests that match, as pytest's -k"
     )
     conformance.add_argument("-x", dest="first_failure", action="store_true", help="stop at the first failure")
+    conformance.add_argument(
+        "--chaos",
+        action="store_true",
+        help="instead of the tests, run random calls in processes that are killed and stopped, and check the history",
+    )
+    conformance.add_argument("--minutes", type=float, metavar="M", help="with --chaos: how long; default: 1")
+    conformance.add_argument("--seed", type=int, metavar="N", help="with --chaos: the schedules of this seed again")
+    conformance.add_argument(
+        "-o", dest="folder", metavar="DIR", help="with --chaos: where a fault is written; default: chaos-NAME-SEED"
+    )
 
     new_plugin = commands.add_parser("new-plugin", help="write a project with a backend that passes the kit")
     new_plugin.add_argument("name", help="entry-point name of the new backend, such as acme_store")
@@ -133,6 +143,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from dataplane_core.cli._new_plugin import run as write_project
 
             return write_project(chosen.name, folder=chosen.folder)
+        given = [chosen.minutes, chosen.seed, chosen.folder]
+        if chosen.chaos:
+            if chosen.markdown_path or chosen.select or chosen.first_failure:
+                parser.error("conformance --chaos takes no --markdown, -k and -x")
+            from dataplane_core.cli._conformance import run_chaos
+
+            return run_chaos(
+                chosen.name,
+                options=chosen.options,
+                minutes=1.0 if chosen.minutes is None else chosen.minutes,
+                seed=chosen.seed,
+                folder=chosen.folder,
+                json_path=chosen.json_path,
+            )
+        if any(each is not None for each in given):
+            parser.error("conformance takes --minutes, --seed and -o only with --chaos")
         from dataplane_core.cli._conformance import run as run_kit
 
         return run_kit(

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
+import shlex
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +21,7 @@ from dataplane_core.plugins import load_backend
 if TYPE_CHECKING:
     from dataplane_core.testing import Report
 
-__all__ = ["run"]
+__all__ = ["run", "run_chaos"]
 
 _NEEDED = ("pytest", "hypothesis")
 
@@ -65,15 +69,7 @@ def run(
         PluginError: The backend cannot be loaded.
         DataPlaneError: pytest or hypothesis are not installed.
     """
-    values = _options_of(options)
-    cls = load_backend(name)
-    validate_model(cls.Config, values, f"options of backend '{name}'")
-    missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
-    if missing:
-        raise DataPlaneError(
-            f"the conformance kit needs {' and '.join(missing)}, not installed here.",
-            hint="Install it with: pip install 'dataplane-core[testing]'",
-        )
+    values = _ready(name, options)
     for path in (json_path, markdown_path):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"the report cannot be written to '{path}': there is no such folder.")
@@ -124,6 +120,93 @@ def run(
         Path(markdown_path).write_text("\n".join(report.to_markdown() for report in reports), encoding="utf-8")
     succeeded = status == pytest.ExitCode.OK and bool(reports) and all(report.passed for report in reports)
     return 0 if succeeded else 1
+
+
+def run_chaos(
+    name: str, *, options: str, minutes: float, seed: int | None, folder: str | None, json_path: str | None
+) -> int:
+    """Runs a random schedule in processes that are killed and stopped, and has its history checked.
+
+    Args:
+        name: Entry-point name of the backend.
+        options: Its options, as YAML.
+        minutes: How long the schedule lasts.
+        seed: The seed of the schedules. None: a new one.
+        folder: Where the page and the history go if something is found. None: a folder here, named after the seed.
+        json_path: Where to write the result as JSON, or None.
+
+    Returns:
+        0 if nothing was found, else 1.
+
+    Raises:
+        ConfigError: The options are not a YAML mapping, or the backend refuses them.
+        PluginError: The backend cannot be loaded.
+        DataPlaneError: pytest or hypothesis are not installed, or the store cannot be started.
+    """
+    values = _ready(name, options)
+    if not minutes > 0:
+        raise ConfigError(f"--minutes must be above 0, got {minutes:g}.")
+    if json_path is not None and not Path(json_path).absolute().parent.is_dir():
+        raise ConfigError(f"the result cannot be written to '{json_path}': there is no such folder.")
+    from dataplane_core.testing import AuthorsClass, Settings
+    from dataplane_core.testing import run_chaos as run_schedule
+
+    chosen = random.SystemRandom().randrange(1_000_000) if seed is None else seed
+    words = ["dataplane", "conformance", name, "--chaos", "--minutes", f"{minutes:g}", "--seed", str(chosen)]
+    words += [] if not values else ["--options", options]
+    print(f"chaos on {name}: {minutes:g} min, seed {chosen}", flush=True)
+    case = type("Case", (AuthorsClass,), {"backend": name})()
+    line = _Line()
+    try:
+        verdict = run_schedule(
+            case,
+            values,
+            Settings(seed=chosen, schedule_s=60 * minutes),
+            folder=Path(folder or f"chaos-{name}-{chosen}"),
+            command=shlex.join(words),
+            progress=line.show,
+        )
+    finally:
+        line.end()
+    print(verdict.facts)
+    print("\n".join(verdict.table()))
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(verdict.summary(), indent=2) + "\n", encoding="utf-8")
+    for found in verdict.findings:
+        print(f"FAULT {found.rule}: {found.text}")
+    print("no rule of the contract was broken" if verdict.page is None else f"see {verdict.page}")
+    return 0 if verdict.passed else 1
+
+
+class _Line:
+    """The progress line: on a terminal one line that changes, elsewhere nothing."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._shown = False
+
+    def show(self, text: str) -> None:
+        if sys.stderr.isatty() and time.monotonic() > self._last + 0.2:
+            self._last, self._shown = time.monotonic(), True
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _ready(name: str, options: str) -> dict[str, Any]:
+    """The options, once it is certain that the backend takes them and that the kit can run."""
+    values = _options_of(options)
+    cls = load_backend(name)
+    validate_model(cls.Config, values, f"options of backend '{name}'")
+    missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
+    if missing:
+        raise DataPlaneError(
+            f"the conformance kit needs {' and '.join(missing)}, not installed here.",
+            hint="Install it with: pip install 'dataplane-core[testing]'",
+        )
+    return values
 
 
 def _options_of(text: str) -> dict[str, Any]:

@@ -20,23 +20,29 @@ Needs the extra ``dataplane-core[testing]``. Environment variables:
 - ``DATAPLANE_CONFORMANCE_PROMPT_S``: the most seconds that a call may take that must not wait. Default: 10.
 """
 
-from dataplane_core.testing._author import ConformanceError
+from dataplane_core.testing._author import AuthorsClass, ConformanceError, Disturbance
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._conformance import BackendConformance
 from dataplane_core.testing._marks import chapter_of, limit_of, rule_of
 from dataplane_core.testing._progress import Progress
+from dataplane_core.testing.chaos import Settings, Verdict, run_chaos
 from dataplane_core.testing.faults import Faults
 from dataplane_core.testing.report import Report, to_json
 
 __all__ = [
+    "AuthorsClass",
     "BackendConformance",
     "ConformanceError",
+    "Disturbance",
     "Faults",
     "Progress",
     "Report",
+    "Settings",
     "Suite",
+    "Verdict",
     "chapter_of",
     "limit_of",
     "rule_of",
+    "run_chaos",
     "to_json",
 ]

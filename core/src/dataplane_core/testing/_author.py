@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import pytest
@@ -12,7 +14,7 @@ from dataplane_core.backends import Backend
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.plugins import load_backend
 
-__all__ = ["AUTHORS_NAMES", "MOST_COPIES", "AuthorsClass", "ConformanceError"]
+__all__ = ["AUTHORS_NAMES", "MOST_COPIES", "AuthorsClass", "ConformanceError", "Disturbance"]
 
 #: Operation -> the default for how many copies of the payload a client may hold at once. One copy is always needed. The
 #: others are for the engine's format and its messages.
@@ -27,6 +29,7 @@ AUTHORS_NAMES: Final = frozenset(
         "backend_class",
         "conflicting_options",
         "deviations",
+        "disturbances",
         "held_bytes",
         "isolated_options",
         "lose_payload",
@@ -39,6 +42,21 @@ AUTHORS_NAMES: Final = frozenset(
         "through_asyncio",
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """Something that a chaos run does to the store itself: its servers, their clocks or its network.
+
+    Attributes:
+        act: Returns a context manager that disturbs the store on entry and mends it on exit.
+        lasts: Whether the run waits a while in between, at most three times the lease.
+        loses_data: Whether the store may lose data by it, and come back empty or in an older state.
+    """
+
+    act: Callable[[], AbstractContextManager[Any]]
+    lasts: bool = True
+    loses_data: bool = False
 
 
 class ConformanceError(DataPlaneError, TypeError):
@@ -152,6 +170,27 @@ class AuthorsClass:
             backend: The started backend of the kit's client. The tests use it after the restart too.
         """
         raise NotImplementedError
+
+    def disturbances(self, backend: Backend) -> Mapping[str, Disturbance]:
+        """What a chaos run can do to the store besides killing and stopping clients; see `run_chaos`.
+
+        The default has one disturbance if the class implements `restart`, otherwise none.
+
+        Args:
+            backend: The started backend of the kit's client.
+
+        Returns:
+            A short name for the history, such as ``the server is stopped``, and the disturbance.
+        """
+        if not self.supplies("restart"):
+            return {}
+
+        @contextmanager
+        def restarted() -> Iterator[None]:
+            self.restart(backend)
+            yield
+
+        return {"the store is killed and restarted": Disturbance(restarted, lasts=False)}
 
     # --- used by the kit ----------------------------------------------------------------------------------------------
 

@@ -58,7 +58,14 @@ def not_run(reason: str) -> NoReturn:
 class Deployment:
     """A connected store, and all clients and processes that use it. It is closed after its test class or test."""
 
-    def __init__(self, case: AuthorsClass, backend_class: type[Backend], name: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        case: AuthorsClass,
+        backend_class: type[Backend],
+        name: str,
+        options: dict[str, Any],
+        op_timeout_s: float | None = None,
+    ) -> None:
         self.case = case
         self.backend_class = backend_class
         self.name = name
@@ -68,7 +75,7 @@ class Deployment:
         self._workers: list[Worker] = []
         self._nursery: Nursery | None = None
         self._made: dict[Callable[..., Any], Any] = {}
-        self.client = self.connect(self.options, middleware=[self.faults])
+        self.client = self.connect(self.options, middleware=[self.faults], op_timeout_s=op_timeout_s)
 
     @classmethod
     def of(
@@ -164,19 +171,28 @@ class Deployment:
         while self._workers:
             self._workers.pop().close()
 
-    def new_worker(self, options: Mapping[str, Any] | None = None, bootstrap: Bootstrap = False) -> Worker:
+    def new_worker(
+        self,
+        options: Mapping[str, Any] | None = None,
+        bootstrap: Bootstrap = False,
+        op_timeout_s: float | None = None,
+    ) -> Worker:
         """A client in a separate process, by default attached to this store. The caller must wait for it and close it.
 
         Args:
             options: Options to connect with. Default: those that attach to this store.
             bootstrap: As for `connect`.
+            op_timeout_s: The deadline of its operations in seconds. Default: that of the author's class.
         """
         chosen = self.attach_options() if options is None else dict(options)
         reference = BackendReference.of(self.backend_class, self.name, by_name=self.case.backend_class is None)
         if self._nursery is None:
             self._nursery = Nursery(reference.prepare)
         config = DataPlaneConfig(
-            backend=self.name, options=chosen, op_timeout_s=self.case.op_timeout_s, attach_wait_s=STARTS_S
+            backend=self.name,
+            options=chosen,
+            op_timeout_s=self.case.op_timeout_s if op_timeout_s is None else op_timeout_s,
+            attach_wait_s=STARTS_S,
         )
         return Worker(self._nursery, reference, config, bootstrap)
 

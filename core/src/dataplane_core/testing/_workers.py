@@ -88,6 +88,16 @@ class Worker:
         """Whether the process runs."""
         return self._nursery.exit_status(self._pid) is None
 
+    @property
+    def pid(self) -> int:
+        """Its process id. It stays taken until `close`, also if the process has died."""
+        return self._pid
+
+    @property
+    def replied(self) -> bool:
+        """Whether `result` would return at once: the function has ended, or the process has died."""
+        return self._connection.poll(0)
+
     def wait_ready(self) -> None:
         """Waits until the client is connected. Raises the error if it could not connect."""
         self.result(_START_S)

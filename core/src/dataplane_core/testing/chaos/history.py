@@ -1,0 +1,244 @@
+"""What happened in a run: every call with its start, its end and its outcome, and what was done to the processes.
+
+Each process appends to a file of its own: one line when a call begins, another when it ends. So a kill loses at most
+the end of the call that was under way, and the outcome of that call is then unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from dataplane_core.errors import (
+    BackendError,
+    BackendUnavailableError,
+    ClaimTimeoutError,
+    DataPlaneError,
+    OperationTimeoutError,
+)
+
+__all__ = ["OK", "REFUSED", "UNKNOWN", "Call", "Event", "History", "Recorder", "Seen", "read_calls"]
+
+#: The outcomes of a call: it did what it says, it changed nothing, or one of both.
+Outcome: TypeAlias = Literal["ok", "refused", "unknown"]
+OK: Final = "ok"
+REFUSED: Final = "refused"
+UNKNOWN: Final = "unknown"
+
+#: Sample -> field -> the version that was read. A string instead of a version says what is wrong with the cell.
+Seen: TypeAlias = dict[str, dict[str, int | str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a client.
+
+    Attributes:
+        process: Who called, such as ``w0.2``: worker 0 in its life 2 (a new life begins after each kill).
+        number: The how manieth call of that process.
+        operation: ``put``, ``get``, ``claim``, ``ack``, ``nack``, ``renew``, ``clear``, ``register``, ``keep``,
+            ``list``, ``consumed``, ``save`` or ``saved`` (what a save holds, as it was loaded after the run).
+        partition: The partition.
+        begin_s: When it began, in seconds since the run began.
+        end_s: When it ended. Infinite if nobody saw its end.
+        timeout_s: Its deadline in seconds.
+        outcome: ``ok``, ``refused`` (it changed nothing) or ``unknown``.
+        error: The class of the error and its message. Empty if there was none, or if nobody saw its end.
+        samples: The samples that were asked for; of a claim, a list or a save, those of the reply, in order.
+        whole: A clear of the whole partition.
+        fields: The fields that were written, read or required.
+        version: The version that a put wrote; each put has its own. Of a save: the number of its folder.
+        size_bytes: The payload of each sample of a put, in bytes.
+        task: The task of a claim, and of the ack, nack or renewal of a claim.
+        tokens: The lease tokens, one per sample.
+        lease_s: The lease of a claim or renewal in seconds. None: without a lease.
+        limit: The batch size of a claim.
+        blocking: Whether a claim waits for a full batch.
+        flag: What ``consumed`` returned.
+        seen: What a reply showed of each sample. The names of tags begin with ``#``.
+    """
+
+    process: str
+    number: int
+    operation: str
+    partition: str
+    begin_s: float
+    end_s: float = math.inf
+    timeout_s: float = 60.0
+    outcome: Outcome = UNKNOWN
+    error: str = ""
+    samples: tuple[str, ...] = ()
+    whole: bool = False
+    fields: tuple[str, ...] = ()
+    version: int = 0
+    size_bytes: tuple[int, ...] = ()
+    task: str = ""
+    tokens: tuple[str, ...] = ()
+    lease_s: float | None = None
+    limit: int = 0
+    blocking: bool = False
+    flag: bool = False
+    seen: Seen = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The process and the number of the call."""
+        return f"{self.process}#{self.number}"
+
+    @property
+    def error_name(self) -> str:
+        """The class of the error."""
+        return self.error.partition(":")[0]
+
+    def only(self, samples: Iterable[str]) -> Call:
+        """The same call, as if it had been about these of its samples only."""
+        keep = set(samples)
+        places = [place for place, sample in enumerate(self.samples) if sample in keep]
+
+        def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values[place] for place in places) if len(values) == len(self.samples) else values
+
+        parts = {name: pick(getattr(self, name)) for name in ("samples", "size_bytes", "tokens")}
+        seen = {sample: cells for sample, cells in self.seen.items() if sample in keep}
+        mine = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Call(**{**mine, **parts, "seen": seen})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What was done to a process or to the store.
+
+    Attributes:
+        kind: ``kill`` (kill -9), ``stop`` (SIGSTOP until ``end_s``), or the name of a disturbance of the store.
+        process: The process, as in `Call`. Empty: the store.
+        begin_s: When it began, in seconds since the run began.
+        end_s: When it was over.
+        loses_data: Whether the store may have lost data by it.
+    """
+
+    kind: str
+    process: str
+    begin_s: float
+    end_s: float
+    loses_data: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """A run as the checker sees it.
+
+    Attributes:
+        calls: All calls, those first that began first.
+        events: What was done to processes and to the store.
+        end_s: When the run was over, in seconds since it began. What is open then never ended.
+        audited_s: When the closing audit began: no worker ran any more, and all leases had ended. Infinite: no audit.
+        capacity_bytes: What the store may hold. None: no limit.
+        atomic_overwrite: Whether the backend declares it.
+        fenced: Whether the backend declares it.
+        allowance_s: Seconds that a call may take beyond its deadline, since a machine may be busy.
+    """
+
+    calls: tuple[Call, ...]
+    events: tuple[Event, ...] = ()
+    end_s: float = math.inf
+    audited_s: float = math.inf
+    capacity_bytes: int | None = None
+    atomic_overwrite: bool = True
+    fenced: bool = True
+    allowance_s: float = 10.0
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """What an error says about whether the call changed anything."""
+    if isinstance(error, ClaimTimeoutError):
+        return REFUSED
+    doubtful = (OperationTimeoutError, BackendUnavailableError, BackendError)
+    return REFUSED if isinstance(error, DataPlaneError) and not isinstance(error, doubtful) else UNKNOWN
+
+
+class Recorder:
+    """Appends the calls of one process to its file.
+
+    Args:
+        path: The file.
+        process: The name of the process.
+        epoch_s: `time.monotonic` at the start of the run; all processes of a host share this clock.
+    """
+
+    def __init__(self, path: Path, process: str, epoch_s: float) -> None:
+        self.process = process
+        self._epoch_s = epoch_s
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._numbers = 0
+        self._lock = threading.Lock()
+
+    def call(self, operation: str, partition: str, act: Callable[[], Mapping[str, Any] | None], **about: Any) -> bool:
+        """Makes a call, and writes down its start and its end.
+
+        Args:
+            operation: As in `Call`.
+            partition: The partition.
+            act: Makes the call. Returns what the reply adds to ``about``.
+            about: Further attributes of the `Call`.
+
+        Returns:
+            Whether it succeeded. An error of the call is written down, not raised.
+        """
+        with self._lock:
+            self._numbers += 1
+            number = self._numbers
+        self._write({"number": number, "operation": operation, "partition": partition, **about, "begin_s": self._now()})
+        end: dict[str, Any] = {"number": number, "outcome": OK}
+        try:
+            end |= act() or {}
+        except Exception as error:
+            end |= {"outcome": outcome_of(error), "error": f"{type(error).__name__}: {error}"}
+            if not isinstance(error, DataPlaneError):
+                end["error"] = f"!{end['error']}"
+        end["end_s"] = self._now()
+        self._write(end)
+        return bool(end["outcome"] == OK)
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._file)
+
+    def _now(self) -> float:
+        return round(time.monotonic() - self._epoch_s, 6)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        os.write(self._file, (json.dumps(line) + "\n").encode())
+
+
+def read_calls(path: Path, process: str) -> list[Call]:
+    """The calls that a process wrote down."""
+    found: dict[int, dict[str, Any]] = {}
+    for text in path.read_bytes().split(b"\n")[:-1]:  # what follows the last line's end was cut by a kill
+        line = json.loads(text)
+        found.setdefault(line["number"], {}).update(line)
+    return [_call_of(process, values) for values in found.values()]
+
+
+def _call_of(process: str, values: Mapping[str, Any]) -> Call:
+    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return Call(process=process, **made)
+
+
+def to_json(history: History) -> str:
+    """The history as JSON."""
+    return json.dumps(asdict(history))
+
+
+def from_json(text: str) -> History:
+    """The history that `to_json` wrote."""
+    values = json.loads(text)
+    calls = tuple(_call_of(call.pop("process"), call) for call in values.pop("calls"))
+    events = tuple(Event(**event) for event in values.pop("events"))
+    return History(calls=calls, events=events, **values)

@@ -87,21 +87,18 @@ class Nemesis:
         number = disruption.worker
         life, worker = self._workers[number]
         if disruption.kind in ("kill", "stop") and number not in self._stopped:
-            self._aim(number, disruption.choice * _LATEST_S)
-        if disruption.kind == "kill":
-            self._continue(number)
             began_s = self._now()
-            os.kill(worker.pid, signal.SIGKILL)  # at once; the worker's own kill takes a message to the nursery
-            worker.kill()
-            self._events.append(Event(kind="kill", process=f"w{number}.{life}", begin_s=began_s, end_s=self._now()))
+            self._stop(number, disruption.choice * _LATEST_S)
+            self._stopped[number] = began_s, self._now() + disruption.for_s
+        if disruption.kind == "kill":
+            stopped_s, _ = self._stopped.pop(number)
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.kill()  # which also waits for its end
+            self._events.append(Event(kind="kill", process=f"w{number}.{life}", begin_s=stopped_s, end_s=self._now()))
             worker.close()
             self._workers[number] = life + 1, self._new()
             self._workers[number][1].wait_ready()
             self._begin(number, life + 1, self._workers[number][1], until_s)
-        elif disruption.kind == "stop" and number not in self._stopped:
-            began_s = self._now()
-            os.kill(worker.pid, signal.SIGSTOP)
-            self._stopped[number] = began_s, began_s + disruption.for_s
         elif disruption.kind == "disturb" and self.disturbances:
             name = sorted(self.disturbances)[int(disruption.choice * len(self.disturbances))]
             disturbance, began_s = self.disturbances[name], self._now()
@@ -133,20 +130,21 @@ class Nemesis:
                 worker.result()  # raises what the worker raised
             # a worker that died by itself raises here
 
-    def _aim(self, number: int, late_s: float) -> None:
-        """Returns in the middle of a call of a worker, if one begins soon: most of the time it pauses."""
-        give_up = time.monotonic() + _AIM_S
+    def _stop(self, number: int, late_s: float) -> None:
+        """Stops a worker in the middle of a call, if one begins soon: most of the time it pauses."""
+        pid, give_up, lines = self._workers[number][1].pid, time.monotonic() + _AIM_S, 0
         with self._files[number].open("rb") as file:
-            lines = file.read().count(b"\n")
             while True:
-                more = file.read().count(b"\n")
-                lines += more
-                if (
-                    more and lines % 2
-                ) or time.monotonic() > give_up:  # each call is a line at its start, one at its end
-                    break
+                lines += file.read().count(b"\n")
+                over = time.monotonic() > give_up
+                if lines % 2 or over:  # each call is a line at its start and one at its end
+                    time.sleep(late_s)
+                    os.kill(pid, signal.SIGSTOP)
+                    lines += file.read().count(b"\n")
+                    if lines % 2 or over:
+                        return
+                    os.kill(pid, signal.SIGCONT)
                 time.sleep(_AIM_LOOK_S)
-        time.sleep(late_s)
 
     def _begin(self, number: int, life: int, worker: Worker, until_s: float) -> None:
         arguments = self._arguments(number, life, until_s)

@@ -142,7 +142,9 @@ def _left_out(time: Timeline, call: Call) -> Iterator[Finding]:
             continue
         for put in time.puts(call.partition, sample):
             moments = [time.effect_s(put, sample, field) for field in put.fields]
-            if max(moments) < call.begin_s and not time.wiped(call.partition, sample, put.begin_s, call.end_s):
+            if max(moments) < call.begin_s and not time.wiped(
+                call.partition, sample, max(put.begin_s, put.seen_from_s), call.end_s
+            ):
                 rule = "save" if call.operation == "saved" else "committed"
                 text = f"{call.name} ({call.operation}) leaves out {sample}, which {put.call.name} had put."
                 yield finding(rule, text, put.call, call, samples=(sample,))

@@ -32,7 +32,6 @@ RULES: Final[Mapping[str, str]] = {
     "handed out again": "a claim that is neither acked nor renewed in time is handed out again",
     "at most one claim": "if the reply to a claim is lost, its rows are lost to the task",
     "consumed": "whether every task has been given every sample that the partition holds",
-    "listing": "ids and tags, no data",
     "capacity": "the store holds at most `capacity_bytes` of payload",
     "deadline": "Every call ends by its deadline",
     "error": "Errors derive from `DataPlaneError`",

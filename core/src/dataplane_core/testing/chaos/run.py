@@ -40,7 +40,7 @@ from dataplane_core.testing.chaos.worker import Hands, live, seen_of, tags_seen
 __all__ = ["Settings", "Verdict", "run_chaos"]
 
 #: How many bytes the store may hold, if the backend can limit them.
-_CAPACITY_BYTES: Final = 1 << 20
+_CAPACITY_BYTES: Final = 640 * 1024
 #: The batch size of the claims of the audit.
 _AUDIT_CLAIMS: Final = 64
 #: The most steps of each life that are written to the folder of a failed run.

@@ -29,11 +29,13 @@ class Put:
         call: The put.
         fields: The fields and tags.
         seen: Field -> the end of the first reply that showed the put's version in it.
+        seen_from_s: The start of the last call that showed the version. What was over before then did not wipe it.
     """
 
     call: Call
     fields: frozenset[str]
     seen: dict[str, float]
+    seen_from_s: float = -math.inf
 
     @property
     def begin_s(self) -> float:
@@ -106,6 +108,7 @@ class Timeline:
         put = self._by_version.get((call.partition, sample, version)) if isinstance(version, int) else None
         if put is not None:
             put.seen[field] = min(call.end_s, put.seen.get(field, math.inf))
+            put.seen_from_s = max(call.begin_s, put.seen_from_s)
 
     # --- puts ---------------------------------------------------------------------------------------------------------
 
@@ -137,7 +140,7 @@ class Timeline:
         """A put by which a cell was there for certain, from ``begin_s`` to ``end_s``. None: not for certain."""
         for put in self.puts(partition, sample):
             certain = field in put.fields and self.effect_s(put, sample, field) < begin_s
-            if certain and not self.wiped(partition, sample, put.begin_s, end_s):
+            if certain and not self.wiped(partition, sample, max(put.begin_s, put.seen_from_s), end_s):
                 return put
         return None
 

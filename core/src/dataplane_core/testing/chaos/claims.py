@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Final
 
 from dataplane_core.testing.chaos.history import OK, REFUSED, UNKNOWN, Call
@@ -90,7 +90,7 @@ def check_claims(time: Timeline) -> Iterator[Finding]:
         yield from _tokens(mine)
         for (partition_id, sample), group in holds.items():
             if not time.unsafe(partition_id, sample):
-                yield from _held_twice(time, group)
+                yield from islice(_held_twice(time, group), 1)
         yield from _refused(time, settles[partition, task], holds)
         yield from _orders(time, mine)
         for fields in {call.fields for call in mine}:

@@ -175,8 +175,11 @@ class Hands:
             rows = self._client.get_samples(names, partition, list(fields))
             return {"seen": seen_of(rows, names, fields)}
 
-        if names:
-            self._call("get", partition, act, samples=list(names), fields=list(fields))
+        if not names:
+            return
+        found = self._call("get", partition, act, samples=list(names), fields=list(fields))
+        if not found and fields == BASE:  # some are gone
+            self._known[partition] = deque((each for each in self._known[partition] if each not in names), _KNOWN)
 
     def _list(self, step: Step) -> None:
         self._known[step.partition].extend(self.listed(step.partition)[-step.count * 6 :])

@@ -17,6 +17,8 @@ __all__ = ["check_claims"]
 
 #: Seconds by which the clock of a store may be coarser than that of the history.
 _SLACK_S: Final = 0.02
+#: Seconds by which the end of a claim that waited may be late. If it is later, its process had no time to look.
+_LATE_S: Final = 0.5
 #: Seconds after which a request of a process that was killed, or gave up, can no longer reach the store.
 _SETTLE_S: Final = 30.0
 
@@ -311,7 +313,7 @@ def _passed_over(time: Timeline, alike: Sequence[Call], every: Sequence[Call], h
                 "which was ready and which nobody had been given."
             )
             yield finding("ready", text, over[0].put, claim, samples=(over[0].sample,))
-        elif claim.error_name == "ClaimTimeoutError" and len(over) >= claim.limit:
+        elif claim.error_name == "ClaimTimeoutError" and len(over) >= claim.limit and time.ran(claim, _LATE_S):
             text = f"{claim.name} (claim of {claim.limit}) waited in vain, while {len(over)} samples were ready."
             proof = over[: claim.limit]
             yield finding(

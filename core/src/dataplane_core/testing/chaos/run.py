@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -17,6 +18,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, MissingDataError
 from dataplane_core.spec import Capability, Scope
 from dataplane_core.testing._author import AuthorsClass
+from dataplane_core.testing._profiles import is_long, new_seed
 from dataplane_core.testing._store import Deployment
 from dataplane_core.testing._timing import STARTS_S, Background
 from dataplane_core.testing.chaos.checker import check, shrunk
@@ -39,8 +41,6 @@ from dataplane_core.testing.chaos.worker import Hands, live, seen_of, tags_seen
 
 __all__ = ["Settings", "Verdict", "run_chaos"]
 
-#: How many bytes the store may hold, if the backend can limit them.
-_CAPACITY_BYTES: Final = 640 * 1024
 #: The batch size of the claims of the audit.
 _AUDIT_CLAIMS: Final = 64
 #: The most claims of the audit per task and partition. No store holds so many samples.
@@ -76,6 +76,7 @@ class Settings:
         lease_s: The lease of a claim, in seconds.
         op_timeout_s: The deadline of a call, in seconds.
         allowance_s: Seconds that a call may take beyond its deadline on a busy machine.
+        capacity_bytes: What the store may hold, if the backend can limit it.
     """
 
     seed: int
@@ -84,8 +85,19 @@ class Settings:
     pause_s: float = 0.05
     every_s: float = 2.0
     lease_s: float = 1.0
-    op_timeout_s: float = 15.0
+    op_timeout_s: float = 30.0
     allowance_s: float = 15.0
+    capacity_bytes: int = 640 * 1024
+
+    @classmethod
+    def brief(cls) -> Settings:
+        """For a backend's own tests: 10 s with few calls and a fixed seed; 30 s and a new seed under the profile long.
+
+        ``DATAPLANE_CONFORMANCE_SEED`` sets the seed.
+        """
+        if is_long():
+            return cls(seed=new_seed(), schedule_s=30.0)
+        return cls(seed=int(os.environ.get("DATAPLANE_CONFORMANCE_SEED") or 1), schedule_s=10.0, pause_s=0.15)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +115,10 @@ class Verdict:
     history: History
     facts: str
     page: Path | None
+
+    def __str__(self) -> str:
+        faults = "\n".join(f"FAULT {each.rule}: {each.text}" for each in self.findings)
+        return f"{self.facts}\n{faults}\nsee {self.page}" if self.findings else self.facts
 
     @property
     def passed(self) -> bool:
@@ -191,15 +207,17 @@ class _Run:
         self._settings, self._progress = settings, progress
         backend_class = case.under_test()
         declared = backend_class.capabilities
-        self._capacity = _CAPACITY_BYTES if Capability.CAPACITY in declared else None
-        isolated = case.isolated_options(options, "chaos")
+        self._capacity = settings.capacity_bytes if Capability.CAPACITY in declared else None
+        isolated = case.isolated_options(options, f"chaos-{os.getpid()}")
         if self._capacity is not None:
-            # with one seed puts wait for room, with the next they are refused
-            isolated |= {"capacity_bytes": self._capacity, "on_full": "raise" if settings.seed % 2 else "block"}
+            # with every fourth seed puts wait for room, with the others they are refused
+            isolated |= {"capacity_bytes": self._capacity, "on_full": "raise" if settings.seed % 4 else "block"}
         progress("starting the store")
-        self.deployment = Deployment(
-            case, backend_class, case.backend or backend_class.__name__, isolated, op_timeout_s=settings.op_timeout_s
-        )
+        # of scope process, the workers share this client; elsewhere it has the time to start the store
+        self._threaded = backend_class.scope is Scope.PROCESS
+        self._own_timeout_s = settings.op_timeout_s if self._threaded else max(case.op_timeout_s, settings.op_timeout_s)
+        name = case.backend or backend_class.__name__
+        self.deployment = Deployment(case, backend_class, name, isolated, op_timeout_s=self._own_timeout_s)
         self._stack.callback(self.deployment.close)
         self._folder = Path(tempfile.mkdtemp(prefix="dataplane-chaos-"))
         self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
@@ -225,7 +243,7 @@ class _Run:
         first = self._hands(client, "first", 900_000_000)
         for partition in PARTITIONS:
             first.register(partition, "register")
-        if self.deployment.backend_class.scope is Scope.PROCESS:
+        if self._threaded:
             self._threads()
         else:
             self._workers()
@@ -284,7 +302,7 @@ class _Run:
         self._processes.append(process)
         recorder = Recorder(self._folder / f"{process}.jsonl", process, self._epoch_s)
         self._stack.callback(recorder.close)
-        return Hands(client, recorder, self._plan, first_version, self._settings.op_timeout_s, self._folder)
+        return Hands(client, recorder, self._plan, first_version, self._own_timeout_s, self._folder)
 
     def _arguments(self, worker: int, life: int, until_s: float) -> tuple[Any, ...]:
         name = f"w{worker}.{life}"
@@ -350,6 +368,7 @@ class _Run:
                         left.discard((partition, task))
                     last = time.monotonic()
                     if TASKS[task].leased:
+                        audit.consumed(partition, task)  # not yet: these are not acked
                         audit.ack(meta)
                 elif audit.consumed(partition, task) or not TASKS[task].leased:
                     left.discard((partition, task))

@@ -138,7 +138,7 @@ def steps(plan: Plan, worker: int, life: int) -> Iterator[Step]:
             count=count,
             task=rng.choice((*plan.tasks, plan.tasks[0])),
             choice=round(rng.random(), 4),
-            lengths=tuple(rng.choice((1, 3, 200, 4000)) for _ in range(count)),
+            lengths=tuple(rng.choice((1, 3, 200, 1000)) for _ in range(count)),
         )
 
 

@@ -189,6 +189,12 @@ class Timeline:
             return False
         return any(self.wiped(partition, sample, put.begin_s, put.done_s) for put in self.puts(partition, sample))
 
+    def ran(self, call: Call, late_s: float) -> bool:
+        """Whether the process of a call was not stopped during it, and had the time to end it at its deadline."""
+        stops = [each for each in self.history.events if each.kind == "stop" and each.process == call.process]
+        stopped = any(each.begin_s < call.end_s and each.end_s > call.begin_s for each in stops)
+        return not stopped and call.end_s <= call.begin_s + call.timeout_s + late_s
+
     def killed_s(self, process: str) -> float:
         """When a process was killed. Infinite: never."""
         kills = [each.end_s for each in self.history.events if each.kind == "kill" and each.process == process]

@@ -23,10 +23,13 @@ __all__ = ["Hands", "live", "seen_of", "tags_seen"]
 
 #: How many samples a process remembers per partition, to read, replace and clear them.
 _KNOWN: Final = 60
+#: The samples that all processes write, read and clear, and the share of these calls that go to them.
+_HOT: Final = ("hot0", "hot1", "hot2")
+_HOT_SHARE: Final = 0.3
 #: How many claims it holds.
 _HELD: Final = 12
-#: The deadline of a blocking claim in seconds.
-_WAIT_S: Final = 1.0
+#: The deadline of a blocking claim, in leases.
+_WAIT_LEASES: Final = 2
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
@@ -156,9 +159,10 @@ class Hands:
         return self._call("put", step.partition, act, **about)
 
     def _pick(self, step: Step) -> list[str]:
-        """Some of the samples that this process knows of."""
-        known = list(dict.fromkeys(self._known[step.partition]))
-        return random.Random(step.choice).sample(known, min(step.count, len(known)))
+        """Some of the samples that this process knows of, or of those that all processes fight for."""
+        rng = random.Random(step.choice)
+        known = list(_HOT) if rng.random() < _HOT_SHARE else list(dict.fromkeys(self._known[step.partition]))
+        return rng.sample(known, min(step.count, len(known)))
 
     # reads
 
@@ -214,7 +218,9 @@ class Hands:
     # claims
 
     def _claim(self, step: Step) -> None:
-        self.claim(step.partition, step.task, step.count)
+        meta = self.claim(step.partition, step.task, step.count)
+        if meta is not None and step.choice < 0.4:
+            self.read(step.partition, meta.sample_ids, BASE)
 
     def _wait(self, step: Step) -> None:
         self.claim(step.partition, step.task, step.count, blocking=True)
@@ -222,11 +228,12 @@ class Hands:
     def claim(self, partition: str, task: str, limit: int, *, blocking: bool = False) -> KVBatchMeta | None:
         """Claims, and keeps the meta. Returns None if the claim failed."""
         fields, lease_s = TASKS[task].fields, self._plan.lease_s if TASKS[task].leased else None
+        wait_s = _WAIT_LEASES * self._plan.lease_s
         replies: list[KVBatchMeta] = []
 
         def act() -> Mapping[str, Any]:
             meta = self._client.claim_meta(
-                partition, task, list(fields), limit, blocking=blocking, timeout_s=_WAIT_S, lease_s=lease_s
+                partition, task, list(fields), limit, blocking=blocking, timeout_s=wait_s, lease_s=lease_s
             )
             replies.append(meta)
             tags = meta.tags or [{} for _ in meta.sample_ids]
@@ -237,7 +244,7 @@ class Hands:
             }
 
         about = {"task": task, "fields": list(fields), "limit": limit, "lease_s": lease_s, "blocking": blocking}
-        timeout_s = _WAIT_S if blocking else self._timeout_s
+        timeout_s = wait_s if blocking else self._timeout_s
         if not self._call("claim", partition, act, **about, timeout_s=timeout_s):
             return None
         meta = replies[0]

@@ -1,0 +1,14 @@
+"""tq_simple keeps the contract in a random history of processes that are killed and stopped."""
+
+from dataplane_core.testing import AuthorsClass, Settings, run_chaos
+
+
+class TQSimple(AuthorsClass):
+    backend = "tq_simple"
+
+
+def test_a_random_history_keeps_the_contract(ray_address, tmp_path):
+    options = {"instance": "random", "ray_address": ray_address}
+    verdict = run_chaos(TQSimple(), options, Settings.brief(), folder=tmp_path)
+    assert verdict.passed, verdict
+    assert verdict.counts()["put"]["ok"] > 10

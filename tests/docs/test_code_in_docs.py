@@ -44,7 +44,7 @@ def test_the_author_guides_code_runs_or_is_the_examples_own():
     assert len(shown) - len(run) == 5
     assert names["rewards"].tolist() == [0.5, 1.0]
     assert names["TestDictStore"].under_test() is names["DictStore"]
-    said = re.search(r"narrow.describe\(\)  # '(.*)'", shown[-2])
+    said = re.search(r"narrow.describe\(\)  # '(.*)'", "\n".join(shown))
     assert said is not None
     assert said.group(1) == names["narrow"].describe()
 

@@ -57,9 +57,15 @@ def shrunk(history: History, found: Finding) -> History:
 
     calls = [call for call in history.calls if call.partition == found.partition or call.name in needed]
     if found.samples:
-        fewer = [call.only(found.samples) if call.name not in needed or call.seen else call for call in calls]
-        fewer = [call for call in fewer if call.samples or call.whole or call.name in needed or not _about(call)]
-        calls = next((each for each in (fewer, calls) if still(each)), list(history.calls))
+        short = [call.only(found.samples) for call in calls]
+        kept = [
+            call if call.name in needed and not call.seen else each for call, each in zip(calls, short, strict=True)
+        ]
+        tried = [
+            [call for call in each if call.samples or call.whole or call.name in needed or not _about(call)]
+            for each in (short, kept)
+        ]
+        calls = next((each for each in (*tried, calls) if still(each)), list(history.calls))
     last_s = max((call.begin_s for call in found.calls), default=math.inf)
     early = [call for call in calls if call.begin_s <= last_s]
     calls = early if still(early) else calls

@@ -379,10 +379,10 @@ def live(
     parent, taken = os.getppid(), 0
     try:
         for step in steps(plan, worker, life):
-            wait_s = min(step.pause_s, until_s - time.monotonic())
-            if wait_s <= 0 or os.getppid() != parent:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or os.getppid() != parent:
                 return taken
-            time.sleep(wait_s)
+            time.sleep(min(step.pause_s, left_s))
             hands.take(step)
             taken += 1
         return taken

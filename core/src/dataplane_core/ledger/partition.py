@@ -441,7 +441,7 @@ class Partition:
         action, task_name, sample_ids = command.op, command.task_name, command.sample_ids
         task = self._task(task_name)
         self._expire(now)
-        rows: list[Row] = []
+        rows: dict[Row, None] = {}  # ids may repeat
         lost: list[str] = []
         for sample_id, token in zip(sample_ids, command.tokens, strict=True):
             row = self.rows.get(sample_id)
@@ -449,7 +449,7 @@ class Partition:
             if row is None or hold is None or hold.token != token or (hold.done and action != "ack"):
                 lost.append(sample_id)
             else:
-                rows.append(row)
+                rows[row] = None
         if lost:
             raise LeaseExpiredError(
                 f"{action}('{self.partition_id}', '{task_name}', {len(sample_ids)} samples) refused: the lease on "
@@ -459,9 +459,9 @@ class Partition:
             )
         if self.info.grpo_group_size is not None:
             self._check_whole_groups(task_name, rows, action)
-        return task, rows
+        return task, list(rows)
 
-    def _check_whole_groups(self, task_name: str, rows: list[Row], action: str) -> None:
+    def _check_whole_groups(self, task_name: str, rows: Iterable[Row], action: str) -> None:
         counts: dict[str, int] = {}
         for row in rows:
             assert row.group is not None

@@ -229,10 +229,11 @@ class StateReader:
             ValueError: The counts are not those of the rows.
         """
         ledger = self.ledger
-        sharers: Counter[Ref] = Counter()
+        sharers: dict[Ref, int] = {}
         for partition in ledger._partitions.values():
             for row in partition.rows.values():
-                sharers.update(set(row.cells.values()))
+                for ref in set(row.cells.values()):
+                    sharers[ref] = sharers.get(ref, 0) + 1
         live = Counter(write_id for write_id, _ in sharers)
         held_bytes = sum(pending.size_bytes for pending in ledger._pending.values())
         held_bytes += sum(ledger._writes[write_id].row_bytes[pos] for write_id, pos in sharers)
@@ -337,6 +338,9 @@ def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Parti
 def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: list[int], now: float) -> None:
     grouped = partition.info.grpo_group_size is not None
     patterns = [tuple(names) for names in section["fields"]]
+    if not all(partition.specs.keys() >= set(names) for names in patterns):
+        raise ValueError("a field has no spec")
+    num_rows = len(partition.rows) + len(section["sample_ids"])
     ages_s = section.get("ages_s") or [0.0] * len(section["sample_ids"])  # none in versions 3 and 4 of the format
     rows: list[Row] = []
     last = next((row.seq for row in reversed(partition.rows.values())), 0)
@@ -349,13 +353,13 @@ def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: l
         cells: dict[str, Ref] = dict.fromkeys(patterns[flat[0]], (write_ids[flat[1]], flat[2])) if flat else {}
         for at in range(3, len(flat), 3):
             cells.update(dict.fromkeys(patterns[flat[at]], (write_ids[flat[at + 1]], flat[at + 2])))
-        if sample_id in partition.rows or not partition.specs.keys() >= cells.keys():
-            raise ValueError(f"sample {sample_id!r} is there twice, or has a field without a spec")
         row = Row(sample_id, seq, group_of(sample_id) if grouped else None, now - age_s, cells, tags)
         rows.append(row)
         partition.rows[sample_id] = row
         if row.group is not None:
             partition.groups.setdefault(row.group, Group(seq)).members[sample_id] = row
+    if len(partition.rows) != num_rows:
+        raise ValueError("a sample is there twice")
     for held in section["holds"]:
         if not holds(held, _HOLD) or min(held["rows"], default=0) < 0:
             raise ValueError("a lease holds what it cannot hold")

@@ -47,8 +47,9 @@ def test_the_runner_reports_other_exceptions_and_large_allocations() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", TARGETS)
-def test_ten_million_forged_inputs(name: str) -> None:
+def test_ten_million_forged_inputs(name: str, tmp_path: Path) -> None:
     """Of all targets together, in a process of its own each, with Atheris where it is installed."""
     command = [sys.executable, str(Path(__file__).parent / "run.py"), name, "--inputs", str(10_000_000 // len(TARGETS))]
+    command += ["--corpus", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -294,22 +294,19 @@ def decode_request(message: bytes) -> Any:
         request = _BY_NUMBER[message[0]].request.decode(memoryview(message)[1:])
     except _UNREADABLE as error:
         raise errors.InvalidRequestError(f"a message to the ledger's process is no request: {error}.") from error
+    for command in (request, *(getattr(request, name, None) for name in ("put", "locate", "claim"))):
+        if isinstance(command, Command):
+            check_command(command)
     if isinstance(request, Begin):
         _check_layouts(request.put, request.layouts)
     elif isinstance(request, PutWhole):
         _check_layouts(request.put, [request.layout])
         if len(request.data) != request.layout.size_bytes:
             raise errors.InvalidRequestError(f"a put has {len(request.data)} bytes, not those of its layout.")
-    for command in (getattr(request, "put", None), getattr(request, "locate", None), getattr(request, "claim", None)):
-        if isinstance(command, Command):
-            check_command(command)
-    if isinstance(request, Command):
-        check_command(request)
     return request
 
 
 def _check_layouts(put: commands.BeginPut, layouts: list[Layout]) -> None:
-    check_command(put)
     writes = commands.writes_of(0, put.specs, put.row_bytes, put.splits)
     if len(writes) != len(layouts) or not all(
         layout.fits(len(write.fields), len(write.row_bytes)) for write, layout in zip(writes, layouts, strict=True)

@@ -29,7 +29,7 @@ REQUIRED_verl := tests/verl/requirements.txt
 TESTS_trl     := examples/trl/tests
 TESTS_verl    := -c tests/verl/pytest.ini --rootdir tests/verl tests/verl
 
-.PHONY: help setup demo test test-long $(addprefix test-,$(TRAINERS)) check format backends-page docs wheels clean
+.PHONY: help setup demo test test-long $(addprefix test-,$(TRAINERS)) check format fuzz soak backends-page docs wheels clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -77,6 +77,16 @@ check: setup  ## Lint, format and types
 format: setup  ## Bring the sources into form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Inputs of `make fuzz` for each decoder, and minutes of `make soak` for all backends together.
+INPUTS  ?= 100000
+MINUTES ?= 10
+
+fuzz: setup  ## Feed forged bytes to every decoder (INPUTS= for each; coverage-guided if atheris is installed)
+	$(BIN)/python tests/fuzz/run.py --inputs $(INPUTS)
+
+soak: setup  ## Load every backend for 10 minutes (MINUTES=) with kills: memory, keys, descriptors, latency stay flat
+	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
 
 backends-page: setup  ## Run the conformance kit on every backend and write docs/backends.md
 	$(BIN)/python scripts/backends_page.py

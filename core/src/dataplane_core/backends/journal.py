@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn, Protocol, cast
 
@@ -34,7 +34,7 @@ from dataplane_core.errors import (
     StalePartitionError,
 )
 from dataplane_core.ledger import Command, Ledger, LedgerService, Reply, StateReader, commands, to_state
-from dataplane_core.spec import new_id
+from dataplane_core.spec import fits, new_id
 
 __all__ = ["Journal", "JournalStore", "Snapshots"]
 
@@ -47,6 +47,10 @@ _BROKEN: Final = "Restore a whole copy of the store, or begin a new one."
 _HOLD_TRIES: Final = 8
 #: The deadline is checked after this many replayed records.
 _CHECK_EVERY: Final = 256
+
+
+class _LedgerFailedError(CorruptDataError):
+    """The ledger raised an exception that is no answer: the journal holds what no client of this package writes."""
 
 
 class JournalStore(Protocol):
@@ -102,6 +106,8 @@ class _Loading:
 
     def take(self, section: dict[str, Any], now: float) -> None:
         """Takes the next section."""
+        if not isinstance(section, dict):
+            raise ValueError("a section is no map")
         if self.head is None:
             self.head = section
         elif section["part"] == "records":
@@ -217,11 +223,17 @@ class Journal:
 
     @contextmanager
     def _or_forget(self) -> Iterator[None]:
-        """If a call of the ledger is interrupted, drops the state, so that the next call replays the journal again."""
+        """If a call of the ledger fails or is interrupted, drops the state: the next call replays the journal again."""
         try:
             yield
         except DataPlaneError:  # a regular answer, the same in every process
             raise
+        except Exception as error:
+            self._forget()
+            raise _LedgerFailedError(
+                f"the ledger failed on what the journal holds: {type(error).__name__}: {error}.",
+                hint=_BROKEN,
+            ) from error
         except BaseException:
             self._forget()
             raise
@@ -323,8 +335,12 @@ class Journal:
 
     def _take(self, record: Record, data: bytes) -> None:
         """Replays a record of another process."""
-        with suppress(DataPlaneError):  # the command was refused, in every process alike
+        try:
             self._run(record.command, data)
+        except _LedgerFailedError:
+            raise
+        except DataPlaneError:  # the command was refused, in every process alike
+            pass
 
     def _apply(self, command: Command[Reply], data: bytes) -> Reply:
         """Runs a command of this process in its recorded form, as the other processes will."""
@@ -394,6 +410,9 @@ class Journal:
             first = loading.head
             if first is None or first["v"] not in READABLE or first["store"] != named.store:
                 raise ValueError("its head is of another store or version")
+            if not (fits(first["seq"], int) and fits(first["prev"], bytes) and fits(loading.tail, Sequence[bytes])):
+                raise ValueError("its head or its records hold what they cannot hold")
+            loading.state.check()
             self._service = LedgerService(clock=self._read_clock, ledger=loading.state.ledger)
             self._store_id = named.store
             self._next_seq = first["seq"]

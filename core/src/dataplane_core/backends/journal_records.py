@@ -21,10 +21,12 @@ from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 import msgpack
 
+from dataplane_core.codec import unpack_msgpack
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.ledger import (
     Command,
     Ref,
+    check_command,
     commands,
     pack_refs,
     pack_splits,
@@ -33,7 +35,7 @@ from dataplane_core.ledger import (
     unpack_splits,
     unpack_write_id,
 )
-from dataplane_core.spec import FieldSpec, IfExists, Sampler
+from dataplane_core.spec import FieldSpec, fits
 
 __all__ = [
     "DIGEST_BYTES",
@@ -99,9 +101,9 @@ class Snapshot(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The types that a field may have on disk, and its conversion to msgpack's types and back."""
+    """The type of a field on disk, and its conversion to msgpack's types and back."""
 
-    types: tuple[type, ...]
+    form: Any
     pack: Callable[[Any], Any] = lambda value: value
     unpack: Callable[[Any], Any] = lambda value: value
 
@@ -109,22 +111,22 @@ class _Kind:
 #: Type of a field -> its form on disk. A type that is not listed is stored as it is.
 _KINDS: Final[Mapping[Any, _Kind]] = {
     # a journal always draws write ids, so they are never None
-    **dict.fromkeys((commands.WriteId, commands.WriteId | None), _Kind((bytes,), pack_write_id, unpack_write_id)),
+    **dict.fromkeys((commands.WriteId, commands.WriteId | None), _Kind(bytes, pack_write_id, unpack_write_id)),
     Sequence[commands.WriteId]: _Kind(
-        (list,), lambda ids: list(map(pack_write_id, ids)), lambda data: list(map(unpack_write_id, data))
+        Sequence[bytes], lambda ids: list(map(pack_write_id, ids)), lambda data: list(map(unpack_write_id, data))
     ),
-    **dict.fromkeys((IfExists, Sampler), _Kind((str,))),
-    Sequence[Ref]: _Kind((list,), pack_refs, unpack_refs),
-    Sequence[commands.Split]: _Kind((list,), pack_splits, unpack_splits),
+    Sequence[Ref]: _Kind(Sequence[tuple[bytes, Sequence[int]]], pack_refs, unpack_refs),
+    Sequence[commands.Split]: _Kind(
+        Sequence[tuple[Sequence[str], Sequence[int], Sequence[int] | None]], pack_splits, unpack_splits
+    ),
     Mapping[str, FieldSpec]: _Kind(
-        (dict,),
+        Mapping[str, str],
         lambda specs: {name: spec.to_text() for name, spec in specs.items()},
         lambda packed: {name: FieldSpec.from_text(text) for name, text in packed.items()},
     ),
-    Sequence: _Kind((list,), list),
-    Mapping: _Kind((dict,), dict),
-    float: _Kind((int, float)),
 }
+#: How a type that is not listed becomes one of msgpack's.
+_PACK: Final[Mapping[Any, Callable[[Any], Any]]] = {Sequence: list, Mapping: dict}
 
 
 def _kind(hint: Any) -> _Kind:
@@ -132,9 +134,8 @@ def _kind(hint: Any) -> _Kind:
         return _KINDS[hint]
     if get_origin(hint) in (Union, UnionType):
         some = _kind(get_args(hint)[0])
-        return _Kind((*some.types, type(None)), lambda value: None if value is None else some.pack(value))
-    origin = get_origin(hint) or hint
-    return _KINDS.get(origin) or _Kind((origin,))
+        return _Kind(hint, lambda value: None if value is None else some.pack(value))
+    return _Kind(hint, _PACK.get(get_origin(hint), lambda value: value))
 
 
 def _kinds(command: type[Command[Any]]) -> Mapping[str, _Kind]:
@@ -200,24 +201,33 @@ class Record:
                 f"journal record {seq} cannot be read: its {len(data)} bytes do not agree with their digest."
             )
         try:
-            held = msgpack.unpackb(body)
-            if held["v"] not in READABLE:
-                _refuse_version(held["v"], seq)
+            held = unpack_msgpack(body)
+            readable = held["v"] in READABLE
+        except (ValueError, TypeError, KeyError) as error:
+            raise _unreadable(seq, error) from error
+        if not readable:
+            _refuse_version(held["v"], seq)
+        try:
             for version, absent in _ABSENT.items():
                 if held["v"] <= version:
                     held.update(absent.get(held["op"], {}))
             kinds = OPS[held["op"]]
-            known = {name: kind.unpack(_typed(held[name], kind)) for name, kind in kinds.items()}
+            known = {name: kind.unpack(_typed(name, held[name], kind)) for name, kind in kinds.items()}
             unknown = held.keys() - known.keys() - {"v", "seq", "prev", "op"}
             if unknown:
                 raise ValueError(f"it holds {min(unknown)!r}")
-            return cls(held["seq"], held["prev"], _CLASSES[held["op"]](**known))
+            if not (fits(held["seq"], int) and fits(held["prev"], bytes)):
+                raise TypeError("seq or prev holds what it cannot hold")
+            command = _CLASSES[held["op"]](**known)
+            check_command(command)
+            return cls(held["seq"], held["prev"], command)
         except (ValueError, TypeError, KeyError) as error:
-            if isinstance(error, CorruptDataError):
-                raise
-            raise CorruptDataError(
-                f"journal record {seq} cannot be read: {type(error).__name__}: {error}. Expected the fields of its op."
-            ) from error
+            raise _unreadable(seq, error) from error
+
+
+def _unreadable(seq: int, error: Exception) -> CorruptDataError:
+    reason = f"{type(error).__name__}: {error}".rstrip(".")
+    return CorruptDataError(f"journal record {seq} cannot be read: {reason}. Expected the fields of its op.")
 
 
 def seal(body: bytes) -> bytes:
@@ -231,17 +241,17 @@ def unseal(data: bytes) -> bytes | None:
     return body if body and seal(body) == data else None
 
 
-def _typed(value: Any, kind: _Kind) -> Any:
-    if not isinstance(value, kind.types):
-        raise TypeError(f"a field is a {type(value).__name__}")
+def _typed(name: str, value: Any, kind: _Kind) -> Any:
+    if not fits(value, kind.form):
+        raise TypeError(f"{name} holds what it cannot hold")
     return value
 
 
 def _refuse_other_version(data: bytes, seq: int) -> None:
     """Raises if the record has the format of versions before 3: a list whose first item is the version."""
     try:
-        held = msgpack.unpackb(data, ext_hook=lambda code, content: content)
-    except ValueError:
+        held = unpack_msgpack(data, ext_hook=lambda code, content: content)
+    except (ValueError, TypeError):
         return
     if isinstance(held, list) and held and isinstance(held[0], int):
         _refuse_version(held[0], seq)

@@ -20,6 +20,7 @@ from typing import Any, Final
 import msgpack
 
 from dataplane_core.backends.journal_records import DIGEST_BYTES, VERSION, seal, unseal
+from dataplane_core.codec import unpack_msgpack_stream
 from dataplane_core.errors import CorruptDataError
 
 __all__ = ["ChunkGoneError", "Chunks", "SnapshotReader", "chunk_key", "head", "pack_chunks"]
@@ -117,6 +118,4 @@ class SnapshotReader:
         self._read.add(chunk)
         if self.num_read == self.count and self._read.digest != self.digest:
             raise CorruptDataError(f"the blobs of snapshot {self.snapshot} are not those that the journal names.")
-        unpacker = msgpack.Unpacker(max_buffer_size=len(body))
-        unpacker.feed(body)
-        return iter(unpacker)
+        return unpack_msgpack_stream(body)

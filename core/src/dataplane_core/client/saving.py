@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Final, Protocol
 
 from tensordict import TensorDict
@@ -28,7 +29,7 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
-from dataplane_core.spec import FieldSpec, PartitionDescription, PartitionState
+from dataplane_core.spec import FieldSpec, PartitionDescription, PartitionState, TagValue, fits, holds
 
 __all__ = ["load", "read_to_save", "save"]
 
@@ -37,6 +38,28 @@ _KIND: Final = "dataplane-partitions"
 _BLOCK_BYTES: Final = 16 << 20
 _FIRST_ROWS: Final = 64
 _MOST_ROWS: Final = 4096
+#: What the manifest says of a partition, its registration, and the head of each of its blocks.
+_ENTRY: Final[Mapping[str, Any]] = {
+    "partition_id": str,
+    "registration": Mapping[str, Any],
+    "num_blocks": int,
+    "num_samples": int,
+    "cleared_ids": Sequence[str],
+    "broken_groups": Sequence[str],
+}
+_REGISTRATION: Final[Mapping[str, Any]] = {
+    "fields": Sequence[str],
+    "num_samples": int | None,
+    "consumer_tasks": Sequence[str],
+    "grpo_group_size": int | None,
+    "enums": Mapping[str, Sequence[str]],
+}
+_HEAD: Final[Mapping[str, Any]] = {
+    "sample_ids": Sequence[str],
+    "created": Sequence[str],
+    "tags": Sequence[Mapping[str, TagValue]],
+    "consumed": Mapping[str, Sequence[str]],
+}
 
 
 class _Client(Protocol):
@@ -195,7 +218,7 @@ def read_to_save(
 def load(client: _Client, folder: str | os.PathLike[str], partitions: Sequence[str] | None) -> dict[str, Any]:
     """See `DataPlaneClient.load`."""
     saved = SavedFiles(folder, _KIND)
-    entries: list[dict[str, Any]] = saved.body["partitions"]
+    entries = _entries_of(saved.body, folder)
     held = [entry["partition_id"] for entry in entries]
     unknown = [name for name in partitions or () if name not in held]
     if unknown:
@@ -209,7 +232,7 @@ def load(client: _Client, folder: str | os.PathLike[str], partitions: Sequence[s
     try:
         blocks = saved.blocks()
         for entry in entries:
-            some = (next(blocks) for _ in range(entry["num_blocks"]))
+            some = islice(blocks, entry["num_blocks"])
             if partitions is None or entry["partition_id"] in partitions:
                 begun.append(entry["partition_id"])
                 _load_partition(client, entry, some)
@@ -225,16 +248,34 @@ def load(client: _Client, folder: str | os.PathLike[str], partitions: Sequence[s
     return metadata
 
 
+def _entries_of(body: Mapping[str, Any], folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The partitions of a save, checked.
+
+    Raises:
+        CorruptDataError: The manifest is not one that `save` wrote.
+    """
+    entries: Any = body.get("partitions")
+    good = fits(entries, Sequence[Mapping[str, Any]]) and fits(body.get("metadata"), Mapping[str, Any])
+    good = good and all(holds(entry, _ENTRY) and holds(entry["registration"], _REGISTRATION) for entry in entries)
+    counts = [entry["num_blocks"] for entry in entries] if good else []
+    if not good or min(counts, default=0) < 0 or sum(counts) != len(body["blocks"]):
+        raise CorruptDataError(f"the manifest of the save in '{folder}' holds what no save has; take another save.")
+    found: list[dict[str, Any]] = entries
+    return found
+
+
 def _load_partition(client: _Client, entry: Mapping[str, Any], blocks: Iterator[bytes]) -> None:
     """Registers a partition without tasks, so that none can claim, writes its rows, and adds the tasks at last."""
     partition_id = entry["partition_id"]
-    registration = {**entry["registration"], "consumer_tasks": []}
+    registration = {name: entry["registration"][name] for name in _REGISTRATION} | {"consumer_tasks": []}
     client.register_partition(partition_id, **registration)
     _clear_again(client, partition_id, entry)
     consumed: dict[str, list[str]] = {task: [] for task in entry["registration"]["consumer_tasks"]}
     num_loaded = 0
     for block in blocks:
         columns, head = unpack_rows(block, allow_pickle=client.config.allow_pickle)
+        if not holds(head, _HEAD):
+            raise CorruptDataError(f"load: a block of partition '{partition_id}' holds what no save has.")
         ids, created, tags = head["sample_ids"], head["created"], head["tags"]
         num_loaded += len(created)
         for task, given in head["consumed"].items():

@@ -7,6 +7,7 @@ from dataplane_core import _compiler_marks as _compiler_marks  # before tensordi
 from dataplane_core.codec.frames import frame_column, join_row, join_rows, split_rows, unframe_column
 from dataplane_core.codec.inputs import as_column, as_columns
 from dataplane_core.codec.objects import copy_item, decode_item, encode_item
+from dataplane_core.codec.packed import unpack_msgpack, unpack_msgpack_stream
 from dataplane_core.codec.pieces import Piece, StoredColumn, merge_pieces, rows_in_order
 from dataplane_core.codec.rows import num_rows, object_column, take_rows
 from dataplane_core.codec.shared import spread
@@ -79,4 +80,6 @@ __all__ = [
     "take_rows",
     "to_nested",
     "unframe_column",
+    "unpack_msgpack",
+    "unpack_msgpack_stream",
 ]

@@ -19,6 +19,7 @@ from dataplane_core.codec.header import (
     pack_tensor,
     unpack_tensor,
 )
+from dataplane_core.codec.packed import unpack_msgpack
 from dataplane_core.codec.tensors import (
     DTYPE_CODES,
     BytesLike,
@@ -43,9 +44,6 @@ _ATOMS: Final = frozenset({NoneType, bool, float, str, bytes})
 _FLAT: Final = _ATOMS | {int}
 _EXT_TENSOR: Final = 1
 _EXT_PICKLE: Final = 2
-#: A message of more bytes is first parsed without building objects, so that a forged length in it cannot make the
-#: decoder allocate more than the message holds.
-_TRUSTED_SIZE: Final = 4096
 _SET: Final = "None, bool, int (64 bit), float, str, bytes, list, dict with str keys, tensor"
 
 
@@ -222,11 +220,7 @@ def decode_items(encoded: Sequence[BytesLike], *, allow_pickle: bool = False) ->
     items = []
     for row, data in enumerate(encoded):
         try:
-            if len(data) > _TRUSTED_SIZE:
-                walker = msgpack.Unpacker(max_buffer_size=len(data), strict_map_key=False)
-                walker.feed(data)
-                walker.skip()
-            item = msgpack.unpackb(data, ext_hook=hook, unicode_errors="surrogatepass")
+            item = unpack_msgpack(data, ext_hook=hook, unicode_errors="surrogatepass")
             if type(item) is not _Pickled:
                 _check(item)
         except FrameError as error:

@@ -5,6 +5,7 @@ backends with it.
 """
 
 from dataplane_core.ledger import commands
+from dataplane_core.ledger.checks import check_command
 from dataplane_core.ledger.commands import Command, Located, Reply
 from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer, backoff_s
@@ -33,6 +34,7 @@ __all__ = [
     "Reply",
     "StateReader",
     "backoff_s",
+    "check_command",
     "commands",
     "group_of",
     "pack_refs",

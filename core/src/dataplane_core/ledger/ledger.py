@@ -169,6 +169,8 @@ class Ledger:
         if write_id is None:
             write_id = self._next_write
             self._next_write += command.num_ids
+        elif write_id in self._pending or write_id in self._writes:
+            raise InvalidRequestError(f"put_samples('{command.partition_id}') refused: its write id is used already.")
         self.held_bytes += size_bytes
         self._pending[write_id] = Pending(
             partition_id=command.partition_id,

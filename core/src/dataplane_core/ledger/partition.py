@@ -138,8 +138,8 @@ class Partition:
             if not before.keys().isdisjoint(cells):
                 live = set(row.cells.values())
                 replaced = [old for old in dict.fromkeys(before.values()) if old not in live]
-        if tags is not None:
-            row.tags.update(tags)
+        if tags:
+            row.tags = {**row.tags, **tags}
         claimable = self._claimable_of(row)
         for task_name, task in self.tasks.items():
             for view in task.views.values():
@@ -319,17 +319,18 @@ class Partition:
 
     def _hold(self, command: commands.ClaimSamples, claimables: Iterable[Claimable], now: float) -> None:
         task_name, lease_s = command.task_name, command.lease_s
-        task = self.tasks[task_name]
+        task, expires_at = self.tasks[task_name], now + (lease_s or 0.0)
         for claimable in claimables:
             for view in task.views.values():
                 view.discard(claimable.seq)
             for row in claimable.rows:
                 if lease_s is None:
-                    row.holds[task_name] = Hold("", command.holder, 0.0, True)
+                    row.holds = {**row.holds, task_name: Hold("", command.holder, 0.0, True)}
                     task.num_done += 1
                 else:
-                    row.holds[task_name] = Hold(command.token, command.holder, now + lease_s, False, now)
-                    self.leases.add(now + lease_s, row, task_name)
+                    hold = Hold(command.token, command.holder, expires_at, False, now)
+                    row.holds = {**row.holds, task_name: hold}
+                    self.leases.add(expires_at, row, task_name)
                 task.num_held += 1
             if isinstance(claimable, Group):
                 claimable.num_held[task_name] = len(claimable.members)
@@ -441,7 +442,7 @@ class Partition:
         action, task_name, sample_ids = command.op, command.task_name, command.sample_ids
         task = self._task(task_name)
         self._expire(now)
-        rows: list[Row] = []
+        rows: dict[Row, None] = {}  # ids may repeat
         lost: list[str] = []
         for sample_id, token in zip(sample_ids, command.tokens, strict=True):
             row = self.rows.get(sample_id)
@@ -449,7 +450,7 @@ class Partition:
             if row is None or hold is None or hold.token != token or (hold.done and action != "ack"):
                 lost.append(sample_id)
             else:
-                rows.append(row)
+                rows[row] = None
         if lost:
             raise LeaseExpiredError(
                 f"{action}('{self.partition_id}', '{task_name}', {len(sample_ids)} samples) refused: the lease on "
@@ -459,9 +460,9 @@ class Partition:
             )
         if self.info.grpo_group_size is not None:
             self._check_whole_groups(task_name, rows, action)
-        return task, rows
+        return task, list(rows)
 
-    def _check_whole_groups(self, task_name: str, rows: list[Row], action: str) -> None:
+    def _check_whole_groups(self, task_name: str, rows: Iterable[Row], action: str) -> None:
         counts: dict[str, int] = {}
         for row in rows:
             assert row.group is not None
@@ -514,7 +515,7 @@ class Partition:
 
     def restore_hold(self, row: Row, task_name: str, hold: Hold) -> None:
         """Adds a hold to a row that the task does not hold and that is in none of the task's views."""
-        row.holds[task_name] = hold
+        row.holds = {**row.holds, task_name: hold}
         task = self.tasks[task_name]
         task.num_held += 1
         task.num_done += hold.done

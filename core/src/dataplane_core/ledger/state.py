@@ -17,16 +17,19 @@ is not saved either, since waiting puts report again and again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, Final
 
+from dataplane_core.ledger import commands
+from dataplane_core.ledger.checks import check_command
 from dataplane_core.ledger.commands import Split
 from dataplane_core.ledger.ledger import Ledger, Pending, Write
 from dataplane_core.ledger.partition import Partition, Task
 from dataplane_core.ledger.rows import Group, Hold, Ref, Row, group_of
 from dataplane_core.ledger.samplers import Batch
-from dataplane_core.spec import FieldSpec, PartitionInfo
+from dataplane_core.spec import FieldSpec, PartitionInfo, TagValue, fits, holds
 
 __all__ = [
     "StateReader",
@@ -38,6 +41,74 @@ __all__ = [
     "unpack_splits",
     "unpack_write_id",
 ]
+
+#: Part -> what its section holds.
+_FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "ledger": {"next_write": int, "next_seq": int, "held_bytes": int},
+    "writes": {
+        "write_ids": Sequence[bytes],
+        "fields": Sequence[Sequence[str]],
+        "row_bytes": Sequence[Sequence[int]],
+        "num_live": Sequence[int],
+        "num_sharers": Sequence[Sequence[tuple[int, int]]],
+    },
+    "partition": {
+        "partition_id": str,
+        "epoch": str,
+        "fields": Sequence[str],
+        "num_samples": int | None,
+        "consumer_tasks": Sequence[str],
+        "grpo_group_size": int | None,
+        "enums": Mapping[str, Sequence[str]],
+        "specs": Mapping[str, str],
+        "poisoned_groups": Sequence[str],
+        "version": int,
+        "num_cleared": int,
+        "held_bytes": int,
+    },
+    "batches": {
+        "task_name": str,
+        "dp_rank": int,
+        "indexes": Sequence[int],
+        "batches": Sequence[tuple[Sequence[str], str | None, bool] | None],
+    },
+    "seen": {"sample_ids": Sequence[str]},
+    "rows": {
+        "sample_ids": Sequence[str],
+        "seqs": Sequence[int],
+        "tags": Sequence[Mapping[str, TagValue]],
+        "ages_s": Sequence[float],
+        "fields": Sequence[Sequence[str]],
+        "cells": Sequence[Sequence[int]],
+        "holds": Sequence[Mapping[str, Any]],
+    },
+    "pending": {
+        "write_id": bytes,
+        "partition_id": str,
+        "epoch": str,
+        "version": int,
+        "sample_ids": Sequence[str],
+        "specs": Mapping[str, str],
+        "row_bytes": Sequence[int],
+        "splits": Sequence[tuple[Sequence[str], Sequence[int], Sequence[int] | None]],
+        "tags": Sequence[Mapping[str, TagValue]] | None,
+        "known_seqs": Sequence[int | None],
+        "left_s": float,
+    },
+    "garbage": {"refs": Sequence[tuple[bytes, Sequence[int]]], "put": bytes | None},
+}
+#: What earlier versions of the format lack.
+_ABSENT: Final = {("writes", "num_sharers"), ("partition", "num_cleared"), ("partition", "held_bytes")} | {
+    *(("rows", "ages_s"), ("pending", "splits"), ("garbage", "put"))
+}
+_HOLD: Final[Mapping[str, Any]] = {
+    "task_name": str,
+    "token": str,
+    "holder": str,
+    "left_s": float,
+    "done": bool,
+    "rows": Sequence[int],
+}
 
 #: The most items of a section, which limits the memory for one section.
 _SECTION_ITEMS: Final = 2_000
@@ -111,8 +182,13 @@ class StateReader:
         self._partition: Partition | None = None
 
     def take(self, section: Mapping[str, Any], now: float) -> None:
-        """Takes the next section. The seconds left of leases and unfinished puts count from ``now``."""
+        """Takes the next section. The seconds left of leases and unfinished puts count from ``now``.
+
+        Raises:
+            ValueError, KeyError, IndexError: It is no section, or refers to what the sections before it lack.
+        """
         ledger, partition, part = self.ledger, self._partition, section["part"]
+        _check_form(section, part)
         if part == "ledger":
             ledger._next_write = section["next_write"]
             ledger._next_seq = section["next_seq"]
@@ -145,6 +221,41 @@ class StateReader:
             )
         else:
             raise ValueError(f"section {part!r} does not belong here")
+
+    def check(self) -> None:
+        """After the last section: checks what the ledger counts. A wrong count would make a later command fail.
+
+        Raises:
+            ValueError: The counts are not those of the rows.
+        """
+        ledger = self.ledger
+        sharers: dict[Ref, int] = {}
+        for partition in ledger._partitions.values():
+            for row in partition.rows.values():
+                for ref in set(row.cells.values()):
+                    sharers[ref] = sharers.get(ref, 0) + 1
+        live = Counter(write_id for write_id, _ in sharers)
+        held_bytes = sum(pending.size_bytes for pending in ledger._pending.values())
+        held_bytes += sum(ledger._writes[write_id].row_bytes[pos] for write_id, pos in sharers)
+        shared = {ref: count for ref, count in sharers.items() if count > 1}
+        writes = ledger._writes.items()
+        if (
+            held_bytes != ledger.held_bytes
+            or live != {write_id: write.num_live for write_id, write in writes}
+            or shared != {(each, pos): count for each, write in writes for pos, count in write.num_sharers.items()}
+        ):
+            raise ValueError("its counts of bytes and rows are not those of its rows")
+
+
+def _check_form(section: Mapping[str, Any], part: Any) -> None:
+    if not fits(part, str) or part not in _FORMS:
+        raise ValueError(f"section {part!r} does not belong here")
+    for name, form in _FORMS[part].items():
+        if name in section:
+            if not fits(section[name], form):
+                raise ValueError(f"{name!r} of section {part!r} holds what it cannot hold")
+        elif (part, name) not in _ABSENT:
+            raise ValueError(f"section {part!r} lacks {name!r}")
 
 
 # --- one partition ----------------------------------------------------------------------------------------------------
@@ -216,7 +327,7 @@ def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Parti
         info,
         {name: Task() for name in info.consumer_tasks},
         self_expiring,
-        specs={name: FieldSpec.from_text(text) for name, text in section["specs"].items()},
+        specs=_unpack_specs(section["specs"]),
         broken_groups=set(section["poisoned_groups"]),
         version=section["version"],
         num_cleared=section.get("num_cleared", 0),  # neither in versions 3 and 4 of the format
@@ -227,8 +338,16 @@ def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Parti
 def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: list[int], now: float) -> None:
     grouped = partition.info.grpo_group_size is not None
     patterns = [tuple(names) for names in section["fields"]]
+    if not all(partition.specs.keys() >= set(names) for names in patterns):
+        raise ValueError("a field has no spec")
+    num_rows = len(partition.rows) + len(section["sample_ids"])
     ages_s = section.get("ages_s") or [0.0] * len(section["sample_ids"])  # none in versions 3 and 4 of the format
     rows: list[Row] = []
+    last = next((row.seq for row in reversed(partition.rows.values())), 0)
+    if any(seq <= before for before, seq in pairwise([last, *section["seqs"]])):
+        raise ValueError("its rows are not in order")
+    if any(len(flat) % 3 or min(flat, default=0) < 0 for flat in section["cells"]):
+        raise ValueError("its cells refer to no write")
     columns = zip(_columns(section, "sample_ids", "seqs", "tags", "cells"), ages_s, strict=True)
     for (sample_id, seq, tags, flat), age_s in columns:
         cells: dict[str, Ref] = dict.fromkeys(patterns[flat[0]], (write_ids[flat[1]], flat[2])) if flat else {}
@@ -239,10 +358,16 @@ def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: l
         partition.rows[sample_id] = row
         if row.group is not None:
             partition.groups.setdefault(row.group, Group(seq)).members[sample_id] = row
+    if len(partition.rows) != num_rows:
+        raise ValueError("a sample is there twice")
     for held in section["holds"]:
+        if not holds(held, _HOLD) or min(held["rows"], default=0) < 0:
+            raise ValueError("a lease holds what it cannot hold")
         task_name, done = held["task_name"], held["done"]
         expires_at = 0.0 if done else now + held["left_s"]
         for index in held["rows"]:
+            if task_name in rows[index].holds:
+                raise ValueError("a task holds a sample twice")
             partition.restore_hold(rows[index], task_name, Hold(held["token"], held["holder"], expires_at, done))
 
 
@@ -256,18 +381,31 @@ def _restore_pending(ledger: Ledger, section: Mapping[str, Any], now: float) -> 
         known.append(
             None if seq is None else row if row is not None and row.seq == seq else Row(sample_id, seq, None, 0.0)
         )
+    splits, specs = unpack_splits(section.get("splits", ())), _unpack_specs(section["specs"])
+    write_id = unpack_write_id(section["write_id"])
+    begun = commands.BeginPut(
+        *(section["partition_id"], section["sample_ids"], specs, section["row_bytes"], section["tags"]),
+        write_id=write_id,
+        splits=splits,
+        ttl_s=section["left_s"],
+    )
+    check_command(begun)
     return Pending(
         partition_id=section["partition_id"],
         epoch=section["epoch"],
         version=section["version"],
         sample_ids=section["sample_ids"],
-        specs={name: FieldSpec.from_text(text) for name, text in section["specs"].items()},
+        specs=specs,
         row_bytes=section["row_bytes"],
-        splits=unpack_splits(section.get("splits", ())),
+        splits=splits,
         tags=section["tags"],
         known=known,
         expires_at=now + section["left_s"],
     )
+
+
+def _unpack_specs(packed: Mapping[str, str]) -> dict[str, FieldSpec]:
+    return {name: FieldSpec.from_text(text) for name, text in packed.items()}
 
 
 def _columns(section: Mapping[str, Any], *names: str) -> Iterator[tuple[Any, ...]]:
@@ -286,7 +424,13 @@ def pack_write_id(write_id: int) -> bytes:
 
 
 def unpack_write_id(data: bytes) -> int:
-    """Reads `pack_write_id`'s bytes."""
+    """Reads `pack_write_id`'s bytes.
+
+    Raises:
+        ValueError: They are too many or too few.
+    """
+    if len(data) != _WRITE_ID_BYTES:
+        raise ValueError(f"a write id has {len(data)} bytes")
     return int.from_bytes(data, "big")
 
 

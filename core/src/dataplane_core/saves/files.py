@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -28,12 +29,14 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
 )
 from dataplane_core.saves.durable import sync_folder, write_file
+from dataplane_core.spec import fits
 
 __all__ = ["SavedFiles", "write_save"]
 
 MANIFEST: Final = "manifest.json"
 VERSION: Final = 2
 _ROWS_PREFIX: Final = "rows-"
+_ROWS_NAME: Final = re.compile(rf"{_ROWS_PREFIX}[0-9a-f]+\.bin")
 _TEMPORARY: Final = "manifest.json.new"
 
 
@@ -125,7 +128,7 @@ class SavedFiles:
             head = json.loads(head_line)
             known = head["format"] == kind
             version = int(head["version"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise CorruptDataError(f"'{manifest}' is not the manifest of a save: its first line is damaged.") from error
         if not known:
             raise CorruptDataError(f"'{manifest}' says format {head['format']!r}. Expected {kind!r}.")
@@ -140,7 +143,10 @@ class SavedFiles:
                 f"'{manifest}' is not as it was written: {len(text)} bytes whose SHA-256 differs. It was truncated or "
                 "changed; take another save."
             )
-        self.body: dict[str, Any] = json.loads(text)
+        try:
+            self.body = _checked(json.loads(text))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptDataError(f"'{manifest}' is not the manifest of a save: {error}.") from error
 
     def blocks(self) -> Iterator[bytes]:
         """Reads and checks the blocks of rows, one by one.
@@ -148,12 +154,13 @@ class SavedFiles:
         Raises:
             CorruptDataError: The file is missing, truncated or changed.
         """
-        path = self._path / str(self.body["rows_file"])
+        path = self._path / self.body["rows_file"]
         where = f"'{path}' is not as it was written"
         try:
             with path.open("rb") as file:
+                most = os.fstat(file.fileno()).st_size  # a forged size reserves no memory
                 for number, entry in enumerate(self.body["blocks"]):
-                    block = file.read(entry["size_bytes"])
+                    block = file.read(min(entry["size_bytes"], most))
                     if len(block) != entry["size_bytes"]:
                         raise CorruptDataError(
                             f"{where}: block {number} has {len(block)} bytes. Expected {entry['size_bytes']}; the file "
@@ -166,3 +173,19 @@ class SavedFiles:
                     raise CorruptDataError(f"{where}: it goes on after its {len(self.body['blocks'])} blocks.")
         except FileNotFoundError as error:
             raise CorruptDataError(f"the save in '{self._path}' lacks its file {path.name}.") from error
+
+
+def _checked(body: Any) -> dict[str, Any]:
+    """The body, if it is one.
+
+    Raises:
+        ValueError, KeyError, TypeError: It is none.
+    """
+    if not (fits(body["rows_file"], str) and fits(body["blocks"], Sequence[Mapping[str, Any]])):
+        raise ValueError("it holds what it cannot hold")
+    if not _ROWS_NAME.fullmatch(body["rows_file"]):
+        raise ValueError(f"it names the file {body['rows_file'][:100]!r}")
+    for block in body["blocks"]:
+        if not (fits(block["size_bytes"], int) and fits(block["xxh3_128"], str)) or block["size_bytes"] < 0:
+            raise ValueError("a block of it holds what it cannot hold")
+    return {**body}

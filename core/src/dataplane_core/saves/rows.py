@@ -14,14 +14,17 @@ from typing import Any, Final, cast
 import msgpack
 from tensordict import NonTensorStack
 
-from dataplane_core.codec import BytesLike, TensorRows, decode_columns, encode_columns
+from dataplane_core.codec import BytesLike, TensorRows, decode_columns, encode_columns, unpack_msgpack
 from dataplane_core.errors import CorruptDataError
-from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
+from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat, holds
 
 __all__ = ["pack_rows", "tensor_rows", "unpack_rows"]
 
 _FRAMES: Final = WireFormat(bytes=True, shared_rows=True)
 _SIZE: Final = struct.Struct("<Q")
+#: What the head of a block holds, and each of its columns.
+_BLOCK: Final[Mapping[str, Any]] = {"num_rows": int, "columns": Sequence[Mapping[str, Any]], "head": Mapping[str, Any]}
+_COLUMN: Final[Mapping[str, Any]] = {"name": str, "spec": str, "sizes": Sequence[int], "index": Sequence[int] | None}
 
 
 def pack_rows(
@@ -54,22 +57,30 @@ def unpack_rows(block: bytes, *, allow_pickle: bool = False) -> tuple[dict[str, 
 
     Raises:
         CorruptDataError: The block is not of that form.
+        BackendError: A column is not as its spec says.
     """
     view = memoryview(block)
     try:
         (size,) = _SIZE.unpack_from(view)
         start = _SIZE.size + size
-        held = msgpack.unpackb(view[_SIZE.size : start])
+        held = unpack_msgpack(view[_SIZE.size : start])
+        if not (isinstance(held, dict) and holds(held, _BLOCK)):
+            raise ValueError("its head holds what it cannot hold")
+        num_rows, head = held["num_rows"], held["head"]
         columns: dict[str, WireColumn | SharedRows] = {}
         specs: dict[str, FieldSpec] = {}
         for column in held["columns"]:
-            cuts = list(accumulate(column["sizes"], initial=start))
+            if not holds(column, _COLUMN) or min(column["sizes"], default=0) < 0:
+                raise ValueError("a column holds what it cannot hold")
+            sizes, index = column["sizes"], column["index"]
+            if not sizes or num_rows != len(sizes if index is None else index):
+                raise ValueError("a column has another number of rows")
+            cuts = list(accumulate(sizes, initial=start))
             frames: Any = [view[begin:end] for begin, end in pairwise(cuts)]
             start = cuts[-1]
-            columns[column["name"]] = frames if column["index"] is None else SharedRows(frames, column["index"])
+            columns[column["name"]] = frames if index is None else SharedRows(frames, index)
             specs[column["name"]] = FieldSpec.from_text(column["spec"])
-        num_rows, head = held["num_rows"], dict(held["head"])
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, OverflowError) as error:
         raise CorruptDataError(f"a block of a save cannot be read: {type(error).__name__}: {error}.") from error
     if start != len(view):
         raise CorruptDataError(f"a block of a save has {len(view)} bytes. Expected {start}.")

@@ -5,6 +5,7 @@ All other wings import it. Authors of backends and middleware write against it.
 
 from dataplane_core.spec.capabilities import GUARANTEES, OPERATIONS, Capability, Scope, WireFormat
 from dataplane_core.spec.field_spec import FieldSpec
+from dataplane_core.spec.forms import fits, holds
 from dataplane_core.spec.hooks import (
     CONTRACT_VERSION,
     AckRequest,
@@ -116,6 +117,8 @@ __all__ = [
     "WireFormat",
     "check_tag_filter",
     "check_tags",
+    "fits",
+    "holds",
     "hookimpl",
     "lengths_of",
     "matches",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
+
+from dataplane_core.errors import CorruptDataError
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["FieldSpec"]
+
+_OBJECTS: Final = "object::0:"
+_TENSORS: Final = re.compile(r"tensor:([a-z][a-z0-9_]*):([0-9]{1,2}):((?:[0-9]{1,15}(?:,[0-9]{1,15})*)?)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +47,16 @@ class FieldSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch dtype of a tensor field."""
+        """The torch dtype of a tensor field.
+
+        Raises:
+            CorruptDataError: Torch has no such dtype.
+        """
         import torch  # here: the ledger uses specs without it
 
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CorruptDataError(f"a field has the dtype '{self.dtype}', which torch lacks.")
         return dtype
 
     def to_text(self) -> str:
@@ -57,15 +68,20 @@ class FieldSpec:
         """Reads what `to_text` wrote.
 
         Raises:
-            ValueError: The text is not of that form.
+            CorruptDataError: The text is not of that form.
         """
-        kind, dtype, rank, trailing = text.split(":")
-        if kind == "tensor":
-            dims = tuple(int(dim) for dim in trailing.split(",") if dim)
-            return cls("tensor", dtype, int(rank), dims)
-        if kind == "object":
+        if text == _OBJECTS:
             return cls("object")
-        raise ValueError(f"FieldSpec.from_text: kind must be 'tensor' or 'object', got {kind!r}.")
+        found = _TENSORS.fullmatch(text)
+        if found is None:
+            raise CorruptDataError(
+                f"{text[:100]!r} is no spec of a field. Expected a text such as 'tensor:float32:2:16' or '{_OBJECTS}'."
+            )
+        dtype, rank, trailing = found.groups()
+        dims = tuple([int(dim) for dim in trailing.split(",") if dim])
+        if len(dims) != max(int(rank) - 1, 0):
+            raise CorruptDataError(f"{text[:100]!r} is no spec of a field: it has {len(dims)} dims after the first.")
+        return cls("tensor", dtype, int(rank), dims)
 
     def describe(self) -> str:
         """For error messages: ``float32 cells of shape (L, 16)``."""

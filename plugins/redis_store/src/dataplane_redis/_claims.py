@@ -164,18 +164,18 @@ class Claims:
             _refusals.raise_claim(what, request, reply)
         _, num_ready, num_leased, leased, num_passed, num_incomplete, groups, num_lacking, cells = reply
         shortfall = Shortfall(
-            num_leased=num_leased,
+            num_leased=int(num_leased),
             leased=tuple(
                 LeaseHolder(sample_id=text_of(each[0]), holder=text_of(each[1]), left_s=float(each[2]))
                 for each in _tuples(leased, 3)
             ),
-            num_not_matching=num_passed,
-            num_incomplete=num_incomplete,
+            num_not_matching=int(num_passed),
+            num_incomplete=int(num_incomplete),
             incomplete_groups={text_of(group): int(count) for group, count in _tuples(groups, 2)},
-            num_lacking=num_lacking,
+            num_lacking=int(num_lacking),
             missing_cells={text_of(each[0]): tuple(map(text_of, each[1:])) for each in cells},
         )
-        num_ready = min(num_ready, request.batch_size)
+        num_ready = min(int(num_ready), request.batch_size)
         return Claim(num_ready=num_ready, shortfall=shortfall, version=version, ask_again_s=ask_again_s)
 
     def _shortfall(self, what: str, deadline: float, question: tuple[str, str, bytes, bytes]) -> Any:
@@ -195,7 +195,7 @@ class Claims:
         reply = self._shortfall(what, deadline, (partition_id, task_name, required, b""))
         if reply[0] not in (b"ok", b"again"):
             _refusals.raise_task(partition_id, task_name, reply)
-        return reply[1], reply[2]
+        return int(reply[1]), int(reply[2])
 
     # --- settling -----------------------------------------------------------------------------------------------------
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from dataplane_core.errors import InvalidRequestError, LeaseHolder, MissingDataError
+from dataplane_core.errors import CorruptDataError, InvalidRequestError, LeaseHolder, MissingDataError
 from dataplane_core.spec import (
     AnnounceReply,
     AnnounceRequest,
@@ -31,6 +31,7 @@ from dataplane_core.spec import (
     SetCursorRequest,
     SettleReply,
     TaskDescription,
+    holds,
 )
 from dataplane_redis import _refusals
 from dataplane_redis._claims import Claims
@@ -45,6 +46,25 @@ _LIST_ROWS: Final = 4000
 _SCAN: Final = b"4000"
 #: How the head of a group begins: its seq, and whether it is broken (see common.lua).
 _GROUP_HEAD: Final = struct.Struct("<Q?")
+#: What is stored as JSON: a registration, a client, and what it has under way.
+_REGISTRATION: Final[Mapping[str, Any]] = {
+    "fields": Sequence[str],
+    "num_samples": int | None,
+    "consumer_tasks": Sequence[str],
+    "grpo_group_size": int | None,
+    "enums": Mapping[str, Sequence[str]],
+}
+_CLIENT: Final[Mapping[str, Any]] = {
+    "client_id": str,
+    "host": str,
+    "pid": int,
+    "role": str,
+    "open_s": float,
+    "num_calls": int,
+    "calls": Sequence[Mapping[str, Any]],
+    "metrics_address": str,
+}
+_CALL: Final[Mapping[str, Any]] = {"operation": str, "partition_id": str, "running_s": float}
 
 
 class Overview:
@@ -141,15 +161,15 @@ class Overview:
             described[name] = TaskDescription(
                 num_ready=ready,
                 num_leased=leased,
-                num_consumed=consumed.get(name, 0),
+                num_consumed=int(consumed.get(name, 0)),
                 oldest_lease=oldest.get(name) if leased else None,
             )
         return PartitionDescription(
             info=info,
             specs={text_of(name): FieldSpec.from_text(spec.decode()) for name, spec in _pairs(specs)},
-            num_samples=num_samples,
-            num_cleared=num_cleared,
-            held_bytes=held_bytes,
+            num_samples=int(num_samples),
+            num_cleared=int(num_cleared),
+            held_bytes=int(held_bytes),
             oldest_s=float(oldest_s) if oldest_s else None,
             tasks=described,
         )
@@ -238,7 +258,21 @@ def _text_of(info: PartitionInfo) -> str:
 
 
 def _info_of(epoch: str, text: bytes) -> PartitionInfo:
-    return PartitionInfo.of(epoch, json.loads(text))
+    return PartitionInfo.of(epoch, _told(text, _REGISTRATION))
+
+
+def _told(text: bytes, forms: Mapping[str, Any]) -> dict[str, Any]:
+    """A dict that a client stored as JSON."""
+    try:
+        told = json.loads(text)
+        if not (isinstance(told, dict) and holds(told, forms)):
+            raise ValueError("it holds what it cannot hold")
+        return told
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CorruptDataError(
+            f"a description on the server cannot be read: {error}. Another program may have changed the keys of this "
+            "namespace."
+        ) from error
 
 
 def _holder_of(sample_id: bytes, holder: bytes, left_s: bytes, held_s: bytes) -> LeaseHolder:
@@ -246,8 +280,9 @@ def _holder_of(sample_id: bytes, holder: bytes, left_s: bytes, held_s: bytes) ->
 
 
 def _client_of(text: bytes, heard_s: float) -> ClientInfo:
-    told = json.loads(text)
-    return ClientInfo(**{**told, "calls": [CallInfo(**each) for each in told["calls"]], "heard_s": heard_s})
+    told = _told(text, _CLIENT)
+    calls = [CallInfo(**{name: each[name] for name in _CALL}) for each in told["calls"] if holds(each, _CALL)]
+    return ClientInfo(**{**{name: told[name] for name in _CLIENT}, "calls": calls, "heard_s": heard_s})
 
 
 def _pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:

@@ -24,6 +24,8 @@ __all__ = ["ArrayReader", "ReadPlans", "pack_rows", "row_overhead"]
 _STRING_BYTES: Final = 24
 #: Added to every buffer, for the heads of the replies or an error message.
 _SLACK_BYTES: Final = 64 * 1024
+#: The longest number in a reply, with its kind and its sign.
+_MOST_DIGITS: Final = 21
 #: The least socket timeout in seconds: zero would mean not to wait at all.
 _MIN_TIMEOUT_S: Final = 0.001
 
@@ -116,6 +118,7 @@ class ArrayReader:
 
         Raises:
             ResponseError: The server refused the command.
+            InvalidResponse: The reply is no array of byte strings.
             TimeoutError, OSError: The deadline passed; the connection was lost.
         """
         count = self._number(b"*")
@@ -135,7 +138,7 @@ class ArrayReader:
         line = self._line()
         if line[:1] == b"-":
             raise ResponseError(line[1:].decode("utf-8", "replace"))
-        if line[:1] != kind:
+        if line[:1] != kind or not line[1:].removeprefix(b"-").isdigit() or len(line) > _MOST_DIGITS:
             raise InvalidResponse(f"the reply holds {line[:20]!r}, expected {kind!r} and a number")
         return int(line[1:])
 
@@ -150,12 +153,14 @@ class ArrayReader:
                 self._start += end + 2
                 return window[:end]
             seen = self._stop - self._start
+            if seen > _SLACK_BYTES:
+                raise InvalidResponse(f"the reply holds a line of more than {_SLACK_BYTES} bytes")
             self._need(seen + 1)
 
     def _need(self, size: int) -> None:
         """Receives until at least ``size`` bytes are not parsed yet."""
         while self._stop - self._start < size:
-            if self._start + size > len(self._buffer):
+            if self._stop == len(self._buffer):
                 self._grow(size)
             left_s = self._deadline - time.monotonic()
             self._sock.settimeout(max(_MIN_TIMEOUT_S, left_s))
@@ -165,8 +170,11 @@ class ArrayReader:
             self._stop += count
 
     def _grow(self, size: int) -> None:
-        """Continues in a new buffer. Views of the old one stay valid."""
+        """Continues in a new buffer, of at most twice what was received: a forged size reserves no memory.
+
+        Views of the old one stay valid.
+        """
         rest = self._buffer[self._start : self._stop]
-        self._buffer = np.empty(2 * size + _SLACK_BYTES, dtype=np.uint8).data
+        self._buffer = np.empty(2 * min(size, len(rest)) + _SLACK_BYTES, dtype=np.uint8).data
         self._buffer[: len(rest)] = rest
         self._start, self._stop = 0, len(rest)

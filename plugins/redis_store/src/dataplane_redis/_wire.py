@@ -10,6 +10,7 @@ import msgpack
 import numpy as np
 
 from dataplane_core.backends import Bundle
+from dataplane_core.codec import unpack_msgpack
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.spec import TagValue
 
@@ -97,11 +98,9 @@ def _unpack_value(data: bytes) -> TagValue:
         return float(number)
     if kind == b"s":
         return text_of(data[1:])
-    if kind == b"i":
-        return int(data[1:])
-    if kind == b"I":
-        return int(data.partition(b":")[2])
-    raise CorruptDataError(f"a tag's value is of the unknown kind {kind!r}.")
+    if kind in (b"i", b"I"):
+        return int(data[1:] if kind == b"i" else data.partition(b":")[2])
+    raise ValueError(f"it is of the unknown kind {kind!r}")
 
 
 def pack_tags(tags: Mapping[str, TagValue]) -> bytes:
@@ -110,11 +109,18 @@ def pack_tags(tags: Mapping[str, TagValue]) -> bytes:
 
 
 def unpack_tags(data: bytes | None) -> dict[str, TagValue]:
-    """Reads tags that `pack_tags` packed or a script merged."""
+    """Reads tags that `pack_tags` packed or a script merged.
+
+    Raises:
+        CorruptDataError: They are damaged.
+    """
     if not data:
         return {}
-    found = msgpack.unpackb(data, raw=True, strict_map_key=False)
-    return {text_of(name): _unpack_value(value) for name, value in found.items()} if found else {}
+    try:
+        found = unpack_msgpack(data, raw=True, strict_map_key=False)
+        return {text_of(name): _unpack_value(value) for name, value in found.items()} if found else {}
+    except (ValueError, TypeError, AttributeError, struct.error) as error:
+        raise _damaged("the tags of a row", error) from error
 
 
 def pack_filter(tag_filter: Mapping[str, tuple[str, Any]] | None) -> list[Any]:
@@ -146,19 +152,37 @@ def pack_parts(bundles: Sequence[Bundle]) -> list[list[Any]]:
 
 
 def unpack_layout(data: bytes) -> list[str]:
-    """Reads what `pack_layout` packed."""
+    """Reads what `pack_layout` packed.
+
+    Raises:
+        CorruptDataError: It is damaged.
+    """
     names = []
     at = 0
-    while at < len(data):
-        (size,) = _SIZE.unpack_from(data, at)
-        at += _SIZE.size
-        names.append(text_of(data[at : at + size]))
-        at += size
+    try:
+        while at < len(data):
+            (size,) = _SIZE.unpack_from(data, at)
+            at += _SIZE.size + size
+            names.append(text_of(data[at - size : at]))
+        if at != len(data):
+            raise ValueError("it is cut off")
+    except (ValueError, struct.error) as error:
+        raise _damaged("the fields of a write", error) from error
     return names
 
 
+def _damaged(what: str, error: Exception) -> CorruptDataError:
+    return CorruptDataError(
+        f"{what} cannot be read: {error}. Another program may have changed the keys of this namespace."
+    )
+
+
 def unpack_rows(rows: Sequence[bytes]) -> list[Refs]:
-    """Reads the refs of each row."""
+    """Reads the refs of each row.
+
+    Raises:
+        CorruptDataError: A row is damaged.
+    """
     if not rows:
         return []
     sizes = [len(row) - _ROW_HEAD for row in rows]

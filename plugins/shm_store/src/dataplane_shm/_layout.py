@@ -58,6 +58,18 @@ class Layout(msgspec.Struct, array_like=True):
         table = _aligned(self.size_bytes, table_bytes)
         return self._add(Column(_aligned(table + table_bytes, size_bytes), step, table), size_bytes)
 
+    def fits(self, num_columns: int, num_rows: int) -> bool:
+        """Whether it has so many columns, and all of them lie in its bytes."""
+        return len(self.columns) == num_columns and all(
+            min(each.start, each.step, each.length) >= 0
+            and (
+                each.start + num_rows * each.step <= self.size_bytes
+                if each.table < 0
+                else max(each.start, each.table + 8 * (num_rows + 1)) <= self.size_bytes
+            )
+            for each in self.columns
+        )
+
     def _add(self, column: Column, size_bytes: int) -> Column:
         self.columns.append(column)
         self.size_bytes = column.start + size_bytes

@@ -16,7 +16,7 @@ import msgspec
 
 from dataplane_core import errors
 from dataplane_core.errors import BackendError, DataPlaneError
-from dataplane_core.ledger import Command, Located, Ref, commands
+from dataplane_core.ledger import Command, Located, Ref, check_command, commands
 from dataplane_core.spec import Claim
 from dataplane_shm._layout import Layout
 
@@ -39,6 +39,7 @@ __all__ = [
     "Welcome",
     "decode_reply",
     "decode_request",
+    "decode_welcome",
     "encode",
     "encode_error",
     "encode_reply",
@@ -259,6 +260,9 @@ _KINDS: Final[Mapping[type[Any], _Kind]] = {
 }
 _BY_NUMBER: Final = tuple(_KINDS.values())
 _failure_decoder: Final = msgspec.msgpack.Decoder(_Failure)
+_welcome_decoder: Final = msgspec.msgpack.Decoder(Welcome)
+#: What reading a damaged message may raise.
+_UNREADABLE: Final = (msgspec.MsgspecError, ValueError, IndexError, RecursionError)
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
@@ -284,9 +288,30 @@ def decode_request(message: bytes) -> Any:
     """Reads a request.
 
     Raises:
-        msgspec.ValidationError, IndexError: It is no request.
+        InvalidRequestError: It is no request, or its parts do not fit together.
     """
-    return _BY_NUMBER[message[0]].request.decode(memoryview(message)[1:])
+    try:
+        request = _BY_NUMBER[message[0]].request.decode(memoryview(message)[1:])
+    except _UNREADABLE as error:
+        raise errors.InvalidRequestError(f"a message to the ledger's process is no request: {error}.") from error
+    for command in (request, *(getattr(request, name, None) for name in ("put", "locate", "claim"))):
+        if isinstance(command, Command):
+            check_command(command)
+    if isinstance(request, Begin):
+        _check_layouts(request.put, request.layouts)
+    elif isinstance(request, PutWhole):
+        _check_layouts(request.put, [request.layout])
+        if len(request.data) != request.layout.size_bytes:
+            raise errors.InvalidRequestError(f"a put has {len(request.data)} bytes, not those of its layout.")
+    return request
+
+
+def _check_layouts(put: commands.BeginPut, layouts: list[Layout]) -> None:
+    writes = commands.writes_of(0, put.specs, put.row_bytes, put.splits)
+    if len(writes) != len(layouts) or not all(
+        layout.fits(len(write.fields), len(write.row_bytes)) for write, layout in zip(writes, layouts, strict=True)
+    ):
+        raise errors.InvalidRequestError("a put has columns that do not lie in its extents.")
 
 
 def encode_reply(reply: Any) -> bytes:
@@ -306,20 +331,48 @@ def decode_reply(request: Request[Reply] | Command[Reply], message: bytes) -> Re
     """Reads the reply to a request.
 
     Raises:
+        BackendError: It is no reply to this request.
         DataPlaneError: The reply is an error.
     """
-    body = memoryview(message)[1:]
-    if message[0]:
-        raise _error(_failure_decoder.decode(body))
-    reply: Reply = _KINDS[type(request)].reply.decode(body)
-    return reply
+    try:
+        body = memoryview(message)[1:]
+        if not message[0]:
+            reply: Reply = _KINDS[type(request)].reply.decode(body)
+            return reply
+        error = _error(_failure_decoder.decode(body))
+    except _UNREADABLE as cause:
+        raise _unreadable(cause) from cause
+    raise error
+
+
+def decode_welcome(message: bytes) -> Welcome:
+    """Reads the reply to the `Hello` that begins a session.
+
+    Raises:
+        BackendError: It is none.
+    """
+    try:
+        return _welcome_decoder.decode(message)
+    except _UNREADABLE as cause:
+        raise _unreadable(cause) from cause
+
+
+def _unreadable(cause: Exception) -> BackendError:
+    return BackendError(f"the ledger's process sent what this client cannot read: {cause}.")
 
 
 def _error(failure: _Failure) -> DataPlaneError:
-    cls = getattr(errors, failure.name)
-    assert issubclass(cls, DataPlaneError)
-    state = {name: _frozen(value) for name, value in failure.attributes.items()}
-    return errors.rebuild_error(cls, failure.message, state, None)
+    cls = getattr(errors, failure.name, None)
+    if not (isinstance(cls, type) and issubclass(cls, DataPlaneError)):
+        raise ValueError(f"it names the error {failure.name[:100]!r}")
+    # by the constructor, so that each attribute has a value
+    error = errors.rebuild_error(cls, failure.message, vars(cls(failure.message)), None)
+    for name, default in list(vars(error).items()):
+        value = _frozen(failure.attributes.get(name, default))
+        if type(value) is not type(default) and not (default is None and type(value) is str):
+            raise ValueError(f"an error's {name} is a {type(value).__name__}")
+        setattr(error, name, value)
+    return error
 
 
 def _frozen(value: Any) -> Any:

@@ -26,8 +26,8 @@ from dataplane_shm._messages import (
     Release,
     Request,
     StopWaiting,
-    Welcome,
     decode_reply,
+    decode_welcome,
     encode,
     encode_request,
 )
@@ -40,7 +40,6 @@ _RECEIVE_BYTES: Final = 1 << 18
 _POLL_S: Final = 0.01
 #: Seconds that sending a release may take.
 _RELEASE_S: Final = 1.0
-_welcome_decoder: Final = msgspec.msgpack.Decoder(Welcome)
 _token_decoder: Final = msgspec.msgpack.Decoder(str)
 
 
@@ -94,7 +93,7 @@ class Connection:
             raise self._failure("connect", error) from error
         os.set_inheritable(descriptors[0], False)  # a program that inherits it would keep the memory
         self.arena = Arena(descriptors[0])
-        self.welcome = _welcome_decoder.decode(data[4:])
+        self.welcome = decode_welcome(data[4:])
         if self.welcome.version != VERSION:
             raise BackendUnavailableError(
                 f"connect refused: the store at {path} speaks version {self.welcome.version} of its messages. "
@@ -289,7 +288,7 @@ def _listen(first: socket.socket, waiting: dict[str, Callable[[], object]]) -> N
                 del received[:end]
                 if wake is not None:
                     wake()
-    except OSError:
+    except (OSError, msgspec.MsgspecError):  # the process has ended, or sends what is no token
         pass
     for wake in list(waiting.values()):
         wake()

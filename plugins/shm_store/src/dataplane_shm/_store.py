@@ -62,10 +62,10 @@ class _Payload:
     rows: list[int] | None = None
 
     def drop(self, position: int) -> None:
-        """Marks a row as gone."""
+        """Marks a row as gone. Ignores a position that does not exist."""
         if self.rows is None:
             self.rows = list(range(self.num_positions))
-        if self.rows[position] >= 0:
+        if 0 <= position < self.num_positions and self.rows[position] >= 0:
             self.rows[position] = -1
             self.num_live -= 1
 
@@ -235,6 +235,7 @@ class Store:
             return Placed(located, {}, gone)
         for extent in extents:
             extent.pins += 1
+        self._release(session, request.pin)  # a number that is used again holds what it names last
         session.pins[request.pin] = extents
         return Placed(type(located)(parts, located.specs), places, [])
 

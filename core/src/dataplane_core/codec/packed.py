@@ -1,0 +1,57 @@
+"""Reads msgpack from elsewhere, without more memory than the bytes are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgpack
+
+from dataplane_core.codec.tensors import BytesLike
+
+__all__ = ["unpack_msgpack", "unpack_msgpack_stream"]
+
+#: A message of more bytes is first parsed without building objects, so that forged lengths in it cannot make the
+#: decoder allocate more than the message holds: lists may be nested 500 deep, each said to be as long as the message.
+_TRUSTED_SIZE: Final = 1024
+
+
+def unpack_msgpack(data: BytesLike, **options: Any) -> Any:
+    """Reads one value.
+
+    Args:
+        data: The whole message.
+        options: As for `msgpack.unpackb`.
+
+    Raises:
+        ValueError: It is no msgpack, is cut off, goes on after the value, or is nested too deep.
+        Exception: What a hook among the options raised.
+    """
+    if len(data) > _TRUSTED_SIZE:
+        walker = msgpack.Unpacker(max_buffer_size=len(data), strict_map_key=False)
+        walker.feed(data)
+        try:
+            walker.skip()
+        except msgpack.OutOfData:
+            raise ValueError("it is cut off") from None
+    return msgpack.unpackb(data, **options)
+
+
+def unpack_msgpack_stream(data: BytesLike) -> Iterator[Any]:
+    """Reads values that stand one after another.
+
+    Raises:
+        ValueError: As `unpack_msgpack`, but at once or when the damaged value is taken. A value that is cut off at the
+            end ends the stream.
+    """
+    if len(data) > _TRUSTED_SIZE:
+        walker = msgpack.Unpacker(max_buffer_size=len(data), strict_map_key=False)
+        walker.feed(data)
+        try:
+            while True:
+                walker.skip()
+        except msgpack.OutOfData:
+            pass
+    unpacker = msgpack.Unpacker(max_buffer_size=max(len(data), 1))
+    unpacker.feed(data)
+    return iter(unpacker)

@@ -1,0 +1,107 @@
+"""Whether the parts of a command fit together. A host that reads commands from bytes checks them before it runs them.
+
+The client checks the same before it sends anything, so a command that fails here was damaged, or made by another
+program. Without the check, it could leave the ledger in a state in which the calls of other clients fail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from dataplane_core.errors import InvalidRequestError
+from dataplane_core.ledger import commands
+from dataplane_core.ledger.commands import Command
+from dataplane_core.spec import check_tag_filter
+
+__all__ = ["check_command"]
+
+#: The most payload bytes of a put, data-parallel ranks of a claim, and ids.
+_MOST_BYTES: Final = 1 << 50
+_MOST_RANKS: Final = 1 << 20
+_MOST_IDS: Final = 1 << 128
+
+
+def check_command(command: Command[Any]) -> None:
+    """Refuses a command whose parts do not fit together. The types of its fields must be right.
+
+    Raises:
+        InvalidRequestError: It cannot be run.
+    """
+    match command:
+        case commands.Register():
+            _expect(command, command.num_samples is None or command.num_samples >= 0, "num_samples")
+            _expect(command, command.grpo_group_size is None or command.grpo_group_size >= 1, "grpo_group_size")
+        case commands.BeginPut():
+            _check_put(command)
+        case commands.CheckPut():
+            _check_put(command.put)
+        case commands.CommitPut() | commands.AbortPut():
+            _expect(command, 0 <= command.write_id < _MOST_IDS, "write_id")
+        case commands.WaitForRoom():
+            _expect(command, 0 <= command.size_bytes <= _MOST_BYTES, "size_bytes")
+            _expect(command, not math.isnan(command.wait_s), "wait_s")
+        case commands.PutTags():
+            _check_rows(command, command.sample_ids, command.tags)
+        case commands.Locate():
+            _expect(command, len(command.fields) > 0, "fields")
+        case commands.ListSamples():
+            check_tag_filter(command.tag_filter)
+        case commands.ClaimSamples():
+            _check_claim(command)
+        case commands.MayClaim():
+            _check_claim(command.claim)
+        case commands.Settle():
+            _expect(command, len(command.sample_ids) == len(command.tokens), "tokens")
+            if isinstance(command, commands.Renew):
+                _expect(command, math.isfinite(command.lease_s) and command.lease_s > 0, "lease_s")
+        case commands.Expire():
+            _expect(command, all(map(_is_lease, command.leases)), "leases")
+        case commands.Announce():
+            _expect(command, math.isfinite(command.ttl_s), "ttl_s")
+
+
+def _check_put(put: commands.BeginPut) -> None:
+    _check_rows(put, put.sample_ids, put.row_bytes)
+    _expect(put, put.tags is None or len(put.tags) == len(put.sample_ids), "tags")
+    apart = [name for split in put.splits for name in split.fields]
+    _expect(put, len(apart) == len(set(apart)) and put.specs.keys() >= set(apart), "splits")
+    _expect(put, len(apart) < len(put.specs) or not any(put.row_bytes), "row_bytes")
+    for split in put.splits:
+        of = range(len(put.sample_ids)) if split.positions is None else split.positions
+        _expect(put, len(of) == len(put.sample_ids) and set(of) == set(range(len(split.row_bytes))), "splits")
+    sizes = [put.row_bytes, *(split.row_bytes for split in put.splits)]
+    _expect(put, all(min(each, default=0) >= 0 for each in sizes) and put.size_bytes <= _MOST_BYTES, "row_bytes")
+    _expect(put, put.write_id is None or 0 <= put.write_id < _MOST_IDS - put.num_ids, "write_id")
+    _expect(put, math.isfinite(put.ttl_s), "ttl_s")
+
+
+def _check_claim(claim: commands.ClaimSamples) -> None:
+    check_tag_filter(claim.tag_filter)
+    _expect(claim, claim.batch_size >= 1, "batch_size")
+    _expect(claim, claim.lease_s is None or (math.isfinite(claim.lease_s) and claim.lease_s > 0), "lease_s")
+    _expect(claim, claim.dp_size is None or 1 <= claim.dp_size <= _MOST_RANKS, "dp_size")
+    _expect(claim, claim.dp_rank is None or 0 <= claim.dp_rank < (claim.dp_size or _MOST_RANKS), "dp_rank")
+    _expect(claim, claim.sampler != "balanced" or None not in (claim.dp_rank, claim.dp_size), "dp_rank")
+
+
+def _check_rows(command: Command[Any], sample_ids: Sequence[str], aligned: Sequence[Any]) -> None:
+    _expect(command, len(set(sample_ids)) == len(sample_ids) == len(aligned), "sample_ids")
+
+
+def _is_lease(lease: Sequence[Any]) -> bool:
+    return (
+        len(lease) == 4
+        and all(type(each) is str for each in lease[:3])
+        and isinstance(lease[3], (list, tuple))
+        and all(type(each) is str for each in lease[3])
+    )
+
+
+def _expect(command: Command[Any], good: bool, name: str) -> None:
+    if not good:
+        raise InvalidRequestError(
+            f"{command.op} refused: its {name} cannot be right.",
+            hint="The command was damaged, or another program made it.",
+        )

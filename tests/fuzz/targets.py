@@ -1,0 +1,849 @@
+"""Every decoder of bytes that come from elsewhere, as a function of bytes, and valid encodings to begin with.
+
+A target may return a value or raise a `DataPlaneError`, and nothing else. What it reads goes on into the code that uses
+it, as far as this runs without a server: a decoded command into a ledger, a snapshot into a journal, a block of a save
+into tensors. Where the encoding has a digest, the target makes the digest, since who forges bytes can do so too.
+
+Not here is what TransferQueue and Ray read: they unpickle (see SECURITY.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import hiredis
+import msgpack
+import torch
+from mutations import JSON_VALUES, Form
+from redis.exceptions import RedisError
+
+from dataplane_core import DataPlaneClient, DataPlaneConfig, connect
+from dataplane_core.backends.journal import Journal
+from dataplane_core.backends.journal_records import Begin, Plan, Record, Snapshot, seal, unseal
+from dataplane_core.backends.snapshot import chunk_key, head
+from dataplane_core.codec import (
+    ALL_DTYPES,
+    decode_item,
+    encode_item,
+    frame_column,
+    join_row,
+    split_rows,
+    unframe_column,
+)
+from dataplane_core.errors import DataPlaneError, OperationTimeoutError
+from dataplane_core.host_memory import Arena
+from dataplane_core.ledger import Command, Ledger, LedgerService, StateReader, commands, to_state
+from dataplane_core.plugins import connect_backend
+from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
+from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec
+from dataplane_redis import _rows as redis_rows
+from dataplane_redis import _wire as redis_wire
+from dataplane_redis._backend import RedisBackend
+from dataplane_redis._claims import Claims
+from dataplane_redis._overview import Overview
+from dataplane_redis._reads import Reads
+from dataplane_redis._session import Session as RedisSession
+from dataplane_shm import _messages as shm
+from dataplane_shm._backend import ShmBackend
+from dataplane_shm._layout import Layout
+from dataplane_shm._store import Store
+
+__all__ = ["TARGETS", "Target", "resources"]
+
+#: What the targets keep open: clients, and the folder of a save. Close it after the last input.
+resources: Final = contextlib.ExitStack()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A decoder.
+
+    Attributes:
+        name: Its name.
+        seeds: Makes valid encodings, with the encoder that belongs to it.
+        read: Decodes, and uses what it decoded.
+        form: How an encoding is read as values, to change one of them. None: only bytes are changed.
+    """
+
+    name: str
+    seeds: Callable[[], list[bytes]]
+    read: Callable[[bytes], object]
+    form: Form | None = None
+
+
+def attempt(call: Callable[[], object]) -> object:
+    """What a call returns, or None if it raises an error of the product."""
+    try:
+        return call()
+    except DataPlaneError as error:
+        str(error)
+        return None
+
+
+# --- frames, objects, specs -------------------------------------------------------------------------------------------
+
+
+def _cells() -> list[bytes]:
+    frames: list[Any] = []
+    for dtype in sorted(ALL_DTYPES, key=str):
+        for shape in ((1,), (1, 0), (1, 5), (1, 3, 2), (1, 2, 0)):
+            column = (
+                torch.zeros((*shape, 16), dtype=torch.uint8)[..., : dtype.itemsize].contiguous().view(dtype)[..., 0]
+            )
+            frames += frame_column(column, FieldSpec.of_cells(dtype, shape[1:]))
+    frames += frame_column(_items(), FieldSpec.of_objects())
+    return [bytes(each) for each in frames]
+
+
+def _items() -> list[Any]:
+    nested = {"k": {"deep": [True, {"a": [1, 2]}]}, "t": torch.arange(3), "z": torch.tensor(1.5)}
+    return [None, 7, "text", b"bytes", [1, [2.5, None]], nested, "x" * 5000, [0] * 2000]
+
+
+def _rows() -> list[bytes]:
+    ragged = frame_column([torch.arange(n) for n in (3, 0, 5)], FieldSpec("tensor", "int64", 1))
+    scalars = frame_column(torch.arange(3, dtype=torch.int16), FieldSpec("tensor", "int16"))
+    return [join_row(ragged), join_row(scalars), join_row(frame_column(_items()[:5], FieldSpec.of_objects()))]
+
+
+def _read_row(data: bytes) -> object:
+    (frames,) = split_rows([data])
+    column = unframe_column(frames, None)
+    if isinstance(column, torch.Tensor):
+        assert (column.values() if column.is_nested else column).nbytes <= len(data)
+    return column
+
+
+def _read_cell(data: bytes) -> object:
+    attempt(lambda: unframe_column([_first_cell(), data, data], None))
+    column = unframe_column([data], None)
+    assert not isinstance(column, torch.Tensor) or column.nbytes <= len(data)
+    return column
+
+
+@functools.cache
+def _first_cell() -> bytes:
+    return bytes(frame_column(torch.zeros(1, 5, dtype=torch.int64), FieldSpec("tensor", "int64", 1))[0])
+
+
+def _unpack(data: bytes) -> Any:
+    return msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogatepass")
+
+
+def _pack(tree: Any) -> bytes:
+    packed: bytes = msgpack.packb(tree, unicode_errors="surrogatepass")
+    return packed
+
+
+PACKED: Final = Form(_unpack, _pack)
+
+
+def _read_spec(data: bytes) -> object:
+    spec = FieldSpec.from_text(data.decode("utf-8", "surrogateescape"))
+    assert FieldSpec.from_text(spec.to_text()) == spec
+    return spec.describe()
+
+
+# --- the ledger: commands and state -----------------------------------------------------------------------------------
+
+_X: Final = FieldSpec("tensor", "int64", 1)
+_O: Final = FieldSpec.of_objects()
+
+
+def _claim(task: str, token: str, **others: Any) -> commands.ClaimSamples:
+    asked = {"all_or_nothing": False, "lease_s": 5.0, "token": token, "holder": "h"} | others
+    return commands.ClaimSamples("p", task, ["x"], 2, **asked)
+
+
+#: What a ledger holds before a forged command: samples of two writes, a lease, an acked group, a begun put, garbage.
+_BEFORE: Final[Sequence[Command[Any]]] = (
+    commands.Register("p", ["x", "o"], 6, ["t", "u"], 2, {"e": ["a"]}, "epoch"),
+    commands.BeginPut(
+        *("p", ["q0_g0", "q0_g1"], {"x": _X}, [8, 8], [{"n": 1}, {"n": 2, "s": "a"}], "epoch"), write_id=100, ttl_s=9.0
+    ),
+    commands.CommitPut(100),
+    commands.BeginPut(
+        *("p", ["q1_g0", "q1_g1"], {"x": _X, "o": _O}, [8, 8], None, None),
+        write_id=200,
+        splits=[commands.Split(["o"], [8], [0, 0])],
+        ttl_s=9.0,
+    ),
+    commands.CommitPut(200),
+    _claim("t", "k"),
+    _claim("t", "l", dp_rank=0, dp_size=1, sampler="balanced"),
+    commands.Ack("p", "t", ["q1_g0", "q1_g1"], ["l", "l"]),
+    commands.BeginPut("p", ["q2_g0", "q2_g1"], {"x": _X}, [8, 8], write_id=300, ticket="w", ttl_s=9.0),
+    commands.Register("d", ["x"], None, ["t"], None, {}, "other"),
+    commands.BeginPut("d", ["a"], {"x": _X}, [8], write_id=400, ttl_s=9.0),
+    commands.CommitPut(400),
+    commands.Clear("d", ["a"]),
+)
+#: Further valid commands. With those above, each kind is here.
+_THEN: Final[Sequence[Command[Any]]] = (
+    commands.Register("p", ["x", "y"], None, ["v"], 2, {}, "later", if_exists="keep"),
+    commands.Describe("p"),
+    commands.CheckPut(commands.BeginPut("p", ["q3_g0"], {"x": _X}, [8], [{}], write_id=500, ttl_s=9.0), 100),
+    commands.WaitForRoom("w", 8, wait_s=1.0),
+    commands.CommitPut(300),
+    commands.AbortPut(300),
+    commands.PutTags("p", ["q0_g0", "q4_g0"], [{"n": 5}, {"b": True, "f": 0.5, "none": None}], "epoch"),
+    commands.Locate("p", ["q0_g0", "q1_g1"], ["x"]),
+    commands.ListSamples("p", {"n": (">=", 1)}, ["q0_g0", "q1_g1"]),
+    commands.ListPartitions(),
+    commands.Inspect("p"),
+    commands.ListFields("p", ["q0_g0"]),
+    commands.Export("p"),
+    commands.SetCursor("p", "u", ["q0_g0", "q0_g1"], create=True),
+    commands.MayClaim(_claim("u", "m", tag_filter={"n": ("in", [1, 2])})),
+    _claim("u", "m", tag_filter={"n": ("in", [1, 2])}, all_or_nothing=True, explain=True),
+    _claim("u", "m", lease_s=None, sampler="freshest", dp_rank=1, dp_size=2, batch_index=3, batch_epoch="epoch"),
+    commands.Ack("p", "t", ["q0_g0", "q0_g1"], ["k", "k"]),
+    commands.Nack("p", "t", ["q0_g0", "q0_g1"], ["k", "k"]),
+    commands.Renew("p", "t", ["q0_g0", "q0_g1"], ["k", "k"], 5.0),
+    commands.Consumed("p", ["t"]),
+    commands.Due(),
+    commands.Expire([["p", "t", "k", ["q0_g0", "q0_g1"]]], [300]),
+    commands.Clear("p", ["q0_g0"]),
+    commands.Clear("p", None),
+    commands.Collected([(400, 0)]),
+    commands.Announce(ClientInfo(client_id="c", host="h", pid=1, role="r", open_s=0.0), 9.0),
+    commands.ListClients(),
+)
+
+
+@functools.cache
+def _sections() -> list[dict[str, Any]]:
+    """The state of a ledger after `_BEFORE`."""
+    ledger = Ledger(self_expiring=False)
+    for command in _BEFORE:
+        ledger.apply(command, 0.0)
+    return list(to_state(ledger, 0.0))
+
+
+def _filled() -> Ledger:
+    reader = StateReader(self_expiring=False)
+    for section in _unpack(_pack(_sections())):
+        reader.take(section, 0.0)
+    return reader.ledger
+
+
+def _use(ledger: LedgerService) -> None:
+    """What other clients do then. A forged command must not break it for them."""
+    for command in (
+        *(commands.Due(), commands.ListPartitions(), commands.Inspect("p"), commands.Export("p")),
+        *(commands.ListSamples("p", {"n": (">=", 0)}), _claim("u", "n", explain=True), _claim("t", "n")),
+        *(commands.Locate("p", ["q1_g0"], ["x", "o"]), commands.Consumed("p", ["t", "u"]), commands.CommitPut(300)),
+        commands.BeginPut("p", ["q5_g0", "q5_g1"], {"x": _X}, [8, 8], [{}, {}], write_id=10**6, ttl_s=9.0),
+    ):
+        attempt(functools.partial(ledger.call, command))
+    attempt(lambda: ledger.call(commands.CommitPut(10**6)))
+    msgpack.packb(list(to_state(ledger.ledger, 0.0)))
+    for name in ledger.call(commands.ListPartitions()).partition_ids:
+        ledger.call(commands.Clear(name, None))
+    assert ledger.ledger.held_bytes >= 0
+
+
+def _records() -> list[bytes]:
+    recorded = [Begin("s"), Plan("n"), Snapshot("s", "n", 1, 9, b"d" * 16, [b"r"], [("m", 2), ("o", None)])]
+    recorded += [each for each in (*_BEFORE, *_THEN) if not each.reads]
+    bodies = [unseal(Record(0, b"", each).to_bytes()) for each in recorded]
+    return [body for body in bodies if body is not None]
+
+
+def _read_record(data: bytes) -> object:
+    attempt(lambda: Record.from_bytes(data, 0))
+    return Record.from_bytes(seal(data), 0)
+
+
+def _read_command(data: bytes) -> None:
+    """A forged command, and then those of other clients."""
+    command = Record.from_bytes(seal(data), 0).command
+    if isinstance(command, Begin | Plan | Snapshot):
+        return
+    service = LedgerService(ledger=_filled(), clock=lambda: 1.0)
+    attempt(lambda: service.call(command))
+    _use(service)
+
+
+class _Journaled:
+    """A store with a journal of given records, and given blobs."""
+
+    def __init__(self, records: Sequence[bytes], blobs: dict[str, bytes]) -> None:
+        self.records, self.blobs = list(records), blobs
+
+    def append(self, seq: int, record: bytes) -> bool:
+        free = seq == len(self.records)
+        self.records += [record] * free
+        return free
+
+    def read(self, from_seq: int) -> list[bytes]:
+        return self.records[from_seq:]
+
+    def get(self, key: str) -> bytes | None:
+        return self.blobs.get(key)
+
+
+def _use_journal(journal: Journal) -> None:
+    """What other clients do then."""
+    deadline = time.monotonic() + 60.0
+    for command in (commands.ListPartitions(), commands.Inspect("p"), commands.ListSamples("p"), _claim("u", "n")):
+        attempt(functools.partial(journal.call, deadline, command))
+    attempt(lambda: journal.call(deadline, commands.Clear("p", None)))
+
+
+@functools.cache
+def _history() -> list[bytes]:
+    records: list[bytes] = []
+    for command in (Begin("s"), *_BEFORE):
+        records.append(Record(len(records), records[-1][:16] if records else b"", command).to_bytes())
+    return records
+
+
+def _read_journal(data: bytes) -> None:
+    """A forged record after a good history."""
+    history = _history()
+    try:
+        forged = _pack({**_unpack(data), "seq": len(history), "prev": history[-1][:16]})
+    except Exception:
+        forged = data
+    _use_journal(Journal(_Journaled([*history, seal(forged)], {}), None))
+
+
+def _snapshots() -> list[bytes]:
+    sections = [head("s", 9, b"d" * 16), *_sections(), {"part": "records", "records": []}]
+    return [b"".join(map(_pack, sections)), b"".join(map(_pack, sections[:3]))]
+
+
+def _load_sections(data: bytes) -> Any:
+    unpacker = msgpack.Unpacker(strict_map_key=False)
+    unpacker.feed(data)
+    return list(unpacker)
+
+
+def _read_snapshot(data: bytes) -> None:
+    """A journal that begins with a forged snapshot."""
+    chunk = seal(data)
+    digest = hashlib.blake2b(chunk[:16], digest_size=16).digest()
+    named = Snapshot("s", "n", 1, len(chunk), digest, [], [])
+    record = Record(9, b"d" * 16, named).to_bytes()
+
+    class Trimmed(_Journaled):
+        def read(self, from_seq: int) -> list[bytes]:
+            return self.records[max(0, from_seq - 9) :]
+
+        def append(self, seq: int, record: bytes) -> bool:
+            return super().append(seq - 9, record)
+
+    _use_journal(Journal(Trimmed([record], {chunk_key("n", 0): chunk}), None))
+
+
+# --- saves ------------------------------------------------------------------------------------------------------------
+
+
+def _blocks() -> list[bytes]:
+    columns = {
+        "x": torch.arange(6).view(3, 2),
+        "r": torch.nested.nested_tensor([torch.arange(n) for n in (3, 0, 5)], layout=torch.jagged),
+        "s": torch.tensor([0.5, 1.5, 2.5], dtype=torch.bfloat16),
+        "big": torch.ones(1, 40_000).expand(3, 40_000),
+    }
+    head = {"sample_ids": ["a", "b", "c"], "created": ["a"], "tags": [{"n": 1}], "consumed": {"t": ["a"]}}
+    columns_of_objects = {"o": _items()[1:4]}
+    return [
+        pack_rows({name: columns[name] for name in "xrs"}, 3, head),
+        pack_rows(columns, 3, head),
+        pack_rows({"o": connect_object(columns_of_objects["o"])}, 3, head),
+        pack_rows({}, 3, head),
+    ]
+
+
+def connect_object(items: list[Any]) -> Any:
+    """An object column."""
+    from tensordict import NonTensorStack
+
+    return NonTensorStack(*items)
+
+
+def _load_block(data: bytes) -> Any:
+    (size,) = struct.unpack_from("<Q", data)
+    return [_unpack(data[8 : 8 + size]), data[8 + size :]]
+
+
+def _dump_block(tree: Any) -> bytes:
+    packed = _pack(tree[0])
+    return struct.pack("<Q", len(packed)) + packed + tree[1]
+
+
+@functools.cache
+def _saved() -> Path:
+    """The folder of a save."""
+    folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="dpfuzz")))
+    with connect({"backend": "noop"}) as client:
+        client.register_partition("p", ["x"], 4, ["t"], grpo_group_size=2)
+        client.put_samples(["q0_g0", "q0_g1"], "p", {"x": torch.arange(2)}, tags=[{"n": 1}, {}])
+        client.put_samples(["q1_g0"], "p", {"x": torch.arange(1)})
+        client.clear_samples(["q1_g0"], "p")
+        client.claim_meta("p", "t", ["x"], 2)
+        client.register_partition("d", ["x"], None, ["t"])
+        client.save(folder, metadata={"step": 3})
+    return folder
+
+
+@functools.cache
+def _manifests() -> list[bytes]:
+    return [(_saved() / "manifest.json").read_bytes().split(b"\n")[1]]
+
+
+@functools.cache
+def _noop() -> DataPlaneClient:
+    return resources.enter_context(connect({"backend": "noop", "announce_s": None}))
+
+
+def _read_save(data: bytes) -> object:
+    _manifests()
+    path = _saved() / "manifest.json"
+    head = {"format": "dataplane-partitions", "version": 2, "sha256": hashlib.sha256(data).hexdigest()}
+    path.write_bytes(json.dumps(head).encode() + b"\n" + data + b"\n")
+    client = _noop()
+    try:
+        return client.load(path.parent)
+    finally:
+        for name in client.list_partitions():
+            client.clear_samples(None, name)
+
+
+def _read_manifest(data: bytes) -> object:
+    _manifests()
+    path = _saved() / "manifest.json"
+    path.write_bytes(data)
+    saved = SavedFiles(path.parent, "dataplane-partitions")
+    return list(saved.blocks())
+
+
+def _whole_manifests() -> list[bytes]:
+    text = _manifests()[0]
+    head = {"format": "dataplane-partitions", "version": 2, "sha256": hashlib.sha256(text).hexdigest()}
+    return [json.dumps(head).encode() + b"\n" + text + b"\n", b'{"format": "x", "version": 1}\n{}\n']
+
+
+JSON: Final = Form(lambda data: json.loads(data), lambda tree: json.dumps(tree).encode(), JSON_VALUES)
+
+# --- shm_store --------------------------------------------------------------------------------------------------------
+
+_ARENA_BYTES: Final = 1 << 16
+
+
+@functools.cache
+def _arena() -> Arena:
+    return Arena.create(_ARENA_BYTES)
+
+
+def _layout(num_rows: int) -> Layout:
+    layout = Layout([])
+    layout.add_dense(num_rows, 8, 1)
+    return layout
+
+
+def _ragged_layout(num_rows: int) -> Layout:
+    layout = Layout([])
+    layout.add_ragged(num_rows, 5, 8)
+    return layout
+
+
+def _shm_requests() -> list[bytes]:
+    put = commands.BeginPut("d", ["b", "c"], {"x": _X}, [8, 8], [{"n": 1}, {}], write_id=1000, ttl_s=9.0)
+    apart = commands.BeginPut(
+        *("d", ["e", "f"], {"x": _X, "y": _X}, [8, 8]),
+        write_id=2000,
+        splits=[commands.Split(["y"], [8], [0, 0])],
+        ttl_s=9,
+    )
+    made: list[Any] = [
+        shm.PutWhole(put, _layout(2), bytes(16)),
+        shm.Begin(apart, [_layout(2), _layout(1)]),
+        shm.Find(commands.Locate("p", ["q0_g0", "q1_g1"], ["x"]), 7),
+        shm.Release([7]),
+        shm.ClaimOrWait(_claim("u", "m")),
+        shm.StopWaiting("m"),
+        shm.Drop([(100, 0)]),
+        shm.Status(),
+        *(_BEFORE[1], _BEFORE[3]),
+        *_THEN,
+    ]
+    return [shm.encode_request(each)[4:] for each in made]
+
+
+def _read_shm_request(data: bytes) -> None:
+    """A forged request to the process of the ledger, and then those of another client."""
+    request = shm.decode_request(data)
+    store = Store(_arena(), LedgerService(capacity_bytes=_ARENA_BYTES))
+    other, forger = store.begin_session(), store.begin_session()
+    store.handle(commands.Register("d", ["x"], None, ["t"], None, {}, "other"), other)
+    kept = commands.BeginPut("d", ["a"], {"x": _X}, [8], write_id=400, ttl_s=9.0)
+    store.handle(shm.PutWhole(kept, _layout(1), b"12345678"), other)
+    for command in _BEFORE[:1]:
+        store.handle(command, other)
+    for command in (_BEFORE[1], _BEFORE[3]):
+        assert isinstance(command, commands.BeginPut)
+        store.handle(shm.Begin(command, [_layout(2)] + [_layout(1)] * len(command.splits)), forger)
+        store.handle(commands.CommitPut(command.write_id or 0), forger)
+    attempt(lambda: store.handle(request, forger))
+    attempt(lambda: store.handle(shm.Find(commands.Locate("p", ["q0_g0"], ["x"]), 8), other))
+    placed: Any = attempt(lambda: store.handle(shm.Find(commands.Locate("d", ["a"], ["x"]), 9), other))
+    if placed is not None and not placed.gone and placed.places.keys() == {400}:
+        offset = placed.places[400].offset
+        assert _arena().bytes[offset : offset + 8].tobytes() == b"12345678", "a client's request changed others' bytes"
+    store.handle(shm.Status(), other)
+    store.end_session(forger)
+    attempt(lambda: store.handle(commands.Clear("p", None), other))
+    store.handle(shm.Status(), other)
+
+
+@functools.cache
+def _placed() -> shm.Placed:
+    part = commands.Part(100, ("x",), (0,), [0, 1], [0, 1])
+    ragged = commands.Part(200, ("y",), (0,), [0, 1], [1, 0])
+    located = commands.Located([part, ragged], {"x": _X, "y": _X})
+    places = {100: shm.Place(0, _layout(2), 2), 200: shm.Place(4096, _ragged_layout(2), 2)}
+    return shm.Placed(located, places, [])
+
+
+def _shm_replies() -> list[bytes]:
+    service = LedgerService(ledger=_filled(), clock=lambda: 0.0)
+    replies = [
+        (shm.Find, _placed()),
+        (shm.Status, shm.Statistics(1, 2, 3, 4, 5, 6)),
+        (shm.Begin, shm.Begun(7, [0, 64])),
+    ]
+    made = [(shm.REQUESTS.index(kind), shm.encode_reply(reply)[4:]) for kind, reply in replies]
+    for command in (*_BEFORE, *_THEN):
+        try:
+            reply = shm.encode_reply(service.call(command))[4:]
+        except Exception as error:
+            reply = shm.encode_error(error)[4:]
+        made.append((shm.REQUESTS.index(type(command)), reply))
+    return [bytes([number]) + reply for number, reply in made]
+
+
+def _read_shm_reply(data: bytes) -> object:
+    request: Any = object.__new__(shm.REQUESTS[data[0] % len(shm.REQUESTS)]) if data else shm.Status()
+    attempt(lambda: shm.decode_reply(_FIND, data[1:]))
+    attempt(lambda: shm.decode_welcome(data[1:]))
+    return shm.decode_reply(request, data[1:])
+
+
+_FIND: Final = shm.Find(commands.Locate("p", ["a", "b"], ["x", "y"]), 1)
+
+
+class _ToldConnection:
+    """A connection to a ledger's process that gives the reply that it is told."""
+
+    def __init__(self) -> None:
+        self.arena, self.reply = _arena(), b""
+
+    def call(self, what: str, deadline: float, request: Any) -> Any:
+        return shm.decode_reply(request, self.reply)
+
+    def new_pin(self) -> Any:
+        return SimpleNamespace(number=1)
+
+
+class _ToldShm(ShmBackend):
+    """The backend, with a ledger's process that gives the reply that it is told."""
+
+    def start(self, *, bootstrap: bool, deadline: float) -> None:
+        connection: Any = _ToldConnection()
+        self._connection = connection
+
+    def stop(self) -> None:
+        pass
+
+
+@functools.cache
+def _shm_client() -> tuple[DataPlaneClient, _ToldConnection]:
+    client = resources.enter_context(
+        connect_backend(_ToldShm, DataPlaneConfig(backend="shm_store", announce_s=None), bootstrap=True)
+    )
+    connection: Any = client._backend._connection
+    return client, connection
+
+
+def _read_shm_payload(data: bytes) -> object:
+    """A forged reply that says where cells are, and the read that follows."""
+    client, connection = _shm_client()
+    connection.reply = data
+    connection.arena.bytes[4096 : 4096 + 24].view("int64")[:] = [0, 2, 5]  # the offsets of the ragged column
+    return client.get_samples(["a", "b"], "p", ["x", "y"])
+
+
+SHM_REQUEST: Final = Form(
+    lambda data: [data[0], _unpack(data[1:])], lambda tree: bytes([tree[0] % 256]) + _pack(tree[1])
+)
+SHM_REPLY: Final = Form(
+    lambda data: [data[0], data[1], _unpack(data[2:])],
+    lambda tree: bytes([tree[0] % 256, tree[1] % 2]) + _pack(tree[2]),
+)
+SHM_PAYLOAD: Final = Form(lambda data: _unpack(data[1:]), lambda tree: b"\0" + _pack(tree))
+
+# --- redis_store ------------------------------------------------------------------------------------------------------
+
+
+def _redis_values() -> list[bytes]:
+    tags = redis_wire.pack_tags({"a": 1, "b": "text", "c": None, "d": 0.5, "e": True, "f": 2**60, "g": False})
+    layout = redis_wire.pack_layout(["x", "yy", "ü"])
+    ref = b"w" * 16 + struct.pack("<IIQ", 1, 0, 64)
+    return [b"t" + tags, b"l" + layout, b"r" + b"h" * 8 + ref * 2]
+
+
+def _read_redis_value(data: bytes) -> object:
+    kind, rest = data[:1], data[1:]
+    if kind == b"t":
+        return redis_wire.unpack_tags(rest)
+    if kind == b"l":
+        return redis_wire.unpack_layout(rest)
+    return redis_wire.unpack_rows([rest, rest])
+
+
+REDIS_TAGS: Final = Form(
+    lambda data: msgpack.unpackb(data[1:], raw=True, strict_map_key=False),
+    lambda tree: b"t" + msgpack.packb(tree, use_bin_type=False),
+)
+
+
+class _Told(RedisSession):
+    """A session whose server gives the replies that it is told. After the last, it does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__("n")
+        self.replies: Iterator[Any] = iter(())
+
+    def _next(self) -> Any:
+        for reply in self.replies:
+            if isinstance(reply, Exception):
+                raise OperationTimeoutError("refused")
+            return reply
+        raise OperationTimeoutError("no more replies")
+
+    def script(self, what: str, deadline: float, script: str, packed: bytes, *rows: memoryview) -> Any:
+        return self._next()
+
+    def command(self, what: str, deadline: float, *words: bytes) -> Any:
+        return self._next()
+
+
+class _ToldRedis(RedisBackend):
+    """The backend, with a server that gives the replies that it is told."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        session = self._session = _Told()
+        self._reads, self._claims = Reads(session), Claims(session)
+        self._overview = Overview(session, self._reads, self._claims)
+
+    def start(self, *, bootstrap: bool, deadline: float) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+@functools.cache
+def _redis_client() -> tuple[DataPlaneClient, _Told]:
+    """A client, which knows the registration of its partition, and what it is told."""
+    client = resources.enter_context(
+        connect_backend(_ToldRedis, DataPlaneConfig(backend="redis_store", announce_s=None), bootstrap=True)
+    )
+    session: Any = client._backend._session
+    return client, session
+
+
+def _redis_calls() -> list[tuple[Callable[[DataPlaneClient], object], list[Any]]]:
+    """Operations, and the replies of a server to each."""
+    ids = ["q0_g0", "q0_g1"]
+    tags = redis_wire.pack_tags({"n": 1})
+    layouts = [redis_wire.pack_layout(["x"])]
+    cells = join_row([bytes(each) for each in frame_column(torch.arange(5).view(1, 5), _X)])
+    row = b"h" * 8 + b"w" * 16 + struct.pack("<IIQ", 0, 0, len(cells))
+    registered = {"fields": ["x"], "num_samples": None, "consumer_tasks": ["t"], "grpo_group_size": 2, "enums": {}}
+    text = json.dumps(registered).encode()
+    announced = ClientInfo(
+        client_id="c",
+        host="h",
+        pid=1,
+        role="r",
+        open_s=1.0,
+        calls=[CallInfo(operation="get", partition_id="p", running_s=0.5)],
+    )
+    told = json.dumps(asdict(announced)).encode()
+    shortfall = [b"ok", 1, 1, [b"a", b"h", b"1.5"], 1, 1, [b"q0", 1], 1, [[b"b", b"x"]]]
+    inspected = [b"ok", b"e", text, [b"x", b"tensor:int64:1:"], 2, 0, 16, b"1.5", [b"t", 1]]
+    given = [
+        [b"ok", [b"a", b"b"], b"e", b"", [b"t", b"10"]],
+        [b"0", [b"c"]],
+        [b"0", [b"q0", struct.pack("<Q?", 1, True)]],
+    ]
+    return [
+        (
+            lambda client: client.get_samples(ids, "p", ["x"]),
+            [[b"ok", [row, row], layouts, [b"tensor:int64:1:"], b"epoch", [cells, cells]]],
+        ),
+        (lambda client: client.get_samples(ids, "p", ["x"]), [[b"missing", [row, None], layouts, [None], b"epoch"]]),
+        (lambda client: client.list_samples("p"), [[b"ok", [b"a", b"b"], [tags, b""], b"epoch", b""]]),
+        (lambda client: client.claim_meta("p", "t", ["x"], 2, timeout_s=1.0), [[b"ok", 0, [b"a", b"b"], [tags, tags]]]),
+        (
+            lambda client: client.claim_meta("p", "t", ["x"], 2, timeout_s=0),
+            [[b"wait", b"e", b"c", b"1.5", 3], shortfall],
+        ),
+        (lambda client: client.claim_meta("p", "t", ["x"], 2, timeout_s=0), [[b"unknown_partition", [b"p"]]]),
+        (lambda client: client.describe("p"), [[*inspected, [b"t", [b"a", b"h", b"1", b"2"]]], shortfall]),
+        (lambda client: client._export("export", "p"), given),
+        (lambda client: client.list_clients(), [[b"ok", told, b"1.5"]]),
+        (lambda client: client._list_fields("list", "p", ids), [[b"ok", [row, row], layouts, [], b"epoch"]]),
+    ]
+
+
+def _resp(value: Any) -> bytes:
+    """A value as Redis sends it."""
+    if value is None:
+        return b"$-1\r\n"
+    if isinstance(value, (list, tuple)):
+        return b"*%d\r\n" % len(value) + b"".join(map(_resp, value))
+    if isinstance(value, int):
+        return b":%d\r\n" % value
+    data = value.encode() if isinstance(value, str) else value
+    return b"$%d\r\n%b\r\n" % (len(data), data)
+
+
+def _replies_in(data: bytes) -> list[Any]:
+    reader = hiredis.Reader()
+    reader.feed(data)
+    replies = []
+    try:
+        while (reply := reader.gets()) is not False:
+            replies.append(reply)
+    except (hiredis.ProtocolError, TypeError):  # redis-py's parser refuses it, before this project sees it
+        pass
+    return replies
+
+
+def _redis_replies() -> list[bytes]:
+    return [bytes([number]) + b"".join(map(_resp, replies)) for number, (_, replies) in enumerate(_redis_calls())]
+
+
+def _read_redis_reply(data: bytes) -> object:
+    calls = _redis_calls()
+    call, _ = calls[data[0] % len(calls)] if data else calls[0]
+    client, session = _redis_client()
+    session.replies = iter(_replies_in(data[1:]))
+    return call(client)
+
+
+REDIS_REPLY: Final = Form(
+    lambda data: [data[0], _replies_in(data[1:])],
+    lambda tree: bytes([tree[0] % 256]) + b"".join(map(_resp, tree[1])),
+    [
+        None,
+        0,
+        1,
+        -1,
+        2**62,
+        b"",
+        b"a",
+        b"ok",
+        b"again",
+        b"changed",
+        b"part",
+        b"1e999",
+        b"nan",
+        b"{}",
+        b"[]",
+        [],
+        [b"a"],
+        [[]],
+    ],
+)
+
+
+class _Socket:
+    """A socket on which some bytes arrive, a few at a time, before it is closed."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+
+    def settimeout(self, timeout_s: float) -> None:
+        pass
+
+    def recv_into(self, buffer: memoryview) -> int:
+        size = min(len(buffer), len(self._data), 700)
+        buffer[:size] = self._data[:size]
+        self._data = self._data[size:]
+        return size
+
+
+def _arrays() -> list[bytes]:
+    return [
+        _resp([b"a" * 3, b"", None]) + _resp([b"b" * 3000]),
+        b"-ERR no\r\n",
+        _resp([]) + _resp([b"c"] * 20),
+    ]
+
+
+def _read_arrays(data: bytes) -> None:
+    reader = redis_rows.ArrayReader(_Socket(data), 100, time.monotonic() + 60.0)
+    try:
+        for _ in range(4):
+            reader.read()
+    except (RedisError, OSError):  # `Link` makes errors of the product of these
+        pass
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------
+
+
+def _encoded_items() -> list[bytes]:
+    return [encode_item(each) for each in [*_items(), {"info": [CallInfo.__name__], "deep": [[[[[1]]]]]}]]
+
+
+def _specs() -> list[bytes]:
+    made = [
+        FieldSpec("tensor", "bfloat16", 2, (16,)),
+        FieldSpec("tensor", "int64"),
+        _O,
+        FieldSpec("tensor", "bool", 3, (2, 3)),
+    ]
+    return [each.to_text().encode() for each in made]
+
+
+TARGETS: Final[dict[str, Target]] = {
+    each.name: each
+    for each in (
+        Target("cell", _cells, _read_cell),
+        Target("row", _rows, _read_row),
+        Target("object", _encoded_items, decode_item, PACKED),
+        Target("spec", _specs, _read_spec),
+        Target("record", _records, _read_record, PACKED),
+        Target("command", _records, _read_command, PACKED),
+        Target("journal", _records, _read_journal, PACKED),
+        Target("snapshot", _snapshots, _read_snapshot, Form(_load_sections, lambda tree: b"".join(map(_pack, tree)))),
+        Target("save block", _blocks, unpack_rows, Form(_load_block, _dump_block)),
+        Target("save manifest", _whole_manifests, _read_manifest),
+        Target("save", _manifests, _read_save, JSON),
+        Target("shm request", _shm_requests, _read_shm_request, SHM_REQUEST),
+        Target("shm reply", _shm_replies, _read_shm_reply, SHM_REPLY),
+        Target("shm payload", lambda: [shm.encode_reply(_placed())[4:]], _read_shm_payload, SHM_PAYLOAD),
+        Target("redis value", _redis_values, _read_redis_value, REDIS_TAGS),
+        Target("redis reply", _redis_replies, _read_redis_reply, REDIS_REPLY),
+        Target("redis rows", _arrays, _read_arrays),
+    )
+}

@@ -1,0 +1,55 @@
+"""Forged bytes to every decoder: a value, or an error of the product; no other exception, and no huge allocation."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from run import HostileInputError, run_one, run_plain
+from targets import TARGETS, Target, resources
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
+
+#: The targets that take the most time for each input, and how many inputs they get beside 1,500 for the others.
+_SLOW = {"journal": 400, "snapshot": 400, "save": 400, "save manifest": 400, "redis reply": 500}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    resources.close()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_forged_bytes_are_read_or_refused(name: str) -> None:
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run_plain(TARGETS[name], _SLOW.get(name, 1500), seed=1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 300_000
+
+
+def test_every_decoder_reads_what_was_encoded() -> None:
+    for target in TARGETS.values():
+        read = [run_one(target, data, measured=True) for data in target.seeds()]
+        assert sum(read) >= len(read) / 2, target.name
+
+
+def test_the_runner_reports_other_exceptions_and_large_allocations() -> None:
+    with pytest.raises(HostileInputError, match="KeyError"):
+        run_one(Target("wrong", list, lambda data: {}[data]), b"x")
+    with pytest.raises(HostileInputError, match="made it allocate"):
+        run_one(Target("large", list, lambda data: bytes(100_000_000)), b"x", measured=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", TARGETS)
+def test_ten_million_forged_inputs(name: str, tmp_path: Path) -> None:
+    """Of all targets together, in a process of its own each, with Atheris where it is installed."""
+    command = [sys.executable, str(Path(__file__).parent / "run.py"), name, "--inputs", str(10_000_000 // len(TARGETS))]
+    command += ["--corpus", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -1,0 +1,87 @@
+"""A thousand cycles of put, claim, ack and clear leave memory, keys, descriptors and threads as they were.
+
+`benchmarks/soak.py` does the same for longer, with several processes and kills.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import uuid
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from dataplane_core import DataPlaneClient, connect
+
+CYCLES = 1000
+#: What memory may grow. Cycles that left their payload behind would add 16 MB, those that left a kilobyte 1 MB.
+ALLOWED_BYTES = 4_000_000
+IDS = [f"s{number}" for number in range(8)]
+
+
+def cycle(client: DataPlaneClient, count: int) -> None:
+    """Cycles with 16 kB each."""
+    for _ in range(count):
+        client.put_samples(IDS, "p", {"x": torch.zeros(8, 500)}, tags=[{"n": 1}] * 8)
+        meta = client.claim_meta("p", "t", ["x"], 8, lease_s=60.0)
+        assert client.get_samples(meta.sample_ids, "p", ["x"])["x"].shape == (8, 500)
+        client.ack(meta)
+        client.clear_samples(meta.sample_ids, "p")
+
+
+def seen(client: DataPlaneClient, store: list[psutil.Process]) -> dict[str, float]:
+    """What must not grow."""
+    gc.collect()
+    here, backend = psutil.Process(), client._backend
+    found: dict[str, Any] = {"threads": threading.active_count(), "descriptors": here.num_fds()}
+    found["bytes here"] = here.memory_info().rss
+    for number, each in enumerate(store):
+        found[f"bytes of {each.name()} {number}"] = each.memory_info().rss
+        found[f"descriptors of {each.name()} {number}"] = each.num_fds()
+    described = client.describe("p")
+    found |= {"samples": described.num_samples, "held bytes": described.held_bytes}
+    if hasattr(backend, "statistics"):
+        found["extents"] = backend.statistics(time.monotonic() + 60.0).num_extents
+    if hasattr(backend, "_session"):
+        found["keys"] = backend._session.command("DBSIZE", time.monotonic() + 60.0, b"DBSIZE")
+    return found
+
+
+def check_flat(name: str, options: dict[str, Any], cycles: int) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    config = {"backend": name, "options": options, "announce_s": None, "op_timeout_s": 90.0}
+    with connect(config) as client:
+        store = [each for each in psutil.Process().children(recursive=True) if each not in before]
+        store = [each for each in store if name in ("shm_store", "redis_store") and each.name() != "sh"]
+        client.register_partition("p", ["x"], None, ["t"])
+        cycle(client, cycles // 4)
+        first = seen(client, store)
+        cycle(client, cycles)
+        last = seen(client, store)
+        for what, value in first.items():
+            allowed = ALLOWED_BYTES if what.startswith("bytes") else 2 if "descriptors" in what else 0
+            assert last[what] <= value + allowed, f"{what}: {value} after {cycles // 4} cycles, then {last[what]}"
+
+
+@pytest.mark.parametrize("name", ["noop", "shm_store", "redis_store"])
+def test_a_thousand_cycles_leave_nothing_behind(name: str) -> None:
+    options: dict[str, Any] = {"server": "private"} if name == "redis_store" else {}
+    if name != "noop":
+        options["namespace"] = f"cycles-{uuid.uuid4().hex[:12]}"
+    check_flat(name, options, CYCLES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["tq_simple", "tq_mooncake"])
+def test_a_thousand_cycles_on_transfer_queue_leave_nothing_behind(
+    name: str, ray_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"instance": f"cycles-{name[3:]}", "ray_address": ray_address}
+    if name == "tq_mooncake":
+        monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "169.254.7.7")  # as the processes of the shared Ray
+        options |= {"segment_size_bytes": 16 << 20, "local_buffer_size_bytes": 4 << 20, "master_start_s": 85}
+    check_flat(name, options, CYCLES)

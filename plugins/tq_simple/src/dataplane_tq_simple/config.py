@@ -50,6 +50,9 @@ class QueueConfig(CapacityOptions):
 class TQSimpleConfig(QueueConfig):
     """The options of ``tq_simple``."""
 
+    near_writer: bool = False
+    """Place the rows of a put on storage units of the writer's own node, where there are any that take rows."""
+
     storage_unit_size: int = Field(default=100_000_000, ge=1)
     """Rows that one unit holds before it refuses puts. A row is what one put wrote for one sample. Nothing is
     allocated in advance: this is only a safety limit. ``capacity_bytes`` limits the bytes."""

@@ -241,7 +241,7 @@ def test_an_attach_waits_no_longer_than_it_may_where_the_owner_dies_half_way(mon
             raise found
 
     controllers = [MagicMock(), MagicMock()]
-    monkeypatch.setattr(_cluster, "_lookup", lambda _: controllers.pop(0) if controllers else None)
+    monkeypatch.setattr(_cluster, "lookup", lambda _: controllers.pop(0) if controllers else None)
     monkeypatch.setattr(_cluster, "get_within", answer)
     nothing = BackendUnavailableError("no instance runs")
     monkeypatch.setattr(_cluster.Instance, "_not_found", lambda *_, **__: nothing)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, RefsGoneError, RowStoreBackend
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger import Command, LedgerService, Ref, Reply, commands
-from dataplane_core.spec import Capability, PutRequest, Scope
+from dataplane_core.spec import Capability, ChangeUnitsRequest, ListUnitsRequest, PutRequest, Scope, UnitList
 from dataplane_tq_simple._diagnosis import diagnose
 from dataplane_tq_simple._errors import RowsGoneError, UnitsGoneError
 from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
 
 if TYPE_CHECKING:
-    from dataplane_core.backends.bundles import Bundle
+    from dataplane_core.backends import Bundle
     from dataplane_tq_simple._engine import Engine
     from dataplane_tq_simple._queue import QueueEngine
 
@@ -107,6 +107,7 @@ class TQSimpleBackend(QueueBackend["Engine"]):
     """All clients of an instance connect to one controller and its storage units, from any node of the Ray cluster."""
 
     Config = TQSimpleConfig
+    capabilities = QueueBackend.capabilities | {Capability.UNITS}
 
     @classmethod
     def _engine_class(cls) -> type[Engine]:
@@ -135,6 +136,19 @@ class TQSimpleBackend(QueueBackend["Engine"]):
                 if left_s(request.deadline) <= 2 * _AGAIN_S:
                     raise
                 time.sleep(_AGAIN_S)
+
+    def list_units(self, request: ListUnitsRequest) -> UnitList:
+        """Asks the controller."""
+        return UnitList(units=self._connected().units(timeout_s=left_s(request.deadline)))
+
+    def change_units(self, request: ChangeUnitsRequest) -> UnitList:
+        """Has the controller start or end units."""
+        engine = self._connected()
+        if request.remove is None:
+            return UnitList(units=engine.add_units(request.add, timeout_s=left_s(request.deadline)))
+        engine.remove_unit(request.remove, now=request.now, timeout_s=left_s(request.deadline))
+        units = engine.units(timeout_s=left_s(request.deadline))
+        return UnitList(units=[each for each in units if each.name == request.remove])
 
     def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
         self._connected().put_rows(handles, buffer, offsets, column=_COLUMN, timeout_s=left_s(deadline))

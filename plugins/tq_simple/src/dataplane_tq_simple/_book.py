@@ -10,19 +10,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, preview
-from dataplane_core.ledger import Ref
-from dataplane_core.ledger.commands import Write
+from dataplane_core.errors import InvalidRequestError, preview
+from dataplane_core.ledger import Ref, commands
+from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple._errors import UnitsGoneError
 
-__all__ = ["FIRST_LAYOUT", "LAYOUT_BITS", "Life", "Started", "UnitBook", "UnitRecord", "View", "life_of"]
+__all__ = ["FIRST_LAYOUT", "LAYOUT_BITS", "Life", "Started", "UnitBook", "View", "life_of"]
 
 #: A handle is ``layout << LAYOUT_BITS | number``. The ledger's own numbers stay below ``1 << LAYOUT_BITS``.
 LAYOUT_BITS: Final = 40
 #: The layout of handles that are numbers alone: all units with which the instance started.
 FIRST_LAYOUT: Final = 0
+#: Units of an instance.
+_MOST_UNITS: Final = 1024
 _NUMBER: Final = (1 << LAYOUT_BITS) - 1
 
 #: A unit gets rows of a put although others hold less, if it is ahead by less than the put and this share of the mean.
@@ -79,32 +81,6 @@ class View(NamedTuple):
     layouts: dict[int, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitRecord:
-    """What `UnitBook.records` says about a unit.
-
-    Attributes:
-        name: Its name, as ``unit-0``.
-        state: ``serving``; ``starting`` (for the first time, or again); ``draining``; ``removed`` (some of its rows
-            are lost and not cleared).
-        node: The id of its node, or empty.
-        address: ``ip:port``, or empty.
-        num_rows: Rows that it holds.
-        size_bytes: Their payload.
-        num_lost: Rows that were lost with it, and not yet cleared.
-        num_starts: How often it was started.
-    """
-
-    name: str
-    state: str
-    node: str
-    address: str
-    num_rows: int
-    size_bytes: int
-    num_lost: int
-    num_starts: int
-
-
 def life_of(handle: int, layout: Sequence[int]) -> int:
     """The number of the life that has the row of a handle of a layout."""
     return layout[(handle & _NUMBER) % len(layout)]
@@ -115,7 +91,8 @@ class _Unit:
     name: str
     actor: str
     life: int | None = None
-    state: str = "starting"
+    state: Literal["serving", "starting", "draining", "removed"] = "starting"
+    created: bool = True
     num_starts: int = 0
 
 
@@ -161,14 +138,15 @@ class UnitBook:
     _next_layout: int = FIRST_LAYOUT
     _next_unit: int = 0
     _next_number: int = 1
-    _wanted: int = 0
+    _actor_prefix: str = ""
     _failures: list[str] = field(default_factory=list)
 
     # --- the keeper ---------------------------------------------------------------------------------------------------
 
-    def begin(self, units: Sequence[tuple[str, str, Started]]) -> None:
-        """The units with which the instance starts: names, actors, and what they said."""
+    def begin(self, actor_prefix: str, units: Sequence[tuple[str, str, Started]]) -> None:
+        """What the names of actors begin with, and the units with which the instance starts: names, actors, answers."""
         with self._lock:
+            self._actor_prefix = actor_prefix
             for name, actor, started in units:
                 self._units[name] = unit = _Unit(name, actor)
                 self._start(unit, started)
@@ -176,17 +154,14 @@ class UnitBook:
             self._layouts[self._next_layout] = tuple(self._lives)
             self._next_layout += 1
 
-    def new_unit(self, actor_prefix: str) -> tuple[str, str] | None:
-        """The name and actor of the next unit that is to be created, or None."""
+    def new_unit(self) -> tuple[str, str] | None:
+        """The name and actor of a unit that is to be created now, or None."""
         with self._lock:
-            if not self._wanted:
-                return None
-            self._wanted -= 1
-            name = f"unit-{self._next_unit}"
-            self._next_unit += 1
-            self._units[name] = _Unit(name, f"{actor_prefix}{name}")
-            self._version += 1
-            return name, self._units[name].actor
+            for unit in self._units.values():
+                if not unit.created:
+                    unit.created = True
+                    return unit.name, unit.actor
+            return None
 
     def started(self, name: str, started: Started) -> None:
         """A unit runs. An earlier life of it has ended. Ignores a life that is known, and a unit that was removed."""
@@ -227,9 +202,11 @@ class UnitBook:
             ]
 
     def waiting(self) -> list[tuple[str, str]]:
-        """The units that have no life and should get one: names and actors."""
+        """The units that were created, have no life and should get one: names and actors."""
         with self._lock:
-            return [(unit.name, unit.actor) for unit in self._units.values() if unit.state == "starting"]
+            return [
+                (each.name, each.actor) for each in self._units.values() if each.created and each.state == "starting"
+            ]
 
     def removed(self, garbage: Callable[[], Iterable[Ref]]) -> list[str]:
         """Ends the units that are draining and hold nothing but ``garbage()``. Returns the actors to end."""
@@ -297,7 +274,7 @@ class UnitBook:
             self._next_number += num_ids
             return write_id
 
-    def add(self, writes: Iterable[Write]) -> None:
+    def add(self, writes: Iterable[commands.Write]) -> None:
         """The rows of a put that was begun."""
         with self._lock:
             for write in writes:
@@ -352,7 +329,7 @@ class UnitBook:
             }
             return View(self._version, lives, dict(self._layouts))
 
-    def records(self) -> tuple[list[UnitRecord], list[str]]:
+    def records(self) -> tuple[list[UnitInfo], list[str]]:
         """All units, and the newest failures as text."""
         with self._lock:
             lost: dict[str, int] = {}
@@ -363,7 +340,7 @@ class UnitBook:
             for unit in self._units.values():
                 held_now = None if unit.life is None else self._lives[unit.life]
                 records.append(
-                    UnitRecord(
+                    UnitInfo(
                         name=unit.name,
                         state=unit.state,
                         node="" if held_now is None else held_now.started.node,
@@ -376,13 +353,21 @@ class UnitBook:
                 )
             return records, list(self._failures)
 
-    def add_units(self, count: int) -> None:
-        """Asks the keeper for more units."""
+    def add_units(self, count: int) -> list[str]:
+        """Asks the keeper for more units. Returns their names. Raises `InvalidRequestError` for too many."""
         with self._lock:
-            if not self._units:
-                raise BackendUnavailableError("the instance is still starting.")
-            self._wanted += count
+            if len(self._units) + count > _MOST_UNITS:
+                raise InvalidRequestError(
+                    f"add_units({count}) refused: {len(self._units)} storage units are there. Expected at most "
+                    f"{_MOST_UNITS} in all."
+                )
+            names = [f"unit-{number}" for number in range(self._next_unit, self._next_unit + count)]
+            for name in names:
+                self._units[name] = _Unit(name, f"{self._actor_prefix}{name}", created=False)
+            self._next_unit += count
+            self._version += 1
             self.changed.set()
+            return names
 
     def remove_unit(self, name: str, now: bool) -> None:
         """A unit gets no more rows, and ends when its last row is collected; with ``now`` at once.

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, OperationTimeoutError, preview
+from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple import _wire
-from dataplane_tq_simple._book import UnitRecord
+from dataplane_tq_simple._cluster import check_cpus
 from dataplane_tq_simple._errors import RowsGoneError, UnitsGoneError
 from dataplane_tq_simple._exchange import Peer, Request, Watch
 from dataplane_tq_simple._places import UNIT_PATIENCE_S, Places, UnitWatch
@@ -33,6 +34,10 @@ __all__ = ["Engine"]
 
 # Assumed size of a row in bytes, until an engine has read some.
 _ASSUMED_ROW_BYTES = 32 * 1024
+
+
+# Seconds between two looks whether new storage units have started.
+_LOOK_AGAIN_S = 0.1
 
 
 class Engine(QueueEngine):
@@ -58,23 +63,47 @@ class Engine(QueueEngine):
     def _ask_book(self, method: str, *args: Any, timeout_s: float) -> Any:
         return self.call(UNITS, method, *args, timeout_s=timeout_s)
 
-    def units(self, *, timeout_s: float) -> tuple[list[UnitRecord], list[str]]:
-        """The storage units, and the newest failures of units as text. Raises as `call`."""
-        found: tuple[list[UnitRecord], list[str]] = self._ask_book("records", timeout_s=timeout_s)
-        return found
+    def units(self, *, timeout_s: float) -> list[UnitInfo]:
+        """The storage units. Raises as `call`."""
+        units, _ = self._ask_book("records", timeout_s=timeout_s)
+        return list(units)
 
-    def add_units(self, count: int, *, timeout_s: float) -> None:
-        """Asks for more storage units. They start later. Raises as `call`."""
-        self._ask_book("add_units", count, timeout_s=timeout_s)
+    def add_units(self, count: int, *, timeout_s: float) -> list[UnitInfo]:
+        """Starts storage units, and waits until they take rows. Returns them.
+
+        Raises:
+            BackendUnavailableError: The cluster lacks the CPUs, or one failed to start. Others may run.
+            OperationTimeoutError: They did not start in time. They may start later.
+            ClientClosedError: As for `call`.
+        """
+        deadline = time.monotonic() + timeout_s
+        check_cpus(self.config.model_copy(update={"num_storage_units": count, "controller_num_cpus": 0}), deadline)
+        names = self._ask_book("add_units", count, timeout_s=timeout_s)
+        while True:
+            units, failures = self._ask_book("records", timeout_s=max(0.0, deadline - time.monotonic()))
+            mine = [each for each in units if each.name in names]
+            if len([each for each in mine if each.state != "removed"]) < count:
+                why = [each for each in failures if each.partition(":")[0] in names]
+                raise BackendUnavailableError(f"{count} storage units were to start, but: {'; '.join(why)}")
+            if all(each.state != "starting" for each in mine):
+                return mine
+            if time.monotonic() + _LOOK_AGAIN_S >= deadline:
+                waiting = [each.name for each in mine if each.state == "starting"]
+                raise OperationTimeoutError(f"{preview(waiting)} did not start in time. They may start later.")
+            time.sleep(_LOOK_AGAIN_S)
 
     def remove_unit(self, name: str, *, now: bool, timeout_s: float) -> None:
         """A unit gets no more rows, and ends when its last row is deleted; with ``now`` at once, its rows are lost.
+
+        With ``now``, this client knows it when this returns. Others may still read its rows for a moment.
 
         Raises:
             InvalidRequestError: There is no such unit, or no other one that takes rows.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
+        deadline = time.monotonic() + timeout_s
         self._ask_book("remove_unit", name, now, timeout_s=timeout_s)
+        self._places.refresh(deadline - time.monotonic())
 
     def put_rows(
         self,
@@ -209,7 +238,7 @@ class Engine(QueueEngine):
         """
         handles = np.asarray(handles, dtype=np.int64)
         if not len(handles):
-            return None
+            return
 
         def request(unit: Peer, token: str, chunk: _wire.Chunk) -> Request:
             return Request(

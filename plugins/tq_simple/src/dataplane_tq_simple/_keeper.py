@@ -79,10 +79,12 @@ class Keeper:
         self._context = zmq.Context()
         self._ears: dict[str, _Ear] = {}
         self._asked: dict[str, _Asked] = {}
+        self._handles: dict[str, Any] = {}  # by actor; Ray ends an actor that this created when its handle is gone
 
     def begin(self, units: list[tuple[str, str, Started]]) -> None:
         """Takes over the units that run, and starts the thread."""
-        self._book.begin(units)
+        self._handles = {actor: lookup(actor) for _, actor, _ in units}
+        self._book.begin(self._instance.unit_prefix(self._config), units)
         threading.Thread(target=self._keep, name="dataplane-units", daemon=True).start()
 
     def _keep(self) -> None:
@@ -157,9 +159,7 @@ class Keeper:
                 del self._asked[name]
             elif asked.ref is None:
                 if now >= asked.ask_at:
-                    handle = lookup(actors[name])
-                    if handle is not None:
-                        asked.ref = self._instance.ask_unit(handle)
+                    asked.ref = self._instance.ask_unit(self._handles[actors[name]])
                     asked.ask_at = now + _ASK_S
             elif ray.wait([asked.ref], timeout=0)[0]:
                 ref, asked.ref = asked.ref, None
@@ -184,13 +184,12 @@ class Keeper:
 
     def _create(self) -> None:
         """Creates the units that were asked for, on the nodes with the fewest units."""
-        prefix = self._instance.unit_prefix(self._config)
-        while (new := self._book.new_unit(prefix)) is not None:
+        while (new := self._book.new_unit()) is not None:
             name, actor = new
             try:
                 count = collections.Counter(started.node for _, _, started in self._book.live())
                 node = min(nodes_for_units(), key=lambda each: count[each])
-                self._instance.create_unit(self._config, actor, node)
+                self._handles[actor] = self._instance.create_unit(self._config, actor, node)
             except Exception as error:
                 _logger.exception("creating %s failed", actor)
                 self._book.failed(name, f"{type(error).__name__}: {error}")
@@ -198,6 +197,4 @@ class Keeper:
     def _end_removed(self) -> None:
         """Ends the units that are drained."""
         for actor in self._book.removed(self._sampler.garbage):
-            handle = lookup(actor)
-            if handle is not None:
-                ray.kill(handle, no_restart=True)
+            ray.kill(self._handles.pop(actor), no_restart=True)

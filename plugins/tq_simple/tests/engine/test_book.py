@@ -20,7 +20,7 @@ def started(index: int, life: str = "a", node: str = "n0") -> Started:
 @pytest.fixture
 def book() -> UnitBook:
     book = UnitBook()
-    book.begin([(f"unit-{index}", f"actor-{index}", started(index, node=f"n{index}")) for index in range(3)])
+    book.begin("actor-", [(f"unit-{index}", f"actor-{index}", started(index, node=f"n{index}")) for index in range(3)])
     return book
 
 
@@ -51,10 +51,11 @@ def test_a_put_is_spread_over_all_units_that_hold_about_as_much(book: UnitBook) 
 
 def test_a_new_unit_gets_more_until_it_holds_as_much_as_the_others(book: UnitBook) -> None:
     put(book, [1000] * 30)
-    book.add_units(1)
-    name, _ = book.new_unit("prefix/") or pytest.fail("no unit is created")
-    assert name == "unit-3"
-    assert book.new_unit("prefix/") is None
+    (name,) = book.add_units(1)
+    assert not book.waiting(), "it is not created yet"
+    assert book.new_unit() == (name, f"actor-{name}") == ("unit-3", "actor-unit-3")
+    assert book.new_unit() is None
+    assert book.waiting() == [(name, f"actor-{name}")]
     assert set(units_of(book, put(book, [10] * 8), 8)) == {"unit-0", "unit-1", "unit-2"}  # it is starting
     book.started(name, started(3))
     for _ in range(200):

@@ -300,18 +300,24 @@ class UnitBook:
     def collected(self, refs: Iterable[Ref]) -> None:
         """The payload of these rows is deleted."""
         with self._lock:
+            positions: dict[int, list[int]] = {}
             for write_id, position in refs:
+                positions.setdefault(write_id, []).append(position)
+            for write_id, gone in positions.items():
                 stored = self._stored.get(write_id)
-                life = self._life(write_id + position)
-                if stored is None or life is None:
+                if stored is None:
                     continue
-                stored.num_left -= 1
+                stored.num_left -= len(gone)
                 if not stored.num_left:
                     del self._stored[write_id]
-                self._rows_of_layout[write_id >> LAYOUT_BITS] -= 1
-                held = self._lives[life]
-                held.num_rows -= 1
-                held.size_bytes -= stored.row_bytes[position]
+                layout = write_id >> LAYOUT_BITS
+                self._rows_of_layout[layout] -= len(gone)
+                lives = [self._lives[life] for life in self._layouts[layout]]
+                first, num_lives, sizes = write_id & _NUMBER, len(lives), stored.row_bytes
+                for position in gone:
+                    held = lives[(first + position) % num_lives]
+                    held.num_rows -= 1
+                    held.size_bytes -= sizes[position]
             self._forget()
             if any(unit.state == "draining" for unit in self._units.values()):
                 self.changed.set()

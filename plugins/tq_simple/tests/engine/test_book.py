@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.ledger.commands import Write
+from dataplane_core.ledger import commands
+from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple._book import LAYOUT_BITS, Started, UnitBook, life_of
 from dataplane_tq_simple._errors import UnitsGoneError
+from dataplane_tq_simple._service import PlacingLedgerService
 
 
 def started(index: int, life: str = "a", node: str = "n0") -> Started:
@@ -26,7 +28,7 @@ def book() -> UnitBook:
 
 def put(book: UnitBook, row_bytes: Sequence[int], node: str | None = None) -> int:
     write_id = book.place(len(row_bytes), sum(row_bytes), node)
-    book.add([Write(write_id, ["x"], list(row_bytes))])
+    book.add([commands.Write(write_id, ["x"], list(row_bytes))])
     return write_id
 
 
@@ -154,3 +156,26 @@ def test_what_is_gone_is_forgotten(book: UnitBook) -> None:
     assert len(view.lives) <= 5
     assert len(view.layouts) <= 3
     assert book.view(view.version) is None
+
+
+def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(book: UnitBook) -> None:
+    service = PlacingLedgerService(None)
+    service.use_book(book)
+    service.call(commands.Register("p", ["x"], None, ["t"], None, {}, "epoch"))
+    spec = FieldSpec(kind="object")
+    ids = [f"s{row}" for row in range(6)]
+    begin = commands.BeginPut("p", ids, {"x": spec}, [10] * 6, ttl_s=60.0)
+    kept, lost, near = service.call(begin), service.call(begin), service.begin_put(begin, "n2")
+    assert units_of(book, near, 6) == {"unit-2": 6}
+    service.call(commands.CommitPut(kept))
+    book.ended("unit-0", "0a")
+    with pytest.raises(UnitsGoneError, match="Nothing was written"):
+        service.call(commands.CommitPut(lost))
+    (part,) = service.call(commands.Locate("p", ids, ["x"])).parts
+    assert part.write_id == kept
+    refs = service.call(commands.AbortPut(lost))
+    assert len(refs) == 6
+    service.call(commands.Collected(refs))
+    service.call(commands.CommitPut(near))  # it has no row on the unit that ended
+    service.call(commands.Collected([(kept, row) for row in range(6)]))
+    assert [each.num_rows + each.num_lost for each in book.records()[0]] == [0, 0, 6]

@@ -212,7 +212,8 @@ def test_a_crashed_owner_takes_its_instance_along(
         controller_pid = int(owner.stdout.readline())
         with Engine.attach(TQSimpleConfig(instance="crash")) as attached:
             assert attached.call("get", "key", timeout_s=10) is None
-            pids = [controller_pid, unit_pid("crash", 0)]
+            attached.add_units(1, timeout_s=60)
+            pids = [controller_pid, unit_pid("crash", 0), unit_pid("crash", 1)]
             owner.send_signal(signal.SIGKILL)
             owner.wait(timeout=30)
             wait_until_gone(*pids)

@@ -398,7 +398,7 @@ def test_a_dead_storage_unit_is_named(connect, ray_address, runs):
     client.put_samples(ids(4), "p", rows(4, 1000))
     os.kill(unit_pid(client), signal.SIGKILL)
     for attempt in (lambda: client.get_samples(ids(4), "p", ["x"]), lambda: client.put_samples(["b"], "p", rows(1, 9))):
-        with pytest.raises(BackendUnavailableError, match="storage unit 0 of instance 'mortal' is dead"):
+        with pytest.raises(BackendUnavailableError, match="storage unit-0 of instance 'mortal' is dead"):
             attempt()
     pid = master_pid(client)
     client.close()

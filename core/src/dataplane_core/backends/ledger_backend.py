@@ -77,8 +77,9 @@ from dataplane_core.spec import (
 
 __all__ = ["LEDGER_CAPABILITIES", "CapacityOptions", "LedgerBackend", "RefsGoneError"]
 
-#: The capabilities of every backend on a ledger. A ledger on one host, which serves all clients, also has ``clients``.
-LEDGER_CAPABILITIES: Final[frozenset[Capability]] = (OPERATIONS - {Capability.CLIENTS}) | {
+#: The capabilities of every backend on a ledger. A ledger on one host, which serves all clients, also has ``clients``;
+#: one whose payload is in processes that come and go, ``units``.
+LEDGER_CAPABILITIES: Final[frozenset[Capability]] = (OPERATIONS - {Capability.CLIENTS, Capability.UNITS}) | {
     Capability.FENCED,
     Capability.ATOMIC_OVERWRITE,
 }

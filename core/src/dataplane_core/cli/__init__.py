@@ -1,5 +1,5 @@
-"""The `dataplane` command: lists backends, checks this machine, looks into a store, draws a run, runs the kit, starts a
-plugin.
+"""The `dataplane` command: lists backends, checks this machine, looks into a store, changes its storage units, draws a
+run, runs the kit, starts a plugin.
 
 Operators and storage authors run it. No other module of the package imports it.
 """
@@ -61,6 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     metrics.add_argument("config", metavar="CONFIG", help="the config file that its processes use")
     metrics.add_argument("--host", default="127.0.0.1", help="the address to listen on; default: 127.0.0.1")
     metrics.add_argument("--port", type=int, default=0, help="its port; default: a free one, which is printed")
+
+    units = commands.add_parser("units", help="list, add or remove the storage units of a running store")
+    units.add_argument("config", metavar="CONFIG", help="the config file that its processes use")
+    actions = units.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="show each unit with the rows that it holds, or that were lost with it")
+    adding = actions.add_parser("add", help="start more units, which get new rows")
+    adding.add_argument("count", type=int, metavar="N", help="how many")
+    removing = actions.add_parser("remove", help="a unit gets no more rows, and ends when its last row is cleared")
+    removing.add_argument("unit", metavar="UNIT", help="its name, as list shows it")
+    removing.add_argument("--now", action="store_true", help="it ends at once: its rows are lost")
+    for action in actions.choices.values():
+        action.add_argument("--json", action="store_true", help="print JSON")
 
     flow = commands.add_parser("flow", help="draw a run, or a running store: an HTML page and an SVG")
     flow.add_argument(
@@ -131,6 +143,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from dataplane_core.cli._metrics import run as serve_metrics
 
             return serve_metrics(chosen.config, host=chosen.host, port=chosen.port)
+        if chosen.command == "units":
+            from dataplane_core.cli._units import run as change_units
+
+            if chosen.action == "add" and chosen.count < 1:
+                parser.error(f"units add {chosen.count}: expected a number of 1 or more")
+            return change_units(
+                chosen.config,
+                add=chosen.count if chosen.action == "add" else 0,
+                remove=chosen.unit if chosen.action == "remove" else None,
+                now=chosen.action == "remove" and chosen.now,
+                as_json=chosen.json,
+            )
         if chosen.command == "flow":
             from dataplane_core.cli._flow import draw_files, draw_store
 

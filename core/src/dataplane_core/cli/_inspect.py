@@ -18,7 +18,7 @@ from dataplane_core.errors import LeaseHolder, MissingDataError, UnknownPartitio
 from dataplane_core.plugins import connect
 from dataplane_core.spec import Capability, ClientInfo, FieldSpec, PartitionDescription
 
-__all__ = ["attach", "call_text", "client_report", "lag_of", "partition_report", "run", "size_text"]
+__all__ = ["attach", "call_text", "client_report", "lag_of", "partition_report", "run", "size_text", "table"]
 
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 _STACKS_TIMEOUT_S: Final = 20.0
@@ -240,7 +240,7 @@ def _lines(report: Mapping[str, Any], *, fields: bool) -> list[str]:
             for task, counts in found["tasks"].items()
         ]
         if rows:
-            lines += _table(["task", "ready", "leased", "consumed", "per s"], rows, right=range(1, 5))
+            lines += table(["task", "ready", "leased", "consumed", "per s"], rows, right=range(1, 5))
         lines += [
             f"  {task} {_held(lease)}, {lease['left_s']} s left: {lease['holder']}."
             for task, counts in found["tasks"].items()
@@ -253,7 +253,7 @@ def _lines(report: Mapping[str, Any], *, fields: bool) -> list[str]:
                 lines.append(f"  The oldest sample that {task} has not consumed is {oldest['sample_id']}; it {lacks}.")
         if fields and found["fields"]:
             shown = [[name, each["cells"] if each else "not written"] for name, each in found["fields"].items()]
-            lines += _table(["field", "cells"], shown)
+            lines += table(["field", "cells"], shown)
     if report["clients"]:
         lines += ["", "clients, as they announced themselves:"]
         rows = [
@@ -267,7 +267,7 @@ def _lines(report: Mapping[str, Any], *, fields: bool) -> list[str]:
             ]
             for each in report["clients"]
         ]
-        lines += _table(["host", "process", "role", "open s", "heard s ago", "in flight"], rows, right=(1, 3, 4))
+        lines += table(["host", "process", "role", "open s", "heard s ago", "in flight"], rows, right=(1, 3, 4))
     for pid, stacks in report.get("stacks", {}).items():
         lines += ["", f"stacks of process {pid}:", *(f"  {line}" for line in stacks.splitlines())]
     return lines
@@ -288,7 +288,8 @@ def call_text(client: Mapping[str, Any]) -> str:
     return f"{first['operation']}{where} for {first['running_s']:.0f} s{others}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Lines of a table. ``right``: the columns that are aligned to the right."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     return [
         "  "

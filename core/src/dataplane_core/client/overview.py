@@ -8,10 +8,11 @@ from typing import Final
 
 from dataplane_core.client.checks import check_counts, check_ids, check_name
 from dataplane_core.client.connection import Connection
-from dataplane_core.errors import UnknownTaskError, preview
+from dataplane_core.errors import InvalidRequestError, UnknownTaskError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     Capability,
+    ChangeUnitsRequest,
     ClientInfo,
     ClientList,
     ExportRequest,
@@ -21,6 +22,7 @@ from dataplane_core.spec import (
     ListClientsRequest,
     ListPartitionsRequest,
     ListRequest,
+    ListUnitsRequest,
     PartitionDescription,
     PartitionList,
     PartitionState,
@@ -28,6 +30,8 @@ from dataplane_core.spec import (
     SetCursorRequest,
     SettleReply,
     TagFilter,
+    UnitInfo,
+    UnitList,
     check_tag_filter,
     lengths_of,
 )
@@ -212,6 +216,59 @@ class Overview(Connection):
             request = ListClientsRequest(deadline=self._deadline())
             found = self._call("list_clients", request, ClientList).clients
             return sorted(found, key=lambda client: (client.host, client.pid, client.client_id))
+
+    def list_units(self) -> list[UnitInfo]:
+        """The storage units: the processes that hold the payload, in order of their first start.
+
+        Raises:
+            UnsupportedOperationError: The backend does not declare ``units``.
+        """
+        with self._operation("list_units"):
+            self._require(Capability.UNITS, "list_units")
+            return list(self._call("list_units", ListUnitsRequest(deadline=self._deadline()), UnitList).units)
+
+    def add_units(self, count: int) -> list[UnitInfo]:
+        """Starts storage units, which get rows of later puts. Blocks until they do, at most ``op_timeout_s``.
+
+        Args:
+            count: How many, 1 or more.
+
+        Returns:
+            The new units.
+
+        Raises:
+            InvalidRequestError: A count below 1.
+            BackendUnavailableError: One could not be started. Others may have been.
+            UnsupportedOperationError: The backend does not declare ``units``.
+        """
+        with self._operation("add_units"):
+            self._require(Capability.UNITS, "add_units")
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise InvalidRequestError(f"add_units({count!r}) refused. Expected a number of 1 or more.")
+            request = ChangeUnitsRequest(add=count, deadline=self._deadline())
+            return list(self._call("change_units", request, UnitList).units)
+
+    def remove_unit(self, name: str, *, now: bool = False) -> UnitInfo | None:
+        """Has a storage unit end: when the last of its rows is cleared, or at once. Does not wait for that.
+
+        From now on it gets no more rows. Until it ends, its rows are read as before.
+
+        Args:
+            name: The unit.
+            now: End it at once. Its rows are lost: a read of them raises `LostSamplesError`.
+
+        Returns:
+            The unit, or None if it has ended already.
+
+        Raises:
+            InvalidRequestError: There is no such unit, or no other one that takes rows.
+            UnsupportedOperationError: The backend does not declare ``units``.
+        """
+        with self._operation("remove_unit"):
+            self._require(Capability.UNITS, "remove_unit")
+            check_name("name", name)
+            request = ChangeUnitsRequest(remove=name, now=now, deadline=self._deadline())
+            return next(iter(self._call("change_units", request, UnitList).units), None)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 

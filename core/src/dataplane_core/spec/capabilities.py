@@ -18,7 +18,7 @@ __all__ = ["GUARANTEES", "OPERATIONS", "Capability", "Scope", "WireFormat"]
 class Capability(StrEnum):
     """An operation or guarantee that a backend may declare.
 
-    The first ten are operations. If a backend does not declare one, the client refuses it with
+    The first eleven are operations. If a backend does not declare one, the client refuses it with
     `UnsupportedOperationError`. The rest are guarantees. The conformance kit tests what is declared, and that the
     client refuses the operations that are not.
     """
@@ -41,6 +41,8 @@ class Capability(StrEnum):
     """Claims with a ``sampler`` and ``dp_rank``."""
     CLIENTS = "clients"
     """`list_clients`. Clients announce themselves."""
+    UNITS = "units"
+    """`list_units`, `add_units`, `remove_unit`: the processes that hold the payload may change during a run."""
     OVERWRITE = "overwrite"
     """A put may replace cells that are already produced."""
 
@@ -67,6 +69,7 @@ OPERATIONS: Final[frozenset[Capability]] = frozenset(
         Capability.CURSORS,
         Capability.SAMPLERS,
         Capability.CLIENTS,
+        Capability.UNITS,
         Capability.OVERWRITE,
     }
 )

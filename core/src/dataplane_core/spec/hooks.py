@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CONTRACT_VERSION",
     "AckRequest",
+    "ChangeUnitsRequest",
     "Claim",
     "ClaimRequest",
     "ClearReply",
@@ -47,6 +48,7 @@ __all__ = [
     "InspectRequest",
     "ListPartitionsRequest",
     "ListRequest",
+    "ListUnitsRequest",
     "NackRequest",
     "PartitionDescription",
     "PartitionInfo",
@@ -62,6 +64,8 @@ __all__ = [
     "SettleReply",
     "SharedRows",
     "TaskDescription",
+    "UnitInfo",
+    "UnitList",
     "Wake",
     "WireBatch",
     "WireColumn",
@@ -413,6 +417,30 @@ class ListClientsRequest:
     deadline: float
 
 
+@dataclass(slots=True, kw_only=True)
+class ListUnitsRequest:
+    """List the storage units."""
+
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ChangeUnitsRequest:
+    """Start storage units, or end one.
+
+    Attributes:
+        add: How many to start. 0: none.
+        remove: The one to end, or None.
+        now: Whether it ends at once, and its rows are lost. If not, it gets no more rows, and ends when it has none.
+        deadline: On `time.monotonic`'s clock, in seconds.
+    """
+
+    add: int = 0
+    remove: str | None = None
+    now: bool = False
+    deadline: float
+
+
 # --- replies: frozen --------------------------------------------------------------------------------------------------
 
 
@@ -635,6 +663,39 @@ class ClientList:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnitInfo:
+    """A storage unit: a process that holds payload.
+
+    Attributes:
+        name: Its name.
+        state: ``serving``; ``starting``, for the first time or again; ``draining``: it gets no more rows, and ends when
+            it has none; ``removed``: it ended, and samples that it held are not cleared yet.
+        node: The node that it runs on, or empty.
+        address: ``host:port`` where it is reached, or empty.
+        num_rows: Rows that it holds. One put writes one row of a sample, or a few.
+        size_bytes: Their payload.
+        num_lost: Rows that ended with it, or with an earlier life of it, and are not cleared yet.
+        num_starts: How often it was started.
+    """
+
+    name: str
+    state: Literal["serving", "starting", "draining", "removed"]
+    node: str = ""
+    address: str = ""
+    num_rows: int = 0
+    size_bytes: int = 0
+    num_lost: int = 0
+    num_starts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitList:
+    """All storage units, in order of their first start."""
+
+    units: Sequence[UnitInfo]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FieldList:
     """Which fields samples have.
 
@@ -844,6 +905,19 @@ class DataPlaneSpec:
     @hookspec(firstresult=True)
     def list_clients(self, request: ListClientsRequest) -> ClientList:  # type: ignore[empty-body]
         """Lists the clients that were announced and whose time is not over."""
+
+    @hookspec(firstresult=True)
+    def list_units(self, request: ListUnitsRequest) -> UnitList:  # type: ignore[empty-body]
+        """Lists the storage units."""
+
+    @hookspec(firstresult=True)
+    def change_units(self, request: ChangeUnitsRequest) -> UnitList:  # type: ignore[empty-body]
+        """Starts storage units and waits until they serve, or has one end. Replies the new or changed ones.
+
+        Raises:
+            InvalidRequestError: There is no such unit, or no other one that takes rows.
+            BackendUnavailableError: One could not be started.
+        """
 
     @hookspec(firstresult=True)
     def export_partition(self, request: ExportRequest) -> PartitionState:  # type: ignore[empty-body]

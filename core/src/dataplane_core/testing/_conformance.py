@@ -41,6 +41,7 @@ from dataplane_core.testing.suites.room import RoomSuite
 from dataplane_core.testing.suites.samplers import SamplerSuite
 from dataplane_core.testing.suites.smoke import SmokeSuite
 from dataplane_core.testing.suites.tag_filters import TagFilterSuite
+from dataplane_core.testing.suites.units import UnitSuite
 from dataplane_core.testing.suites.wakes import WakeSuite
 
 __all__ = ["SUITES", "BackendConformance"]
@@ -68,6 +69,7 @@ class BackendConformance(
     ListingSuite,
     SamplerSuite,
     ClientSuite,
+    UnitSuite,
     WakeSuite,
     TagFilterSuite,
     LeaseSuite,

@@ -14,6 +14,7 @@ from dataplane_core.spec import (
     AckRequest,
     AnnounceReply,
     AnnounceRequest,
+    ChangeUnitsRequest,
     Claim,
     ClaimRequest,
     ClearReply,
@@ -26,6 +27,7 @@ from dataplane_core.spec import (
     GetRequest,
     ListClientsRequest,
     ListRequest,
+    ListUnitsRequest,
     NackRequest,
     PartitionInfo,
     PutReply,
@@ -35,6 +37,8 @@ from dataplane_core.spec import (
     SampleList,
     SettleReply,
     TagFilter,
+    UnitInfo,
+    UnitList,
     WireBatch,
     check_tag_filter,
 )
@@ -200,6 +204,15 @@ class Hooks:
     def clients(self) -> Sequence[ClientInfo]:
         """``list_clients``."""
         return self._call("list_clients", ListClientsRequest(deadline=self._deadline()), ClientList).clients
+
+    def units(self) -> Sequence[UnitInfo]:
+        """``list_units``."""
+        return self._call("list_units", ListUnitsRequest(deadline=self._deadline()), UnitList).units
+
+    def change_units(self, *, add: int = 0, remove: str | None = None, now: bool = False) -> Sequence[UnitInfo]:
+        """``change_units``."""
+        request = ChangeUnitsRequest(add=add, remove=remove, now=now, deadline=self._deadline())
+        return self._call("change_units", request, UnitList).units
 
     def _settle(
         self,

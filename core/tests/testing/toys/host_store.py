@@ -117,7 +117,12 @@ class HostOptions(CapacityOptions):
 class HostStore(RowStoreBackend):
     """Starts its server with bootstrap, attaches to it without."""
 
-    capabilities = frozenset(Capability) - {Capability.DURABLE, Capability.NO_PICKLE, Capability.WAKES}
+    capabilities = frozenset(Capability) - {
+        Capability.DURABLE,
+        Capability.NO_PICKLE,
+        Capability.UNITS,
+        Capability.WAKES,
+    }
     scope = Scope.HOST
     Config = HostOptions
 

@@ -22,6 +22,7 @@ class NoopBackend(LedgerBackend):
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.PROCESS
     why_not_declared: ClassVar[Mapping[str, str]] = {
+        Capability.UNITS: "the client's own process holds the payload",
         "scope": "a store is memory of one process, which no other process can reach",
         Capability.DURABLE: "a store ends with its process",
     }

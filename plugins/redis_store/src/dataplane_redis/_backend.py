@@ -86,9 +86,10 @@ class RedisBackend(Backend):
     """
 
     wire = WireFormat(bytes=True, shared_rows=True)
-    capabilities = frozenset(Capability) - {Capability.SAMPLERS, Capability.WAKES}
+    capabilities = frozenset(Capability) - {Capability.SAMPLERS, Capability.UNITS, Capability.WAKES}
     why_not_declared: ClassVar = {
         Capability.SAMPLERS: "the server's scripts give samples in order of first write only",
+        Capability.UNITS: "one server holds the payload",
         Capability.WAKES: "the server's scripts do not keep the claims that wait",
     }
     scope = Scope.CLUSTER

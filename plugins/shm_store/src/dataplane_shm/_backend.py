@@ -63,6 +63,7 @@ class ShmBackend(LedgerBackend):
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.HOST
     why_not_declared: ClassVar[Mapping[str, str]] = {
+        Capability.UNITS: "one piece of shared memory holds the payload",
         "scope": "memory is shared by the processes of one host only",
         Capability.DURABLE: "a store is memory, which ends with its processes",
     }

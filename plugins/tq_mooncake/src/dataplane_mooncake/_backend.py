@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dataplane_core.backends import Finding
+from dataplane_core.spec import Capability
 from dataplane_mooncake._diagnosis import diagnose
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import check_distributions, check_library, check_master, check_rdma
@@ -25,6 +26,10 @@ class TQMooncakeBackend(QueueBackend["Engine"]):
     # large rows may take longer, for reads of a few fields that take a tenth of the time
     row_cost_bytes = 40 << 10
     apart_share = 0.25
+    why_not_declared: ClassVar[Mapping[str, str]] = {
+        **QueueBackend.why_not_declared,
+        Capability.UNITS: "Mooncake's master chooses the segment of a row, and cannot be told to spare one",
+    }
 
     @classmethod
     def _engine_class(cls) -> type[Engine]:

@@ -139,7 +139,7 @@ class MooncakeInstance(Instance):
         return {"config": config.model_dump()}
 
     @staticmethod
-    def _ask_unit(handle: Any) -> Any:
+    def ask_unit(handle: Any) -> Any:
         return handle.describe.remote()
 
     @staticmethod

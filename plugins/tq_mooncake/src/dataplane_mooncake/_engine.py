@@ -219,6 +219,9 @@ class _Watch:
             self._master.check(every_s=0.25)
         self._units.check()
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def describe(self) -> str:
         """What is known about the units, as a sentence."""
         return self._units.describe()

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, RefsGoneError, RowStoreBackend
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.ledger import Command, LedgerService, Reply
-from dataplane_core.spec import Capability, Scope
+from dataplane_core.ledger import Command, LedgerService, Ref, Reply, commands
+from dataplane_core.spec import Capability, ChangeUnitsRequest, ListUnitsRequest, PutRequest, Scope, UnitList
 from dataplane_tq_simple._diagnosis import diagnose
-from dataplane_tq_simple._errors import RowsGoneError
+from dataplane_tq_simple._errors import RowsGoneError, UnitsGoneError
 from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
 
 if TYPE_CHECKING:
+    from dataplane_core.backends import Bundle
     from dataplane_tq_simple._engine import Engine
     from dataplane_tq_simple._queue import QueueEngine
 
@@ -26,6 +27,9 @@ _Engine = TypeVar("_Engine", bound="QueueEngine")
 
 #: The TransferQueue field that holds the joined cells of a sample.
 _COLUMN = "dataplane"
+
+#: Seconds after which a put is tried again whose storage unit ended.
+_AGAIN_S = 0.1
 
 
 class QueueBackend(RowStoreBackend, Generic[_Engine]):
@@ -50,6 +54,11 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
         """The engine's class. Imported only here, so that importing the backend does not import Ray."""
 
     @classmethod
+    def _service_class(cls) -> type[LedgerService]:
+        """The class of the ledger in the controller."""
+        return LedgerService
+
+    @classmethod
     def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
         """Options of an instance that shares nothing but the Ray cluster with that of ``options``."""
         name = options.get("instance", QueueConfig.model_fields["instance"].default)
@@ -68,7 +77,7 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
         """Starts the instance on Ray, or attaches to it."""
         engine_class = self._engine_class()
         if bootstrap:
-            service = functools.partial(LedgerService, self.config.capacity_bytes)
+            service = functools.partial(self._service_class(), self.config.capacity_bytes)
             self._engine = engine_class.bootstrap(self.config, service, timeout_s=left_s(deadline))
         else:
             # the engine waits itself: each new try would connect this process to Ray again
@@ -98,12 +107,48 @@ class TQSimpleBackend(QueueBackend["Engine"]):
     """All clients of an instance connect to one controller and its storage units, from any node of the Ray cluster."""
 
     Config = TQSimpleConfig
+    capabilities = QueueBackend.capabilities | {Capability.UNITS}
 
     @classmethod
     def _engine_class(cls) -> type[Engine]:
         from dataplane_tq_simple._engine import Engine
 
         return Engine
+
+    @classmethod
+    def _service_class(cls) -> type[LedgerService]:
+        from dataplane_tq_simple._service import PlacingLedgerService
+
+        return PlacingLedgerService
+
+    def _begin(self, begin: commands.BeginPut, bundles: Sequence[Bundle], deadline: float) -> int:
+        engine = self._connected()
+        node = engine.node if self.config.near_writer else None
+        write_id: int = engine.call("begin_put", begin, node, timeout_s=left_s(deadline))
+        return write_id
+
+    def _put(self, request: PutRequest, bundles: Sequence[Bundle], ticket: Any) -> Sequence[Ref]:
+        """Tries a put again on other units where one of its units ended before it was committed."""
+        while True:
+            try:
+                return super()._put(request, bundles, ticket)
+            except UnitsGoneError:
+                if left_s(request.deadline) <= 2 * _AGAIN_S:
+                    raise
+                time.sleep(_AGAIN_S)
+
+    def list_units(self, request: ListUnitsRequest) -> UnitList:
+        """Asks the controller."""
+        return UnitList(units=self._connected().units(timeout_s=left_s(request.deadline)))
+
+    def change_units(self, request: ChangeUnitsRequest) -> UnitList:
+        """Has the controller start or end units."""
+        engine = self._connected()
+        if request.remove is None:
+            return UnitList(units=engine.add_units(request.add, timeout_s=left_s(request.deadline)))
+        engine.remove_unit(request.remove, now=request.now, timeout_s=left_s(request.deadline))
+        units = engine.units(timeout_s=left_s(request.deadline))
+        return UnitList(units=[each for each in units if each.name == request.remove])
 
     def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
         self._connected().put_rows(handles, buffer, offsets, column=_COLUMN, timeout_s=left_s(deadline))
@@ -112,7 +157,7 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         try:
             return self._connected().get_rows(handles, column=_COLUMN, timeout_s=left_s(deadline))
         except RowsGoneError as error:
-            raise RefsGoneError(error.message) from error
+            raise RefsGoneError(error.message, handles=error.handles if error.exact else ()) from error
 
     def _delete_rows(self, handles: Sequence[int], deadline: float) -> None:
         self._connected().delete_rows(handles, timeout_s=left_s(deadline))

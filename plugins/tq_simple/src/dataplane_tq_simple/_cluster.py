@@ -34,13 +34,24 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     preview,
 )
+from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._exchange import Peer
 from dataplane_tq_simple._ray_calls import end_within, refuse_fork
 from dataplane_tq_simple._sampler import LedgerSampler
 from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig
 
-__all__ = ["ActorWatch", "Instance", "RaySession", "check_cpus", "cpu_error", "get_within"]
+__all__ = [
+    "NAMESPACE",
+    "ActorWatch",
+    "Instance",
+    "RaySession",
+    "check_cpus",
+    "cpu_error",
+    "get_within",
+    "lookup",
+    "nodes_for_units",
+]
 
 NAMESPACE = "dataplane"
 
@@ -66,6 +77,15 @@ class Controller(TransferQueueController.__ray_metadata__.modified_class):  # ty
 
     A worker process that imports it imports dataplane_core first, which keeps torch's compiler from loading.
     """
+
+    _keeper: Any = None
+
+    def keep_units(self, instance: type[Instance], config: Any, units: list[tuple[str, str, Started]]) -> None:
+        """Starts to watch the storage units of the instance: names, actors, and what they said."""
+        from dataplane_tq_simple._keeper import Keeper
+
+        self._keeper = Keeper(instance, config, self.sampler)
+        self._keeper.begin(units)
 
 
 class RaySession:
@@ -168,7 +188,7 @@ class Instance(ABC):
     Attributes:
         config: The options that it was bootstrapped with.
         controller: The controller.
-        units: The storage units. In ``tq_simple``, handle h is on unit ``h % len(units)``.
+        units: The storage units with which it was started.
         details: Further values for attaching clients; picklable.
     """
 
@@ -178,6 +198,8 @@ class Instance(ABC):
     distribution: ClassVar[str]
     #: A number that changes when clients of different versions of the distribution cannot share an instance.
     protocol: ClassVar[int]
+    #: Whether the controller watches the units: Ray starts one that died again, and units come and go while it runs.
+    keeps_units: ClassVar[bool] = False
 
     def __init__(self, config: Any, controller: Peer, units: Sequence[Peer], handles: dict[str, Any]):
         self.config = config
@@ -200,7 +222,7 @@ class Instance(ABC):
 
     @staticmethod
     @abstractmethod
-    def _ask_unit(handle: Any) -> Any:
+    def ask_unit(handle: Any) -> Any:
         """Asks a unit for its address. Returns a Ray reference to the answer, for `_unit_address`."""
 
     @staticmethod
@@ -231,8 +253,7 @@ class Instance(ABC):
         """
         check_cpus(config, deadline)
         cls._refuse_if_running_or_broken(config, deadline)
-        env = {"env_vars": {name: os.environ.get(name, value) for name, value in _ACTOR_ENV.items()}}
-        common = {"namespace": NAMESPACE, "max_restarts": 0, "runtime_env": env}
+        common = {"namespace": NAMESPACE, "max_restarts": 0, "runtime_env": _actor_env()}
         handles: dict[str, Any] = {}
         try:
             sampler = LedgerSampler(service_factory)
@@ -240,26 +261,16 @@ class Instance(ABC):
             controller = ray.remote(Controller).options(name=name, num_cpus=config.controller_num_cpus, **common)
             create = functools.partial(controller.remote, sampler=sampler, polling_mode=True)
             handles[name] = _create(config, name, create, deadline)
-            unit_class = ray.remote(cls._unit_class())
-            nodes = _nodes_for_units()
+            nodes = nodes_for_units()
             for index in range(config.num_storage_units):
-                name = f"{cls._controller_name(config)}/unit-{index}"
-                unit = unit_class.options(
-                    name=name,
-                    num_cpus=config.unit_num_cpus,
-                    # soft: a unit that reserves CPUs may have to go to another node
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(
-                        nodes[index % len(nodes)], soft=config.unit_num_cpus > 0
-                    ),
-                    **common,
-                )
-                create = functools.partial(unit.remote, **cls._unit_arguments(config))
+                name = f"{cls.unit_prefix(config)}unit-{index}"
+                create = functools.partial(cls.create_unit, config, name, nodes[index % len(nodes)])
                 handles[name] = _create(config, name, create, deadline)
             info, *answers = cls._wait_for_start(config, handles, deadline)
             controller_name, *unit_names = handles
             peer = Peer("controller", controller_name, info.ip, info.ports["request_handle_socket"])
             units = [
-                Peer(f"storage unit {index}", actor, *cls._unit_address(answer))
+                Peer(f"storage unit-{index}", actor, *cls._unit_address(answer))
                 for index, (actor, answer) in enumerate(zip(unit_names, answers, strict=True))
             ]
             num_nodes = sum(node["Alive"] for node in ray.nodes())
@@ -267,6 +278,10 @@ class Instance(ABC):
                 check_address(each.ip, num_nodes=num_nodes, of=f"the address of the {each.name}")
             instance = cls(config, peer, units, handles)
             instance._prepare(answers, deadline)
+            if cls.keeps_units:
+                kept = [(name.rpartition("/")[2], name, each) for name, each in zip(unit_names, answers, strict=True)]
+                watching = handles[controller_name].keep_units.remote(cls, config, kept)
+                get_within(watching, "have the controller watch the storage units", deadline)
         except BaseException as error:
             _kill(handles)
             if isinstance(error, DataPlaneError) or not isinstance(error, Exception):
@@ -276,17 +291,41 @@ class Instance(ABC):
         return instance
 
     @classmethod
+    def unit_prefix(cls, config: QueueConfig) -> str:
+        """What the actor names of its units start with."""
+        return f"{cls._controller_name(config)}/"
+
+    @classmethod
+    def create_unit(cls, config: Any, name: str, node: str) -> Any:
+        """Creates the actor of a storage unit, which its creator owns.
+
+        Args:
+            config: The options of the instance.
+            name: The name of the actor.
+            node: The id of the node for it. A unit that reserves CPUs, or is started again, may get another one.
+        """
+        unit = ray.remote(cls._unit_class()).options(
+            name=name,
+            namespace=NAMESPACE,
+            num_cpus=config.unit_num_cpus,
+            max_restarts=-1 if cls.keeps_units else 0,
+            runtime_env=_actor_env(),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=cls.keeps_units or config.unit_num_cpus > 0),
+        )
+        return unit.remote(**cls._unit_arguments(config))
+
+    @classmethod
     def _refuse_if_running_or_broken(cls, config: QueueConfig, deadline: float) -> None:
         """Raises if an instance of this name runs, or if its controller is dead but its units still run.
 
         When the owner has died, Ray ends the units within seconds. So this waits a little for them.
         """
         name = cls._controller_name(config)
-        controller = _lookup(name)
+        controller = lookup(name)
         if controller is not None and not _is_dead(controller, deadline):
             raise _already_running(config)
         wait_until = min(deadline, time.monotonic() + _SETTLE_S)
-        while _lookup(f"{name}/unit-0") is not None:
+        while lookup(f"{name}/unit-0") is not None:
             if time.monotonic() >= wait_until:
                 raise AlreadyRunningError(
                     f"instance {config.instance!r} is broken: its controller is dead, but its storage units still run, "
@@ -300,7 +339,7 @@ class Instance(ABC):
         """Waits for the controller and the units, and returns their answers."""
         controller, *units = handles.items()
         refs = {controller[0]: controller[1].get_zmq_server_info.remote()}
-        refs |= {name: cls._ask_unit(handle) for name, handle in units}
+        refs |= {name: cls.ask_unit(handle) for name, handle in units}
         started, waiting = ray.wait(
             list(refs.values()), num_returns=len(refs), timeout=max(0.0, deadline - time.monotonic())
         )
@@ -335,7 +374,7 @@ class Instance(ABC):
     def stop(self) -> None:
         """Ends the actors, and waits a little until Ray has freed their names. For the process that started them."""
         if ray.is_initialized():
-            _kill(self._handles)
+            _kill(self._handles, self.unit_prefix(self.config))
 
     # --- attaching ---------------------------------------------------------------------------------------------------
 
@@ -349,13 +388,13 @@ class Instance(ABC):
             wait_s: How long to wait for an instance that does not exist yet, in seconds.
 
         Raises:
-            BackendUnavailableError: There is no such instance, or its storage units are gone.
+            BackendUnavailableError: There is no such instance, or its storage units are gone for good.
             OperationTimeoutError: Its controller does not answer, or never became ready.
         """
         name = cls._controller_name(config)
         give_up = wait_until = min(deadline, time.monotonic() + wait_s)
         while True:
-            controller = _lookup(name)
+            controller = lookup(name)
             description = None
             if controller is not None:
                 what = f"attach to instance {config.instance!r}: ask its controller for the configuration"
@@ -378,8 +417,10 @@ class Instance(ABC):
                 hint=f"Install the same version of {cls.distribution} everywhere.",
             )
         units = [Peer(*unit) for unit in description["units"]]
-        handles = {name: controller, **{unit.actor: _lookup(unit.actor) for unit in units}}
-        gone = [unit.name for unit in units if handles[unit.actor] is None]
+        handles = {name: controller}
+        if not cls.keeps_units:
+            handles |= {unit.actor: lookup(unit.actor) for unit in units}
+        gone = [unit.name for unit in units if handles.get(unit.actor, controller) is None]
         if gone:
             raise BackendUnavailableError(
                 f"instance {config.instance!r} is broken: {preview(gone)} of {len(units)} died.",
@@ -451,6 +492,9 @@ class ActorWatch:
         """Whether all of them have answered."""
         return self._connected and not self._asked
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def describe(self) -> str:
         """What is known, as a sentence."""
         if not self._connected:
@@ -465,6 +509,10 @@ class ActorWatch:
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _actor_env() -> dict[str, Any]:
+    return {"env_vars": {name: os.environ.get(name, value) for name, value in _ACTOR_ENV.items()}}
 
 
 def _cause(error: BaseException) -> str:
@@ -482,7 +530,7 @@ def _data_plane_error(error: BaseException) -> DataPlaneError | None:
     return cause if isinstance(cause, DataPlaneError) else None
 
 
-def _lookup(name: str) -> Any | None:
+def lookup(name: str) -> Any | None:
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
@@ -499,7 +547,7 @@ def get_within(ref: Any, what: str, deadline: float) -> Any:
         raise _data_plane_error(error) or BackendUnavailableError(f"{what}: {_cause(error)}") from error
 
 
-def _nodes_for_units() -> list[str]:
+def nodes_for_units() -> list[str]:
     """The nodes that get the units in turn, this node first. Without nodes that have no CPUs, if others have.
 
     Ray's own spread strategy looks at the reserved resources, but units reserve none.
@@ -516,7 +564,7 @@ def _create(config: QueueConfig, name: str, create: Callable[[], Any], deadline:
         try:
             return create()
         except ValueError as error:
-            holder = _lookup(name)
+            holder = lookup(name)
             if holder is None and not isinstance(error, ray.exceptions.ActorAlreadyExistsError):
                 raise
             if (holder is not None and not _is_dead(holder, deadline)) or time.monotonic() >= deadline:
@@ -576,16 +624,25 @@ def cpu_error(config: QueueConfig, free: float, total: float, whose: str) -> Bac
     )
 
 
-def _kill(handles: dict[str, Any]) -> None:
+def _kill(handles: dict[str, Any], prefix: str | None = None) -> None:
+    """Ends actors, the first one first. ``prefix``: then also those that the first one has started since."""
     if handles:
-        end_within(_END_ACTORS_S, f"end the actors {preview(list(handles))}", functools.partial(_kill_all, handles))
+        what = f"end the actors {preview(list(handles))}"
+        end_within(_END_ACTORS_S, what, functools.partial(_kill_all, handles, prefix))
 
 
-def _kill_all(handles: dict[str, Any]) -> None:
+def _kill_all(handles: dict[str, Any], prefix: str | None) -> None:
+    names = list(handles)
     for handle in handles.values():
         with contextlib.suppress(Exception):  # dead already
             ray.kill(handle, no_restart=True)
+    if prefix is not None:
+        actors = [each for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
+        for name in [each["name"] for each in actors if each["name"].startswith(prefix)]:
+            with contextlib.suppress(Exception):
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+            names.append(name)
     give_up = time.monotonic() + _SETTLE_S
-    for name in handles:
-        while _lookup(name) is not None and time.monotonic() < give_up:
+    for name in names:
+        while lookup(name) is not None and time.monotonic() < give_up:
             time.sleep(0.02)

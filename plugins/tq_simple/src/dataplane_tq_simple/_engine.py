@@ -1,5 +1,8 @@
 """The engine of ``tq_simple``: rows of bytes in the storage units of an instance.
 
+Units die and are started again, come and go. A handle says which life of a unit has its row (see `_book`). The rows of
+a life that has ended are gone.
+
 The service in the controller knows what the rows mean, which of them exist and who may have them. The engine only moves
 bytes. It gives every operation a deadline, and turns failures into clear errors.
 
@@ -9,22 +12,32 @@ Importing this module imports Ray and TransferQueue (`dataplane_tq_simple` itsel
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, OperationTimeoutError, preview
+from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple import _wire
-from dataplane_tq_simple._exchange import Peer, Request
+from dataplane_tq_simple._cluster import check_cpus
+from dataplane_tq_simple._errors import RowsGoneError, UnitsGoneError
+from dataplane_tq_simple._exchange import Peer, Request, Watch
+from dataplane_tq_simple._places import UNIT_PATIENCE_S, Places, UnitWatch
 from dataplane_tq_simple._queue import QueueEngine
+from dataplane_tq_simple._sampler import UNITS
 from dataplane_tq_simple._units import SimpleStorageInstance
 
 __all__ = ["Engine"]
 
 # Assumed size of a row in bytes, until an engine has read some.
 _ASSUMED_ROW_BYTES = 32 * 1024
+
+
+# Seconds between two looks whether new storage units have started.
+_LOOK_AGAIN_S = 0.1
 
 
 class Engine(QueueEngine):
@@ -35,6 +48,62 @@ class Engine(QueueEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._row_bytes: float = _ASSUMED_ROW_BYTES
+        self._places = Places(self._ask_book, self._exchange)
+
+    def _join(self, deadline: float) -> None:
+        self._places.refresh(deadline - time.monotonic())
+
+    def _watch_peers(self, peers: Sequence[Peer]) -> Watch:
+        controller = self._instance.controller
+        if controller in peers:
+            return super()._watch_peers(peers)
+        watch_controller = functools.partial(super()._watch_peers, [controller])
+        return UnitWatch(self._places, self._exchange, controller, peers, watch_controller)
+
+    def _ask_book(self, method: str, *args: Any, timeout_s: float) -> Any:
+        return self.call(UNITS, method, *args, timeout_s=timeout_s)
+
+    def units(self, *, timeout_s: float) -> list[UnitInfo]:
+        """The storage units. Raises as `call`."""
+        units, _ = self._ask_book("records", timeout_s=timeout_s)
+        return list(units)
+
+    def add_units(self, count: int, *, timeout_s: float) -> list[UnitInfo]:
+        """Starts storage units, and waits until they take rows. Returns them.
+
+        Raises:
+            BackendUnavailableError: The cluster lacks the CPUs, or one failed to start. Others may run.
+            OperationTimeoutError: They did not start in time. They may start later.
+            ClientClosedError: As for `call`.
+        """
+        deadline = time.monotonic() + timeout_s
+        check_cpus(self.config.model_copy(update={"num_storage_units": count, "controller_num_cpus": 0}), deadline)
+        names = self._ask_book("add_units", count, timeout_s=timeout_s)
+        while True:
+            units, failures = self._ask_book("records", timeout_s=max(0.0, deadline - time.monotonic()))
+            mine = [each for each in units if each.name in names]
+            if len([each for each in mine if each.state != "removed"]) < count:
+                why = [each for each in failures if each.partition(":")[0] in names]
+                raise BackendUnavailableError(f"{count} storage units were to start, but: {'; '.join(why)}")
+            if all(each.state != "starting" for each in mine):
+                return mine
+            if time.monotonic() + _LOOK_AGAIN_S >= deadline:
+                waiting = [each.name for each in mine if each.state == "starting"]
+                raise OperationTimeoutError(f"{preview(waiting)} did not start in time. They may start later.")
+            time.sleep(_LOOK_AGAIN_S)
+
+    def remove_unit(self, name: str, *, now: bool, timeout_s: float) -> None:
+        """A unit gets no more rows, and ends when its last row is deleted; with ``now`` at once, its rows are lost.
+
+        With ``now``, this client knows it when this returns. Others may still read its rows for a moment.
+
+        Raises:
+            InvalidRequestError: There is no such unit, or no other one that takes rows.
+            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._ask_book("remove_unit", name, now, timeout_s=timeout_s)
+        self._places.refresh(deadline - time.monotonic())
 
     def put_rows(
         self,
@@ -51,7 +120,7 @@ class Engine(QueueEngine):
         received when it continues. Then do not commit their handles; delete them.
 
         Args:
-            handles: N integers, 0 or more, each used for one put only. Row h goes to unit ``h % num_storage_units``.
+            handles: N integers, 0 or more, each used for one put only. Each says which unit gets its row.
             buffer: The bytes: any contiguous object with the buffer protocol, such as a uint8 array. The caller may
                 reuse it when this returns.
             offsets: Shape (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``. Rows may have length 0.
@@ -61,6 +130,7 @@ class Engine(QueueEngine):
         Raises:
             InvalidRequestError: Offsets that do not fit the buffer, or a negative handle.
             CapacityExceededError: A unit holds as many rows as it may.
+            UnitsGoneError: A unit has ended. Put the rows under other handles.
             BackendError: A unit refused for another reason.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
@@ -83,15 +153,19 @@ class Engine(QueueEngine):
             return
         bounds = offsets.tolist()
 
-        def request(unit: Peer, chunk: _wire.Chunk) -> Request:
+        def request(unit: Peer, token: str, chunk: _wire.Chunk) -> Request:
             def frames() -> list[Any]:
                 rows = [view[bounds[i] : bounds[i + 1]] for i in chunk.positions]
-                return _wire.put_request(unit.name, column, chunk, rows)
+                return _wire.put_request(unit.name, token, column, chunk, rows)
 
             return Request(frames, lambda reply: _wire.check_put_reply(unit.name, reply, chunk))
 
-        plans = _wire.plan_by_bytes(handles, sizes, len(self._instance.units), self.config.chunk_size_bytes)
-        self._run(f"put_rows({len(handles)} rows, {sizes.sum()} bytes)", plans, request, timeout_s)
+        what = f"put_rows({len(handles)} rows, {sizes.sum()} bytes)"
+        deadline = time.monotonic() + timeout_s
+        lives = self._places.lives_of(handles, timeout_s)
+        if not self._places.alive(lives).all():
+            raise UnitsGoneError(f"{what}: a storage unit has ended. Nothing was written.")
+        self._run(what, _wire.plan_by_bytes(lives, handles, sizes, self.config.chunk_size_bytes), request, deadline)
 
     def get_rows(
         self,
@@ -112,7 +186,7 @@ class Engine(QueueEngine):
             stays in memory as long as any view of it: copy what you keep. They are aligned for bytes only.
 
         Raises:
-            RowsGoneError: A row does not exist, or no longer.
+            RowsGoneError: A row does not exist, or no longer, or its unit has ended: at once.
             BackendError: A unit refused for another reason.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
@@ -124,19 +198,32 @@ class Engine(QueueEngine):
         # Only the unit knows the size of its rows: assume the mean size of the last read.
         chunk_rows = max(1, int(self.config.chunk_size_bytes / self._row_bytes))
 
-        def request(unit: Peer, chunk: _wire.Chunk) -> Request:
+        def request(unit: Peer, token: str, chunk: _wire.Chunk) -> Request:
             def on_reply(reply: list[Any]) -> None:
                 for position, row in zip(
                     chunk.positions, _wire.read_get_reply(unit.name, reply, column, chunk), strict=True
                 ):
                     rows[position] = row
 
-            return Request(functools.partial(_wire.get_request, unit.name, column, chunk.handles), on_reply)
+            return Request(functools.partial(_wire.get_request, unit.name, token, column, chunk.handles), on_reply)
 
-        plans = _wire.plan_by_rows(handles, len(self._instance.units), chunk_rows)
-        self._run(f"get_rows({num_rows} rows)", plans, request, timeout_s)
+        what = f"get_rows({num_rows} rows)"
+        deadline = time.monotonic() + timeout_s
+        lives = self._places.lives_of(handles, timeout_s)
+        self._refuse_gone(what, handles, lives)
+        try:
+            self._run(what, _wire.plan_by_rows(lives, handles, chunk_rows), request, deadline)
+        except UnitsGoneError:
+            self._refuse_gone(what, handles, lives)
+            raise
         self._row_bytes = max(1.0, sum(row.nbytes for row in rows) / num_rows)
         return rows
+
+    def _refuse_gone(self, what: str, handles: npt.NDArray[np.int64], lives: npt.NDArray[np.int64]) -> None:
+        alive = self._places.alive(lives)
+        if not alive.all():
+            gone = handles[~alive].tolist()
+            raise RowsGoneError(f"{what}: the storage units of {len(gone)} rows ended.", handles=gone, exact=True)
 
     def delete_rows(self, handles: Sequence[int] | npt.NDArray[np.int64], *, timeout_s: float) -> None:
         """Deletes rows, in all columns, and frees their memory in the units. Ignores handles of rows that do not exist.
@@ -153,22 +240,37 @@ class Engine(QueueEngine):
         if not len(handles):
             return
 
-        def request(unit: Peer, chunk: _wire.Chunk) -> Request:
+        def request(unit: Peer, token: str, chunk: _wire.Chunk) -> Request:
             return Request(
-                functools.partial(_wire.delete_request, unit.name, chunk.handles),
+                functools.partial(_wire.delete_request, unit.name, token, chunk.handles),
                 lambda reply: _wire.check_delete_reply(unit.name, reply, chunk),
             )
 
-        plans = _wire.plan_by_rows(handles, len(self._instance.units), 100_000)
-        self._run(f"delete_rows({len(handles)} rows)", plans, request, timeout_s)
+        what = f"delete_rows({len(handles)} rows)"
+        deadline = time.monotonic() + timeout_s
+        lives = self._places.lives_of(handles, timeout_s)
+        while len(handles):
+            alive = self._places.alive(lives)  # the rows of other units went with them
+            handles, lives = handles[alive], lives[alive]
+            try:
+                self._run(what, _wire.plan_by_rows(lives, handles, 100_000), request, deadline)
+                return
+            except UnitsGoneError:
+                if time.monotonic() + UNIT_PATIENCE_S >= deadline:
+                    raise
+                if self._places.alive(lives).all():  # the unit itself said it, and the book does not know it yet
+                    time.sleep(UNIT_PATIENCE_S)
+                    self._places.refresh(deadline - time.monotonic())
 
     def _run(
         self,
         what: str,
         plans: list[list[_wire.Chunk]],
-        request: Callable[[Peer, _wire.Chunk], Request],
-        timeout_s: float,
+        request: Callable[[Peer, str, _wire.Chunk], Request],
+        deadline: float,
     ) -> None:
-        units = self._instance.units
-        work = [(units[plan[0].unit], [request(units[chunk.unit], chunk) for chunk in plan]) for plan in plans]
-        self._exchange.run(what, work, timeout_s=timeout_s)
+        work = []
+        for plan in plans:
+            unit, token = self._places.peer(plan[0].unit), self._places.token(plan[0].unit)
+            work.append((unit, [request(unit, token, chunk) for chunk in plan]))
+        self._exchange.run(what, work, timeout_s=deadline - time.monotonic(), patience_s=UNIT_PATIENCE_S)

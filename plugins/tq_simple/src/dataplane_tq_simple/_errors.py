@@ -1,13 +1,13 @@
-"""The engine's own error."""
+"""The engine's own errors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from dataplane_core.errors import DataPlaneError
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 
-__all__ = ["RowsGoneError"]
+__all__ = ["RowsGoneError", "UnitsGoneError"]
 
 
 class RowsGoneError(DataPlaneError, KeyError):
@@ -17,11 +17,21 @@ class RowsGoneError(DataPlaneError, KeyError):
     are, and read again.
 
     Attributes:
-        handles: All handles of the failed request to one unit; at least one of them is missing.
+        handles: The rows that are gone if ``exact``; else all handles of the failed request to one unit, of which at
+            least one is missing.
+        exact: Whether all of ``handles`` are gone, as those of a unit that has ended.
     """
 
     default_retryable = True
 
-    def __init__(self, message: str, *, handles: Sequence[int] = (), **kwargs: Any) -> None:
+    def __init__(self, message: str, *, handles: Sequence[int] = (), exact: bool = False, **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
         self.handles = tuple(handles)
+        self.exact = exact
+
+
+class UnitsGoneError(BackendUnavailableError):
+    """A storage unit has ended, and a request to it was not carried out; or no unit takes rows.
+
+    Ray starts units again, and others take new rows meanwhile: try again.
+    """

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
@@ -23,14 +23,14 @@ from transfer_queue.utils.zmq_utils import STORAGE_MANAGER_IDENTITY_PREFIX, crea
 
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
 
-__all__ = ["Exchange", "Peer", "Request", "Watch"]
+__all__ = ["PATIENCE_S", "Exchange", "Peer", "Question", "Request", "Watch"]
 
 zmq: Any = _zmq  # its type stubs are partial
 
 # Seconds between two checks of a waiting exchange whether the engine was closed.
 _POLL_S = 0.1
-# Seconds without a reply after which an exchange starts to watch its peers.
-_PATIENCE_S = 1.0
+#: Seconds without a reply after which an exchange starts to watch its peers.
+PATIENCE_S = 1.0
 # Requests in flight from one exchange to one peer. Replies arrive in the order of the requests.
 _WINDOW = 4
 # Idle sockets kept per peer.
@@ -41,16 +41,18 @@ class Peer(NamedTuple):
     """A process that answers requests.
 
     Attributes:
-        name: Its name in messages: ``controller``, ``storage unit 0``.
+        name: Its name in messages: ``controller``, ``storage unit-0``.
         actor: Its Ray actor name.
         ip: Its address.
         port: Its port.
+        life: Of a storage unit: the number of its life. -1: it has none.
     """
 
     name: str
     actor: str
     ip: str
     port: int
+    life: int = -1
 
 
 class Request(NamedTuple):
@@ -75,6 +77,9 @@ class Watch(Protocol):
     def describe(self) -> str:
         """What is known about the peers, as a sentence for the timeout's error."""
 
+    def close(self) -> None:
+        """The exchange waits no longer."""
+
 
 class Exchange:
     """Sends requests to peers and waits for their replies. Thread-safe.
@@ -96,13 +101,21 @@ class Exchange:
         self._identity = f"{STORAGE_MANAGER_IDENTITY_PREFIX}dataplane_{uuid4().hex}"
         self._num_sockets = 0
 
-    def run(self, what: str, requests: Sequence[tuple[Peer, Sequence[Request]]], *, timeout_s: float) -> None:
+    def run(
+        self,
+        what: str,
+        requests: Sequence[tuple[Peer, Sequence[Request]]],
+        *,
+        timeout_s: float,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         """Sends each peer its requests in order, and waits for all replies.
 
         Args:
             what: The operation, for messages: ``put_rows(512 rows)``.
             requests: The peers, each at most once, with the requests to each.
             timeout_s: For the whole exchange, in seconds.
+            patience_s: Seconds without a reply after which it starts to watch the peers.
 
         Raises:
             OperationTimeoutError: Not all replies arrived in time. The requests may have been executed or not.
@@ -116,11 +129,11 @@ class Exchange:
         with ExitStack() as leases:
             lanes = [_Lane(peer, leases.enter_context(self._lease(peer)), work) for peer, work in requests if work]
             try:
-                self._pump(what, lanes, deadline, timeout_s)
+                self._pump(what, lanes, deadline, timeout_s, patience_s)
             except zmq.ZMQError as error:
                 raise BackendUnavailableError(f"{what} failed: {error}") from error
 
-    def _pump(self, what: str, lanes: list[_Lane], deadline: float, timeout_s: float) -> None:
+    def _pump(self, what: str, lanes: list[_Lane], deadline: float, timeout_s: float, patience_s: float) -> None:
         poller = zmq.Poller()
         for lane in lanes:
             poller.register(lane.socket, zmq.POLLIN)
@@ -128,24 +141,31 @@ class Exchange:
         waiting = {lane.socket: lane for lane in lanes}
         last_reply = time.monotonic()
         watch: Watch | None = None
-        while waiting:
-            if self._closed:
-                raise _closed_error(what)
-            now = time.monotonic()
-            ready = poller.poll(max(0.0, min(_POLL_S, deadline - now)) * 1000)
-            for socket, _ in ready:
-                lane = waiting[socket]
-                lane.receive()
-                if lane.done:
-                    poller.unregister(socket)
-                    del waiting[socket]
-            if ready:
-                last_reply, watch = time.monotonic(), None
-            elif now >= deadline:
-                raise self._out_of_time(what, list(waiting.values()), watch, timeout_s)
-            elif now - last_reply >= _PATIENCE_S:
-                watch = watch or self._make_watch([lane.peer for lane in waiting.values()])
-                watch.check()
+        try:
+            while waiting:
+                if self._closed:
+                    raise _closed_error(what)
+                now = time.monotonic()
+                ready = poller.poll(max(0.0, min(_POLL_S, deadline - now)) * 1000)
+                for socket, _ in ready:
+                    lane = waiting[socket]
+                    lane.receive()
+                    if lane.done:
+                        poller.unregister(socket)
+                        del waiting[socket]
+                if ready:
+                    last_reply = time.monotonic()
+                    if watch is not None:
+                        watch.close()
+                        watch = None
+                elif now >= deadline:
+                    raise self._out_of_time(what, list(waiting.values()), watch, timeout_s)
+                elif now - last_reply >= patience_s:
+                    watch = watch or self._make_watch([lane.peer for lane in waiting.values()])
+                    watch.check()
+        finally:
+            if watch is not None:
+                watch.close()
 
     def _out_of_time(self, what: str, waiting: list[_Lane], watch: Watch | None, timeout_s: float) -> Exception:
         names = ", ".join(lane.peer.name for lane in waiting)
@@ -203,6 +223,20 @@ class Exchange:
             raise
         return socket
 
+    def ask(self, peer: Peer, frames: list[Any]) -> Question:
+        """Sends a request whose reply is looked for later, while an exchange runs. Close it when you are done."""
+        with self._lock:
+            self._num_sockets += 1
+            serial = self._num_sockets
+        return Question(self._connect(peer, serial), frames)
+
+    def forget(self, peers: Collection[Peer]) -> None:
+        """Closes the idle sockets to peers that have ended."""
+        with self._lock:
+            sockets = [socket for peer in peers for socket in self._idle.pop(peer, ())]
+        for socket in sockets:
+            socket.close(linger=0)
+
     @property
     def forked(self) -> bool:
         """Whether this is the copy of an exchange in a fork of its process."""
@@ -226,6 +260,26 @@ class Exchange:
             socket.close(linger=0)
         if all_returned and not already:
             self._context.term()
+
+
+class Question:
+    """One request with a socket of its own."""
+
+    def __init__(self, socket: Any, frames: list[Any]) -> None:
+        self._socket = socket
+        socket.send_multipart(frames)
+
+    def reply(self) -> list[Any] | None:
+        """The reply, if it has arrived. Does not block."""
+        try:
+            found: list[Any] = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return found
+
+    def close(self) -> None:
+        """Gives up the reply."""
+        self._socket.close(linger=0)
 
 
 class _Lane:

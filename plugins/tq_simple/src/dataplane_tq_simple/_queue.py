@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -20,7 +20,7 @@ import ray
 from dataplane_core.errors import OperationTimeoutError
 from dataplane_tq_simple import _wire
 from dataplane_tq_simple._cluster import Instance, RaySession
-from dataplane_tq_simple._exchange import Exchange, Request
+from dataplane_tq_simple._exchange import Exchange, Peer, Request, Watch
 from dataplane_tq_simple._sampler import PING, decode_reply, encode_call
 
 __all__ = ["QueueEngine"]
@@ -39,6 +39,7 @@ class QueueEngine:
         own: The options that this client was given.
         bootstrapped: Whether this engine started the instance. If so, `close` ends it.
         ray_address: ``host:port`` of the Ray cluster, for clients in processes without Ray.
+        node: The id of this process's node in it.
     """
 
     #: What `bootstrap` starts and `attach` finds.
@@ -49,9 +50,10 @@ class QueueEngine:
         self.own = own
         self.bootstrapped = bootstrapped
         self.ray_address: str = ray.get_runtime_context().gcs_address
+        self.node: str = ray.get_runtime_context().get_node_id()
         self._instance = instance
         self._session = session
-        self._exchange = Exchange(instance.watch)
+        self._exchange = Exchange(self._watch_peers)
         self._clock = _ControllerClock()
         self._close_lock = threading.Lock()
         self._closed = False
@@ -120,6 +122,11 @@ class QueueEngine:
             engine.close()
             raise
         return engine
+
+    def _watch_peers(self, peers: Sequence[Peer]) -> Watch:
+        """Watches peers that an exchange waits for."""
+        watch: Watch = self._instance.watch(peers)
+        return watch
 
     def _join(self, deadline: float) -> None:
         """Connects to the storage, if that takes more than this class does."""

@@ -20,12 +20,15 @@ from typing import Any
 from transfer_queue.sampler import BaseSampler
 
 from dataplane_core.errors import BackendError, DataPlaneError
+from dataplane_core.ledger import Ref
+from dataplane_tq_simple._book import UnitBook
 
 __all__ = [
     "CALL_FIELD",
     "CALL_KEY",
     "CALL_PARTITION",
     "PING",
+    "UNITS",
     "LedgerSampler",
     "decode_reply",
     "encode_call",
@@ -39,6 +42,8 @@ CALL_FIELD = "~call"
 CALL_KEY = "~dataplane"
 #: A call that every service answers with its process id and class. It also shows that the factory works.
 PING = "~ping"
+#: A call of a method of the book of storage units: its name, and the arguments.
+UNITS = "~units"
 
 _REPLY_ROW = 0
 _OK, _ERROR, _EXPIRED = "ok", "error", "expired"
@@ -56,13 +61,26 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
 
     Args:
         service_factory: Picklable. Called without arguments in the controller's process, it returns the service, whose
-            public methods can be called. Their results and `DataPlaneError`s must pickle.
+            public methods can be called. Their results and `DataPlaneError`s must pickle. If the service has a method
+            ``use_book``, it is called with the book of storage units first.
+
+    Attributes:
+        book: The book of storage units of this process.
     """
 
     def __init__(self, service_factory: Callable[[], object]) -> None:
         super().__init__()
         self._service_factory = service_factory
         self._service: object | None = None
+        self.book = UnitBook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._service_factory,)
+
+    def garbage(self) -> list[Ref]:
+        """The refs that the service holds as free, for the keeper of the units."""
+        garbage: Callable[[], list[Ref]] = getattr(self._service, "garbage", list)
+        return garbage()
 
     def has_cached_result(self, partition_id: str, task_name: str, sampling_config: Any = None) -> bool:
         """True, so that the controller calls this sampler even if no row is ready."""
@@ -95,13 +113,24 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
             return pickle.dumps((_ERROR, _pickle_error(name, error), time.monotonic()))
 
     def _execute(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if name == UNITS:
+            return self._ask_book(*args, **kwargs)
         if self._service is None:
-            self._service = self._service_factory()
+            service = self._service_factory()
+            use_book = getattr(service, "use_book", None)
+            if use_book is not None:
+                use_book(self.book)
+            self._service = service
         if name == PING:
             return {"pid": os.getpid(), "service": type(self._service).__qualname__}
         if name.startswith("_"):
             raise AttributeError(f"{name!r} is private")
         return getattr(self._service, name)(*args, **kwargs)
+
+    def _ask_book(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method not in ("view", "records", "add_units", "remove_unit"):
+            raise AttributeError(f"the book of storage units has no {method!r} for clients")
+        return getattr(self.book, method)(*args, **kwargs)
 
 
 def _pickle_error(name: object, error: BaseException) -> bytes:

@@ -8,20 +8,56 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import ray
 from transfer_queue.storage.simple_storage import SimpleStorageUnit
+from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
+from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._cluster import Instance
+from dataplane_tq_simple._wire import LIFE_KEY, OTHER_LIFE
 from dataplane_tq_simple.config import TQSimpleConfig
 
 __all__ = ["SimpleStorageInstance", "StorageUnit"]
 
 
-class StorageUnit(SimpleStorageUnit.__ray_metadata__.modified_class):  # type: ignore[misc]  # has no types
+_TransferQueueUnit: Any = SimpleStorageUnit.__ray_metadata__.modified_class
+
+
+class StorageUnit(_TransferQueueUnit):  # type: ignore[misc]  # has no types
     """TransferQueue's storage unit as an importable class.
 
     TransferQueue exports only a Ray actor class, which Ray sends to the worker by value, together with the settings
     that the driver's module has read. An importable class is sent by reference, so a unit reads its own environment.
+
+    Each start is a new life of the unit, without rows. It refuses requests that are meant for an earlier one, which
+    reach it if it got the same port.
     """
+
+    def started(self) -> Started:
+        """Where it is reached, and its life."""
+        info = self.zmq_server_info
+        node = ray.get_runtime_context().get_node_id()
+        return Started(self.storage_unit_id, info.ip, info.ports["put_get_socket"], node)
+
+    # without super(): Ray may send a copy of this class, of which ``self`` is then an instance
+
+    def _handle_put(self, data_parts: Any) -> Any:
+        return self._refused(data_parts) or _TransferQueueUnit._handle_put(self, data_parts)
+
+    def _handle_get(self, data_parts: Any) -> Any:
+        return self._refused(data_parts) or _TransferQueueUnit._handle_get(self, data_parts)
+
+    def _handle_clear(self, data_parts: Any) -> Any:
+        return self._refused(data_parts) or _TransferQueueUnit._handle_clear(self, data_parts)
+
+    def _refused(self, request: Any) -> Any | None:
+        if request.body.get(LIFE_KEY, self.storage_unit_id) == self.storage_unit_id:
+            return None
+        return ZMQMessage.create(
+            request_type=ZMQRequestType.PUT_GET_ERROR,
+            sender_id=self.storage_unit_id,
+            body={"message": f"{OTHER_LIFE}: the unit was started again."},
+        )
 
 
 class SimpleStorageInstance(Instance):
@@ -29,7 +65,8 @@ class SimpleStorageInstance(Instance):
 
     prefix = "tq-"
     distribution = "dataplane-tq-simple"
-    protocol = 2
+    protocol = 3
+    keeps_units = True
 
     @classmethod
     def _unit_class(cls) -> type:
@@ -40,9 +77,9 @@ class SimpleStorageInstance(Instance):
         return {"config": {"total_storage_size": config.storage_unit_size, "num_data_storage_units": 1}}
 
     @staticmethod
-    def _ask_unit(handle: Any) -> Any:
-        return handle.get_zmq_server_info.remote()
+    def ask_unit(handle: Any) -> Any:
+        return handle.started.remote()
 
     @staticmethod
     def _unit_address(answer: Any) -> tuple[str, int]:
-        return answer.ip, answer.ports["put_get_socket"]
+        return answer.ip, answer.port

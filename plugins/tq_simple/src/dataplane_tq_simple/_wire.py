@@ -22,10 +22,12 @@ from transfer_queue.storage.simple_storage import KEY_NOT_FOUND_MARKER
 from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
 from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError
-from dataplane_tq_simple._errors import RowsGoneError
+from dataplane_tq_simple._errors import RowsGoneError, UnitsGoneError
 from dataplane_tq_simple._sampler import CALL_FIELD, CALL_KEY, CALL_PARTITION
 
 __all__ = [
+    "LIFE_KEY",
+    "OTHER_LIFE",
     "Chunk",
     "call_request",
     "check_delete_reply",
@@ -50,6 +52,11 @@ MAX_ROW_BYTES = 2**32 - 1
 #: Rows of at least this size are sent in frames of their own.
 LARGE_ROW_BYTES = 256 * 1024
 
+#: Key of a request to a unit: the life of the unit that it is meant for. A unit that was started again refuses it.
+LIFE_KEY = "~life"
+#: Marks that refusal.
+OTHER_LIFE = "DataplaneOtherLife"
+
 _SENDER = "dataplane"
 
 
@@ -57,7 +64,7 @@ class Chunk(NamedTuple):
     """The rows of one request to one unit.
 
     Attributes:
-        unit: Index of the unit.
+        unit: The number of the life of the unit.
         positions: Positions of the rows in the batch, ascending.
         handles: Their handles.
     """
@@ -88,8 +95,10 @@ def _request(kind: Any, receiver: str, body: dict[str, Any]) -> Frames:
     return frames
 
 
-def _refused(receiver: str, what: str, reply: Any) -> BackendError:
+def _refused(receiver: str, what: str, reply: Any) -> BackendError | UnitsGoneError:
     message = reply.body.get("message", reply.request_type) if isinstance(reply.body, dict) else reply.request_type
+    if OTHER_LIFE in str(message):
+        return UnitsGoneError(f"{receiver} was started again, and refused {what}.")
     return BackendError(f"{receiver} refused {what}: {message}")
 
 
@@ -146,32 +155,31 @@ def read_call_reply(receiver: str, frames: Frames) -> bytes:
 
 
 def plan_by_bytes(
-    handles: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], num_units: int, chunk_bytes: int
+    units: npt.NDArray[np.int64], handles: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], chunk_bytes: int
 ) -> list[list[Chunk]]:
     """Splits a batch into requests of about ``chunk_bytes``, for each unit.
 
     Args:
-        handles: The row handles. Handle h is on unit ``h % num_units``.
+        units: The unit of each row: the number of its life.
+        handles: The row handles.
         sizes: Size of each row, in bytes.
-        num_units: How many units there are.
         chunk_bytes: Target size of a chunk, which exceeds it by less than one row.
 
     Returns:
         For each unit that has rows, its chunks in order.
     """
     plans = []
-    for unit in range(num_units):
-        positions = np.flatnonzero(handles % num_units == unit) if num_units > 1 else np.arange(len(handles))
-        if len(positions):
-            starts = np.cumsum(sizes[positions]) - sizes[positions]
-            plans.append(_cut(unit, handles, positions, starts // chunk_bytes))
+    several = len(units) > 0 and bool((units != units[0]).any())
+    for unit in np.unique(units).tolist() if several else units[:1].tolist():
+        positions = np.flatnonzero(units == unit) if several else np.arange(len(handles))
+        starts = np.cumsum(sizes[positions]) - sizes[positions]
+        plans.append(_cut(unit, handles, positions, starts // chunk_bytes))
     return plans
 
 
-def plan_by_rows(handles: npt.NDArray[np.int64], num_units: int, chunk_rows: int) -> list[list[Chunk]]:
+def plan_by_rows(units: npt.NDArray[np.int64], handles: npt.NDArray[np.int64], chunk_rows: int) -> list[list[Chunk]]:
     """Splits a batch into requests of at most ``chunk_rows`` rows, for each unit; see `plan_by_bytes`."""
-    ones = np.ones(len(handles), dtype=np.int64)
-    return plan_by_bytes(handles, ones, num_units, chunk_rows)
+    return plan_by_bytes(units, handles, np.ones(len(handles), dtype=np.int64), chunk_rows)
 
 
 def _cut(
@@ -182,7 +190,7 @@ def _cut(
     return [Chunk(unit, part.tolist(), handles[part].tolist()) for part in np.split(positions, cuts)]
 
 
-def put_request(receiver: str, column: str, chunk: Chunk, rows: Sequence[memoryview]) -> Frames:
+def put_request(receiver: str, life: str, column: str, chunk: Chunk, rows: Sequence[memoryview]) -> Frames:
     """A put of ``rows``, one per handle of ``chunk``. Large rows are not copied: do not change them before the reply.
 
     Raises:
@@ -192,7 +200,7 @@ def put_request(receiver: str, column: str, chunk: Chunk, rows: Sequence[memoryv
         if row.nbytes > MAX_ROW_BYTES:
             raise InvalidRequestError(f"row {position} has {row.nbytes} bytes. Expected at most {MAX_ROW_BYTES}.")
     cells = [row if row.nbytes < LARGE_ROW_BYTES else np.frombuffer(row, dtype=np.uint8) for row in rows]
-    body = {"global_indexes": chunk.handles, "data": {column: cells}, "data_parser": None}
+    body = {"global_indexes": chunk.handles, "data": {column: cells}, "data_parser": None, LIFE_KEY: life}
     return _request(ZMQRequestType.PUT_DATA, receiver, body)
 
 
@@ -201,6 +209,7 @@ def check_put_reply(receiver: str, frames: Frames, chunk: Chunk) -> None:
 
     Raises:
         CapacityExceededError: The unit holds as many rows as its ``storage_unit_size`` allows.
+        UnitsGoneError: The unit was started again, and holds none of the rows.
         BackendError: Any other refusal.
     """
     reply = ZMQMessage.deserialize(frames)
@@ -212,16 +221,17 @@ def check_put_reply(receiver: str, frames: Frames, chunk: Chunk) -> None:
     raise error
 
 
-def get_request(receiver: str, column: str, handles: list[int]) -> Frames:
+def get_request(receiver: str, life: str, column: str, handles: list[int]) -> Frames:
     """A read of the rows ``handles``."""
-    return _request(ZMQRequestType.GET_DATA, receiver, {"global_indexes": handles, "fields": [column]})
+    body = {"global_indexes": handles, "fields": [column], LIFE_KEY: life}
+    return _request(ZMQRequestType.GET_DATA, receiver, body)
 
 
 def read_get_reply(receiver: str, frames: Frames, column: str, chunk: Chunk) -> list[memoryview]:
     """The rows of a reply, as views into its frames.
 
     Raises:
-        RowsGoneError: The unit does not hold one of the rows.
+        RowsGoneError: The unit does not hold one of the rows, or was started again.
         BackendError: Any other refusal, or a reply that cannot be read.
     """
     try:
@@ -239,6 +249,8 @@ def read_get_reply(receiver: str, frames: Frames, column: str, chunk: Chunk) -> 
         raise RowsGoneError(
             f"{receiver} lacks some of the {len(chunk.handles)} rows asked for: {message}", handles=chunk.handles
         )
+    if OTHER_LIFE in message:
+        raise RowsGoneError(f"{receiver} was started again.", handles=chunk.handles, exact=True)
     raise BackendError(f"{receiver} refused to return {len(chunk.handles)} rows: {message}")
 
 
@@ -247,13 +259,13 @@ def _large_row(header: msgspec.msgpack.Ext, frames: Frames) -> memoryview:
     return memoryview(frames[index])
 
 
-def delete_request(receiver: str, handles: list[int]) -> Frames:
+def delete_request(receiver: str, life: str, handles: list[int]) -> Frames:
     """A request to delete the rows ``handles`` in all columns. The unit ignores rows that do not exist."""
-    return _request(ZMQRequestType.CLEAR_DATA, receiver, {"global_indexes": handles})
+    return _request(ZMQRequestType.CLEAR_DATA, receiver, {"global_indexes": handles, LIFE_KEY: life})
 
 
 def check_delete_reply(receiver: str, frames: Frames, chunk: Chunk) -> None:
-    """Raises `BackendError` unless the unit deleted the chunk."""
+    """Raises `BackendError` unless the unit deleted the chunk; `UnitsGoneError` if it was started again."""
     reply = ZMQMessage.deserialize(frames)
     if reply.request_type != ZMQRequestType.CLEAR_DATA_RESPONSE:
         raise _refused(receiver, f"to delete {len(chunk.handles)} rows", reply)

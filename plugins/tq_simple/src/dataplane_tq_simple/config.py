@@ -20,7 +20,8 @@ class QueueConfig(CapacityOptions):
     """Name of this queue on its Ray cluster. Instances of different names share nothing."""
 
     num_storage_units: int = Field(default=1, ge=1, le=1024)
-    """Storage processes that hold the rows. Rows are spread evenly; one unit serves one request at a time."""
+    """Storage processes at the start, which hold the rows. Rows are spread evenly; one unit serves one request at a
+    time."""
 
     ray_address: str | None = None
     """``host:port`` of the Ray cluster, or ``auto``. Default: the cluster that this process is connected to; else the
@@ -49,6 +50,9 @@ class QueueConfig(CapacityOptions):
 
 class TQSimpleConfig(QueueConfig):
     """The options of ``tq_simple``."""
+
+    near_writer: bool = False
+    """Place the rows of a put on storage units of the writer's own node, where there are any that take rows."""
 
     storage_unit_size: int = Field(default=100_000_000, ge=1)
     """Rows that one unit holds before it refuses puts. A row is what one put wrote for one sample. Nothing is

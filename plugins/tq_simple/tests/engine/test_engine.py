@@ -26,7 +26,7 @@ from dataplane_core.errors import (
 )
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
-from dataplane_tq_simple._errors import RowsGoneError
+from dataplane_tq_simple._errors import RowsGoneError, UnitsGoneError
 
 _next_handle = iter(range(0, 10**9, 10_000))
 
@@ -190,9 +190,28 @@ def test_a_handle_can_be_written_anew(engine: Engine) -> None:
 
 
 def test_large_handles(engine: Engine) -> None:
-    handles = [2**62, 2**63 - 1]
+    handles = [2**39, 2**40 - 1]
     engine.put_rows(handles, b"ab", [0, 1, 2], column="c", timeout_s=10)
     assert [bytes(row) for row in engine.get_rows(handles, column="c", timeout_s=10)] == [b"a", b"b"]
+    engine.delete_rows(handles, timeout_s=10)
+
+
+def test_a_unit_refuses_what_is_meant_for_an_earlier_life_of_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have got the same port."""
+    handles, buffer, offsets = batch([4] * 10)
+    engine.put_rows(handles, buffer, offsets, column="c", timeout_s=10)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._places, "token", lambda life: "an earlier one")
+        with pytest.raises(UnitsGoneError, match="started again"):
+            engine.put_rows(handles, buffer[::-1].copy(), offsets, column="c", timeout_s=10)
+        with pytest.raises(RowsGoneError, match="started again") as caught:
+            engine.get_rows(handles, column="c", timeout_s=10)
+        assert caught.value.exact
+        with pytest.raises(UnitsGoneError, match="started again"):
+            engine.delete_rows(handles, timeout_s=1)
+    assert b"".join(bytes(row) for row in engine.get_rows(handles, column="c", timeout_s=10)) == bytes(buffer)
     engine.delete_rows(handles, timeout_s=10)
 
 

@@ -212,7 +212,8 @@ def test_a_crashed_owner_takes_its_instance_along(
         controller_pid = int(owner.stdout.readline())
         with Engine.attach(TQSimpleConfig(instance="crash")) as attached:
             assert attached.call("get", "key", timeout_s=10) is None
-            pids = [controller_pid, unit_pid("crash", 0)]
+            attached.add_units(1, timeout_s=60)
+            pids = [controller_pid, unit_pid("crash", 0), unit_pid("crash", 1)]
             owner.send_signal(signal.SIGKILL)
             owner.wait(timeout=30)
             wait_until_gone(*pids)
@@ -241,7 +242,7 @@ def test_an_attach_waits_no_longer_than_it_may_where_the_owner_dies_half_way(mon
             raise found
 
     controllers = [MagicMock(), MagicMock()]
-    monkeypatch.setattr(_cluster, "_lookup", lambda _: controllers.pop(0) if controllers else None)
+    monkeypatch.setattr(_cluster, "lookup", lambda _: controllers.pop(0) if controllers else None)
     monkeypatch.setattr(_cluster, "get_within", answer)
     nothing = BackendUnavailableError("no instance runs")
     monkeypatch.setattr(_cluster.Instance, "_not_found", lambda *_, **__: nothing)

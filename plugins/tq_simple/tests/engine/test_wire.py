@@ -15,7 +15,7 @@ def test_every_row_travels_once_to_its_unit_in_order(num_units: int, num_rows: i
     rng = np.random.default_rng(num_rows + chunk_bytes)
     handles = rng.permutation(10 * num_rows)[:num_rows].astype(np.int64)
     sizes = rng.integers(0, 100, num_rows)
-    plans = plan_by_bytes(handles, sizes, num_units, chunk_bytes)
+    plans = plan_by_bytes(handles % num_units, handles, sizes, chunk_bytes)
 
     chunks = [chunk for plan in plans for chunk in plan]
     assert sorted(position for chunk in chunks for position in chunk.positions) == list(range(num_rows))
@@ -30,7 +30,7 @@ def test_every_row_travels_once_to_its_unit_in_order(num_units: int, num_rows: i
 
 
 def test_chunks_are_about_as_large_as_asked_for() -> None:
-    (plan,) = plan_by_bytes(np.arange(100), np.full(100, 10), 1, 95)
+    (plan,) = plan_by_bytes(np.zeros(100, dtype=np.int64), np.arange(100), np.full(100, 10), 95)
     assert [len(chunk.positions) for chunk in plan] == [10, 9, 10, 9, 10, 9, 10, 9, 10, 9, 5]
-    (plan,) = plan_by_rows(np.arange(10), 1, 4)
+    (plan,) = plan_by_rows(np.zeros(10, dtype=np.int64), np.arange(10), 4)
     assert [len(chunk.positions) for chunk in plan] == [4, 4, 2]

@@ -31,6 +31,7 @@ _HOOKS: dict[str, tuple[Callable[[Store, str], Any], Capability | None]] = {
     "clear_samples": (lambda s, p: s.hooks.within(-1).clear(p, ["a"]), None),
     "list_samples": (lambda s, p: s.hooks.within(-1).listing(p), Capability.LISTING),
     "list_clients": (lambda s, p: s.hooks.within(-1).clients(), Capability.CLIENTS),
+    "list_units": (lambda s, p: s.hooks.within(-1).units(), Capability.UNITS),
 }
 
 

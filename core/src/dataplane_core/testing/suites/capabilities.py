@@ -62,6 +62,11 @@ _ASK: dict[Capability, list[Callable[[DataPlaneClient, str], Any]]] = {
         lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False, sampler="freshest"),
     ],
     Capability.CLIENTS: [lambda c, p: c.list_clients()],
+    Capability.UNITS: [
+        lambda c, p: c.list_units(),
+        lambda c, p: c.add_units(1),
+        lambda c, p: c.remove_unit("a unit"),
+    ],
     Capability.OVERWRITE: [lambda c, p: c.put_samples(["s0", "s2"], p, batch(2, x=torch.arange(2) + 7))],
 }
 
@@ -91,7 +96,7 @@ class CapabilitySuite(Suite, chapter="capabilities"):
 
     def test_undeclared_operations_are_refused(self, store: Store, undeclared: Capability | None) -> None:
         """Contract: "Operations, refused with UnsupportedOperationError where undeclared: claims, groups, leases,
-        tag_filters, capacity, listing, cursors, samplers, clients, overwrite."
+        tag_filters, capacity, listing, cursors, samplers, clients, units, overwrite."
 
         Check first: the class attribute capabilities. Core refuses every undeclared operation except an overwrite,
         which the put_samples hook must refuse itself.

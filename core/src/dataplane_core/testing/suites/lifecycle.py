@@ -42,6 +42,7 @@ _OPERATIONS: dict[str, tuple[Callable[[DataPlaneClient], Any], Capability | None
     "clear_samples": (lambda client: client.clear_samples(None, "p"), None),
     "list_samples": (lambda client: client.list_samples("p"), Capability.LISTING),
     "list_clients": (lambda client: client.list_clients(), Capability.CLIENTS),
+    "list_units": (lambda client: client.list_units(), Capability.UNITS),
 }
 
 

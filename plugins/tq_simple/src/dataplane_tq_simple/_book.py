@@ -1,0 +1,440 @@
+"""The book of the storage units, in the controller's process: which unit has which rows, and which units take new ones.
+
+A unit that is started again has lost its rows, so rows belong to a *life* of a unit, from one start to its end. A
+*layout* is a list of lives over which a put is spread. The number of its layout is part of a row's handle, so a handle
+alone says where its row is: `life_of`. Layouts never change. When a unit ends or comes, later puts get other layouts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
+
+from dataplane_core.errors import InvalidRequestError, preview
+from dataplane_core.ledger import Ref, commands
+from dataplane_core.spec import UnitInfo
+from dataplane_tq_simple._errors import UnitsGoneError
+
+__all__ = ["FIRST_LAYOUT", "LAYOUT_BITS", "Life", "Started", "UnitBook", "View", "life_of"]
+
+#: A handle is ``layout << LAYOUT_BITS | number``. The ledger's own numbers stay below ``1 << LAYOUT_BITS``.
+LAYOUT_BITS: Final = 40
+#: The layout of handles that are numbers alone: all units with which the instance started.
+FIRST_LAYOUT: Final = 0
+#: Units of an instance.
+_MOST_UNITS: Final = 1024
+_NUMBER: Final = (1 << LAYOUT_BITS) - 1
+
+#: A unit gets rows of a put although others hold less, if it is ahead by less than the put and this share of the mean.
+_SLACK: Final = 1 / 8
+
+
+class Started(NamedTuple):
+    """What a storage unit says about itself when it runs.
+
+    Attributes:
+        token: Identifies this life of the unit; requests carry it.
+        ip: Its address.
+        port: Its port.
+        node: The id of its node.
+    """
+
+    token: str
+    ip: str
+    port: int
+    node: str
+
+
+class Life(NamedTuple):
+    """A life of a storage unit, as clients know it.
+
+    Attributes:
+        unit: The unit.
+        actor: Its Ray actor name.
+        token: See `Started`.
+        ip: Its address.
+        port: Its port.
+        alive: Whether its rows can be read.
+    """
+
+    unit: str
+    actor: str
+    token: str
+    ip: str
+    port: int
+    alive: bool
+
+
+class View(NamedTuple):
+    """What clients need to find rows.
+
+    Attributes:
+        version: Grows with every change.
+        lives: By number.
+        layouts: The numbers of their lives, by number.
+    """
+
+    version: int
+    lives: dict[int, Life]
+    layouts: dict[int, tuple[int, ...]]
+
+
+def life_of(handle: int, layout: Sequence[int]) -> int:
+    """The number of the life that has the row of a handle of a layout."""
+    return layout[(handle & _NUMBER) % len(layout)]
+
+
+@dataclass(slots=True)
+class _Unit:
+    name: str
+    actor: str
+    life: int | None = None
+    state: Literal["serving", "starting", "draining", "removed"] = "starting"
+    created: bool = True
+    num_starts: int = 0
+
+
+@dataclass(slots=True)
+class _Held:
+    """A life, and the rows that were given to it and not yet collected."""
+
+    unit: _Unit
+    started: Started
+    alive: bool = True
+    num_rows: int = 0
+    size_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Stored:
+    """A write whose rows are not all collected."""
+
+    row_bytes: Sequence[int]
+    num_left: int
+
+
+@dataclass(slots=True)
+class UnitBook:
+    """The units, their lives, the layouts, and what each life holds. Thread-safe.
+
+    The controller's request thread and the keeper's thread use it. No method blocks.
+
+    Attributes:
+        changed: Set when the keeper has something to do.
+    """
+
+    changed: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _version: int = 0
+    _units: dict[str, _Unit] = field(default_factory=dict)
+    _lives: dict[int, _Held] = field(default_factory=dict)
+    _layouts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _rows_of_layout: dict[int, int] = field(default_factory=dict)
+    _current: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _stored: dict[int, _Stored] = field(default_factory=dict)
+    _next_life: int = 0
+    _next_layout: int = FIRST_LAYOUT
+    _next_unit: int = 0
+    _next_number: int = 1
+    _actor_prefix: str = ""
+    _failures: list[str] = field(default_factory=list)
+
+    # --- the keeper ---------------------------------------------------------------------------------------------------
+
+    def begin(self, actor_prefix: str, units: Sequence[tuple[str, str, Started]]) -> None:
+        """What the names of actors begin with, and the units with which the instance starts: names, actors, answers."""
+        with self._lock:
+            self._actor_prefix = actor_prefix
+            for name, actor, started in units:
+                self._units[name] = unit = _Unit(name, actor)
+                self._start(unit, started)
+            self._next_unit = len(units)
+            self._layouts[self._next_layout] = tuple(self._lives)
+            self._next_layout += 1
+
+    def new_unit(self) -> tuple[str, str] | None:
+        """The name and actor of a unit that is to be created now, or None."""
+        with self._lock:
+            for unit in self._units.values():
+                if not unit.created:
+                    unit.created = True
+                    return unit.name, unit.actor
+            return None
+
+    def started(self, name: str, started: Started) -> None:
+        """A unit runs. An earlier life of it has ended. Ignores a life that is known, and a unit that was removed."""
+        with self._lock:
+            unit = self._units.get(name)
+            if unit is None or unit.state in ("draining", "removed"):
+                return
+            if unit.life is not None:
+                if self._lives[unit.life].started.token == started.token:
+                    return
+                self._end(unit)
+            self._start(unit, started)
+
+    def ended(self, name: str, token: str) -> None:
+        """A life of a unit has ended. A unit that was draining is not started again."""
+        with self._lock:
+            unit = self._units.get(name)
+            if unit is not None and unit.life is not None and self._lives[unit.life].started.token == token:
+                self._end(unit)
+
+    def failed(self, name: str, why: str) -> None:
+        """A unit ended for good, or could not be created."""
+        with self._lock:
+            unit = self._units.get(name)
+            if unit is not None:
+                self._failures = [*self._failures[-9:], f"{name}: {why}"]
+                self._end(unit)
+                unit.state = "removed"
+                self._forget()
+
+    def live(self) -> list[tuple[str, str, Started]]:
+        """The units that run: names, actors, and what they said."""
+        with self._lock:
+            return [
+                (unit.name, unit.actor, self._lives[unit.life].started)
+                for unit in self._units.values()
+                if unit.life is not None
+            ]
+
+    def waiting(self) -> list[tuple[str, str]]:
+        """The units that were created, have no life and should get one: names and actors."""
+        with self._lock:
+            return [
+                (each.name, each.actor) for each in self._units.values() if each.created and each.state == "starting"
+            ]
+
+    def removed(self, garbage: Callable[[], Iterable[Ref]]) -> list[str]:
+        """Ends the units that are draining and hold nothing but ``garbage()``. Returns the actors to end."""
+        with self._lock:
+            draining = [unit for unit in self._units.values() if unit.state == "draining"]
+            # counted before the garbage: what is collected in between is then counted as held, and the unit waits
+            num_rows = [0 if unit.life is None else self._lives[unit.life].num_rows for unit in draining]
+        if not draining:
+            return []
+        found = garbage()  # without the lock: the ledger's service has one of its own
+        with self._lock:
+            free: dict[int, int] = {}
+            for write_id, position in found:
+                if (life := self._life(write_id + position)) is not None:
+                    free[life] = free.get(life, 0) + 1
+            done = []
+            for unit, held in zip(draining, num_rows, strict=True):
+                if unit.life is None or held <= free.get(unit.life, 0):
+                    done.append(unit.actor)
+                    self._end(unit)
+                    unit.state = "removed"
+            if done:
+                self._forget()
+            return done
+
+    # --- the ledger's service -----------------------------------------------------------------------------------------
+
+    def place(self, num_ids: int, size_bytes: int, node: str | None) -> int:
+        """A new write id, and as many unused ones after it as a put needs. It says which units get the rows.
+
+        These are the units that hold the fewest bytes: half of all that take rows, and those that hold little more.
+
+        Args:
+            num_ids: How many.
+            size_bytes: The size of the put.
+            node: Only units of this node, if there are any.
+
+        Raises:
+            UnitsGoneError: No unit takes rows at the moment.
+        """
+        with self._lock:
+            lives = [
+                (self._lives[unit.life].size_bytes, unit.life)
+                for unit in self._units.values()
+                if unit.state == "serving" and unit.life is not None
+            ]
+            if not lives:
+                names = [unit.name for unit in self._units.values() if unit.state == "starting"]
+                raise UnitsGoneError(
+                    f"no storage unit takes rows: {preview(names) or 'none'} of {len(self._units)} are starting."
+                )
+            near = [each for each in lives if self._lives[each[1]].started.node == node]
+            lives = sorted(near or lives)
+            half = lives[(len(lives) - 1) // 2][0]
+            mean = sum(held for held, _ in lives) / len(lives)
+            most = max(half, lives[0][0] + mean * _SLACK + size_bytes)
+            chosen = tuple(sorted(life for held, life in lives if held <= most))
+            layout = self._current.get(chosen)
+            if layout is None:
+                layout = self._current[chosen] = self._next_layout
+                self._layouts[layout] = chosen
+                self._next_layout += 1
+                self._version += 1
+            write_id = layout << LAYOUT_BITS | self._next_number
+            self._next_number += num_ids
+            return write_id
+
+    def add(self, writes: Iterable[commands.Write]) -> None:
+        """The rows of a put that was begun."""
+        with self._lock:
+            for write in writes:
+                layout = write.write_id >> LAYOUT_BITS
+                lives = self._layouts[layout]
+                num_rows = len(write.row_bytes)
+                self._stored[write.write_id] = _Stored(write.row_bytes, num_rows)
+                self._rows_of_layout[layout] = self._rows_of_layout.get(layout, 0) + num_rows
+                for first in range(min(num_rows, len(lives))):
+                    held = self._lives[life_of(write.write_id + first, lives)]
+                    sizes = write.row_bytes[first :: len(lives)]
+                    held.num_rows += len(sizes)
+                    held.size_bytes += sum(sizes)
+
+    def check(self, write_id: int) -> None:
+        """Raises `UnitsGoneError` if a unit of a put's layout has ended since it was begun."""
+        with self._lock:
+            lives = self._layouts.get(write_id >> LAYOUT_BITS, ())
+            ended = [self._lives[life].unit.name for life in lives if not self._lives[life].alive]
+        if ended:
+            raise UnitsGoneError(f"{preview(ended)} ended while the put ran. Nothing was written.")
+
+    def collected(self, refs: Iterable[Ref]) -> None:
+        """The payload of these rows is deleted."""
+        with self._lock:
+            positions: dict[int, list[int]] = {}
+            for write_id, position in refs:
+                positions.setdefault(write_id, []).append(position)
+            for write_id, gone in positions.items():
+                stored = self._stored.get(write_id)
+                if stored is None:
+                    continue
+                stored.num_left -= len(gone)
+                if not stored.num_left:
+                    del self._stored[write_id]
+                layout = write_id >> LAYOUT_BITS
+                self._rows_of_layout[layout] -= len(gone)
+                lives = [self._lives[life] for life in self._layouts[layout]]
+                first, num_lives, sizes = write_id & _NUMBER, len(lives), stored.row_bytes
+                for position in gone:
+                    held = lives[(first + position) % num_lives]
+                    held.num_rows -= 1
+                    held.size_bytes -= sizes[position]
+            self._forget()
+            if any(unit.state == "draining" for unit in self._units.values()):
+                self.changed.set()
+
+    # --- clients: these are called by name, see `LedgerSampler` -------------------------------------------------------
+
+    def view(self, known: int = -1) -> View | None:
+        """What clients need to find rows. None if ``known`` is still its version."""
+        with self._lock:
+            if known == self._version:
+                return None
+            lives = {
+                number: Life(held.unit.name, held.unit.actor, *held.started[:3], held.alive)
+                for number, held in self._lives.items()
+            }
+            return View(self._version, lives, dict(self._layouts))
+
+    def records(self) -> tuple[list[UnitInfo], list[str]]:
+        """All units, and the newest failures as text."""
+        with self._lock:
+            lost: dict[str, int] = {}
+            for held in self._lives.values():
+                if not held.alive:
+                    lost[held.unit.name] = lost.get(held.unit.name, 0) + held.num_rows
+            records = []
+            for unit in self._units.values():
+                held_now = None if unit.life is None else self._lives[unit.life]
+                records.append(
+                    UnitInfo(
+                        name=unit.name,
+                        state=unit.state,
+                        node="" if held_now is None else held_now.started.node,
+                        address="" if held_now is None else f"{held_now.started.ip}:{held_now.started.port}",
+                        num_rows=0 if held_now is None else held_now.num_rows,
+                        size_bytes=0 if held_now is None else held_now.size_bytes,
+                        num_lost=lost.get(unit.name, 0),
+                        num_starts=unit.num_starts,
+                    )
+                )
+            return records, list(self._failures)
+
+    def add_units(self, count: int) -> list[str]:
+        """Asks the keeper for more units. Returns their names. Raises `InvalidRequestError` for too many."""
+        with self._lock:
+            if len(self._units) + count > _MOST_UNITS:
+                raise InvalidRequestError(
+                    f"add_units({count}) refused: {len(self._units)} storage units are there. Expected at most "
+                    f"{_MOST_UNITS} in all."
+                )
+            names = [f"unit-{number}" for number in range(self._next_unit, self._next_unit + count)]
+            for name in names:
+                self._units[name] = _Unit(name, f"{self._actor_prefix}{name}", created=False)
+            self._next_unit += count
+            self._version += 1
+            self.changed.set()
+            return names
+
+    def remove_unit(self, name: str, now: bool) -> None:
+        """A unit gets no more rows, and ends when its last row is collected; with ``now`` at once.
+
+        Raises:
+            InvalidRequestError: There is no such unit, or no other one that takes rows.
+        """
+        with self._lock:
+            unit = self._units.get(name)
+            if unit is None or unit.state == "removed":
+                names = [each.name for each in self._units.values() if each.state != "removed"]
+                raise InvalidRequestError(f"there is no storage unit {name!r}. Expected one of: {', '.join(names)}.")
+            others = [each for each in self._units.values() if each is not unit and each.state == "serving"]
+            if not others:
+                raise InvalidRequestError(
+                    f"{name} is the only storage unit that takes rows.", hint="Add another one first."
+                )
+            if now and unit.life is not None:
+                self._end(unit)
+            unit.state = "draining"
+            self._version += 1
+            self.changed.set()
+
+    # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _start(self, unit: _Unit, started: Started) -> None:
+        self._lives[self._next_life] = _Held(unit, started)
+        unit.life = self._next_life
+        unit.state = "serving"
+        unit.num_starts += 1
+        self._next_life += 1
+        self._version += 1
+        self.changed.set()
+
+    def _end(self, unit: _Unit) -> None:
+        """Ends the life of a unit, if it has one: its rows are lost."""
+        self._version += 1
+        self.changed.set()
+        if unit.life is None:
+            return
+        life, unit.life = unit.life, None
+        self._lives[life].alive = False
+        if unit.state == "serving":
+            unit.state = "starting"
+        self._current = {lives: layout for lives, layout in self._current.items() if life not in lives}
+        self._forget()
+
+    def _life(self, handle: int) -> int | None:
+        lives = self._layouts.get(handle >> LAYOUT_BITS)
+        return None if lives is None else life_of(handle, lives)
+
+    def _forget(self) -> None:
+        """Forgets the layouts and the ended lives that have no rows, and the removed units that have none."""
+        current = set(self._current.values())
+        for layout in [each for each in self._layouts if each not in current and each != FIRST_LAYOUT]:
+            if not self._rows_of_layout.get(layout):
+                del self._layouts[layout]
+                self._rows_of_layout.pop(layout, None)
+        used = {life for lives in self._layouts.values() for life in lives}
+        for life in [each for each, held in self._lives.items() if not held.alive and each not in used]:
+            del self._lives[life]
+        for name in [each for each, unit in self._units.items() if unit.state == "removed"]:
+            if not any(held.num_rows for held in self._lives.values() if held.unit.name == name):
+                del self._units[name]

@@ -1,0 +1,200 @@
+"""Watches the storage units of an instance, in a thread of the controller: learns who died, starts and ends units.
+
+Each unit has a socket of its own here, over which nothing is sent: the end of its connection tells at once that the
+unit may have died. It has if nobody listens at its address any more, or if its actor, which Ray starts again, says that
+it is another life. One thread judges for all clients, so they agree on which rows are lost.
+
+Importing this module imports Ray and TransferQueue.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import ray
+import ray.exceptions
+import zmq as _zmq
+from transfer_queue.utils.zmq_utils import create_zmq_socket
+from zmq.utils.monitor import recv_monitor_message
+
+from dataplane_tq_simple._book import Started, UnitBook
+from dataplane_tq_simple._cluster import Instance, lookup, nodes_for_units
+from dataplane_tq_simple._sampler import LedgerSampler
+
+__all__ = ["Keeper"]
+
+_logger = logging.getLogger(__name__)
+zmq: Any = _zmq  # its type stubs are partial
+
+#: Seconds between two looks at what changes, and where nothing does.
+_BUSY_S: Final = 0.05
+_IDLE_S: Final = 0.5
+#: Seconds between two questions to a unit that does not run.
+_ASK_S: Final = 0.2
+#: Seconds that a try to reach a unit may take.
+_REACH_S: Final = 0.5
+#: A node that is lost without a word is noticed after about so many milliseconds.
+_HEARTBEAT_MS: Final = 15_000
+
+
+@dataclass(slots=True)
+class _Ear:
+    """The connection to a life of a unit."""
+
+    actor: str
+    started: Started
+    socket: Any
+    monitor: Any
+    suspect: bool = False
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A question to the actor of a unit."""
+
+    ref: Any = None
+    ask_at: float = field(default_factory=time.monotonic)
+
+
+class Keeper:
+    """See above.
+
+    Args:
+        instance: The class of the instance, which knows how to make and ask its units.
+        config: The options of the instance.
+        sampler: Has the book, and knows which rows are garbage.
+    """
+
+    def __init__(self, instance: type[Instance], config: Any, sampler: LedgerSampler) -> None:
+        self._instance = instance
+        self._config = config
+        self._sampler = sampler
+        self._book: UnitBook = sampler.book
+        self._context = zmq.Context()
+        self._ears: dict[str, _Ear] = {}
+        self._asked: dict[str, _Asked] = {}
+        self._handles: dict[str, Any] = {}  # by actor; Ray ends an actor that this created when its handle is gone
+
+    def begin(self, units: list[tuple[str, str, Started]]) -> None:
+        """Takes over the units that run, and starts the thread."""
+        self._handles = {actor: lookup(actor) for _, actor, _ in units}
+        self._book.begin(self._instance.unit_prefix(self._config), units)
+        threading.Thread(target=self._keep, name="dataplane-units", daemon=True).start()
+
+    def _keep(self) -> None:
+        while True:
+            try:
+                self._wait()
+                self._book.changed.clear()
+                self._listen()
+                self._judge()
+                self._ask()
+                self._create()
+                self._end_removed()
+            except Exception:
+                _logger.exception("watching the storage units failed; trying again")
+                time.sleep(_IDLE_S)
+
+    def _wait(self) -> None:
+        """Waits for news of a connection, or a moment."""
+        busy = self._book.changed.is_set() or self._asked or any(ear.suspect for ear in self._ears.values())
+        poller = zmq.Poller()
+        for ear in self._ears.values():
+            poller.register(ear.monitor, zmq.POLLIN)
+        if not self._ears:
+            time.sleep(_BUSY_S)
+            return
+        for monitor, _ in poller.poll((_BUSY_S if busy else _IDLE_S) * 1000):
+            recv_monitor_message(monitor)
+            next(ear for ear in self._ears.values() if ear.monitor is monitor).suspect = True
+
+    def _listen(self) -> None:
+        """Connects to new lives, and hangs up on ended ones."""
+        live = {name: (actor, started) for name, actor, started in self._book.live()}
+        for name, ear in list(self._ears.items()):
+            if name not in live or live[name][1].token != ear.started.token:
+                ear.socket.disable_monitor()
+                ear.monitor.close(linger=0)
+                ear.socket.close(linger=0)
+                del self._ears[name]
+        for name, (actor, started) in live.items():
+            if name not in self._ears:
+                peer = create_zmq_socket(self._context, zmq.DEALER, started.ip)
+                peer.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS // 3)
+                peer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_MS)
+                bad = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
+                monitor = peer.get_monitor_socket(bad)
+                host = f"[{started.ip}]" if ":" in started.ip else started.ip
+                peer.connect(f"tcp://{host}:{started.port}")
+                self._ears[name] = _Ear(actor, started, peer, monitor)
+
+    def _judge(self) -> None:
+        """Finds out whether the suspects have ended."""
+        for name, ear in self._ears.items():
+            if not ear.suspect:
+                continue
+            try:
+                socket.create_connection((ear.started.ip, ear.started.port), timeout=_REACH_S).close()
+            except ConnectionRefusedError:
+                ear.suspect = False
+                self._book.ended(name, ear.started.token)
+            except OSError:
+                pass  # not reachable from here, for now: only Ray can tell
+            self._asked.setdefault(name, _Asked())
+
+    def _ask(self) -> None:
+        """Asks the actors of suspects, and of units that are starting, what they are now."""
+        for name, _ in self._book.waiting():
+            self._asked.setdefault(name, _Asked())
+        actors = dict(self._book.waiting()) | {name: ear.actor for name, ear in self._ears.items() if ear.suspect}
+        now = time.monotonic()
+        for name, asked in list(self._asked.items()):
+            if name not in actors:
+                del self._asked[name]
+            elif asked.ref is None:
+                if now >= asked.ask_at:
+                    asked.ref = self._instance.ask_unit(self._handles[actors[name]])
+                    asked.ask_at = now + _ASK_S
+            elif ray.wait([asked.ref], timeout=0)[0]:
+                ref, asked.ref = asked.ref, None
+                asked.ask_at = now + _ASK_S
+                self._hear(name, ref)
+
+    def _hear(self, name: str, ref: Any) -> None:
+        """What the actor of a unit answered, or Ray in its place."""
+        try:
+            started: Started = ray.get(ref, timeout=0)
+        except ray.exceptions.ActorUnavailableError:
+            return  # it may be starting
+        except ray.exceptions.RayActorError as error:
+            self._book.failed(name, str(error).strip().splitlines()[0])
+        except ray.exceptions.RayError:
+            return  # says nothing about the actor
+        else:
+            ear = self._ears.get(name)
+            if ear is not None and ear.started.token == started.token:
+                ear.suspect = False
+            self._book.started(name, started)
+
+    def _create(self) -> None:
+        """Creates the units that were asked for, on the nodes with the fewest units."""
+        while (new := self._book.new_unit()) is not None:
+            name, actor = new
+            try:
+                count = collections.Counter(started.node for _, _, started in self._book.live())
+                node = min(nodes_for_units(), key=lambda each: count[each])
+                self._handles[actor] = self._instance.create_unit(self._config, actor, node)
+            except Exception as error:
+                _logger.exception("creating %s failed", actor)
+                self._book.failed(name, f"{type(error).__name__}: {error}")
+
+    def _end_removed(self) -> None:
+        """Ends the units that are drained."""
+        for actor in self._book.removed(self._sampler.garbage):
+            ray.kill(self._handles.pop(actor), no_restart=True)

@@ -1,0 +1,177 @@
+"""What a client knows about the storage units: where rows are, and which units have ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane_core.errors import preview
+from dataplane_tq_simple import _wire
+from dataplane_tq_simple._book import LAYOUT_BITS, View
+from dataplane_tq_simple._errors import UnitsGoneError
+from dataplane_tq_simple._exchange import PATIENCE_S, Exchange, Peer, Question, Watch
+from dataplane_tq_simple._sampler import UNITS, decode_reply, encode_call
+
+__all__ = ["NOWHERE", "UNIT_PATIENCE_S", "Places", "UnitWatch"]
+
+#: The life of a row whose layout is not known any more: all its rows are deleted.
+NOWHERE: Final = -1
+#: Seconds without a reply after which a client asks whether a unit has ended, and then between two questions.
+UNIT_PATIENCE_S: Final = 0.2
+
+_Ints = npt.NDArray[np.int64]
+
+
+class Places:
+    """The newest `View` that this client has of the book of storage units. Thread-safe.
+
+    Args:
+        ask: Asks the book; see `LedgerSampler`.
+        exchange: Keeps sockets to the units.
+    """
+
+    def __init__(self, ask: Callable[..., Any], exchange: Exchange) -> None:
+        self._ask = ask
+        self._exchange = exchange
+        self._lock = threading.Lock()
+        self._view = View(-1, {}, {})
+
+    @property
+    def version(self) -> int:
+        """The version of the view."""
+        return self._view.version
+
+    def refresh(self, timeout_s: float) -> None:
+        """Gets the newest view. Raises as `QueueEngine.call`."""
+        self.take(self._ask("view", self.version, timeout_s=timeout_s))
+
+    def take(self, view: View | None) -> None:
+        """Takes a newer view. None: there is none."""
+        if view is None:
+            return
+        with self._lock:
+            if view.version <= self._view.version:
+                return
+            ended = [
+                self._peer(self._view, number)
+                for number, life in self._view.lives.items()
+                if life.alive and not (number in view.lives and view.lives[number].alive)
+            ]
+            self._view = view
+        self._exchange.forget(ended)
+
+    def lives_of(self, handles: _Ints, timeout_s: float) -> _Ints:
+        """The life that has each row, or `NOWHERE`. Asks the book if it does not know a layout."""
+        layouts = handles >> LAYOUT_BITS
+        numbers = handles & ((1 << LAYOUT_BITS) - 1)
+        first = layouts[0]
+        several = bool((layouts != first).any())
+        each = np.unique(layouts).tolist() if several else [int(first)]
+        known = self._view.layouts
+        if any(layout not in known for layout in each):
+            self.refresh(timeout_s)
+            known = self._view.layouts
+        lives = np.full(len(handles), NOWHERE, dtype=np.int64)
+        for layout in each:
+            if layout in known:
+                where = layouts == layout if several else slice(None)
+                lives[where] = np.asarray(known[layout], dtype=np.int64)[numbers[where] % len(known[layout])]
+        return lives
+
+    def alive(self, lives: _Ints) -> npt.NDArray[np.bool_]:
+        """Which of some lives have not ended, as far as this client knows."""
+        view = self._view
+        distinct = np.unique(lives)
+        ended = [life for life in distinct.tolist() if life not in view.lives or not view.lives[life].alive]
+        return ~np.isin(lives, ended) if ended else np.ones(len(lives), dtype=bool)
+
+    def peer(self, life: int) -> Peer:
+        """Whom to send requests to.
+
+        Raises:
+            UnitsGoneError: The life has ended, and its rows are deleted.
+        """
+        return self._peer(self._view, life)
+
+    def token(self, life: int) -> str:
+        """What identifies a life in requests. Raises as `peer`."""
+        if life not in self._view.lives:
+            raise UnitsGoneError("a storage unit was removed.")
+        return self._view.lives[life].token
+
+    @staticmethod
+    def _peer(view: View, number: int) -> Peer:
+        life = view.lives.get(number)
+        if life is None:
+            raise UnitsGoneError("a storage unit was removed.")
+        return Peer(f"storage {life.unit}", life.actor, life.ip, life.port, number)
+
+
+class UnitWatch:
+    """Asks the book whether storage units have ended, while an exchange waits for them.
+
+    Args:
+        places: Gets the answers.
+        exchange: Sends the questions.
+        controller: The controller.
+        peers: The units.
+        watch_controller: Makes a watch of the controller, which is used if it does not answer.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        exchange: Exchange,
+        controller: Peer,
+        peers: Sequence[Peer],
+        watch_controller: Callable[[], Watch],
+    ) -> None:
+        self._places = places
+        self._exchange = exchange
+        self._controller = controller
+        self._peers = list(peers)
+        self._lives = np.array([peer.life for peer in peers], dtype=np.int64)
+        self._watch_controller = watch_controller
+        self._watch: Watch | None = None
+        self._question: Question | None = None
+        self._ask_at = self._answered_at = time.monotonic()
+
+    def check(self) -> None:
+        """Raises `UnitsGoneError` if one of them has ended; `BackendUnavailableError` if the controller has."""
+        alive = self._places.alive(self._lives)
+        if not alive.all():
+            names = [peer.name for peer, each in zip(self._peers, alive, strict=True) if not each]
+            raise UnitsGoneError(f"{preview(names)} ended. What it held is lost.")
+        now = time.monotonic()
+        if self._question is None:
+            if now >= self._ask_at:
+                call = encode_call(UNITS, ("view", self._places.version), {}, None)
+                self._question = self._exchange.ask(self._controller, _wire.call_request(self._controller.name, call))
+            return
+        reply = self._question.reply()
+        if reply is not None:
+            self.close()
+            _, view, _ = decode_reply(_wire.read_call_reply(self._controller.name, reply))
+            self._answered_at, self._ask_at = now, now + UNIT_PATIENCE_S
+            self._places.take(view)
+            self.check()
+        elif now - self._answered_at >= PATIENCE_S:
+            self._watch = self._watch or self._watch_controller()
+            self._watch.check()
+
+    def describe(self) -> str:
+        """What is known, as a sentence."""
+        if self._watch is not None:
+            return self._watch.describe()
+        return "It has not ended: it is stopped, overloaded, or not reachable from this process."
+
+    def close(self) -> None:
+        """Gives up the question, if there is one."""
+        question, self._question = self._question, None
+        if question is not None:
+            question.close()

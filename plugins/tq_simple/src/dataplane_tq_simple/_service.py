@@ -1,0 +1,49 @@
+"""The ledger of ``tq_simple``: its write ids say which storage units have the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+from dataplane_core.ledger import Command, LedgerService, Reply, commands
+from dataplane_tq_simple._book import UnitBook
+from dataplane_tq_simple._errors import UnitsGoneError
+
+__all__ = ["PlacingLedgerService"]
+
+
+class PlacingLedgerService(LedgerService):
+    """A `LedgerService` that places puts on storage units, and refuses to commit one of whose units has ended."""
+
+    _book: UnitBook
+
+    def use_book(self, book: UnitBook) -> None:
+        """Places puts by this book. Called before the first command."""
+        self._book = book
+
+    def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
+        """As `LedgerService.call`.
+
+        Raises:
+            UnitsGoneError: A put begins and no unit takes rows, or a unit ended while the put ran.
+        """
+        if isinstance(command, commands.BeginPut) and command.write_id is None:
+            return cast("Reply", self.begin_put(command, None))
+        if isinstance(command, commands.CommitPut):
+            try:
+                self._book.check(command.write_id)
+            except UnitsGoneError:
+                super().call(commands.AbortPut(command.write_id))
+                raise
+        reply = super().call(command, wake)
+        if isinstance(command, commands.Collected):
+            self._book.collected(command.refs)
+        return reply
+
+    def begin_put(self, begin: commands.BeginPut, node: str | None) -> int:
+        """Begins a put, and places its rows: on units of ``node``, if one is given and has units. Raises as `call`."""
+        write_id = self._book.place(begin.num_ids, begin.size_bytes, node)
+        super().call(replace(begin, write_id=write_id))
+        self._book.add(commands.writes_of(write_id, begin.specs, begin.row_bytes, begin.splits))
+        return write_id

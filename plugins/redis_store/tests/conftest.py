@@ -1,6 +1,7 @@
 """Servers that tests start with settings of their own, ended by process id."""
 
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -34,6 +35,7 @@ class Server:
 
     def start(self):
         base = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", str(self.socket), "--save", ""]
+        base += ["--repl-diskless-sync-delay", "0"]
         words = ["redis-server", *base, "--dir", str(self.folder), *self.settings]
         self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         give_up = time.monotonic() + 20
@@ -61,10 +63,33 @@ class Server:
         with redis.Redis(unix_socket_path=str(self.socket)) as client:
             return client.execute_command(*words)
 
+    def info(self, section):
+        """What the server says of itself, past the backend."""
+        return self.admin("INFO", section)
+
+    def follow(self, primary):
+        """Becomes a replica of another server, and returns once it has its data."""
+        self.admin("REPLICAOF", "127.0.0.1", primary.port)
+        _wait_until(lambda: self.info("replication").get("master_link_status") == "up")
+        return self
+
+    def take_over(self, primary):
+        """Becomes the primary, at the socket of the one that died."""
+        self.admin("REPLICAOF", "NO", "ONE")
+        os.rename(self.socket, primary.socket)
+        self.socket = primary.socket
+
     def end(self):
         if self.process is not None:
             self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _wait_until(condition, timeout_s=60.0):
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up, "waited too long"
+        time.sleep(0.02)
 
 
 def _free_port():
@@ -122,8 +147,8 @@ def scripts_of(monkeypatch):
     def collect(client, act_at=None, act=None):
         script, replies = client._backend._session.link.script, []
 
-        def counted(*words):
-            replies.append(script(*words))
+        def counted(*words, **more):
+            replies.append(script(*words, **more))
             if len(replies) == act_at:
                 act()
             return replies[-1]
@@ -147,3 +172,9 @@ def at_once():
         assert not any(thread.is_alive() for thread in threads)
 
     return run
+
+
+@pytest.fixture
+def wait_until():
+    """Waits for a condition."""
+    return _wait_until

@@ -15,6 +15,7 @@ from dataplane_core.backends import Finding
 from dataplane_core.errors import DataPlaneError
 from dataplane_redis._instance import (
     durability_of,
+    fsync_error,
     num_replicas,
     policy_error,
     store_error,
@@ -110,13 +111,10 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
             "To keep every committed sample, run: redis-cli CONFIG SET appendonly yes; redis-cli CONFIG SET "
             "appendfsync always; redis-cli CONFIG REWRITE",
         )
-    if replicas:
-        yield Finding.warning(
-            f"{who} has {replicas} {'replica' if replicas == 1 else 'replicas'}, and replicates without waiting: a "
-            "failover loses the newest writes.",
-            "To bound that, run: redis-cli CONFIG SET min-replicas-to-write 1; redis-cli CONFIG REWRITE. After a "
-            "failover, register anew or compare list_samples with what was produced.",
-        )
+    refused = fsync_error(who, config, version, durability)
+    if refused is not None:
+        yield _error(refused)
+    yield from _replication(who, config, replicas)
     parts = urlsplit(url)
     if parts.scheme == "redis" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
         if not parts.password:
@@ -126,6 +124,23 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
             )
         yield Finding.warning(
             f"The connection to {link.label} is not encrypted.", "If others use this network, use rediss:// (TLS)."
+        )
+
+
+def _replication(who: str, config: RedisConfig, replicas: int) -> Iterator[Finding]:
+    count = f"{replicas} {'replica' if replicas == 1 else 'replicas'}"
+    if replicas < config.wait_replicas:
+        yield Finding.error(
+            f"{who} has {count}. wait_replicas is {config.wait_replicas}: every put would wait until its deadline.",
+            "Start the replicas, or lower wait_replicas.",
+        )
+    elif config.wait_replicas:
+        yield Finding.ok(f"{who} has {count}, and {config.wait_replicas} must have a change before a call returns.")
+    elif replicas:
+        yield Finding.warning(
+            f"{who} has {count}, and replicates without waiting: a failover loses the newest writes. Clients notice "
+            "it, and say which calls were lost.",
+            "To lose nothing that was acknowledged, set the option wait_replicas.",
         )
 
 

@@ -9,11 +9,13 @@ cluster moves the slot, the link follows it. When the node is gone, the link loo
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+from itertools import chain
+from typing import Any, Final, NoReturn, Protocol, TypeAlias, TypeVar
 
 import redis
 from redis.connection import Connection, ConnectionPool, UnixDomainSocketConnection
@@ -42,7 +44,7 @@ from dataplane_core.errors import (
 from dataplane_redis._rows import ArrayReader
 from dataplane_redis._scripts import Script
 
-__all__ = ["Command", "Link", "Read", "pack"]
+__all__ = ["Command", "Link", "Read", "Rider", "Watch", "pack"]
 
 #: The words of a command.
 Command: TypeAlias = Sequence[bytes | bytearray | memoryview]
@@ -77,6 +79,38 @@ class Read:
     size_bytes: int
 
 
+class Rider(Protocol):
+    """Commands that follow a call on the same connection, in the same packet. The last reply may be an error.
+
+    Attributes:
+        replies: To them; set by the link.
+        history: The history that the connection met, see `Watch`; set by the link.
+    """
+
+    replies: list[Any]
+    history: bytes
+
+    @property
+    def num_commands(self) -> int:
+        """How many commands."""
+
+    def pack(self, deadline: float) -> Sequence[Sequence[bytes | bytearray | memoryview]]:
+        """The packed commands, made when they are sent."""
+
+    def follows(self, reply: Any) -> bool:
+        """Whether to read the replies, after this reply to the call. Else the connection is closed."""
+
+
+class Watch(Protocol):
+    """Told of the history of the data that each new connection meets."""
+
+    def meet(self, history: bytes, ask: Callable[..., Any]) -> None:
+        """A new connection met this history. ``ask`` sends a command on it and returns the reply."""
+
+    def raise_lost(self, what: str, label: str) -> None:
+        """Called before a connection is used. May raise."""
+
+
 def _in_chunks(reads: Sequence[Read]) -> list[list[Read]]:
     """Groups neighbouring reads until the replies of a chunk are worth a round trip."""
     chunks: list[list[Read]] = []
@@ -109,6 +143,7 @@ class Link:
         self._idle: list[Any] = []
         self._lock = threading.Lock()
         self._closed = False
+        self.watch: Watch | None = None
 
     def close(self) -> None:
         """Closes all connections. One in use is closed when its call ends."""
@@ -172,7 +207,15 @@ class Link:
             self.raise_error(what, reply)
         return reply
 
-    def script(self, what: str, deadline: float, script: Script, key: bytes, *arguments: bytes | memoryview) -> Any:
+    def script(
+        self,
+        what: str,
+        deadline: float,
+        script: Script,
+        key: bytes,
+        *arguments: bytes | memoryview,
+        rider: Rider | None = None,
+    ) -> Any:
         """Runs a script and returns its reply. Sends the script's text first if the server does not know it.
 
         Raises:
@@ -180,7 +223,7 @@ class Link:
         """
         packed = pack((b"EVALSHA", script.sha, b"1", key, *arguments))
         while True:
-            reply = self._ask(what, deadline, packed)
+            reply = self._ask(what, deadline, packed, rider)
             if not isinstance(reply, NoScriptError):
                 break
             self.command(what, deadline, b"SCRIPT", b"LOAD", script.text)
@@ -188,21 +231,33 @@ class Link:
             self.raise_error(what, reply)
         return reply
 
-    def _ask(self, what: str, deadline: float, packed: Sequence[bytes | bytearray | memoryview]) -> Any:
+    def _ask(
+        self,
+        what: str,
+        deadline: float,
+        packed: Sequence[bytes | bytearray | memoryview],
+        rider: Rider | None = None,
+    ) -> Any:
         """Returns one reply. Tries again after a temporary refusal, and after a redirection to another node.
 
         That is safe: in both cases the server refused before it did anything.
         """
         num_redirections = 0
         while True:
-            reply = self.retry_while_refused(deadline, lambda: self._ask_once(what, deadline, packed))
+            reply = self.retry_while_refused(deadline, lambda: self._ask_once(what, deadline, packed, rider))
             refused = isinstance(reply, Exception)
             if num_redirections == _MAX_REDIRECTIONS or not (refused and self._follow_redirection(reply)):
                 return reply
             num_redirections += 1
 
-    def _ask_once(self, what: str, deadline: float, packed: Sequence[bytes | bytearray | memoryview]) -> Any:
-        (reply,) = self.commands(what, deadline, [packed], 1)
+    def _ask_once(
+        self,
+        what: str,
+        deadline: float,
+        packed: Sequence[bytes | bytearray | memoryview],
+        rider: Rider | None,
+    ) -> Any:
+        (reply,) = self.commands(what, deadline, [packed], 1, rider)
         if isinstance(reply, Exception) and _is_temporary_refusal(reply):
             self.raise_error(what, reply)
         return reply
@@ -228,7 +283,12 @@ class Link:
             time.sleep(_REFUSED_POLL_S)
 
     def commands(
-        self, what: str, deadline: float, packed: Iterable[Iterable[bytes | bytearray | memoryview]], count: int
+        self,
+        what: str,
+        deadline: float,
+        packed: Iterable[Iterable[bytes | bytearray | memoryview]],
+        count: int,
+        rider: Rider | None = None,
     ) -> list[Any]:
         """Sends packed commands on one connection, then reads their replies.
 
@@ -237,6 +297,7 @@ class Link:
             deadline: On `time.monotonic`'s clock, in seconds.
             packed: The parts of each command, as from `pack`. May be a generator, which is read while it is sent.
             count: The number of replies.
+            rider: What to send after them. It keeps its replies, or the error that came instead of one.
 
         Returns:
             For each command its reply, or the exception if it was refused.
@@ -247,6 +308,9 @@ class Link:
         """
         connection = self._acquire(what, deadline)
         complete = False
+        if rider is not None:
+            rider.history = connection.dataplane_history
+            packed = chain(packed, rider.pack(deadline))
         try:
             connection._sock.settimeout(_left_s(deadline))
             waiting: list[bytes | bytearray | memoryview] = []
@@ -263,17 +327,35 @@ class Link:
                 connection.send_packed_command([b"".join(waiting)], check_health=False)
             replies = []
             for _ in range(count):
-                connection._sock.settimeout(_left_s(deadline))
-                try:
-                    replies.append(connection.read_response(disable_decoding=True))
-                except ResponseError as error:
-                    replies.append(error)
-            complete = True
+                replies.append(self._read_reply(connection, deadline))
+            if rider is None:
+                complete = True
+            else:
+                complete = rider.follows(replies[-1]) and self._read_replies_of(rider, connection, deadline)
         except (RedisError, OSError) as error:
             self.raise_error(what, error)
         finally:
             self._release(connection, complete)
         return replies
+
+    @staticmethod
+    def _read_reply(connection: Any, deadline: float) -> Any:
+        connection._sock.settimeout(_left_s(deadline))
+        try:
+            return connection.read_response(disable_decoding=True)
+        except ResponseError as error:
+            return error
+
+    def _read_replies_of(self, rider: Rider, connection: Any, deadline: float) -> bool:
+        """Whether all replies came. If not, the error is the last one: the call before has its own reply."""
+        rider.replies = []
+        try:
+            for _ in range(rider.num_commands):
+                rider.replies.append(self._read_reply(connection, deadline))
+        except (RedisError, OSError) as error:
+            rider.replies.append(error)
+            return False
+        return True
 
     def fetch(self, what: str, deadline: float, reads: Sequence[Read]) -> list[list[memoryview | None]]:
         """Sends commands that each reply with an array of byte strings, and receives these without a copy.
@@ -366,16 +448,16 @@ class Link:
                     raise BackendUnavailableError(f"{what} refused: the connection to {self.label} is closed.")
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
-                return self._connect(what, deadline)
+                return self._watched(what, self._connect(what, deadline))
             try:
                 if not connection.can_read(timeout=0):
-                    return connection
+                    return self._watched(what, connection)
             except (RedisError, OSError):
                 pass  # the server closed it while it was idle: try another one
             connection.disconnect()
 
     def _connect(self, what: str, deadline: float) -> Any:
-        elsewhere = iter(list(self._nodes))
+        elsewhere, num_redirections = iter(list(self._nodes)), 0
         while True:
             if time.monotonic() >= deadline:
                 raise OperationTimeoutError(f"{what} timed out before it was sent to {self.label}.")
@@ -383,6 +465,7 @@ class Link:
             connection.socket_connect_timeout = connection.socket_timeout = _left_s(deadline)
             try:
                 connection.connect()
+                self._greet(connection)
                 return connection
             except (RedisError, OSError) as error:
                 connection.disconnect()
@@ -391,10 +474,37 @@ class Link:
                         self.raise_error(what, error)
                     time.sleep(_REFUSED_POLL_S)
                     continue
+                if num_redirections < _MAX_REDIRECTIONS and self._follow_redirection(error):
+                    num_redirections += 1
+                    continue
                 node = next(elsewhere, None) if isinstance(error, (LostConnectionError, OSError)) else None
                 if node is None:
                     self.raise_error(what, error)
                 self._switch_to(node)
+
+    def _greet(self, connection: Any) -> None:
+        """Tells the watch which history a new connection meets. Raises what redis-py raises."""
+        connection.dataplane_history = b""
+        if self.watch is None:
+            return
+
+        def ask(*words: bytes) -> Any:
+            connection.send_packed_command([b"".join(pack(words))], check_health=False)
+            return connection.read_response(disable_decoding=True)
+
+        replication = ask(b"INFO", b"replication")
+        found = re.search(rb"^master_replid:(\w+)", replication, re.MULTILINE)
+        connection.dataplane_history = found.group(1) if found else b""
+        self.watch.meet(connection.dataplane_history, ask)
+
+    def _watched(self, what: str, connection: Any) -> Any:
+        try:
+            if self.watch is not None:
+                self.watch.raise_lost(what, self.label)
+        except DataPlaneError:
+            self._release(connection, True)
+            raise
+        return connection
 
     def _where(self) -> dict[str, Any]:
         kwargs: dict[str, Any] = dict(self._pool.connection_kwargs)

@@ -56,6 +56,16 @@ class RedisConfig(CapacityOptions):
     allow_eviction: bool = False
     """Accept a server whose ``maxmemory-policy`` may evict keys. Samples that nobody has consumed may then be lost."""
 
+    wait_replicas: int = Field(default=0, ge=0)
+    """How many replicas of the server must have a change before a call returns: a put, a registration, a clear, an ack,
+    a nack, a renewal, and a claim without a lease. With as many as the server has replicas, a failover loses nothing
+    that was acknowledged. Too few replicas until the deadline: `OperationTimeoutError`, and the change is on the server
+    only."""
+
+    wait_fsync: bool = False
+    """These calls also wait until the server, and that many replicas, have synced the change to their append-only
+    files. Needs Redis 7.2 or Valkey, and ``appendonly yes``."""
+
     appendonly: bool = False
     """Only for a private server: write an append-only file, for example to measure its cost. The file is deleted with
     the server's folder. Data that must outlive the server needs a server with a ``url``."""
@@ -86,6 +96,10 @@ class RedisConfig(CapacityOptions):
     def _names_one_server(self) -> RedisConfig:
         if self.url is not None and self.server is not None:
             raise ValueError("expected one of 'url' (attach to a server) and 'server: private' (start one), got both")
+        if self.url is None and (self.wait_replicas or self.wait_fsync):
+            raise ValueError(
+                "'wait_replicas' and 'wait_fsync' are for a server with a 'url'. A private one has no replicas"
+            )
         if self.server is None and self.appendonly:
             raise ValueError("'appendonly' is for a private server. With 'url', set the persistence on that server")
         return self

@@ -1,10 +1,13 @@
 """Servers that tests start with settings of their own, ended by process id."""
 
+import collections
 import contextlib
+import json
 import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -22,21 +25,27 @@ from dataplane_redis import RedisBackend
 class Server:
     """A `redis-server` of a test's own, on TCP and a unix socket; as a node of a cluster with a bus port besides."""
 
-    def __init__(self, *settings, cluster=False):
+    def __init__(self, *settings, cluster=False, sentinel=False):
         self.folder = Path(tempfile.mkdtemp(prefix="dp-redis-"))
         self.port = _free_port()
         self.socket = self.folder / "redis.sock"
         self.bus_port = _free_port() if cluster else None
         self.settings = settings
+        self.sentinel = sentinel
         if cluster:
             node = ("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port), "--cluster-node-timeout", "1000")
             self.settings = (*node, *settings)
         self.process = None
 
     def start(self):
-        base = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", str(self.socket), "--save", ""]
-        base += ["--repl-diskless-sync-delay", "0"]
-        words = ["redis-server", *base, "--dir", str(self.folder), *self.settings]
+        base = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", str(self.socket)]
+        if self.sentinel:
+            file = self.folder / "sentinel.conf"  # a sentinel rewrites it
+            file.touch()
+            words = ["redis-server", str(file), "--sentinel", *base, "--dir", str(self.folder)]
+        else:
+            base += ["--save", "", "--repl-diskless-sync-delay", "0"]
+            words = ["redis-server", *base, "--dir", str(self.folder), *self.settings]
         self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         give_up = time.monotonic() + 20
         while True:
@@ -112,6 +121,20 @@ def start_server():
         server.end()
 
 
+@pytest.fixture
+def start_sentinel():
+    """Starts sentinels that watch nothing yet."""
+    sentinels = []
+
+    def start():
+        sentinels.append(Server(sentinel=True))
+        return sentinels[-1].start()
+
+    yield start
+    for sentinel in sentinels:
+        sentinel.end()
+
+
 @pytest.fixture(scope="module")
 def plain():
     """One server without persistence for a module."""
@@ -157,6 +180,74 @@ def scripts_of(monkeypatch):
         return replies
 
     return collect
+
+
+class Load:
+    """A process with a load, see load.py."""
+
+    def __init__(self, *words):
+        command = [sys.executable, str(Path(__file__).with_name("load.py")), *map(str, words)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def num_committed(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def end(self):
+        """What the load was told."""
+        self.process.stdin.close()
+        told = json.loads(self.process.stdout.readline())
+        assert self.process.wait(60) == 0
+        return told
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+@pytest.fixture
+def start_load():
+    """Starts processes with a load on partition "p", for the task "train"."""
+    loads = []
+
+    def start(url, namespace, name, wait_replicas=0):
+        loads.append(Load(url, namespace, name, wait_replicas))
+        return loads[-1]
+
+    yield start
+    for load in loads:
+        load.kill()
+
+
+@pytest.fixture
+def check_told():
+    """Compares what loads were told is done with what the store holds."""
+
+    def check(client, told):
+        """Returns the samples whose puts were lost and the acks that were lost. Each was named."""
+        present = set(client.list_samples("p").sample_ids)
+        lost_puts, lost_acks, acked = set(), collections.Counter(), collections.Counter()
+        for each in told:
+            for operation, ids in each["lost"]:
+                lost_puts |= set(ids) if operation == "put_samples" else set()
+                lost_acks += collections.Counter(ids if operation == "ack" else ())
+            acked += collections.Counter(each["acked"])
+        for each in told:
+            for sample_id, number in each["committed"].items():
+                assert (sample_id in present) != (sample_id in lost_puts), sample_id
+                if sample_id in present:
+                    found = client.get_samples([sample_id], "p", ["x"])["x"]
+                    assert (found == number).all()
+        assert set((acked - lost_acks).values()) <= {1}, "a sample was acked twice in silence"
+        consumed = set(client.list_consumed("p", "train"))
+        assert not [sample_id for sample_id in acked - lost_acks if sample_id not in consumed | lost_puts]
+        return lost_puts, lost_acks
+
+    return check
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ import redis
 
 from dataplane_core.errors import (
     BackendUnavailableError,
-    DataPlaneError,
     OperationTimeoutError,
     StalePartitionError,
     preview,
@@ -287,12 +286,11 @@ class Acknowledgements:
         )
 
     def end(self, link: Link, deadline: float) -> None:
-        """Removes this client's marks from the server, if it can be reached."""
+        """Removes this client's marks from the server."""
         with self._lock:
             lanes = list(self._numbers)
         if lanes:
-            with contextlib.suppress(DataPlaneError):
-                link.command("close", deadline, b"HDEL", self._base + b":marks", *lanes)
+            link.command("close", deadline, b"HDEL", self._base + b":marks", *lanes)
 
 
 def _shown(calls: Sequence[Acknowledged]) -> str:

@@ -148,11 +148,12 @@ class RedisBackend(Backend):
         session = self._session
         link, session.link = session.link, None
         if link is not None:
-            if self._bootstrapped and self._server is None and session.instance is not None:
-                with contextlib.suppress(DataPlaneError):  # the server may be gone
-                    session.instance.end(link, session.base, self.config, time.monotonic() + _CLOSE_S)
-            if session.acknowledgements is not None:
-                session.acknowledgements.end(link, time.monotonic() + _CLOSE_S)
+            deadline = time.monotonic() + _CLOSE_S
+            with contextlib.suppress(DataPlaneError), session.quietly():  # the server may be gone
+                if self._bootstrapped and self._server is None and session.instance is not None:
+                    session.instance.end(link, session.base, self.config, deadline)
+                if session.acknowledgements is not None:
+                    session.acknowledgements.end(link, deadline)
             link.close()
         if self._server is not None:
             self._server.stop()

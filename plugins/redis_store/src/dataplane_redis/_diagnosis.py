@@ -25,6 +25,7 @@ from dataplane_redis._instance import (
 )
 from dataplane_redis._link import Link
 from dataplane_redis._refusals import label_of
+from dataplane_redis._sentinel import Service
 from dataplane_redis._server import INSTALL_HINT
 from dataplane_redis.config import RedisConfig
 
@@ -74,6 +75,9 @@ def _private(deadline: float) -> Iterator[Finding]:
 
 
 def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding]:
+    service = Service.of(url)
+    if service is not None:
+        yield from _sentinels(service, deadline)
     link = Link(url, label_of(url))
     try:
         base = f"dp:{{{config.namespace}}}".encode()
@@ -115,8 +119,9 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
     if refused is not None:
         yield _error(refused)
     yield from _replication(who, config, replicas)
-    parts = urlsplit(url)
-    if parts.scheme == "redis" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
+    parts = urlsplit(url if service is None else service.server_url)
+    hosts = {parts.hostname} if service is None else {host for host, _ in service.sentinels}
+    if parts.scheme == "redis" and not hosts <= {"localhost", "127.0.0.1", "::1"}:
         if not parts.password:
             yield Finding.warning(
                 f"{who} accepts every client that can reach it: the url has no password.",
@@ -125,6 +130,20 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
         yield Finding.warning(
             f"The connection to {link.label} is not encrypted.", "If others use this network, use rediss:// (TLS)."
         )
+
+
+def _sentinels(service: Service, deadline: float) -> Iterator[Finding]:
+    count, answering = len(service.sentinels), service.num_answering(deadline)
+    said = f"{answering} of {count} sentinels answer and watch '{service.name}'"
+    if answering == count >= 3:
+        yield Finding.ok(f"{said}.")
+    elif count < 3:
+        yield Finding.warning(
+            f"{said}. With fewer than 3, the failure of one host may prevent a failover.",
+            "Run three sentinels on three hosts, and name all of them in the url.",
+        )
+    else:
+        yield Finding.warning(f"{said}.", "Start the others, or correct the url.")
 
 
 def _replication(who: str, config: RedisConfig, replicas: int) -> Iterator[Finding]:

@@ -3,6 +3,9 @@
 A connection serves one call at a time; idle ones are kept. A command whose connection was lost may have run or not, so
 a link does not send it again: the caller decides.
 
+With Sentinel, a link talks to the server that the sentinels name as the primary. While they name none that answers, a
+call waits until its deadline: nothing was sent yet.
+
 In a cluster, all keys of a namespace are in one slot, so a link talks to the one node that serves that slot. When the
 cluster moves the slot, the link follows it. When the node is gone, the link looks for the slot on the other nodes.
 """
@@ -43,6 +46,7 @@ from dataplane_core.errors import (
 )
 from dataplane_redis._rows import ArrayReader
 from dataplane_redis._scripts import Script
+from dataplane_redis._sentinel import NoPrimaryError, Service, UnknownServiceError
 
 __all__ = ["Command", "Link", "Read", "Rider", "Watch", "pack"]
 
@@ -55,6 +59,9 @@ _R = TypeVar("_R")
 _REFUSED_POLL_S: Final = 0.05
 #: The least socket timeout in seconds. Zero would mean not to wait at all, which TLS does not support.
 _MIN_TIMEOUT_S: Final = 0.001
+#: Seconds between two questions to the sentinels, and the most that connecting to the server they name may take.
+_SERVICE_POLL_S: Final = 0.1
+_SERVICE_CONNECT_S: Final = 1.0
 #: How many redirections a call follows before it gives up.
 _MAX_REDIRECTIONS: Final = 8
 #: Parts of a packed command below this size are joined before they are sent.
@@ -80,10 +87,10 @@ class Read:
 
 
 class Rider(Protocol):
-    """Commands that follow a call on the same connection, in the same packet. The last reply may be an error.
+    """Commands that follow a call on the same connection, in the same packet.
 
     Attributes:
-        replies: To them; set by the link.
+        replies: To them; set by the link. Where one did not come, the error.
         history: The history that the connection met, see `Watch`; set by the link.
     """
 
@@ -125,20 +132,28 @@ def _in_chunks(reads: Sequence[Read]) -> list[list[Read]]:
 
 
 class Link:
-    """A pool of connections to the server of a URL, or to the node of its cluster that serves a key. Thread-safe.
+    """A pool of connections to the server of a URL, to the primary of its service, or to the node of its cluster that
+    serves a key. Thread-safe.
 
     Args:
-        url: The server, or any node of a cluster. Only the connections keep it; no message shows it.
+        url: The server, a service of Sentinel, or any node of a cluster. Only the connections keep it; no message
+            shows it.
         label: The name of the server in messages.
     """
 
     def __init__(self, url: str, label: str) -> None:
         self.label = label
+        self._service = Service.of(url)
         self._pool = ConnectionPool.from_url(
-            url, protocol=2, retry=None, retry_on_timeout=False, socket_read_size=1 << 18, decode_responses=False
+            self._service.server_url if self._service is not None else url,
+            protocol=2,
+            retry=None,
+            retry_on_timeout=False,
+            socket_read_size=1 << 18,
+            decode_responses=False,
         )
         self._connection_class: Any = self._pool.connection_class
-        self._address: dict[str, Any] = {}  # replaces the URL's address once the cluster has named another
+        self._address: dict[str, Any] = {}  # replaces the URL's address once the cluster or a sentinel named another
         self._nodes: list[dict[str, Any]] = []  # of the cluster, if there is one
         self._idle: list[Any] = []
         self._lock = threading.Lock()
@@ -162,6 +177,8 @@ class Link:
             As `commands`.
         """
         self.command(what, deadline, b"EXISTS", key)
+        if self._service is not None:
+            return
         reply = self._ask(what, deadline, pack((b"CLUSTER", b"SLOTS")))
         if isinstance(reply, Exception):
             return  # not a cluster, or the ACL forbids the command
@@ -246,6 +263,10 @@ class Link:
         while True:
             reply = self.retry_while_refused(deadline, lambda: self._ask_once(what, deadline, packed, rider))
             refused = isinstance(reply, Exception)
+            if self._service is not None and isinstance(reply, ReadOnlyError) and _is_early(deadline, _SERVICE_POLL_S):
+                self._switch_to({})  # a failover made the server a replica
+                time.sleep(_SERVICE_POLL_S)
+                continue
             if num_redirections == _MAX_REDIRECTIONS or not (refused and self._follow_redirection(reply)):
                 return reply
             num_redirections += 1
@@ -457,11 +478,13 @@ class Link:
             connection.disconnect()
 
     def _connect(self, what: str, deadline: float) -> Any:
+        if self._service is not None:
+            return self._connect_to_primary(what, deadline, self._service)
         elsewhere, num_redirections = iter(list(self._nodes)), 0
         while True:
             if time.monotonic() >= deadline:
                 raise OperationTimeoutError(f"{what} timed out before it was sent to {self.label}.")
-            connection: Any = self._connection_class(**self._where())
+            connection: Any = self._connection_class(**self._where(self._address))
             connection.socket_connect_timeout = connection.socket_timeout = _left_s(deadline)
             try:
                 connection.connect()
@@ -482,10 +505,45 @@ class Link:
                     self.raise_error(what, error)
                 self._switch_to(node)
 
+    def _connect_to_primary(self, what: str, deadline: float, service: Service) -> Any:
+        """Waits until the sentinels name a primary and it answers as one."""
+        while True:
+            left_s = min(_left_s(deadline), _SERVICE_CONNECT_S)
+            connection: Any = None
+            try:
+                address = self._address
+                if not address:
+                    host, port = service.primary(deadline)
+                    address = {"host": host, "port": port}
+                    self._switch_to(address)
+                connection = self._connection_class(**self._where(address))
+                connection.socket_connect_timeout = connection.socket_timeout = left_s
+                connection.connect()
+                self._greet(connection)
+                return connection
+            except UnknownServiceError as error:
+                raise BackendUnavailableError(
+                    f"{what} failed: the sentinels do not watch a service '{service.name}'. They watch: {error}.",
+                    retryable=False,
+                    hint="Write the name of 'sentinel monitor' after the sentinels in the url.",
+                ) from error
+            except (RedisError, OSError, NoPrimaryError) as error:
+                self._switch_to({})
+                if connection is not None:
+                    connection.disconnect()
+                if isinstance(error, (AuthenticationError, NoPermissionError)):
+                    self.raise_error(what, error)
+                if not _is_early(deadline, _SERVICE_POLL_S):
+                    raise BackendUnavailableError(
+                        f"{what} failed: {self.label} had no primary that answers until the deadline: {error}",
+                        hint="Nothing was sent: call again. If it lasts, see what the sentinels' logs say.",
+                    ) from error
+            time.sleep(_SERVICE_POLL_S)
+
     def _greet(self, connection: Any) -> None:
         """Tells the watch which history a new connection meets. Raises what redis-py raises."""
         connection.dataplane_history = b""
-        if self.watch is None:
+        if self.watch is None and self._service is None:
             return
 
         def ask(*words: bytes) -> Any:
@@ -493,6 +551,10 @@ class Link:
             return connection.read_response(disable_decoding=True)
 
         replication = ask(b"INFO", b"replication")
+        if self._service is not None and b"\nrole:master" not in replication:
+            raise LostConnectionError("the server is not a primary")
+        if self.watch is None:
+            return
         found = re.search(rb"^master_replid:(\w+)", replication, re.MULTILINE)
         connection.dataplane_history = found.group(1) if found else b""
         self.watch.meet(connection.dataplane_history, ask)
@@ -506,11 +568,11 @@ class Link:
             raise
         return connection
 
-    def _where(self) -> dict[str, Any]:
+    def _where(self, address: dict[str, Any]) -> dict[str, Any]:
         kwargs: dict[str, Any] = dict(self._pool.connection_kwargs)
-        if self._address:
+        if address:
             kwargs.pop("path", None)
-        return kwargs | self._address
+        return kwargs | address
 
     def _release(self, connection: Any, complete: bool) -> None:
         with self._lock:
@@ -519,11 +581,18 @@ class Link:
                 self._idle.append(connection)
         if not keep:
             connection.disconnect()
+            if self._service is not None:  # the others are connected to the same server
+                self._switch_to({})
 
 
 def _is_temporary_refusal(error: BaseException | None) -> bool:
     """Whether the server refused before it did anything, and will accept the command soon."""
     return isinstance(error, BusyLoadingError) or (isinstance(error, ResponseError) and str(error).startswith("BUSY "))
+
+
+def _is_early(deadline: float, pause_s: float) -> bool:
+    """Whether a pause still ends before the deadline."""
+    return time.monotonic() + pause_s < deadline
 
 
 def _left_s(deadline: float) -> float:

@@ -11,10 +11,11 @@ from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
 from dataplane_core.backends import CapacityOptions
+from dataplane_redis._sentinel import SENTINEL_SCHEMES, Service
 
 __all__ = ["RedisConfig"]
 
-_SCHEMES = ("redis://", "rediss://", "unix://")
+_SCHEMES = ("redis://", "rediss://", "unix://", *(f"{scheme}://" for scheme in SENTINEL_SCHEMES))
 
 
 def _is_parsed_as_intended(url: str) -> bool:
@@ -24,7 +25,8 @@ def _is_parsed_as_intended(url: str) -> bool:
     """
     try:
         parts = urlsplit(url)
-        pool = ConnectionPool.from_url(url)
+        service = Service.of(url)
+        pool = ConnectionPool.from_url(url if service is None else service.server_url)
         pool.connection_class(**pool.connection_kwargs)  # connects only when told to
     except (RedisError, TypeError, ValueError):  # not chained: their messages quote the url
         return False
@@ -42,8 +44,13 @@ class RedisConfig(CapacityOptions):
 
     url: SecretStr | None = None
     """``redis://[user:password@]host:port/db``, ``rediss://...`` (TLS; ``?ssl_ca_certs=...``) or
-    ``unix:///path?db=0&username=...&password=...``. Percent-encode ``#``, ``/``, ``?`` and ``@`` in user and password.
-    This backend neither starts nor ends that server. The URL is a secret: it is never printed or logged."""
+    ``unix:///path?db=0&username=...&password=...``. Or a service of Redis Sentinel:
+    ``redis+sentinel://[user:password@]host:port,host:port,host:port/service[/db]``, where the places are those of the
+    sentinels, and user, password and db those of the servers. ``?sentinel_username=...&sentinel_password=...`` is for
+    sentinels that ask for a login. ``rediss+sentinel://`` uses TLS to both.
+
+    Percent-encode ``#``, ``/``, ``?`` and ``@`` in user and password. This backend neither starts nor ends that server.
+    The URL is a secret: it is never printed or logged."""
 
     server: Literal["private"] | None = None
     """``private``, the default without a ``url``: the bootstrapping client starts a ``redis-server`` of its own on a
@@ -80,8 +87,9 @@ class RedisConfig(CapacityOptions):
             raise ValueError(f"expected a URL that starts with {', '.join(_SCHEMES)}")
         if value is not None and not _is_parsed_as_intended(value.get_secret_value()):
             raise ValueError(
-                "expected redis://user:password@host:port/db or unix:///path, with parameters that redis-py knows; in "
-                "user and password, write '#' as %23, '/' as %2F, '?' as %3F and '@' as %40"
+                "expected redis://user:password@host:port/db, unix:///path or "
+                "redis+sentinel://user:password@host:port,host:port/service/db, with parameters that redis-py knows; "
+                "in user and password, write '#' as %23, '/' as %2F, '?' as %3F and '@' as %40"
             )
         return value
 

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import pytest
 import redis
+import torch
+from tensordict import TensorDict
 
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.plugins import connect_backend
@@ -25,13 +28,14 @@ from dataplane_redis import RedisBackend
 class Server:
     """A `redis-server` of a test's own, on TCP and a unix socket; as a node of a cluster with a bus port besides."""
 
-    def __init__(self, *settings, cluster=False, sentinel=False):
+    def __init__(self, *settings, cluster=False, sentinel=False, binary="redis-server"):
         self.folder = Path(tempfile.mkdtemp(prefix="dp-redis-"))
         self.port = _free_port()
         self.socket = self.folder / "redis.sock"
         self.bus_port = _free_port() if cluster else None
         self.settings = settings
         self.sentinel = sentinel
+        self.binary = binary
         if cluster:
             node = ("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port), "--cluster-node-timeout", "1000")
             self.settings = (*node, *settings)
@@ -42,10 +46,10 @@ class Server:
         if self.sentinel:
             file = self.folder / "sentinel.conf"  # a sentinel rewrites it
             file.touch()
-            words = ["redis-server", str(file), "--sentinel", *base, "--dir", str(self.folder)]
+            words = [self.binary, str(file), "--sentinel", *base, "--dir", str(self.folder), *self.settings]
         else:
             base += ["--save", "", "--repl-diskless-sync-delay", "0"]
-            words = ["redis-server", *base, "--dir", str(self.folder), *self.settings]
+            words = [self.binary, *base, "--dir", str(self.folder), *self.settings]
         self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         give_up = time.monotonic() + 20
         while True:
@@ -107,32 +111,40 @@ def _free_port():
         return probe.getsockname()[1]
 
 
+@contextlib.contextmanager
+def _starting():
+    servers = []
+
+    def start(*settings, **options):
+        servers.append(Server(*settings, **options))
+        return servers[-1].start()
+
+    try:
+        yield start
+    finally:
+        for server in servers:
+            server.end()
+
+
 @pytest.fixture
 def start_server():
     """Starts servers with further settings."""
-    servers = []
+    with _starting() as start:
+        yield start
 
-    def start(*settings, cluster=False):
-        servers.append(Server(*settings, cluster=cluster))
-        return servers[-1].start()
 
-    yield start
-    for server in servers:
-        server.end()
+@pytest.fixture(scope="module")
+def start_servers():
+    """Starts servers with further settings, for a module."""
+    with _starting() as start:
+        yield start
 
 
 @pytest.fixture
 def start_sentinel():
     """Starts sentinels that watch nothing yet."""
-    sentinels = []
-
-    def start():
-        sentinels.append(Server(sentinel=True))
-        return sentinels[-1].start()
-
-    yield start
-    for sentinel in sentinels:
-        sentinel.end()
+    with _starting() as start:
+        yield functools.partial(start, sentinel=True)
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +192,55 @@ def scripts_of(monkeypatch):
         return replies
 
     return collect
+
+
+@pytest.fixture
+def every_operation():
+    """Runs every operation of a client once and more, with puts and reads in one script and in several."""
+
+    def run(client, partition="p"):
+        def columns(count, size):
+            return TensorDict({"x": torch.arange(count * size).view(count, size)}, batch_size=[count])
+
+        with contextlib.suppress(KeyError):
+            client.list_samples("nobody's")
+        client.register_partition(partition, ["x"], 12, ["train", "other"], grpo_group_size=2)
+        client.register_partition(partition, ["x", "y"], 12, ["train"], grpo_group_size=2, if_exists="keep")
+        ids = [f"q{row // 2}_g{row % 2}" for row in range(8)]
+        client.put_samples(ids, partition, columns(8, 3), [{"v": row} for row in range(8)])
+        client.put_samples(ids, partition, columns(8, 20_000), [{"w": row} for row in range(8)])
+        same = torch.ones(1, 60_000).expand(2, -1)
+        client.put_samples(ids[:2], partition, TensorDict({"y": same}, batch_size=[2]))  # stored once
+        assert client.get_samples(ids, partition, ["x"])["x"].shape == (8, 20_000)
+        first = client.claim_meta(partition, "train", ["x"], 2, lease_s=60)
+        client.renew(first, 60)
+        client.nack(first)
+        client.ack(client.claim_meta(partition, "train", ["x"], 2, lease_s=60))
+        client.claim_meta(partition, "train", ["x"], 2, lease_s=60, tag_filter={"v": (">=", 4)})
+        client.claim_meta(partition, "other", ["x"], 2)
+        for tag_filter in (None, {"v": 99}):
+            with pytest.raises(TimeoutError):
+                client.claim_meta(partition, "other", ["x"], 8, timeout_s=0.5, tag_filter=tag_filter)
+        client.reset_consumption(partition, "other", ids[:2])
+        client.list_consumed(partition, "other")
+        client.check_consumption_status(partition, ["train"])
+        client.describe(partition)
+        client.list_partitions()
+        client.list_samples(partition, {"v": 1})
+        client.list_fields(ids, partition)
+        client.list_clients()
+        client.ping()
+        with tempfile.TemporaryDirectory() as folder:
+            client.save(Path(folder) / "save", partitions=[partition])
+        client.clear_samples(ids[2:4], partition)
+        client.put_samples(["q9_g0", "q9_g1"], partition, columns(2, 3))
+        client.clear_samples(None, partition)
+        client.register_partition(partition, ["x"], None, ["train"])
+        client.put_samples(["a", "b"], partition, columns(2, 20_000))
+        client.clear_samples(["a"], partition)
+        client.clear_samples(None, partition)
+
+    return run
 
 
 class Load:
@@ -269,3 +330,9 @@ def at_once():
 def wait_until():
     """Waits for a condition."""
     return _wait_until
+
+
+@pytest.fixture
+def free_port():
+    """Finds a port that nobody listens on."""
+    return _free_port

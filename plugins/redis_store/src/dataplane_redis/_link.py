@@ -432,8 +432,8 @@ class Link:
             return BackendUnavailableError(
                 f"{what} refused by {self.label}: {error}.",
                 retryable=False,
-                hint="Check user and password of the url, and what the ACL grants: +@all -@admin -@dangerous +info "
-                "+config|get on the keys 'dp:*' is enough.",
+                hint="Check user and password of the url, and what the ACL grants. The README of dataplane-redis has a "
+                "command that makes a user with enough rights.",
             )
         if isinstance(error, BusyLoadingError):
             return OperationTimeoutError(f"{what} timed out: {self.label} is still loading its data.")

@@ -2,13 +2,17 @@
 
 import importlib.util
 import shutil
+import uuid
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from dataplane_core.errors import ConfigError, OperationTimeoutError
+from dataplane_core.testing import BackendConformance
+from dataplane_redis import RedisBackend
 
 
 def find_binary():
@@ -100,6 +104,5 @@ class TestValkey(BackendConformance):
         return {**options, "capacity_bytes": 1 << 30}
 
     def restart(self, backend):
-        os.kill(self.server.process.pid, signal.SIGKILL)
-        self.server.process.wait()
+        self.server.kill()
         self.server.start()

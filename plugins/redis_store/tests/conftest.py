@@ -1,9 +1,14 @@
 """Servers that tests start with settings of their own, ended by process id."""
 
+import collections
 import contextlib
+import functools
+import json
+import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -12,6 +17,8 @@ from pathlib import Path
 
 import pytest
 import redis
+import torch
+from tensordict import TensorDict
 
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.plugins import connect_backend
@@ -21,20 +28,28 @@ from dataplane_redis import RedisBackend
 class Server:
     """A `redis-server` of a test's own, on TCP and a unix socket; as a node of a cluster with a bus port besides."""
 
-    def __init__(self, *settings, cluster=False):
+    def __init__(self, *settings, cluster=False, sentinel=False, binary="redis-server"):
         self.folder = Path(tempfile.mkdtemp(prefix="dp-redis-"))
         self.port = _free_port()
         self.socket = self.folder / "redis.sock"
         self.bus_port = _free_port() if cluster else None
         self.settings = settings
+        self.sentinel = sentinel
+        self.binary = binary
         if cluster:
             node = ("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port), "--cluster-node-timeout", "1000")
             self.settings = (*node, *settings)
         self.process = None
 
     def start(self):
-        base = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", str(self.socket), "--save", ""]
-        words = ["redis-server", *base, "--dir", str(self.folder), *self.settings]
+        base = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", str(self.socket)]
+        if self.sentinel:
+            file = self.folder / "sentinel.conf"  # a sentinel rewrites it
+            file.touch()
+            words = [self.binary, str(file), "--sentinel", *base, "--dir", str(self.folder), *self.settings]
+        else:
+            base += ["--save", "", "--repl-diskless-sync-delay", "0"]
+            words = [self.binary, *base, "--dir", str(self.folder), *self.settings]
         self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         give_up = time.monotonic() + 20
         while True:
@@ -61,10 +76,33 @@ class Server:
         with redis.Redis(unix_socket_path=str(self.socket)) as client:
             return client.execute_command(*words)
 
+    def info(self, section):
+        """What the server says of itself, past the backend."""
+        return self.admin("INFO", section)
+
+    def follow(self, primary):
+        """Becomes a replica of another server, and returns once it has its data."""
+        self.admin("REPLICAOF", "127.0.0.1", primary.port)
+        _wait_until(lambda: self.info("replication").get("master_link_status") == "up")
+        return self
+
+    def take_over(self, primary):
+        """Becomes the primary, at the socket of the one that died."""
+        self.admin("REPLICAOF", "NO", "ONE")
+        os.rename(self.socket, primary.socket)
+        self.socket = primary.socket
+
     def end(self):
         if self.process is not None:
             self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _wait_until(condition, timeout_s=60.0):
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up, "waited too long"
+        time.sleep(0.02)
 
 
 def _free_port():
@@ -73,18 +111,40 @@ def _free_port():
         return probe.getsockname()[1]
 
 
+@contextlib.contextmanager
+def _starting():
+    servers = []
+
+    def start(*settings, **options):
+        servers.append(Server(*settings, **options))
+        return servers[-1].start()
+
+    try:
+        yield start
+    finally:
+        for server in servers:
+            server.end()
+
+
 @pytest.fixture
 def start_server():
     """Starts servers with further settings."""
-    servers = []
+    with _starting() as start:
+        yield start
 
-    def start(*settings, cluster=False):
-        servers.append(Server(*settings, cluster=cluster))
-        return servers[-1].start()
 
-    yield start
-    for server in servers:
-        server.end()
+@pytest.fixture(scope="module")
+def start_servers():
+    """Starts servers with further settings, for a module."""
+    with _starting() as start:
+        yield start
+
+
+@pytest.fixture
+def start_sentinel():
+    """Starts sentinels that watch nothing yet."""
+    with _starting() as start:
+        yield functools.partial(start, sentinel=True)
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +182,8 @@ def scripts_of(monkeypatch):
     def collect(client, act_at=None, act=None):
         script, replies = client._backend._session.link.script, []
 
-        def counted(*words):
-            replies.append(script(*words))
+        def counted(*words, **more):
+            replies.append(script(*words, **more))
             if len(replies) == act_at:
                 act()
             return replies[-1]
@@ -132,6 +192,123 @@ def scripts_of(monkeypatch):
         return replies
 
     return collect
+
+
+@pytest.fixture
+def every_operation():
+    """Runs every operation of a client once and more, with puts and reads in one script and in several."""
+
+    def run(client, partition="p"):
+        def columns(count, size):
+            return TensorDict({"x": torch.arange(count * size).view(count, size)}, batch_size=[count])
+
+        with contextlib.suppress(KeyError):
+            client.list_samples("nobody's")
+        client.register_partition(partition, ["x"], 12, ["train", "other"], grpo_group_size=2)
+        client.register_partition(partition, ["x", "y"], 12, ["train"], grpo_group_size=2, if_exists="keep")
+        ids = [f"q{row // 2}_g{row % 2}" for row in range(8)]
+        client.put_samples(ids, partition, columns(8, 3), [{"v": row} for row in range(8)])
+        client.put_samples(ids, partition, columns(8, 20_000), [{"w": row} for row in range(8)])
+        same = torch.ones(1, 60_000).expand(2, -1)
+        client.put_samples(ids[:2], partition, TensorDict({"y": same}, batch_size=[2]))  # stored once
+        assert client.get_samples(ids, partition, ["x"])["x"].shape == (8, 20_000)
+        first = client.claim_meta(partition, "train", ["x"], 2, lease_s=60)
+        client.renew(first, 60)
+        client.nack(first)
+        client.ack(client.claim_meta(partition, "train", ["x"], 2, lease_s=60))
+        client.claim_meta(partition, "train", ["x"], 2, lease_s=60, tag_filter={"v": (">=", 4)})
+        client.claim_meta(partition, "other", ["x"], 2)
+        for tag_filter in (None, {"v": 99}):
+            with pytest.raises(TimeoutError):
+                client.claim_meta(partition, "other", ["x"], 8, timeout_s=0.5, tag_filter=tag_filter)
+        client.reset_consumption(partition, "other", ids[:2])
+        client.list_consumed(partition, "other")
+        client.check_consumption_status(partition, ["train"])
+        client.describe(partition)
+        client.list_partitions()
+        client.list_samples(partition, {"v": 1})
+        client.list_fields(ids, partition)
+        client.list_clients()
+        client.ping()
+        with tempfile.TemporaryDirectory() as folder:
+            client.save(Path(folder) / "save", partitions=[partition])
+        client.clear_samples(ids[2:4], partition)
+        client.put_samples(["q9_g0", "q9_g1"], partition, columns(2, 3))
+        client.clear_samples(None, partition)
+        client.register_partition(partition, ["x"], None, ["train"])
+        client.put_samples(["a", "b"], partition, columns(2, 20_000))
+        client.clear_samples(["a"], partition)
+        client.clear_samples(None, partition)
+
+    return run
+
+
+class Load:
+    """A process with a load, see load.py."""
+
+    def __init__(self, *words):
+        command = [sys.executable, str(Path(__file__).with_name("load.py")), *map(str, words)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def num_committed(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def end(self):
+        """What the load was told."""
+        self.process.stdin.close()
+        told = json.loads(self.process.stdout.readline())
+        assert self.process.wait(60) == 0
+        return told
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+@pytest.fixture
+def start_load():
+    """Starts processes with a load on partition "p", for the task "train"."""
+    loads = []
+
+    def start(url, namespace, name, wait_replicas=0):
+        loads.append(Load(url, namespace, name, wait_replicas))
+        return loads[-1]
+
+    yield start
+    for load in loads:
+        load.kill()
+
+
+@pytest.fixture
+def check_told():
+    """Compares what loads were told is done with what the store holds."""
+
+    def check(client, told):
+        """Returns the samples whose puts were lost and the acks that were lost. Each was named."""
+        present = set(client.list_samples("p").sample_ids)
+        lost_puts, lost_acks, acked = set(), collections.Counter(), collections.Counter()
+        for each in told:
+            for operation, ids in each["lost"]:
+                lost_puts |= set(ids) if operation == "put_samples" else set()
+                lost_acks += collections.Counter(ids if operation == "ack" else ())
+            acked += collections.Counter(each["acked"])
+        for each in told:
+            for sample_id, number in each["committed"].items():
+                assert (sample_id in present) != (sample_id in lost_puts), sample_id
+                if sample_id in present:
+                    found = client.get_samples([sample_id], "p", ["x"])["x"]
+                    assert (found == number).all()
+        assert set((acked - lost_acks).values()) <= {1}, "a sample was acked twice in silence"
+        consumed = set(client.list_consumed("p", "train"))
+        assert not [sample_id for sample_id in acked - lost_acks if sample_id not in consumed | lost_puts]
+        return lost_puts, lost_acks
+
+    return check
 
 
 @pytest.fixture
@@ -147,3 +324,15 @@ def at_once():
         assert not any(thread.is_alive() for thread in threads)
 
     return run
+
+
+@pytest.fixture
+def wait_until():
+    """Waits for a condition."""
+    return _wait_until
+
+
+@pytest.fixture
+def free_port():
+    """Finds a port that nobody listens on."""
+    return _free_port

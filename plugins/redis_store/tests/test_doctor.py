@@ -94,7 +94,7 @@ def test_a_server_with_replicas_may_lose_its_newest_writes(start_server):
         time.sleep(0.02)
     _, (what, hint) = findings(Level.WARNING, url=server.url)
     assert "has 1 replica, and replicates without waiting" in what
-    assert "min-replicas-to-write 1" in hint
+    assert "wait_replicas" in hint
 
 
 def test_an_instance_of_another_version_is_an_error(plain, connect):

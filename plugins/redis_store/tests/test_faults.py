@@ -304,7 +304,7 @@ def test_clearing_leaves_no_keys(plain, connect):
     made.clear_samples(["q0_g0", "q4_g1"], "p")
     made.clear_samples(None, "p")
     names = {key.decode().rpartition(":")[2] for key in plain.admin("KEYS", "dp:{tidy}:*")}
-    assert names == {"instance", "held", "seq"}
+    assert names == {"instance", "held", "seq", "marks"}
     assert int(plain.admin("GET", "dp:{tidy}:held")) == 0
 
 

@@ -17,6 +17,7 @@ from dataplane_core.errors import (
     UnknownPartitionError,
 )
 from dataplane_core.spec import PutRequest, RegisterRequest
+from dataplane_redis import Acknowledged, LostCallsError
 
 SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
 
@@ -98,6 +99,8 @@ def test_a_put_whose_begin_is_in_the_snapshot_is_judged_by_what_came_after(pair,
         server.admin("SAVE")
         two.put_samples(["lost"], "p", columns(1, SMALL, 5))  # takes the number that "a" gets below
         comes_back(server)
+        with pytest.raises(LostCallsError, match=r"put_samples\('p': 'lost'\)"):
+            two.list_samples("p")
         if cleared:
             two.clear_samples(["a"], "p")
             two.put_samples(["a"], "p", columns(1, SMALL, 2))
@@ -248,7 +251,13 @@ def test_a_replica_that_lost_its_tail_gives_nothing_twice(start_server, connect)
     two = connect(url=url, namespace="history", bootstrap=False)
     found = two.claim_meta("p", "train", ["x"], 1, lease_s=600)
     assert found.sample_ids == ["a"]
-    with pytest.raises(LeaseExpiredError):
+    with pytest.raises(LostCallsError, match="lacks 2 calls of this client") as caught:
+        one.ack(lost)
+    assert caught.value.calls == (
+        Acknowledged("put_samples", "p", sample_ids=["b"]),
+        Acknowledged("register_partition", "q"),
+    )
+    with pytest.raises(LeaseExpiredError):  # the loss is told once; later calls work with what is there
         one.ack(lost)
     two.ack(found)
     with pytest.raises(MissingDataError):

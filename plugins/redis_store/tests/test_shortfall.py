@@ -142,12 +142,12 @@ def test_a_timeout_tells_what_was_counted_until_the_deadline(plain, connect, mon
     fill(client, 5000)
     script, asked = client._backend._session.link.script, []
 
-    def slow(what, deadline, run, *words):
+    def slow(what, deadline, run, *words, **more):
         if run is SCRIPTS["shortfall"]:
             asked.append(run)
             if len(asked) == 2:
                 raise OperationTimeoutError("the server did not answer in time.")
-        return script(what, deadline, run, *words)
+        return script(what, deadline, run, *words, **more)
 
     monkeypatch.setattr(client._backend._session.link, "script", slow)
     monkeypatch.setattr(_claims, "_LOOK_ROWS", 1000)

@@ -54,6 +54,7 @@ from dataplane_core.spec import (
     WireFormat,
 )
 from dataplane_redis import _refusals
+from dataplane_redis._acknowledged import Acknowledged, Acknowledgements
 from dataplane_redis._claims import Claims
 from dataplane_redis._diagnosis import diagnose
 from dataplane_redis._instance import Durability, Instance, check_server, durability_of
@@ -62,7 +63,7 @@ from dataplane_redis._overview import Overview
 from dataplane_redis._puts import Puts
 from dataplane_redis._reads import Reads
 from dataplane_redis._server import PrivateServer, private_url
-from dataplane_redis._session import Session
+from dataplane_redis._session import Session, base_of
 from dataplane_redis.config import RedisConfig
 
 __all__ = ["RedisBackend"]
@@ -101,7 +102,7 @@ class RedisBackend(Backend):
         super().__init__(config)
         self._server: PrivateServer | None = None
         self._bootstrapped = False
-        self._session = Session(config.namespace)
+        self._session = Session(config.namespace, _acknowledgements_of(config))
         self._puts = Puts(self._session)
         self._reads = Reads(self._session)
         self._claims = Claims(self._session)
@@ -132,6 +133,7 @@ class RedisBackend(Backend):
             url, label = config.url.get_secret_value(), _refusals.label_of(config.url.get_secret_value())
         session = self._session
         link = session.link = Link(url, label)
+        link.watch = session.acknowledgements
         link.follow("connect", deadline, session.base)
         durability = check_server(link, config, deadline)
         if bootstrap:
@@ -147,9 +149,12 @@ class RedisBackend(Backend):
         session = self._session
         link, session.link = session.link, None
         if link is not None:
-            if self._bootstrapped and self._server is None and session.instance is not None:
-                with contextlib.suppress(DataPlaneError):  # the server may be gone
-                    session.instance.end(link, session.base, self.config, time.monotonic() + _CLOSE_S)
+            deadline = time.monotonic() + _CLOSE_S
+            with contextlib.suppress(DataPlaneError), session.quietly():  # the server may be gone
+                if self._bootstrapped and self._server is None and session.instance is not None:
+                    session.instance.end(link, session.base, self.config, deadline)
+                if session.acknowledgements is not None:
+                    session.acknowledgements.end(link, deadline)
             link.close()
         if self._server is not None:
             self._server.stop()
@@ -244,11 +249,12 @@ class RedisBackend(Backend):
         """Deletes samples with their payload, or a whole partition."""
         ids = request.sample_ids
         what = f"clear_samples('{request.partition_id}')"
+        call = Acknowledged("clear_samples", request.partition_id, sample_ids=ids or ())
         count, epoch = 0, b""
         for first in range(0, 1 if ids is None else len(ids), _CLEAR_ROWS):
             some = [] if ids is None else ids[first : first + _CLEAR_ROWS]
             _, cleared, left, epoch = self._session.run(
-                what, request.deadline, "clear", request.partition_id, epoch, some, int(ids is None)
+                what, request.deadline, "clear", request.partition_id, epoch, some, int(ids is None), confirms=call
             )
             count += int(cleared)
             if not epoch:  # the partition is gone
@@ -260,3 +266,9 @@ class RedisBackend(Backend):
         """Deletes the payload of dropped registrations, in parts. If it fails, a later call deletes the rest."""
         while left:
             _, left = self._session.run("clear_samples", deadline, "collect", _COLLECT_WRITES)
+
+
+def _acknowledgements_of(config: RedisConfig) -> Acknowledgements | None:
+    if config.url is None:
+        return None
+    return Acknowledgements(base_of(config.namespace), config.wait_replicas, config.wait_fsync)

@@ -6,6 +6,7 @@ A claim that waits asks with one command whether anything changed, and only then
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from dataplane_core.errors import DataPlaneError, LeaseHolder, OperationTimeoutE
 from dataplane_core.ledger import group_of
 from dataplane_core.spec import AckRequest, Claim, ClaimRequest, NackRequest, RenewRequest, SettleReply
 from dataplane_redis import _refusals
+from dataplane_redis._acknowledged import Acknowledged
 from dataplane_redis._session import Session
 from dataplane_redis._wire import pack_filter, pack_layout, pack_request, text_of, to_bytes, unpack_tags
 
@@ -67,6 +69,9 @@ class Claims:
         ids: list[str] = []
         tags: list[Any] = []
         lease = b""
+        confirms = (
+            None if request.lease_s is not None else functools.partial(_given, request)
+        )  # an ack notices the others
         while True:
             asked = time.monotonic()
             kind, *rest = self._session.run(
@@ -86,6 +91,7 @@ class Claims:
                 _GIVE_ROWS,
                 lease,
                 self._client if counts else b"",
+                confirms=confirms,
             )
             if kind in (b"part", b"ok"):
                 first, some, some_tags = rest
@@ -203,6 +209,8 @@ class Claims:
         """Acks, nacks or renews all of the rows or none; see the hooks of `Backend`."""
         what = f"{action}('{request.partition_id}', '{request.task_name}', {len(request.sample_ids)} samples)"
 
+        call = Acknowledged(action, request.partition_id, request.task_name, request.sample_ids)
+
         def run(mode: str, epoch: Any, ids: Sequence[str], tokens: Sequence[str], leases: Sequence[Any] = ()) -> Any:
             return self._session.run(
                 what,
@@ -218,6 +226,7 @@ class Claims:
                 lease_s,
                 leases,
                 _GIVE_ROWS,
+                confirms=call if mode in ("all", "commit") else None,
             )
 
         if len(request.sample_ids) <= _GIVE_ROWS:
@@ -226,10 +235,19 @@ class Claims:
             reply = _settle_many(run, request.sample_ids, request.lease_tokens)
         if reply[0] != b"ok":
             _refusals.raise_settle(what, request, reply)
-        with contextlib.suppress(DataPlaneError):  # it is settled; the next claim takes back what is left
+        with (
+            contextlib.suppress(DataPlaneError),
+            self._session.quietly(),
+        ):  # it is settled; the next claim takes back what is left
             while reply[0] == b"ok" and reply[1]:  # else the partition is gone, or has no such task now
                 reply = run("finish", "", [], [])
         return SettleReply(num_samples=len(request.sample_ids))
+
+
+def _given(request: ClaimRequest, reply: Any) -> Acknowledged | None:
+    """What the reply to a claim without a lease acknowledges."""
+    ids = [text_of(each) for each in reply[2]]
+    return Acknowledged("claim_meta", request.partition_id, request.task_name, ids) if ids else None
 
 
 def pack_conditions(request: ClaimRequest) -> bytes:

@@ -15,6 +15,7 @@ from dataplane_core.backends import Finding
 from dataplane_core.errors import DataPlaneError
 from dataplane_redis._instance import (
     durability_of,
+    fsync_error,
     num_replicas,
     policy_error,
     store_error,
@@ -24,6 +25,7 @@ from dataplane_redis._instance import (
 )
 from dataplane_redis._link import Link
 from dataplane_redis._refusals import label_of
+from dataplane_redis._sentinel import Service
 from dataplane_redis._server import INSTALL_HINT
 from dataplane_redis.config import RedisConfig
 
@@ -73,6 +75,9 @@ def _private(deadline: float) -> Iterator[Finding]:
 
 
 def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding]:
+    service = Service.of(url)
+    if service is not None:
+        yield from _sentinels(service, deadline)
     link = Link(url, label_of(url))
     try:
         base = f"dp:{{{config.namespace}}}".encode()
@@ -110,15 +115,13 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
             "To keep every committed sample, run: redis-cli CONFIG SET appendonly yes; redis-cli CONFIG SET "
             "appendfsync always; redis-cli CONFIG REWRITE",
         )
-    if replicas:
-        yield Finding.warning(
-            f"{who} has {replicas} {'replica' if replicas == 1 else 'replicas'}, and replicates without waiting: a "
-            "failover loses the newest writes.",
-            "To bound that, run: redis-cli CONFIG SET min-replicas-to-write 1; redis-cli CONFIG REWRITE. After a "
-            "failover, register anew or compare list_samples with what was produced.",
-        )
-    parts = urlsplit(url)
-    if parts.scheme == "redis" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
+    refused = fsync_error(who, config, version, durability)
+    if refused is not None:
+        yield _error(refused)
+    yield from _replication(who, config, replicas)
+    parts = urlsplit(url if service is None else service.server_url)
+    hosts = {parts.hostname} if service is None else {host for host, _ in service.sentinels}
+    if parts.scheme == "redis" and not hosts <= {"localhost", "127.0.0.1", "::1"}:
         if not parts.password:
             yield Finding.warning(
                 f"{who} accepts every client that can reach it: the url has no password.",
@@ -126,6 +129,37 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
             )
         yield Finding.warning(
             f"The connection to {link.label} is not encrypted.", "If others use this network, use rediss:// (TLS)."
+        )
+
+
+def _sentinels(service: Service, deadline: float) -> Iterator[Finding]:
+    count, answering = len(service.sentinels), service.num_answering(deadline)
+    said = f"{answering} of {count} sentinels answer and watch '{service.name}'"
+    if answering == count >= 3:
+        yield Finding.ok(f"{said}.")
+    elif count < 3:
+        yield Finding.warning(
+            f"{said}. With fewer than 3, the failure of one host may prevent a failover.",
+            "Run three sentinels on three hosts, and name all of them in the url.",
+        )
+    else:
+        yield Finding.warning(f"{said}.", "Start the others, or correct the url.")
+
+
+def _replication(who: str, config: RedisConfig, replicas: int) -> Iterator[Finding]:
+    count = f"{replicas} {'replica' if replicas == 1 else 'replicas'}"
+    if replicas < config.wait_replicas:
+        yield Finding.error(
+            f"{who} has {count}. wait_replicas is {config.wait_replicas}: every put would wait until its deadline.",
+            "Start the replicas, or lower wait_replicas.",
+        )
+    elif config.wait_replicas:
+        yield Finding.ok(f"{who} has {count}, and {config.wait_replicas} must have a change before a call returns.")
+    elif replicas:
+        yield Finding.warning(
+            f"{who} has {count}, and replicates without waiting: a failover loses the newest writes. Clients notice "
+            "it, and say which calls were lost.",
+            "To lose nothing that was acknowledged, set the option wait_replicas.",
         )
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "Instance",
     "check_server",
     "durability_of",
+    "fsync_error",
     "num_replicas",
     "policy_error",
     "store_error",
@@ -37,6 +38,8 @@ __all__ = [
 
 #: The oldest server that the scripts run on.
 _MIN_VERSION = (7, 0)
+#: The oldest server that has WAITAOF. Valkey's scripts and clients see it as Redis 7.2.
+_WAITAOF_VERSION = (7, 2)
 
 #: A time in seconds.
 _TIME = struct.Struct("<d")
@@ -53,8 +56,8 @@ class Durability:
         snapshots: The ``save`` setting; empty: none.
         maxmemory_policy: What the server does when it is full.
         private: Whether the server is a private one. Nobody starts it again on its data.
-        survives_kill: Whether no committed put is lost when the server is killed: ``appendfsync always``, on a server
-            that is not private.
+        survives_kill: Whether no committed put is lost when the server is killed: ``appendfsync always``, or the
+            option ``wait_fsync``, on a server that is not private.
     """
 
     appendonly: bool
@@ -109,7 +112,7 @@ def durability_of(link: Link, config: RedisConfig, deadline: float) -> Durabilit
         snapshots=_setting(link, deadline, "save") or "",
         maxmemory_policy=_info(link, deadline, b"memory").get("maxmemory_policy", "unknown"),
         private=private,
-        survives_kill=appendonly and appendfsync == "always" and not private,
+        survives_kill=appendonly and (appendfsync == "always" or config.wait_fsync) and not private,
     )
 
 
@@ -118,10 +121,12 @@ def check_server(link: Link, config: RedisConfig, deadline: float) -> Durability
 
     Raises:
         BackendUnavailableError: The server cannot be reached, or refuses the user.
-        ConfigError: It is older than 7.0, or it may evict keys.
+        ConfigError: It is older than 7.0, it may evict keys, or it cannot do what ``wait_fsync`` asks.
     """
-    _raise_if(version_error(link.label, version_of(link, deadline)))
+    version = version_of(link, deadline)
+    _raise_if(version_error(link.label, version))
     durability = durability_of(link, config, deadline)
+    _raise_if(fsync_error(link.label, config, version, durability))
     _raise_if(policy_error(link.label, config, durability))
     return durability
 
@@ -138,9 +143,30 @@ def version_of(link: Link, deadline: float) -> str:
 
 def version_error(who: str, version: str) -> ConfigError | None:
     """The error if the server is too old, else None."""
-    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= _MIN_VERSION:
+    if _is_at_least(version, _MIN_VERSION):
         return None
     return ConfigError(f"{who} is Redis {version}. Expected 7.0 or newer.", hint="Upgrade it.")
+
+
+def _is_at_least(version: str, least: tuple[int, int]) -> bool:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= least
+
+
+def fsync_error(who: str, config: RedisConfig, version: str, durability: Durability) -> ConfigError | None:
+    """The error if the server cannot do what ``wait_fsync`` asks, else None."""
+    if not config.wait_fsync:
+        return None
+    if not _is_at_least(version, _WAITAOF_VERSION):
+        return ConfigError(
+            f"{who} is Redis {version}. wait_fsync needs Redis 7.2, or Valkey.",
+            hint="Upgrade it; or leave wait_fsync off and run: redis-cli CONFIG SET appendfsync always",
+        )
+    if not durability.appendonly:
+        return ConfigError(
+            f"{who} has no append-only file, which wait_fsync waits for.",
+            hint="Run: redis-cli CONFIG SET appendonly yes; redis-cli CONFIG REWRITE. The replicas need it too.",
+        )
+    return None
 
 
 def policy_error(who: str, config: RedisConfig, durability: Durability) -> ConfigError | None:

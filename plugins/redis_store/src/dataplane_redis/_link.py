@@ -3,17 +3,22 @@
 A connection serves one call at a time; idle ones are kept. A command whose connection was lost may have run or not, so
 a link does not send it again: the caller decides.
 
+With Sentinel, a link talks to the server that the sentinels name as the primary. While they name none that answers, a
+call waits until its deadline: nothing was sent yet.
+
 In a cluster, all keys of a namespace are in one slot, so a link talks to the one node that serves that slot. When the
 cluster moves the slot, the link follows it. When the node is gone, the link looks for the slot on the other nodes.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+from itertools import chain
+from typing import Any, Final, NoReturn, Protocol, TypeAlias, TypeVar
 
 import redis
 from redis.connection import Connection, ConnectionPool, UnixDomainSocketConnection
@@ -41,8 +46,9 @@ from dataplane_core.errors import (
 )
 from dataplane_redis._rows import ArrayReader
 from dataplane_redis._scripts import Script
+from dataplane_redis._sentinel import NoPrimaryError, Service, UnknownServiceError
 
-__all__ = ["Command", "Link", "Read", "pack"]
+__all__ = ["Command", "Link", "Read", "Rider", "Watch", "pack"]
 
 #: The words of a command.
 Command: TypeAlias = Sequence[bytes | bytearray | memoryview]
@@ -53,6 +59,9 @@ _R = TypeVar("_R")
 _REFUSED_POLL_S: Final = 0.05
 #: The least socket timeout in seconds. Zero would mean not to wait at all, which TLS does not support.
 _MIN_TIMEOUT_S: Final = 0.001
+#: Seconds between two questions to the sentinels, and the most that connecting to the server they name may take.
+_SERVICE_POLL_S: Final = 0.1
+_SERVICE_CONNECT_S: Final = 1.0
 #: How many redirections a call follows before it gives up.
 _MAX_REDIRECTIONS: Final = 8
 #: Parts of a packed command below this size are joined before they are sent.
@@ -77,6 +86,38 @@ class Read:
     size_bytes: int
 
 
+class Rider(Protocol):
+    """Commands that follow a call on the same connection, in the same packet.
+
+    Attributes:
+        replies: To them; set by the link. Where one did not come, the error.
+        history: The history that the connection met, see `Watch`; set by the link.
+    """
+
+    replies: list[Any]
+    history: bytes
+
+    @property
+    def num_commands(self) -> int:
+        """How many commands."""
+
+    def pack(self, deadline: float) -> Sequence[Sequence[bytes | bytearray | memoryview]]:
+        """The packed commands, made when they are sent."""
+
+    def follows(self, reply: Any) -> bool:
+        """Whether to read the replies, after this reply to the call. Else the connection is closed."""
+
+
+class Watch(Protocol):
+    """Told of the history of the data that each new connection meets."""
+
+    def meet(self, history: bytes, ask: Callable[..., Any]) -> None:
+        """A new connection met this history. ``ask`` sends a command on it and returns the reply."""
+
+    def raise_lost(self, what: str, label: str) -> None:
+        """Called before a connection is used. May raise."""
+
+
 def _in_chunks(reads: Sequence[Read]) -> list[list[Read]]:
     """Groups neighbouring reads until the replies of a chunk are worth a round trip."""
     chunks: list[list[Read]] = []
@@ -91,24 +132,33 @@ def _in_chunks(reads: Sequence[Read]) -> list[list[Read]]:
 
 
 class Link:
-    """A pool of connections to the server of a URL, or to the node of its cluster that serves a key. Thread-safe.
+    """A pool of connections to the server of a URL, to the primary of its service, or to the node of its cluster that
+    serves a key. Thread-safe.
 
     Args:
-        url: The server, or any node of a cluster. Only the connections keep it; no message shows it.
+        url: The server, a service of Sentinel, or any node of a cluster. Only the connections keep it; no message
+            shows it.
         label: The name of the server in messages.
     """
 
     def __init__(self, url: str, label: str) -> None:
         self.label = label
+        self._service = Service.of(url)
         self._pool = ConnectionPool.from_url(
-            url, protocol=2, retry=None, retry_on_timeout=False, socket_read_size=1 << 18, decode_responses=False
+            self._service.server_url if self._service is not None else url,
+            protocol=2,
+            retry=None,
+            retry_on_timeout=False,
+            socket_read_size=1 << 18,
+            decode_responses=False,
         )
         self._connection_class: Any = self._pool.connection_class
-        self._address: dict[str, Any] = {}  # replaces the URL's address once the cluster has named another
+        self._address: dict[str, Any] = {}  # replaces the URL's address once the cluster or a sentinel named another
         self._nodes: list[dict[str, Any]] = []  # of the cluster, if there is one
         self._idle: list[Any] = []
         self._lock = threading.Lock()
         self._closed = False
+        self.watch: Watch | None = None
 
     def close(self) -> None:
         """Closes all connections. One in use is closed when its call ends."""
@@ -127,6 +177,8 @@ class Link:
             As `commands`.
         """
         self.command(what, deadline, b"EXISTS", key)
+        if self._service is not None:
+            return
         reply = self._ask(what, deadline, pack((b"CLUSTER", b"SLOTS")))
         if isinstance(reply, Exception):
             return  # not a cluster, or the ACL forbids the command
@@ -172,7 +224,15 @@ class Link:
             self.raise_error(what, reply)
         return reply
 
-    def script(self, what: str, deadline: float, script: Script, key: bytes, *arguments: bytes | memoryview) -> Any:
+    def script(
+        self,
+        what: str,
+        deadline: float,
+        script: Script,
+        key: bytes,
+        *arguments: bytes | memoryview,
+        rider: Rider | None = None,
+    ) -> Any:
         """Runs a script and returns its reply. Sends the script's text first if the server does not know it.
 
         Raises:
@@ -180,7 +240,7 @@ class Link:
         """
         packed = pack((b"EVALSHA", script.sha, b"1", key, *arguments))
         while True:
-            reply = self._ask(what, deadline, packed)
+            reply = self._ask(what, deadline, packed, rider)
             if not isinstance(reply, NoScriptError):
                 break
             self.command(what, deadline, b"SCRIPT", b"LOAD", script.text)
@@ -188,21 +248,37 @@ class Link:
             self.raise_error(what, reply)
         return reply
 
-    def _ask(self, what: str, deadline: float, packed: Sequence[bytes | bytearray | memoryview]) -> Any:
+    def _ask(
+        self,
+        what: str,
+        deadline: float,
+        packed: Sequence[bytes | bytearray | memoryview],
+        rider: Rider | None = None,
+    ) -> Any:
         """Returns one reply. Tries again after a temporary refusal, and after a redirection to another node.
 
         That is safe: in both cases the server refused before it did anything.
         """
         num_redirections = 0
         while True:
-            reply = self.retry_while_refused(deadline, lambda: self._ask_once(what, deadline, packed))
+            reply = self.retry_while_refused(deadline, lambda: self._ask_once(what, deadline, packed, rider))
             refused = isinstance(reply, Exception)
+            if self._service is not None and isinstance(reply, ReadOnlyError) and _is_early(deadline, _SERVICE_POLL_S):
+                self._switch_to({})  # a failover made the server a replica
+                time.sleep(_SERVICE_POLL_S)
+                continue
             if num_redirections == _MAX_REDIRECTIONS or not (refused and self._follow_redirection(reply)):
                 return reply
             num_redirections += 1
 
-    def _ask_once(self, what: str, deadline: float, packed: Sequence[bytes | bytearray | memoryview]) -> Any:
-        (reply,) = self.commands(what, deadline, [packed], 1)
+    def _ask_once(
+        self,
+        what: str,
+        deadline: float,
+        packed: Sequence[bytes | bytearray | memoryview],
+        rider: Rider | None,
+    ) -> Any:
+        (reply,) = self.commands(what, deadline, [packed], 1, rider)
         if isinstance(reply, Exception) and _is_temporary_refusal(reply):
             self.raise_error(what, reply)
         return reply
@@ -228,7 +304,12 @@ class Link:
             time.sleep(_REFUSED_POLL_S)
 
     def commands(
-        self, what: str, deadline: float, packed: Iterable[Iterable[bytes | bytearray | memoryview]], count: int
+        self,
+        what: str,
+        deadline: float,
+        packed: Iterable[Iterable[bytes | bytearray | memoryview]],
+        count: int,
+        rider: Rider | None = None,
     ) -> list[Any]:
         """Sends packed commands on one connection, then reads their replies.
 
@@ -237,6 +318,7 @@ class Link:
             deadline: On `time.monotonic`'s clock, in seconds.
             packed: The parts of each command, as from `pack`. May be a generator, which is read while it is sent.
             count: The number of replies.
+            rider: What to send after them. It keeps its replies, or the error that came instead of one.
 
         Returns:
             For each command its reply, or the exception if it was refused.
@@ -247,6 +329,9 @@ class Link:
         """
         connection = self._acquire(what, deadline)
         complete = False
+        if rider is not None:
+            rider.history = connection.dataplane_history
+            packed = chain(packed, rider.pack(deadline))
         try:
             connection._sock.settimeout(_left_s(deadline))
             waiting: list[bytes | bytearray | memoryview] = []
@@ -263,17 +348,35 @@ class Link:
                 connection.send_packed_command([b"".join(waiting)], check_health=False)
             replies = []
             for _ in range(count):
-                connection._sock.settimeout(_left_s(deadline))
-                try:
-                    replies.append(connection.read_response(disable_decoding=True))
-                except ResponseError as error:
-                    replies.append(error)
-            complete = True
+                replies.append(self._read_reply(connection, deadline))
+            if rider is None:
+                complete = True
+            else:
+                complete = rider.follows(replies[-1]) and self._read_replies_of(rider, connection, deadline)
         except (RedisError, OSError) as error:
             self.raise_error(what, error)
         finally:
             self._release(connection, complete)
         return replies
+
+    @staticmethod
+    def _read_reply(connection: Any, deadline: float) -> Any:
+        connection._sock.settimeout(_left_s(deadline))
+        try:
+            return connection.read_response(disable_decoding=True)
+        except ResponseError as error:
+            return error
+
+    def _read_replies_of(self, rider: Rider, connection: Any, deadline: float) -> bool:
+        """Whether all replies came. If not, the error is the last one: the call before has its own reply."""
+        rider.replies = []
+        try:
+            for _ in range(rider.num_commands):
+                rider.replies.append(self._read_reply(connection, deadline))
+        except (RedisError, OSError) as error:
+            rider.replies.append(error)
+            return False
+        return True
 
     def fetch(self, what: str, deadline: float, reads: Sequence[Read]) -> list[list[memoryview | None]]:
         """Sends commands that each reply with an array of byte strings, and receives these without a copy.
@@ -329,8 +432,8 @@ class Link:
             return BackendUnavailableError(
                 f"{what} refused by {self.label}: {error}.",
                 retryable=False,
-                hint="Check user and password of the url, and what the ACL grants: +@all -@admin -@dangerous +info "
-                "+config|get on the keys 'dp:*' is enough.",
+                hint="Check user and password of the url, and what the ACL grants. The README of dataplane-redis has a "
+                "command that makes a user with enough rights.",
             )
         if isinstance(error, BusyLoadingError):
             return OperationTimeoutError(f"{what} timed out: {self.label} is still loading its data.")
@@ -366,23 +469,26 @@ class Link:
                     raise BackendUnavailableError(f"{what} refused: the connection to {self.label} is closed.")
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
-                return self._connect(what, deadline)
+                return self._watched(what, self._connect(what, deadline))
             try:
                 if not connection.can_read(timeout=0):
-                    return connection
+                    return self._watched(what, connection)
             except (RedisError, OSError):
                 pass  # the server closed it while it was idle: try another one
             connection.disconnect()
 
     def _connect(self, what: str, deadline: float) -> Any:
-        elsewhere = iter(list(self._nodes))
+        if self._service is not None:
+            return self._connect_to_primary(what, deadline, self._service)
+        elsewhere, num_redirections = iter(list(self._nodes)), 0
         while True:
             if time.monotonic() >= deadline:
                 raise OperationTimeoutError(f"{what} timed out before it was sent to {self.label}.")
-            connection: Any = self._connection_class(**self._where())
+            connection: Any = self._connection_class(**self._where(self._address))
             connection.socket_connect_timeout = connection.socket_timeout = _left_s(deadline)
             try:
                 connection.connect()
+                self._greet(connection)
                 return connection
             except (RedisError, OSError) as error:
                 connection.disconnect()
@@ -391,16 +497,82 @@ class Link:
                         self.raise_error(what, error)
                     time.sleep(_REFUSED_POLL_S)
                     continue
+                if num_redirections < _MAX_REDIRECTIONS and self._follow_redirection(error):
+                    num_redirections += 1
+                    continue
                 node = next(elsewhere, None) if isinstance(error, (LostConnectionError, OSError)) else None
                 if node is None:
                     self.raise_error(what, error)
                 self._switch_to(node)
 
-    def _where(self) -> dict[str, Any]:
+    def _connect_to_primary(self, what: str, deadline: float, service: Service) -> Any:
+        """Waits until the sentinels name a primary and it answers as one."""
+        while True:
+            left_s = min(_left_s(deadline), _SERVICE_CONNECT_S)
+            connection: Any = None
+            try:
+                address = self._address
+                if not address:
+                    host, port = service.primary(deadline)
+                    address = {"host": host, "port": port}
+                    self._switch_to(address)
+                connection = self._connection_class(**self._where(address))
+                connection.socket_connect_timeout = connection.socket_timeout = left_s
+                connection.connect()
+                self._greet(connection)
+                return connection
+            except UnknownServiceError as error:
+                raise BackendUnavailableError(
+                    f"{what} failed: the sentinels do not watch a service '{service.name}'. They watch: {error}.",
+                    retryable=False,
+                    hint="Write the name of 'sentinel monitor' after the sentinels in the url.",
+                ) from error
+            except (RedisError, OSError, NoPrimaryError) as error:
+                self._switch_to({})
+                if connection is not None:
+                    connection.disconnect()
+                if isinstance(error, (AuthenticationError, NoPermissionError)):
+                    self.raise_error(what, error)
+                if not _is_early(deadline, _SERVICE_POLL_S):
+                    raise BackendUnavailableError(
+                        f"{what} failed: {self.label} had no primary that answers until the deadline: {error}",
+                        hint="Nothing was sent: call again. If it lasts, see what the sentinels' logs say.",
+                    ) from error
+            time.sleep(_SERVICE_POLL_S)
+
+    def _greet(self, connection: Any) -> None:
+        """Tells the watch which history a new connection meets. Raises what redis-py raises."""
+        connection.dataplane_history = b""
+        if self.watch is None and self._service is None:
+            return
+
+        def ask(*words: bytes) -> Any:
+            connection.send_packed_command([b"".join(pack(words))], check_health=False)
+            return connection.read_response(disable_decoding=True)
+
+        replication = ask(b"INFO", b"replication")
+        if self._service is not None and b"\nrole:master" not in replication:
+            raise LostConnectionError("the server is not a primary")
+        if self.watch is None:
+            return
+        found = re.search(rb"^master_replid:(\w+)", replication, re.MULTILINE)
+        connection.dataplane_history = found.group(1) if found else b""
+        self.watch.meet(connection.dataplane_history, ask)
+
+    def _watched(self, what: str, connection: Any) -> Any:
+        try:
+            if self.watch is not None:
+                self.watch.raise_lost(what, self.label)
+        except DataPlaneError:
+            self._release(connection, True)
+            raise
+        return connection
+
+    def _where(self, address: dict[str, Any]) -> dict[str, Any]:
         kwargs: dict[str, Any] = dict(self._pool.connection_kwargs)
-        if self._address:
+        if address:
             kwargs.pop("path", None)
-        return kwargs | self._address
+        return kwargs | address
 
     def _release(self, connection: Any, complete: bool) -> None:
         with self._lock:
@@ -409,11 +581,18 @@ class Link:
                 self._idle.append(connection)
         if not keep:
             connection.disconnect()
+            if self._service is not None:  # the others are connected to the same server
+                self._switch_to({})
 
 
 def _is_temporary_refusal(error: BaseException | None) -> bool:
     """Whether the server refused before it did anything, and will accept the command soon."""
     return isinstance(error, BusyLoadingError) or (isinstance(error, ResponseError) and str(error).startswith("BUSY "))
+
+
+def _is_early(deadline: float, pause_s: float) -> bool:
+    """Whether a pause still ends before the deadline."""
+    return time.monotonic() + pause_s < deadline
 
 
 def _left_s(deadline: float) -> float:

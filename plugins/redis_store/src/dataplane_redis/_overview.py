@@ -34,6 +34,7 @@ from dataplane_core.spec import (
     holds,
 )
 from dataplane_redis import _refusals
+from dataplane_redis._acknowledged import Acknowledged
 from dataplane_redis._claims import Claims
 from dataplane_redis._reads import Reads
 from dataplane_redis._session import Session
@@ -102,7 +103,8 @@ class Overview:
                 return info, 0
             tasks = [name for name in extended.consumer_tasks if name not in info.consumer_tasks]
             names = (request.partition_id, epoch, text, _text_of(extended), tasks)
-            if self._session.run(what, request.deadline, "extend", *names)[0] == b"ok":
+            call = Acknowledged("register_partition", request.partition_id)
+            if self._session.run(what, request.deadline, "extend", *names, confirms=call)[0] == b"ok":
                 return extended, 0
 
     def _open(self, what: str, request: RegisterRequest) -> tuple[PartitionInfo, int] | None:
@@ -119,6 +121,7 @@ class Overview:
             -1 if request.grpo_group_size is None else request.grpo_group_size,
             request.consumer_tasks,
             int(request.if_exists == "keep"),
+            confirms=Acknowledged("register_partition", request.partition_id),
         )
         return None if reply[0] == b"changed" else (info, reply[1])
 
@@ -191,7 +194,8 @@ class Overview:
         """Lists a client for a time."""
         client = request.client
         text = json.dumps(asdict(client))
-        reply = self._session.run("announce()", request.deadline, "announce", client.client_id, text, request.ttl_s)
+        with self._session.quietly():
+            reply = self._session.run("announce()", request.deadline, "announce", client.client_id, text, request.ttl_s)
         return AnnounceReply(num_clients=reply[1])
 
     def list_clients(self, request: ListClientsRequest) -> ClientList:
@@ -246,7 +250,8 @@ class Overview:
                     epoch, text = known
                     new_text = _text_of(info.extended((), (request.task_name,), {}))
             names = (request.partition_id, request.task_name, request.sample_ids, epoch, text, new_text)
-            reply = self._session.run(what, request.deadline, "cursor", *names)
+            call = Acknowledged("set_cursor", request.partition_id, request.task_name, request.sample_ids)
+            reply = self._session.run(what, request.deadline, "cursor", *names, confirms=call)
             if reply[0] == b"ok":
                 return SettleReply(num_samples=reply[1])
             if reply[0] != b"changed":

@@ -20,6 +20,7 @@ from dataplane_core.codec import join_rows
 from dataplane_core.errors import DataPlaneError, OperationTimeoutError
 from dataplane_core.spec import PutReply, PutRequest
 from dataplane_redis import _refusals
+from dataplane_redis._acknowledged import Acknowledged
 from dataplane_redis._link import pack
 from dataplane_redis._rows import pack_rows
 from dataplane_redis._scripts import SCRIPTS
@@ -86,7 +87,7 @@ class Puts:
             write = _new_write()
             packed = pack_request("inline", *common, write, b"", wait_s)
             with self._undone_on_error(write, request.deadline):
-                self._reserve(what, request, total, write, packed, rows)
+                self._reserve(what, request, total, write, packed, rows, _call_of(request))
             return PutReply(num_samples=num_samples)
         link, _ = self._session.connected()
         link.retry_while_refused(request.deadline, lambda: self._put_rows(what, request, total, stored, common, wait_s))
@@ -110,11 +111,18 @@ class Puts:
             self._write(what, write, bundles, commit, request)
 
     def _reserve(
-        self, what: str, request: PutRequest, total: int, write: bytes, packed: bytes, rows: Sequence[memoryview]
+        self,
+        what: str,
+        request: PutRequest,
+        total: int,
+        write: bytes,
+        packed: bytes,
+        rows: Sequence[memoryview],
+        confirms: Acknowledged | None = None,
     ) -> Any:
         """Runs the put script. While the store is full, waits for room and runs it again."""
         while True:
-            reply = self._session.script(what, request.deadline, "put", packed, *rows)
+            reply = self._session.script(what, request.deadline, "put", packed, *rows, confirms=confirms)
             if reply[0] == b"ok":
                 return reply
             if reply[0] != b"full":
@@ -153,7 +161,7 @@ class Puts:
         request: PutRequest,
     ) -> None:
         """Sends the rows and the commit. Raises unless the server confirms the commit."""
-        link, instance = self._session.connected()
+        link, _ = self._session.connected()
         key = self._session.key_of(write)
         chunks = _chunks_of(bundles)
         left_s = max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S
@@ -161,23 +169,27 @@ class Puts:
         multi, execute = pack((b"MULTI",)), pack((b"EXEC",))
         put = SCRIPTS["put"]
 
-        def commands() -> Iterator[list[Any]]:
+        def commands(context: bytes) -> Iterator[list[Any]]:
             for position, frames in chunks:  # each sets the expiry: should this client die, the server drops the rows
                 yield multi
                 yield pack_rows(key, position, frames)
                 yield expiry
                 yield execute
-            yield pack((b"EVALSHA", put.sha, b"1", self._session.base, commit, instance.call_context()))
+            yield pack((b"EVALSHA", put.sha, b"1", self._session.base, commit, context))
 
-        replies = link.commands(what, request.deadline, commands(), 4 * len(chunks) + 1)
-        reply = replies.pop()
+        with self._session.receipt() as receipt:
+            sent = commands(self._session.context(receipt))
+            replies = link.commands(what, request.deadline, sent, 4 * len(chunks) + 1, receipt)
+            reply = replies.pop()
+            if not isinstance(reply, Exception):
+                self._session.accept(what, receipt, reply, _call_of(request))
         for each in replies:
             if isinstance(each, Exception):
                 link.raise_error(what, each)
         if isinstance(reply, Exception):
             if not str(reply).startswith(("NOSCRIPT", "No matching script")):
                 link.raise_error(what, reply)
-            reply = self._session.script(what, request.deadline, "put", commit)
+            reply = self._session.script(what, request.deadline, "put", commit, confirms=_call_of(request))
         if reply[0] == b"other_history":
             _refusals.raise_other_store(what, link.label)
         if reply[0] != b"ok":
@@ -199,7 +211,8 @@ class Puts:
         put that was committed stays, even if the reply to its commit was lost.
         """
         try:
-            self._session.run("put_samples", min(deadline, time.monotonic() + _UNDO_S), "abort", write)
+            with self._session.quietly():
+                self._session.run("put_samples", min(deadline, time.monotonic() + _UNDO_S), "abort", write)
         except DataPlaneError:
             self._not_undone.append(write)
 
@@ -229,6 +242,10 @@ def _chunks_of(bundles: Sequence[Bundle]) -> list[tuple[int, list[Any]]]:
             chunks.append((first + start, [column[start : start + step] for column in frames]))
         first += num_rows
     return chunks
+
+
+def _call_of(request: PutRequest) -> Acknowledged:
+    return Acknowledged("put_samples", request.partition_id, sample_ids=request.sample_ids)
 
 
 def _new_write() -> bytes:

@@ -28,6 +28,7 @@ from dataplane_core.spec import (
     PutRequest,
     RenewRequest,
 )
+from dataplane_redis._sentinel import Service
 from dataplane_redis._wire import text_of, unpack_rows
 
 __all__ = [
@@ -45,6 +46,9 @@ __all__ = [
 
 def label_of(url: str) -> str:
     """What messages call the server of a URL: its place, without user, password and query."""
+    service = Service.of(url)
+    if service is not None:
+        return service.label
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return f"the Redis server at {parts.path}"

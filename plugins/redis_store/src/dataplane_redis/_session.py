@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_redis import _refusals
+from dataplane_redis._acknowledged import Acknowledged, Acknowledgements, Receipt, is_acknowledged
 from dataplane_redis._instance import Instance
 from dataplane_redis._link import Link
 from dataplane_redis._scripts import SCRIPTS
 from dataplane_redis._wire import pack_request
 
-__all__ = ["Session"]
+__all__ = ["Confirms", "Session", "base_of"]
+
+
+#: What a call acknowledges, or what it acknowledges by its reply, if anything.
+Confirms: TypeAlias = Acknowledged | Callable[[Any], Acknowledged | None]
 
 
 class Session:
@@ -21,12 +28,14 @@ class Session:
         base: The prefix of all keys.
         link: The link to the server.
         instance: The instance in the namespace.
+        acknowledgements: What this client was told is done. None for a private server, which nobody starts again.
     """
 
-    def __init__(self, namespace: str) -> None:
-        self.base = b"dp:{%s}" % namespace.encode()
+    def __init__(self, namespace: str, acknowledgements: Acknowledgements | None = None) -> None:
+        self.base = base_of(namespace)
         self.link: Link | None = None
         self.instance: Instance | None = None
+        self.acknowledgements = acknowledgements
 
     def connected(self) -> tuple[Link, Instance]:
         """The link and the instance.
@@ -38,21 +47,70 @@ class Session:
             raise BackendUnavailableError("the backend is not started.", retryable=False)
         return self.link, self.instance
 
-    def run(self, what: str, deadline: float, script: str, *values: Any) -> Any:
-        """Packs the values into a request, runs a script on it, and returns the reply."""
-        return self.script(what, deadline, script, pack_request(*values))
+    def run(self, what: str, deadline: float, script: str, *values: Any, confirms: Confirms | None = None) -> Any:
+        """Packs the values into a request, runs a script on it, and returns the reply; see `script`."""
+        return self.script(what, deadline, script, pack_request(*values), confirms=confirms)
 
-    def script(self, what: str, deadline: float, script: str, packed: bytes, *rows: memoryview) -> Any:
+    def script(
+        self,
+        what: str,
+        deadline: float,
+        script: str,
+        packed: bytes,
+        *rows: memoryview,
+        confirms: Confirms | None = None,
+    ) -> Any:
         """Runs a script on a packed request and returns the reply.
 
+        Args:
+            what: The operation; messages start with it.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            script: The name of the script.
+            packed: The request.
+            rows: Further arguments.
+            confirms: What the reply "ok" (or "part") acknowledges. It then waits for replicas, if it should.
+
         Raises:
-            StalePartitionError: The namespace now holds another store than the one that this client connected to.
+            StalePartitionError: The namespace now holds another store than the one that this client connected to; or it
+                went back behind what this client was told is done.
         """
-        link, instance = self.connected()
-        reply = link.script(what, deadline, SCRIPTS[script], self.base, packed, *rows, instance.call_context())
+        link, _ = self.connected()
+        text = SCRIPTS[script]
+        if confirms is None:
+            reply = link.script(what, deadline, text, self.base, packed, *rows, self.context(None))
+        else:
+            with self.receipt() as receipt:
+                context = self.context(receipt)
+                reply = link.script(what, deadline, text, self.base, packed, *rows, context, rider=receipt)
+                self.accept(what, receipt, reply, confirms)
         if reply[0] == b"other_history":
             _refusals.raise_other_store(what, link.label)
         return reply
+
+    @contextlib.contextmanager
+    def receipt(self) -> Iterator[Receipt | None]:
+        """For a call that acknowledges something. None for a private server."""
+        if self.acknowledgements is None:
+            yield None
+        else:
+            with self.acknowledgements.receipt() as receipt:
+                yield receipt
+
+    def context(self, receipt: Receipt | None) -> bytes:
+        """The last argument of a script."""
+        return self.connected()[1].call_context() + (b"" if receipt is None else receipt.mark)
+
+    def accept(self, what: str, receipt: Receipt | None, reply: Any, confirms: Confirms) -> None:
+        """Notes what a reply acknowledges. Raises if too few replicas have it."""
+        if receipt is None or self.acknowledgements is None or not is_acknowledged(reply):
+            return
+        call = confirms if isinstance(confirms, Acknowledged) else confirms(reply)
+        if call is not None:
+            self.acknowledgements.accept(what, self.connected()[0], receipt, call)
+
+    def quietly(self) -> contextlib.AbstractContextManager[None]:
+        """For calls that are not the user's own: they do not tell what a server lost."""
+        return contextlib.nullcontext() if self.acknowledgements is None else self.acknowledgements.quietly()
 
     def command(self, what: str, deadline: float, *words: bytes) -> Any:
         """Sends a command and returns the reply."""
@@ -61,3 +119,8 @@ class Session:
     def key_of(self, write: bytes) -> bytes:
         """The key of the hash that holds the rows of a write."""
         return b"%s:w:%s" % (self.base, write.hex().encode())
+
+
+def base_of(namespace: str) -> bytes:
+    """The prefix of all keys of a namespace."""
+    return b"dp:{%s}" % namespace.encode()

@@ -11,10 +11,11 @@ from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
 from dataplane_core.backends import CapacityOptions
+from dataplane_redis._sentinel import SENTINEL_SCHEMES, Service
 
 __all__ = ["RedisConfig"]
 
-_SCHEMES = ("redis://", "rediss://", "unix://")
+_SCHEMES = ("redis://", "rediss://", "unix://", *(f"{scheme}://" for scheme in SENTINEL_SCHEMES))
 
 
 def _is_parsed_as_intended(url: str) -> bool:
@@ -24,7 +25,8 @@ def _is_parsed_as_intended(url: str) -> bool:
     """
     try:
         parts = urlsplit(url)
-        pool = ConnectionPool.from_url(url)
+        service = Service.of(url)
+        pool = ConnectionPool.from_url(url if service is None else service.server_url)
         pool.connection_class(**pool.connection_kwargs)  # connects only when told to
     except (RedisError, TypeError, ValueError):  # not chained: their messages quote the url
         return False
@@ -42,8 +44,13 @@ class RedisConfig(CapacityOptions):
 
     url: SecretStr | None = None
     """``redis://[user:password@]host:port/db``, ``rediss://...`` (TLS; ``?ssl_ca_certs=...``) or
-    ``unix:///path?db=0&username=...&password=...``. Percent-encode ``#``, ``/``, ``?`` and ``@`` in user and password.
-    This backend neither starts nor ends that server. The URL is a secret: it is never printed or logged."""
+    ``unix:///path?db=0&username=...&password=...``. Or a service of Redis Sentinel:
+    ``redis+sentinel://[user:password@]host:port,host:port,host:port/service[/db]``, where the places are those of the
+    sentinels, and user, password and db those of the servers. ``?sentinel_username=...&sentinel_password=...`` is for
+    sentinels that ask for a login. ``rediss+sentinel://`` uses TLS to both.
+
+    Percent-encode ``#``, ``/``, ``?`` and ``@`` in user and password. This backend neither starts nor ends that server.
+    The URL is a secret: it is never printed or logged."""
 
     server: Literal["private"] | None = None
     """``private``, the default without a ``url``: the bootstrapping client starts a ``redis-server`` of its own on a
@@ -55,6 +62,16 @@ class RedisConfig(CapacityOptions):
 
     allow_eviction: bool = False
     """Accept a server whose ``maxmemory-policy`` may evict keys. Samples that nobody has consumed may then be lost."""
+
+    wait_replicas: int = Field(default=0, ge=0)
+    """How many replicas of the server must have a change before a call returns: a put, a registration, a clear, an ack,
+    a nack, a renewal, and a claim without a lease. With as many as the server has replicas, a failover loses nothing
+    that was acknowledged. Too few replicas until the deadline: `OperationTimeoutError`, and the change is on the server
+    only."""
+
+    wait_fsync: bool = False
+    """These calls also wait until the server, and that many replicas, have synced the change to their append-only
+    files. Needs Redis 7.2 or Valkey, and ``appendonly yes``."""
 
     appendonly: bool = False
     """Only for a private server: write an append-only file, for example to measure its cost. The file is deleted with
@@ -70,8 +87,9 @@ class RedisConfig(CapacityOptions):
             raise ValueError(f"expected a URL that starts with {', '.join(_SCHEMES)}")
         if value is not None and not _is_parsed_as_intended(value.get_secret_value()):
             raise ValueError(
-                "expected redis://user:password@host:port/db or unix:///path, with parameters that redis-py knows; in "
-                "user and password, write '#' as %23, '/' as %2F, '?' as %3F and '@' as %40"
+                "expected redis://user:password@host:port/db, unix:///path or "
+                "redis+sentinel://user:password@host:port,host:port/service/db, with parameters that redis-py knows; "
+                "in user and password, write '#' as %23, '/' as %2F, '?' as %3F and '@' as %40"
             )
         return value
 
@@ -86,6 +104,10 @@ class RedisConfig(CapacityOptions):
     def _names_one_server(self) -> RedisConfig:
         if self.url is not None and self.server is not None:
             raise ValueError("expected one of 'url' (attach to a server) and 'server: private' (start one), got both")
+        if self.url is None and (self.wait_replicas or self.wait_fsync):
+            raise ValueError(
+                "'wait_replicas' and 'wait_fsync' are for a server with a 'url'. A private one has no replicas"
+            )
         if self.server is None and self.appendonly:
             raise ValueError("'appendonly' is for a private server. With 'url', set the persistence on that server")
         return self

@@ -269,6 +269,7 @@ if P.group then
 end
 local last = #units == want or #units < step
 if #ids > 0 then
+  leave_mark()
   for _, other in ipairs(views_of(P, task)) do batched('ZREM', other.ready, units) end
   if not kept_mark then batched('ZREM', view.ready, units) end
   if F then write('ZREM', F.matching, units) end

@@ -2,6 +2,7 @@
 -- first.
 local name, epoch, ids, whole = unpack(cmsgpack.unpack(ARGV[1]))
 reap()
+leave_mark()
 local P = open_partition(name)
 if not P or (epoch ~= '' and epoch ~= P.epoch) then return {'ok', 0, call('EXISTS', BASE .. ':trash'), ''} end
 if whole == 1 then

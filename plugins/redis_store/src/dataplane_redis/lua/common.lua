@@ -10,6 +10,7 @@
 --   base:held, base:seq  payload bytes held; the order of first writes
 --   base:pending         zset: puts begun and not committed, by the time when they count as abandoned
 --   base:reserved        hash: the payload bytes of each
+--   base:marks           hash: caller -> the number of its last call that acknowledged something, see below
 --   base:clients         hash: client -> "<time>:<its announcement>"
 --   base:announced       zset: these clients, by the time until when they are listed
 --   base:waiters         zset: clients with claims that wait, by the time until when they count
@@ -49,6 +50,17 @@ local call = redis.call
 local ASKER = ARGV[#ARGV]
 local INSTANCE = call('HMGET', BASE .. ':instance', 'id', 'clock')
 if INSTANCE[1] ~= string.sub(ASKER, 1, 32) then return {'other_history'} end
+
+-- A call that acknowledges something may also carry a mark: a caller, who makes one such call at a time, and a number
+-- that grows. A script leaves it with its changes. Both are replicated and stored together, so a server that has the mark
+-- has the changes.
+local function leave_mark()
+  if #ASKER <= 56 then return end
+  local caller, number = struct.unpack('<c10I8', ASKER, 57)
+  if number > tonumber(call('HGET', BASE .. ':marks', caller) or 0) then
+    call('HSET', BASE .. ':marks', caller, string.format('%.0f', number))
+  end
+end
 
 -- The time of the store in seconds. It never goes back. Each client gets it when it connects, and adds the seconds of
 -- its own monotonic clock; the store takes the largest. So a step of a host's clock neither ends nor prolongs leases.

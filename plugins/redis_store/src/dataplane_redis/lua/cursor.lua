@@ -7,6 +7,7 @@ if not P then return unknown_partition() end
 local task = task_index(P, task_name)
 if not task then return unknown_task(P) end
 local held_key = P.at .. 'h:' .. task
+leave_mark()
 
 -- Views and filters are built again by the next claims.
 local dropped, names = {held_key}, {}

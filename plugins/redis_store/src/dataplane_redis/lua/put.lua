@@ -92,6 +92,7 @@ elseif num_rows > 0 then
   batched('HSET', write_key, args)
 end
 
+leave_mark()
 local new_sig = ''
 if num_rows > 0 then
   batched('HSET', P.at .. 's', specs)

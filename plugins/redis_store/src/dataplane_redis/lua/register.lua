@@ -2,6 +2,7 @@
 local name, epoch, info, num, group, tasks, keep = unpack(cmsgpack.unpack(ARGV[1]))
 local old = open_partition(name)
 if old and keep == 1 then return {'changed'} end
+leave_mark()
 if old then drop_partition(old) end
 local meta = BASE .. ':p:' .. name
 local args = {'epoch', epoch, 'info', info, 'ntasks', #tasks}

@@ -86,6 +86,7 @@ local function commit(lease)
 end
 
 local function finish()
+  leave_mark()
   return {'ok', (action ~= 'nack' or end_due(P, budget)) and 0 or 1}
 end
 

@@ -1,0 +1,298 @@
+"""What this client was told is done: the wait for replicas, and what a server lost that went back to an older state.
+
+A call that acknowledges something carries a mark: the caller and a number that grows. The script stores it with what it
+changes, so a server that has the mark has the change. When a new connection meets another history of the store (after a
+failover or a restart), the client compares the marks there with the calls that were acknowledged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn
+
+import redis
+
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    OperationTimeoutError,
+    StalePartitionError,
+    preview,
+)
+from dataplane_redis._link import Command, Link, pack
+
+__all__ = ["Acknowledged", "Acknowledgements", "LostCallsError", "Receipt", "is_acknowledged"]
+
+_log = logging.getLogger("dataplane_redis")
+
+#: How many acknowledged calls, and samples of them, a client remembers. Of older ones it could not say what was lost.
+_MAX_CALLS: Final = 1000
+_MAX_SAMPLES: Final = 20_000
+#: How many lost calls an error names.
+_NAMED: Final = 3
+#: The wait for replicas ends this share of the time that is left before the deadline, but at most so many seconds, so
+#: that the answer still comes in time.
+_MARGIN_SHARE: Final = 0.25
+_MARGIN_S: Final = 0.15
+#: A mark: a lane of a client, and the number of the call.
+_MARK: Final = struct.Struct("<10sQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """A call that was acknowledged.
+
+    Attributes:
+        operation: ``put_samples``, ``ack``, ``register_partition``, ...
+        partition_id: The partition.
+        task_name: The task of a claim, an ack, a nack or a renewal; else empty.
+        sample_ids: The samples.
+    """
+
+    operation: str
+    partition_id: str
+    task_name: str = ""
+    sample_ids: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        names = [repr(self.partition_id), *([repr(self.task_name)] if self.task_name else [])]
+        samples = f": {preview(self.sample_ids)}" if self.sample_ids else ""
+        return f"{self.operation}({', '.join(names)}{samples})"
+
+
+class LostCallsError(StalePartitionError):
+    """The server went back to an older state, which lacks what this client was told is done. The call that raises this
+    changed nothing. Later calls work with what the server has.
+
+    Attributes:
+        calls: The acknowledged calls that the server no longer knows, in their order. Of more than a thousand, the
+            newest.
+    """
+
+    def __init__(self, message: str, *, calls: Iterable[Acknowledged] = (), **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.calls = tuple(calls)
+
+
+@dataclass(slots=True)
+class Receipt:
+    """A call that will be acknowledged: its mark, and the wait for replicas that a link sends after it.
+
+    Attributes:
+        mark: Belongs at the end of the script's last argument.
+        num_commands: How many commands `pack` gives.
+        replies: To these commands, set by the link.
+        history: The history that the connection of the call met, set by the link.
+    """
+
+    mark: bytes
+    number: int
+    lane: bytes
+    replicas: int
+    synced: bool
+    replies: list[Any] = field(default_factory=list)
+    history: bytes = b""
+
+    @property
+    def num_commands(self) -> int:
+        return 1 if self.replicas or self.synced else 0
+
+    def pack(self, deadline: float) -> list[list[bytes | bytearray | memoryview]]:
+        """The commands that follow the call on the same connection. Packed when they are sent: they end in time."""
+        if not self.num_commands:
+            return []
+        left_s = deadline - time.monotonic()
+        wait_ms = max(1, int(1000 * (left_s - min(_MARGIN_S, _MARGIN_SHARE * left_s))))
+        words: Command = (b"WAIT", b"%d" % self.replicas, b"%d" % wait_ms)
+        if self.synced:
+            words = (b"WAITAOF", b"1", *words[1:])
+        return [pack(words)]
+
+    def follows(self, reply: Any) -> bool:
+        """Whether to wait: not after a refusal."""
+        return not self.num_commands or is_acknowledged(reply)
+
+
+def is_acknowledged(reply: Any) -> bool:
+    """Whether the reply of a script says that it did what was asked."""
+    return isinstance(reply, list) and reply[0] in (b"ok", b"part")
+
+
+@dataclass(slots=True)
+class _Noted:
+    """An acknowledged call, as it is remembered."""
+
+    lane: bytes
+    number: int
+    history: bytes
+    call: Acknowledged
+
+
+class Acknowledgements:
+    """The acknowledged calls of one client. Thread-safe.
+
+    Args:
+        base: The prefix of all keys.
+        replicas: How many replicas must have a change before it is acknowledged.
+        synced: Whether the server and these replicas must also have synced it to their append-only files.
+    """
+
+    def __init__(self, base: bytes, replicas: int, synced: bool) -> None:
+        self._base = base
+        self._replicas = replicas
+        self._synced = synced
+        self._client = os.urandom(8)
+        self._lock = threading.Lock()
+        self._numbers: dict[bytes, int] = {}  # the last number of each lane
+        self._free: list[bytes] = []  # lanes: a lane has one call at a time
+        self._noted: deque[_Noted] = deque()
+        self._num_samples = 0
+        self._history = b""
+        self._marks: dict[bytes, int] = {}  # what the history had when it was met
+        self._lost: list[Acknowledged] = []  # not yet told
+        self._here = threading.local()
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def receipt(self) -> Iterator[Receipt]:
+        """A new mark."""
+        with self._lock:
+            lane = self._free.pop() if self._free else self._client + struct.pack("<H", len(self._numbers))
+            number = self._numbers.get(lane, 0) + 1
+            self._numbers[lane] = number
+        try:
+            yield Receipt(_MARK.pack(lane, number), number, lane, self._replicas, self._synced)
+        finally:
+            with self._lock:
+                self._free.append(lane)
+
+    def accept(self, what: str, link: Link, receipt: Receipt, call: Acknowledged) -> None:
+        """Takes the acknowledgement of a call.
+
+        Raises:
+            OperationTimeoutError: The server has the change, but too few replicas have it.
+            BackendUnavailableError: The server became a replica while the call waited.
+        """
+        for reply in receipt.replies:
+            if isinstance(reply, (redis.TimeoutError, TimeoutError)):
+                local, count = 0, 0
+            elif isinstance(reply, Exception):
+                self._raise_refused_wait(what, link, reply)
+            else:
+                local, count = reply if self._synced else (1, reply)
+            if count < self._replicas or not local:
+                self._raise_too_few(what, link, int(local), int(count))
+        with self._lock:
+            self._noted.append(_Noted(receipt.lane, receipt.number, receipt.history, call))
+            self._num_samples += len(call.sample_ids)
+            while len(self._noted) > _MAX_CALLS or (self._num_samples > _MAX_SAMPLES and len(self._noted) > 1):
+                self._num_samples -= len(self._noted.popleft().call.sample_ids)
+            if receipt.history != self._history:  # another thread has met a newer history meanwhile
+                self._look_for_lost()
+
+    def _raise_too_few(self, what: str, link: Link, local: int, count: int) -> NoReturn:
+        has = "has" if count == 1 else "have"
+        kept = "synced it to their append-only files" if self._synced else "it"
+        where = f"; {link.label} itself has not" if self._synced and not local else ""
+        raise OperationTimeoutError(
+            f"{what} timed out waiting for replicas: {link.label} has made the change, but {count} of "
+            f"{self._replicas} replicas {has} {kept}{where}. If that server dies now, the change may be lost.",
+            hint="Call again once the replicas are back: a repeated put or ack does no harm. Else lower wait_replicas.",
+        )
+
+    def _raise_refused_wait(self, what: str, link: Link, reply: Exception) -> NoReturn:
+        text = str(reply)
+        if isinstance(reply, (redis.ConnectionError, OSError)):
+            then = f"the connection was lost before {self._replicas} replicas had it: {text}"
+        elif text.startswith(("UNBLOCKED", "ERR WAIT cannot")):
+            then = "it became a replica of another server, which may lack it"
+        else:
+            link.raise_error(what, reply)
+        raise BackendUnavailableError(
+            f"{what} failed: {link.label} made the change, but then {then}.",
+            hint="Call again: a repeated put or ack does no harm.",
+        ) from reply
+
+    # --- histories ----------------------------------------------------------------------------------------------------
+
+    def meet(self, history: bytes, ask: Callable[..., Any]) -> None:
+        """Called with each new connection, before it is used.
+
+        Args:
+            history: Names the history of what the server holds; a failover or a restart begins another one.
+            ask: Sends a command on that connection and returns its reply.
+        """
+        with self._lock:
+            if history == self._history:
+                return
+            lanes = list(self._numbers) if self._noted else []
+        marks = ask(b"HMGET", self._base + b":marks", *lanes) if lanes else []
+        with self._lock:
+            self._history = history
+            self._marks = {lane: int(mark or 0) for lane, mark in zip(lanes, marks, strict=True)}
+            self._look_for_lost()
+
+    def _look_for_lost(self) -> None:
+        """Moves what the current history lacks to what the user must be told."""
+        lost = [
+            each
+            for each in self._noted
+            if each.history != self._history and each.number > self._marks.get(each.lane, 0)
+        ]
+        if lost:
+            gone = set(map(id, lost))
+            self._noted = deque(each for each in self._noted if id(each) not in gone)
+            self._num_samples = sum(len(each.call.sample_ids) for each in self._noted)
+            calls = [each.call for each in lost]
+            self._lost += calls
+            _log.error("the store went back to an older state, without %s", _shown(calls))
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Calls of this thread in the block are not the user's: `raise_lost` waits for one that is."""
+        self._here.quiet = True
+        try:
+            yield
+        finally:
+            self._here.quiet = False
+
+    def raise_lost(self, what: str, label: str) -> None:
+        """Tells the user, once, what was lost.
+
+        Raises:
+            LostCallsError: Something was lost that the user was not told yet.
+        """
+        if not self._lost or getattr(self._here, "quiet", False):
+            return
+        with self._lock:
+            lost, self._lost = self._lost, []
+        if not lost:  # another thread told its user
+            return
+        count = f"{len(lost)} {'call' if len(lost) == 1 else 'calls'}"
+        raise LostCallsError(
+            f"{what} refused: {label} went back to an older state. It lacks {count} of this client that had been "
+            f"acknowledged: {_shown(lost)}. This call changed nothing.",
+            calls=lost,
+            hint="Make these calls again. Samples whose ack was lost are handed out again. To lose nothing in a "
+            "failover, set wait_replicas.",
+        )
+
+    def end(self, link: Link, deadline: float) -> None:
+        """Removes this client's marks from the server."""
+        with self._lock:
+            lanes = list(self._numbers)
+        if lanes:
+            link.command("close", deadline, b"HDEL", self._base + b":marks", *lanes)
+
+
+def _shown(calls: Sequence[Acknowledged]) -> str:
+    rest = len(calls) - _NAMED
+    return ", ".join(map(str, calls[:_NAMED])) + (f" and {rest} more" if rest > 0 else "")

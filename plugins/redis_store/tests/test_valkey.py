@@ -2,7 +2,6 @@
 
 import importlib.util
 import shutil
-import uuid
 from pathlib import Path
 from typing import ClassVar
 
@@ -98,7 +97,7 @@ class TestValkey(BackendConformance):
     @pytest.fixture
     def options(self, durable):
         TestValkey.server = durable
-        return {"url": durable.url, "namespace": f"kit-{uuid.uuid4().hex[:8]}"}
+        return {"url": durable.url, "namespace": "kit"}
 
     def conflicting_options(self, options):
         return {**options, "capacity_bytes": 1 << 30}

@@ -49,10 +49,12 @@ from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
 from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec
 from dataplane_redis import _rows as redis_rows
 from dataplane_redis import _wire as redis_wire
+from dataplane_redis._acknowledged import is_acknowledged
 from dataplane_redis._backend import RedisBackend
 from dataplane_redis._claims import Claims
 from dataplane_redis._overview import Overview
 from dataplane_redis._reads import Reads
+from dataplane_redis._session import Confirms
 from dataplane_redis._session import Session as RedisSession
 from dataplane_shm import _messages as shm
 from dataplane_shm._backend import ShmBackend
@@ -635,8 +637,19 @@ class _Told(RedisSession):
             return reply
         raise OperationTimeoutError("no more replies")
 
-    def script(self, what: str, deadline: float, script: str, packed: bytes, *rows: memoryview) -> Any:
-        return self._next()
+    def script(
+        self,
+        what: str,
+        deadline: float,
+        script: str,
+        packed: bytes,
+        *rows: memoryview,
+        confirms: Confirms | None = None,
+    ) -> Any:
+        reply = self._next()
+        if callable(confirms) and is_acknowledged(reply):
+            confirms(reply)
+        return reply
 
     def command(self, what: str, deadline: float, *words: bytes) -> Any:
         return self._next()

@@ -19,7 +19,8 @@ def test_the_examples_of_the_client_run_one_after_the_other(tmp_path):
     runner = doctest.DocTestRunner()
     runner.run(story, clear_globs=False)
     story.globs["client"].close()
-    assert runner.tries == len(story.examples) > 10
+    skipped = sum(doctest.SKIP in each.options for each in story.examples)  # the units, which no store of a test has
+    assert runner.tries == len(story.examples) - skipped > 10
     assert runner.failures == 0
 
 

@@ -222,6 +222,10 @@ class Overview(Connection):
 
         Raises:
             UnsupportedOperationError: The backend does not declare ``units``.
+
+        Examples:
+            >>> [(unit.name, unit.num_rows) for unit in client.list_units()]  # doctest: +SKIP
+            [('unit-0', 512), ('unit-1', 512)]
         """
         with self._operation("list_units"):
             self._require(Capability.UNITS, "list_units")
@@ -240,6 +244,10 @@ class Overview(Connection):
             InvalidRequestError: A count below 1.
             BackendUnavailableError: One could not be started. Others may have been.
             UnsupportedOperationError: The backend does not declare ``units``.
+
+        Examples:
+            >>> [unit.name for unit in client.add_units(1)]  # doctest: +SKIP
+            ['unit-2']
         """
         with self._operation("add_units"):
             self._require(Capability.UNITS, "add_units")
@@ -263,6 +271,10 @@ class Overview(Connection):
         Raises:
             InvalidRequestError: There is no such unit, or no other one that takes rows.
             UnsupportedOperationError: The backend does not declare ``units``.
+
+        Examples:
+            >>> client.remove_unit("unit-2").state  # doctest: +SKIP
+            'draining'
         """
         with self._operation("remove_unit"):
             self._require(Capability.UNITS, "remove_unit")

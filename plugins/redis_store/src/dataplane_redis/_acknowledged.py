@@ -122,7 +122,7 @@ class Receipt:
 
 def is_acknowledged(reply: Any) -> bool:
     """Whether the reply of a script says that it did what was asked."""
-    return isinstance(reply, list) and reply[0] in (b"ok", b"part")
+    return isinstance(reply, list) and reply[:1] in ([b"ok"], [b"part"])
 
 
 @dataclass(slots=True)

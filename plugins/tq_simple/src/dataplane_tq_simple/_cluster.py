@@ -70,6 +70,8 @@ _SETTLE_S = 5.0
 # the calls would wait for a dead head node.
 _END_ACTORS_S = 2 * _SETTLE_S
 _DISCONNECT_S = 15.0
+# The same for a Ray that this process started. Ray then ends its processes too, and waits up to 30 s for each.
+_SHUTDOWN_S = 60.0
 
 
 class Controller(TransferQueueController.__ray_metadata__.modified_class):  # type: ignore[misc]  # has no types
@@ -97,6 +99,7 @@ class RaySession:
 
     _lock = threading.Lock()
     _ours: tuple[str, str] | None = None  # the connection that an engine made
+    _local = False  # whether it also started Ray
     _num_users = 0
 
     def __init__(self, *, started: bool, ours: bool) -> None:
@@ -126,7 +129,7 @@ class RaySession:
                     )
                 started = address == "local"
                 cls._connect(address, config, timeout_s)
-                cls._ours, cls._num_users = _connection(), 0
+                cls._ours, cls._local, cls._num_users = _connection(), started, 0
             else:
                 _check_same_cluster(config)
             ours = cls._ours is not None and cls._ours == _connection()
@@ -161,7 +164,8 @@ class RaySession:
                 RaySession._ours = None
                 # wait for its processes, so that none is left behind
                 shutdown = functools.partial(ray.shutdown, wait_for_processes=True)
-                end_within(_DISCONNECT_S, "end its connection", shutdown)
+                limit_s = _SHUTDOWN_S if RaySession._local else _DISCONNECT_S
+                end_within(limit_s, "end its connection", shutdown)
 
 
 def _connection() -> tuple[str, str]:

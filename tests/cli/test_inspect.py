@@ -19,7 +19,7 @@ from dataplane_core.testing._timing import STARTS_S, eventually
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, options: {capacity_bytes: 50000000}, middleware: [metrics]}")
+    path.write_text("{backend: shm_store, announce_s: 1, options: {capacity_bytes: 50000000}, middleware: [metrics]}")
     return str(path)
 
 

@@ -312,6 +312,8 @@ class Instance(ABC):
             name=name,
             namespace=NAMESPACE,
             num_cpus=config.unit_num_cpus,
+            # Ray starts an actor that reserves nothing on any node, unless the strategy is strict: reserve one byte.
+            memory=1,
             max_restarts=-1 if cls.keeps_units else 0,
             runtime_env=_actor_env(),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=cls.keeps_units or config.unit_num_cpus > 0),
@@ -554,7 +556,7 @@ def get_within(ref: Any, what: str, deadline: float) -> Any:
 def nodes_for_units() -> list[str]:
     """The nodes that get the units in turn, this node first. Without nodes that have no CPUs, if others have.
 
-    Ray's own spread strategy looks at the reserved resources, but units reserve none.
+    Ray's own spread strategy looks at the reserved resources, but units reserve next to none.
     """
     here = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]

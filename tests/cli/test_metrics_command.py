@@ -31,7 +31,9 @@ with connect(config, bootstrap=False) as client:
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, announce_s: 1, options: {capacity_bytes: 50000000}, middleware: [prometheus]}")
+    path.write_text(
+        "{backend: shm_store, announce_s: 1, options: {capacity_bytes: 50000000}, middleware: [prometheus]}"
+    )
     return str(path)
 
 

@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,6 +21,7 @@ import torch
 from dataplane_core import DataPlaneConfig, KVBatchMeta, connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
+from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS
 from dataplane_integrations import DataPlaneWorkerMixin
@@ -229,6 +231,18 @@ def client() -> Iterator[DataPlaneClient]:
     with connect(DataPlaneConfig(backend="noop", middleware=[metrics])) as opened:
         opened.metrics = metrics
         yield opened
+
+
+@pytest.fixture
+def lose(client: DataPlaneClient) -> Callable[..., None]:
+    """``lose(partition_id, sample_id, field)`` deletes a payload behind the ledger's back, as a dead engine does."""
+
+    def delete(partition_id: str, sample_id: str, field: str) -> None:
+        deadline = time.monotonic() + 60
+        located = client._backend._ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
+        client._backend._delete(located.refs, deadline)
+
+    return delete
 
 
 def rollout_batch(lengths: list[int], first: int = 1) -> BatchedDataDict:

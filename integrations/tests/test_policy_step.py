@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from dataplane_core import KVBatchMeta
+from dataplane_core import KVBatchMeta, kv_first_write
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import ConfigError, InvalidRequestError, MissingDataError
+from dataplane_core.errors import ConfigError, InvalidRequestError, LostSamplesError, MissingDataError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.batching import Batching, DynamicBatching
@@ -22,6 +22,7 @@ Write = Callable[..., KVBatchMeta]
 
 BATCHING = Batching(dynamic=DynamicBatching(train_mb_tokens=16, sequence_length_round=4))
 LENGTHS = [4, 1, 3, 2, 6, 5, 2, 7]
+COLUMNS = ("advantages", "prev_logprobs", "reference_policy_logprobs")
 
 
 @pytest.fixture
@@ -105,9 +106,111 @@ def test_arguments_of_training_reach_the_workers(policy: DataPlanePolicy, write_
     assert result["arguments"] == (True, 4, 2)
 
 
-# --- calls as a trainer of NeMo RL makes them -------------------------------------------------------------------------
+# --- rows that the store has lost -------------------------------------------------------------------------------------
 
-COLUMNS = ("advantages", "prev_logprobs", "reference_policy_logprobs")
+
+class Rollouts:
+    """Replaces lost rows by rows of 9 tokens, and keeps what it was asked for."""
+
+    def __init__(self, client: DataPlaneClient, make_batch: Any) -> None:
+        self.client = client
+        self.make_batch = make_batch
+        self.asked: list[list[str]] = []
+        self.loses_again = 0
+        self.lose: Callable[..., None] | None = None
+
+    def __call__(self, meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
+        self.asked.append(list(lost))
+        self.client.clear_samples(list(lost), meta.partition_id)
+        batch = self.make_batch([9] * len(lost), first=100)
+        columns = {name: torch.zeros(len(lost), 9) for name in COLUMNS}
+        kv_first_write(
+            {**batch, **columns}, sample_ids=list(lost), dp_client=self.client, partition_id=meta.partition_id
+        )
+        meta.sequence_lengths = [
+            9 if name in lost else length
+            for name, length in zip(meta.sample_ids, meta.sequence_lengths or [], strict=True)
+        ]
+        if self.loses_again:
+            self.loses_again -= 1
+            assert self.lose is not None
+            self.lose(meta.partition_id, lost[0], "input_ids")
+        return meta
+
+
+@pytest.fixture
+def rollouts(client: DataPlaneClient, make_batch: Any, lose: Any) -> Rollouts:
+    made = Rollouts(client, make_batch)
+    made.lose = lose
+    return made
+
+
+@pytest.fixture
+def replacing(workers: list[Any], client: DataPlaneClient, rollouts: Rollouts) -> Iterator[DataPlanePolicy]:
+    group = InProcessWorkerGroup(workers)
+    with DataPlanePolicy(group, client, batching=BATCHING, replace_lost=rollouts) as made:
+        yield made
+
+
+def test_lost_rows_are_produced_again_before_anything_is_computed(
+    replacing: DataPlanePolicy, workers: list[Any], write_rows: Write, rollouts: Rollouts, lose: Any, client: Any
+) -> None:
+    meta = replacing.write_to_dataplane(write_rows(LENGTHS), {name: torch.zeros(8, 7) for name in COLUMNS})
+    lose("train", "p0_g1", "input_ids")
+    lose("train", "p3_g1", "token_mask")
+    rollouts.loses_again = 1
+    meta = replacing.get_logprobs_from_meta(meta)
+    first, again = rollouts.asked
+    assert (sorted(first), again) == (["p0_g1", "p3_g1"], first[:1])
+    assert replacing.num_lost == 3
+    lose("train", "p1_g0", "prev_logprobs")
+    replacing.train_from_meta(meta, 1.0)
+    assert rollouts.asked[2:] == [["p1_g0"]]
+    for what in ("get_logprobs", "train"):
+        seen = [data for worker in workers for name, data in worker.seen if name == what]
+        assert [data["input_ids"].shape for data in seen] == [(4, 12)] * 2, "the new length counts"
+        assert sum(int((data["input_ids"][:, 8] >= 100).sum()) for data in seen) == 2 + (what == "train")
+    reads = client.metrics.snapshot()["operations"]["get_samples"]["calls"]
+    assert reads == 2 * 5, "two workers, and a read of each for every time that rows were looked at"
+
+
+def test_rows_that_are_lost_again_and_again_end_the_call_with_their_names(
+    replacing: DataPlanePolicy, workers: list[Any], write_rows: Write, rollouts: Rollouts, lose: Any, client: Any
+) -> None:
+    meta = write_rows(LENGTHS)
+    lose("train", "p0_g1", "input_ids")
+    rollouts.loses_again = 100
+    with pytest.raises(LostSamplesError, match="'p0_g1'") as caught:
+        replacing.get_logprobs_from_meta(meta)
+    assert caught.value.missing_samples == ("p0_g1",)
+    assert not any(worker.seen for worker in workers)
+    assert client.list_samples("train").size == 8
+
+
+def test_portions_of_a_step_are_replaced_too(
+    replacing: DataPlanePolicy, workers: list[Any], write_rows: Write, rollouts: Rollouts, lose: Any
+) -> None:
+    meta = replacing.write_to_dataplane(write_rows(LENGTHS), {name: torch.zeros(8, 7) for name in COLUMNS})
+    replacing.begin_train_step(1.0)
+    for portion in (meta.slice(0, 4), meta.slice(4, 8)):
+        lose("train", portion.sample_ids[0], "input_ids")
+        replacing.train_microbatch_from_meta(portion)
+    replacing.finish_train_step()
+    assert rollouts.asked == [["p0_g0"], ["p2_g0"]]
+    assert [data.size for worker in workers for _, data in worker.seen] == [2] * 4
+
+
+def test_a_read_that_fails_otherwise_clears_the_rows_as_ever(
+    replacing: DataPlanePolicy, write_rows: Write, rollouts: Rollouts, client: DataPlaneClient
+) -> None:
+    meta = write_rows(LENGTHS)
+    with pytest.raises(WorkerFailedError, match="advantages"):
+        replacing.train_from_meta(meta, 1.0)
+    assert not rollouts.asked
+    assert _is_cleared(client, meta)
+
+
+# --- calls as a trainer of NeMo RL makes them -------------------------------------------------------------------------
 
 
 class Timer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dataplane_core import DataPlaneConfig, KVBatchMeta, connect
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, MissingDataError
+from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics
 from dataplane_integrations.errors import ReplicaLeaderError
 from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
@@ -56,6 +58,24 @@ def test_the_leader_alone_fetches_and_writes(ranks: Any, shape: tuple[int, ...])
         assert gets == (2 if leads else 0)
         assert puts == (2 if leads else 1), "the first put is the test's own"
     assert sum(leads for leads, *_ in outcomes) == shape[0]
+
+
+def test_rows_that_are_read_before_the_call_are_read_once_and_all_ranks_hear_of_lost_ones(ranks: Any) -> None:
+    def run(rank: int) -> tuple[Any, ...]:
+        worker, metrics, meta = _prepared((2, 1, 2))
+        found = [worker.hold_presharded(meta)]
+        worker.get_logprobs_presharded(meta)
+        reads = _calls(metrics).get("get_samples", 0)
+        if worker._is_replica_leader() and worker._local_coords()["data_parallel"] == 1:
+            backend, deadline = worker._dp_client._backend, time.monotonic() + 60
+            lost = backend._ledger(deadline, commands.Locate("train", ["a_g1"], ["input_ids"]))
+            backend._delete(lost.refs, deadline)
+        found.append(worker.hold_presharded(meta))
+        return worker._local_coords()["data_parallel"], worker._is_replica_leader(), found, reads
+
+    for dp_rank, leads, found, reads in ranks(4, run):
+        assert found == [[], ["a_g1"] if dp_rank == 1 else []]
+        assert reads == int(leads)
 
 
 def test_independent_fetches_are_one_per_rank(ranks: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.testing._timing import STARTS_S, eventually
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.batching import Batching, DynamicBatching
 from dataplane_integrations.errors import WorkerFailedError
@@ -27,7 +29,11 @@ from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt
 pytestmark = pytest.mark.long  # `make test` has a whole run of the example over the same backend and workers
 
 LENGTHS = [4, 1, 3, 2, 6, 5, 2, 7]
-CONFIG = {"backend": "tq_simple", "options": {"instance": "integrations-step"}, "op_timeout_s": 120}
+CONFIG = {
+    "backend": "tq_simple",
+    "options": {"instance": "integrations-step", "num_storage_units": 2},
+    "op_timeout_s": 120,
+}
 
 
 def make_model() -> nn.Sequential:
@@ -67,6 +73,9 @@ class Rollout(DataPlaneRolloutMixin):
     def generate(self, step: int, partition_id: str) -> RolloutReceipt:
         ids = mint_sample_ids([f"s{step}_p{i}" for i in range(4)], 2)
         return self._first_write(make_batch(), sample_ids=ids, partition_id=partition_id)
+
+    def generate_again(self, sample_ids: list[str], rows: list[int], partition_id: str) -> RolloutReceipt:
+        return self._first_write(make_batch().select_indices(rows), sample_ids=sample_ids, partition_id=partition_id)
 
 
 class Worker(FSDP2DataPlaneMixin):
@@ -138,7 +147,16 @@ def run(local_ray: Any) -> Iterator[tuple[Any, list[Any], DataPlanePolicy]]:
     workers = [ray.remote(Worker).options(num_cpus=0.5).remote(rank, port) for rank in range(2)]
     wait_for_all({f"worker {i}": w.start.remote() for i, w in enumerate(workers)}, timeout_s=60, doing="starting")
     batching = Batching(dynamic=DynamicBatching(train_mb_tokens=16, sequence_length_round=4))
-    policy = DataPlanePolicy(RayWorkerGroup(workers), CONFIG, batching=batching, timeout_s=60)
+
+    def generate_again(meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
+        policy.client.clear_samples(list(lost), meta.partition_id)
+        rows = [meta.sample_ids.index(each) for each in lost]
+        again = rollout.generate_again.remote(list(lost), rows, meta.partition_id)
+        wait_for_all({"rollout": again}, timeout_s=30, doing="generating again")
+        return meta
+
+    group = RayWorkerGroup(workers)
+    policy = DataPlanePolicy(group, CONFIG, batching=batching, timeout_s=60, replace_lost=generate_again)
     wait_for_all({"rollout": rollout.setup_data_plane.remote(policy.client.config)}, timeout_s=30, doing="attaching")
     yield rollout, workers, policy
     wait_for_all({"rollout": rollout.close_data_plane.remote()}, timeout_s=30, doing="detaching")
@@ -152,6 +170,22 @@ def _generate(rollout: Any, step: int, partition_id: str) -> KVBatchMeta:
     assert receipt.carry == {"input_lengths": LENGTHS}
     meta: KVBatchMeta = receipt.meta
     return meta
+
+
+def _end_a_unit(client: DataPlaneClient) -> None:
+    """Ends a storage unit that holds rows, and waits until its process serves no more."""
+    unit = next(each for each in client.list_units() if each.num_rows)
+    host, _, port = unit.address.rpartition(":")
+
+    def is_gone() -> bool:
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    client.remove_unit(unit.name, now=True)
+    eventually(is_gone, within_s=STARTS_S, what="the end of the unit")
 
 
 def test_a_step_gives_the_loss_and_gradient_of_one_process(run: Any) -> None:
@@ -171,9 +205,12 @@ def test_a_step_gives_the_loss_and_gradient_of_one_process(run: Any) -> None:
     for step in range(2):
         partition = policy.prepare_step(num_samples=8, group_size=2)
         meta = _generate(rollout, step, partition)
-        meta = policy.write_to_dataplane(meta, {"advantages": advantages})
+        if step == 1:
+            _end_a_unit(policy.client)
         meta = policy.get_logprobs_from_meta(meta)
+        assert (policy.num_lost > 0) == (step == 1)
         meta = policy.get_reference_policy_logprobs_from_meta(meta)
+        meta = policy.write_to_dataplane(meta, {"advantages": advantages})
         result = policy.train_from_meta(meta, loss_of)
 
         read = policy.read_from_dataplane(meta, ["prev_logprobs"])

@@ -268,8 +268,8 @@ class LostSamplesError(MissingDataError):
 
     Attributes:
         partition_id: The partition that was read.
-        missing_samples: The first few samples whose payload is gone.
-        missing_cells: For these samples, the fields whose payload is gone.
+        missing_samples: All samples of the read whose payload is gone, in the order of the request.
+        missing_cells: For the first few of them, the fields whose payload is gone.
     """
 
     @classmethod
@@ -281,11 +281,12 @@ class LostSamplesError(MissingDataError):
             partition_id: The partition.
             lost: Each sample with its fields whose payload is gone, in the order of the request. At least one.
         """
-        cells, count, shown = _first_cells(lost)
+        all_lost = list(lost)
+        cells, count, shown = _first_cells(all_lost)
         return cls(
             f"{what}: the payload of {count} {'sample' if count == 1 else 'samples'} is gone from the store: {shown}.",
             partition_id=partition_id,
-            missing_samples=list(cells),
+            missing_samples=[sample_id for sample_id, _ in all_lost],
             missing_cells=cells,
             hint="Clear these samples and produce them again.",
         )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 from dataplane_core.batch import BatchedDataDict, read_columns, write_columns
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import ConfigError, InvalidRequestError
+from dataplane_core.errors import ConfigError, InvalidRequestError, LostSamplesError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.plugins import connect
 from dataplane_core.schema import (
@@ -38,6 +39,11 @@ __all__ = ["DataPlanePolicy", "Timer"]
 
 #: Seconds to wait for the workers after a failure: some hang in a collective with the failed ones and do not answer.
 _PATIENCE_AFTER_FAILURE_S: Final = 2.0
+#: How often the rows of one call may be lost before it gives up.
+_MOST_REPLACEMENTS: Final = 5
+
+#: Replaces rows that the store has lost: gets the meta of a call and the lost ids, returns the meta to go on with.
+ReplaceLost: TypeAlias = Callable[[KVBatchMeta, Sequence[str]], KVBatchMeta]
 
 
 class Timer(Protocol):
@@ -65,6 +71,11 @@ class DataPlanePolicy:
         flops_tracker: Gets the lengths of every shard that is trained on.
         read_ahead: So many portions of `train_microbatches_from_metas` each worker reads from the store while it trains
             on another. 0: none.
+        replace_lost: Is called when the store has lost rows of a call, with the meta of the call and the ids that are
+            lost. It produces these rows again, or leaves them out, and returns the meta to go on with. Workers then
+            read their rows before they compute, in a call of its own; `train_microbatches_from_metas` does not.
+            `ReplayBuffer.leave_out` fits here. What it raises, the call raises, and no row is cleared. None: lost rows
+            fail the call, and workers that wait for others in a collective may hang.
 
     Raises:
         ConfigError: The backend's scope does not include the workers.
@@ -85,7 +96,10 @@ class DataPlanePolicy:
         timeout_s: float = 600.0,
         flops_tracker: FlopsTracker | None = None,
         read_ahead: int = 0,
+        replace_lost: ReplaceLost | None = None,
     ) -> None:
+        self._replace_lost = replace_lost
+        self._num_lost = 0
         self._read_ahead = check_depth("DataPlanePolicy", read_ahead)
         self._workers = workers
         self._dp_world = max(workers.dp_ranks) + 1
@@ -135,6 +149,11 @@ class DataPlanePolicy:
     def dp_world(self) -> int:
         """Number of data-parallel ranks."""
         return self._dp_world
+
+    @property
+    def num_lost(self) -> int:
+        """Number of rows so far that the store had lost and ``replace_lost`` was asked to replace."""
+        return self._num_lost
 
     # --- a step's rows ------------------------------------------------------------------------------------------------
 
@@ -306,7 +325,7 @@ class DataPlanePolicy:
             fields = fields_with_optional_routed_experts(train_fields, enabled=self._router_replay)
         gbs, mbs = gbs or self._batching.global_batch_size, mbs or self._batching.micro_batch_size
         with _timed(timer, "policy_training/shard_meta"):
-            shards = self._shard(meta, "train", fields, gbs)
+            meta, shards = self._readable(meta, "train", fields, gbs)
         if self._flops_tracker is not None:
             self._flops_tracker.reset()
         self._track(shards)
@@ -352,7 +371,7 @@ class DataPlanePolicy:
         """
         step = self._require_split_step("train_microbatch_from_meta")
         with _timed(timer, "policy_training/shard_meta"):
-            shards = self._shard(meta, "train", self._train_fields, None)
+            meta, shards = self._readable(meta, "train", self._train_fields, None)
         self._track(shards)
         step.append(meta)
         with self._aborting_on_failure(step), _timed(timer, "policy_training/workers"):
@@ -444,11 +463,36 @@ class DataPlanePolicy:
         timer: Timer | None,
     ) -> KVBatchMeta:
         with _timed(timer, f"{call}/shard_meta"):
-            shards = self._shard(meta, "logprob", fields, None)
+            meta, shards = self._readable(meta, "logprob", fields, None)
         with self._clearing_on_failure([meta]), _timed(timer, f"{call}/workers"):
             args = [(shards[rank],) for rank in self._workers.dp_ranks]
             self._call(f"{call}_presharded", args, {"micro_batch_size": micro_batch_size}, doing=f"computing {field}")
         return meta.with_fields([field])
+
+    def _readable(
+        self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None
+    ) -> tuple[KVBatchMeta, list[KVBatchMeta]]:
+        """The rows to work on and their shards. With ``replace_lost``, the workers have read them."""
+        shards = self._shard(meta, stage, fields, gbs)
+        if self._replace_lost is None:
+            return meta, shards
+        for _ in range(_MOST_REPLACEMENTS):
+            with self._clearing_on_failure([meta]):
+                args = [(shards[rank],) for rank in self._workers.dp_ranks]
+                found = self._call("hold_presharded", args, doing="reading rows")
+            lost = list(dict.fromkeys(itertools.chain.from_iterable(found)))
+            if not lost:
+                return meta, shards
+            self._num_lost += len(lost)
+            meta = self._replace_lost(meta, lost)
+            shards = self._shard(meta, stage, fields, gbs)
+        raise LostSamplesError(
+            f"rows of '{meta.partition_id}' were lost again after replace_lost had replaced them {_MOST_REPLACEMENTS} "
+            f"times, the last time {preview(lost)}.",
+            partition_id=meta.partition_id,
+            missing_samples=lost,
+            hint="Check that replace_lost writes the rows it is given or leaves them out, and that the storage lives.",
+        )
 
     def _shard(self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None) -> list[KVBatchMeta]:
         """One meta per data-parallel rank, with its microbatch plan, the common length, and the fields to read."""

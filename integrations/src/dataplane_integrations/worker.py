@@ -20,7 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict, pad_columns, read_columns, write_columns
-from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError, UnsupportedOperationError
+from dataplane_core.errors import (
+    InvalidRequestError,
+    InvalidTypeError,
+    LostSamplesError,
+    MissingDataError,
+    UnsupportedOperationError,
+)
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
     GLOBAL_FORWARD_PAD_SEQLEN,
@@ -34,6 +40,7 @@ from dataplane_integrations.ahead import check_depth, read_ahead
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.batching import Batching, Stage
 from dataplane_integrations.broadcast import broadcast_from_leader, group_device
+from dataplane_integrations.errors import ReplicaLeaderError
 
 __all__ = ["DataPlaneWorkerMixin", "FetchPolicy", "PolicyWorker", "SplitStepWorker"]
 
@@ -105,6 +112,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     ragged_fields: ClassVar[frozenset[str]] = MULTIMODAL_FIELDS
 
     _split_step_open: bool = False
+    #: Rows that were read before the call that works on them: which, and the batch.
+    _held: tuple[tuple[Any, ...], BatchedDataDict] | None = None
 
     # --- this rank's place --------------------------------------------------------------------------------------------
 
@@ -200,13 +209,16 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             self._check_leader_is_first(cast(dist.ProcessGroup, group))
             return read_rows()
 
+        held, self._held = self._held, None
         group = None if fetch_policy == "independent" else self._get_replica_group()
         if group is None and fetch_policy == "leader_broadcast":
             raise InvalidRequestError(
                 f"_fetch refused: fetch_policy is 'leader_broadcast', and {type(self).__name__} has no replica group. "
                 "Expected _get_replica_group() to return one, or fetch_policy 'auto'."
             )
-        if group is None or dist.get_world_size(group) == 1:
+        if held is not None and held[0] == _cells_of(meta) and layout == "padded" and dp_aligned_seq_len:
+            batch = held[1]
+        elif group is None or dist.get_world_size(group) == 1:
             batch = read_rows()
         else:
             batch = broadcast_from_leader(check_and_read, group=group)
@@ -384,6 +396,25 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 
     # --- entry points for the driver ----------------------------------------------------------------------------------
 
+    def hold_presharded(self, meta: KVBatchMeta) -> list[str]:
+        """Reads this rank's shard and holds it for the next call on ``meta``. The driver must call every rank.
+
+        No data-parallel rank waits for another here, so a rank that cannot read its rows leaves none in a collective.
+
+        Returns:
+            The samples whose payload the store has lost. Then nothing is held.
+        """
+        self._held = None  # what was held may have been replaced since
+        try:
+            batch = self._fetch(meta)
+        except (LostSamplesError, ReplicaLeaderError) as error:
+            cause = error if isinstance(error, LostSamplesError) else error.__cause__
+            if not isinstance(cause, LostSamplesError):
+                raise
+            return list(cause.missing_samples)
+        self._held = (_cells_of(meta), batch)
+        return []
+
     def train_presharded(
         self,
         meta: KVBatchMeta,
@@ -540,6 +571,10 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "global_loss, grad_norm and all_mb_metrics."
             )
         return {**result, "is_replica_leader": self._is_replica_leader()}
+
+
+def _cells_of(meta: KVBatchMeta) -> tuple[Any, ...]:
+    return meta.partition_id, meta.sample_ids, meta.fields
 
 
 def _padded(batch: BatchedDataDict, meta: KVBatchMeta) -> BatchedDataDict:

@@ -105,6 +105,7 @@ def test_groups_come_back_whole_with_their_tags_and_are_cleared_when_consumed(
         "discarded": 0,
         "evicted": 0,
         "abandoned": 0,
+        "lost": 0,
     }
 
 
@@ -178,6 +179,46 @@ def test_a_step_whose_rows_a_policy_has_cleared_is_generated_again(
         policy.train_from_meta(meta, 0.5)
     buffer.consume(meta)
     assert (buffer.counts.trained, buffer.counts.discarded) == (2, 2)
+
+
+def test_groups_of_lost_rows_are_left_out_of_the_step_and_generated_again(
+    make_buffer: Make, client: DataPlaneClient, write: Any, toy_worker: Any, lose: Any
+) -> None:
+    worker = toy_worker()
+    buffer = make_buffer()
+    first, second = fill(buffer, client, write, 2)
+    meta = buffer.select(2)
+    lose("replay", first.sample_ids[1], "input_ids")
+    with DataPlanePolicy(
+        InProcessWorkerGroup([worker]),
+        client,
+        train_fields=["input_ids", "input_lengths"],
+        replace_lost=buffer.leave_out,
+    ) as policy:
+        policy.train_from_meta(meta, 0.5)
+        assert policy.num_lost == 1
+    ((_, trained),) = worker.seen
+    assert trained["input_ids"][:, 0].tolist() == [second.prompt] * 2
+    buffer.consume(meta)  # what is left of it
+    assert (buffer.counts.trained, buffer.counts.lost) == (1, 1)
+    assert client.list_samples("replay").size == 0
+    with pytest.raises(InvalidRequestError, match="not in training"):
+        buffer.consume(meta)
+    assert [each.prompt for each in fill(buffer, client, write, 2)] == [first.prompt, 2]
+
+
+def test_take_gives_other_groups_for_those_that_the_store_has_lost(
+    make_buffer: Make, client: DataPlaneClient, write: Any, lose: Any
+) -> None:
+    buffer = make_buffer(ReadyFirstPolicy(max_staleness=1, groups_per_version=2))
+    groups = fill(buffer, client, write, 3)
+    lose("replay", groups[0].sample_ids[0], "input_lengths")
+    meta, columns = buffer.take(2, timeout_s=0)
+    assert meta.sample_ids == [*groups[1].sample_ids, *groups[2].sample_ids]
+    assert columns["input_ids"][:, 0].tolist() == [1, 1, 2, 2]
+    assert (buffer.counts.trained, buffer.counts.lost) == (2, 1)
+    with pytest.raises(ReplayTimeoutError, match="1 prompts are to be generated again"):
+        buffer.take(1, timeout_s=0)
 
 
 def test_discarded_groups_are_cleared_and_do_not_count_as_trained(

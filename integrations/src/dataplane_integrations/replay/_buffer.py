@@ -7,12 +7,14 @@ rules.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from dataplane_core.batch import BatchedDataDict, read_columns
-from dataplane_core.errors import DataPlaneError, InvalidRequestError, preview
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, LostSamplesError, preview
+from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.errors import ReplayTimeoutError
 from dataplane_integrations.replay._ids import INCARNATION_TAG, Reservation
@@ -326,16 +328,23 @@ class ReplayBuffer(BufferState):
             options: As for `dataplane_core.read_columns`.
 
         Returns:
-            The meta, whose rows are cleared, and the columns. If the read fails, the groups are put back.
+            The meta, whose rows are cleared, and the columns. If the read fails, the groups are put back, except for
+            those that the store has lost: they are generated again (see `leave_out`), and this selects anew.
         """
-        meta = self.select(num_groups, min_groups=min_groups, timeout_s=timeout_s)
-        if not meta.size:
-            return meta, BatchedDataDict()
-        try:
-            columns = read_columns(self._require_dp_client(), meta, select_fields, **options)
-        except BaseException:
-            self.put_back(meta)
-            raise
+        give_up = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, give_up - time.monotonic())
+            meta = self.select(num_groups, min_groups=min_groups, timeout_s=left_s)
+            if not meta.size:
+                return meta, BatchedDataDict()
+            try:
+                columns = read_columns(self._require_dp_client(), meta, select_fields, **options)
+                break
+            except LostSamplesError as error:
+                self.put_back(self.leave_out(meta, error.missing_samples))
+            except BaseException:
+                self.put_back(meta)
+                raise
         self._note_trained(meta)
         with suppress(DataPlaneError):
             self._clear_rows()
@@ -378,6 +387,33 @@ class ReplayBuffer(BufferState):
             self._counts.discarded += len(names)
             self._changed.notify_all()
         self._clear_rows()
+
+    def leave_out(self, meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
+        """Takes groups of which the store has lost a row out of a selection, and has their prompts generated again.
+
+        Later calls with ``meta`` mean what is left of it. This is what `DataPlanePolicy` needs as ``replace_lost``.
+
+        Args:
+            meta: What `select` returned, or a part of it.
+            lost: Samples of ``meta`` whose payload is gone, as `LostSamplesError.missing_samples` names them. One row
+                of a group stands for the whole group.
+
+        Returns:
+            The rows of the other groups; maybe none.
+
+        Raises:
+            InvalidRequestError: A group is not selected. Nothing has been changed.
+        """
+        gone = {group_of(sample_id) for sample_id in lost}
+        with self._lock:
+            names = [name for name in self._selected(meta, "leave_out") if name in gone]
+            self._generate_again(self._groups[name].reservation for name in names)
+            self._drop(names)
+            self._left_out.update(names)
+            self._counts.lost += len(names)
+            self._changed.notify_all()
+        self._clear_rows()
+        return meta.subset([row for row, sample_id in enumerate(meta.sample_ids) if group_of(sample_id) not in gone])
 
     def put_back(self, meta: KVBatchMeta) -> None:
         """Makes selected groups ready again, for example after a failed step. Raises what `consume` raises.

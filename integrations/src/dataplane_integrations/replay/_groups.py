@@ -25,6 +25,7 @@ class BufferCounts:
         discarded: Groups that the trainer selected but did not train on.
         evicted: Groups that became too stale; their rows were cleared.
         abandoned: Reservations given up, including those of dead collectors.
+        lost: Groups of which the store lost a row while the trainer had selected them.
     """
 
     reserved: int = 0
@@ -33,6 +34,7 @@ class BufferCounts:
     discarded: int = 0
     evicted: int = 0
     abandoned: int = 0
+    lost: int = 0
 
 
 @dataclass(slots=True)

@@ -135,6 +135,11 @@ class RemoteReplayBuffer:
         """See `ReplayBuffer.discard`."""
         self._call("discard", meta, requeue=requeue)
 
+    def leave_out(self, meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
+        """See `ReplayBuffer.leave_out`."""
+        left: KVBatchMeta = self._call("leave_out", meta, list(lost))
+        return left
+
     def put_back(self, meta: KVBatchMeta) -> None:
         """See `ReplayBuffer.put_back`."""
         self._call("put_back", meta)

@@ -58,6 +58,7 @@ class BufferState(DataPlaneClientMixin):
         self._weight_version = weight_version
         self._trained_since = 0
         self._groups: dict[str, Group] = {}
+        self._left_out: set[str] = set()  # groups that left a selection that is still in training
         self._next_prompt = 0
         self._next_order = 0
         self._next_commit = 0
@@ -278,12 +279,15 @@ class BufferState(DataPlaneClientMixin):
 
     def _selected(self, meta: KVBatchMeta, operation: str) -> list[str]:
         names = list(dict.fromkeys(group_of(sample_id) for sample_id in meta.sample_ids))
+        left_out = self._left_out.intersection(names)
+        names = [name for name in names if name not in left_out]
         wrong = [name for name in names if name not in self._groups or not self._groups[name].view.selected]
         if wrong:
             raise InvalidRequestError(
                 f"{operation} refused: not in training: {preview(wrong)}. Expected groups of a select() that were not "
                 "consumed, discarded or put back since."
             )
+        self._left_out -= left_out
         return names
 
     def _is_held(self, reservation: Reservation) -> bool:

@@ -9,9 +9,11 @@ from textwrap import indent
 
 import pytest
 
-from dataplane_core import errors
+from dataplane_core import connect, errors
 from dataplane_core.config import load_config
 from dataplane_core.plugins import load_backend
+from dataplane_integrations import DataPlaneWorkerMixin
+from dataplane_integrations.groups import InProcessWorkerGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,17 +125,19 @@ def test_the_snippets_of_a_page_run_one_after_the_other(page):
         names["client"].close()
 
 
-def test_the_snippets_on_listeners_run(tmp_path, monkeypatch):
+def test_the_snippets_on_operating_run(tmp_path, monkeypatch):
     class Writer:
         def add_scalar(self, name, value, step):
             logged.append((name, value, step))
 
     logged = []
     monkeypatch.chdir(tmp_path)
-    names = {"writer": Writer()}
+    client = connect({"backend": "noop"})
+    names = {"writer": Writer(), "client": client, "workers": InProcessWorkerGroup([DataPlaneWorkerMixin()])}
     for number, block in enumerate(blocks("docs/operating.md")):
         exec(compile(block, f"docs/operating.md, block {number}", "exec"), names)
     names["events"].close()
+    client.close()
     assert logged == [("dataplane/staleness", 0, 1)]
     assert '"staleness": 0' in (tmp_path / "events.jsonl").read_text()
 

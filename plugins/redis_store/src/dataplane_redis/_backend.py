@@ -87,11 +87,10 @@ class RedisBackend(Backend):
     """
 
     wire = WireFormat(bytes=True, shared_rows=True)
-    capabilities = frozenset(Capability) - {Capability.SAMPLERS, Capability.UNITS, Capability.WAKES}
+    capabilities = frozenset(Capability) - {Capability.SAMPLERS, Capability.UNITS}
     why_not_declared: ClassVar = {
         Capability.SAMPLERS: "the server's scripts give samples in order of first write only",
         Capability.UNITS: "one server holds the payload",
-        Capability.WAKES: "the server's scripts do not keep the claims that wait",
     }
     scope = Scope.CLUSTER
     Config = RedisConfig
@@ -147,6 +146,7 @@ class RedisBackend(Backend):
         """Disconnects. The bootstrapping client also ends the instance: it ends its private server. On the server of a
         ``url`` it removes itself as the owner, and the data stays."""
         session = self._session
+        self._claims.close()
         link, session.link = session.link, None
         if link is not None:
             deadline = time.monotonic() + _CLOSE_S

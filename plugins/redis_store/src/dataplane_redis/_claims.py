@@ -1,6 +1,7 @@
 """Claims and their settling. Many rows take several scripts, so that no script blocks the server for long.
 
-A claim that waits asks with one command whether anything changed, and only then runs its script again.
+A claim that waits is woken when it can be answered, see `_wakes`. Besides, it asks from time to time with one command
+whether anything changed, and only then runs its script again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -19,6 +21,7 @@ from dataplane_core.spec import AckRequest, Claim, ClaimRequest, NackRequest, Re
 from dataplane_redis import _refusals
 from dataplane_redis._acknowledged import Acknowledged
 from dataplane_redis._session import Session
+from dataplane_redis._wakes import Wakes
 from dataplane_redis._wire import pack_filter, pack_layout, pack_request, text_of, to_bytes, unpack_tags
 
 __all__ = ["Claims"]
@@ -38,6 +41,9 @@ _MAX_AHEAD_S: Final = 2.0
 #: A client whose claim has waited so many seconds tells the server that it waits, and repeats that after so many.
 _COUNT_AFTER_S: Final = 0.2
 _COUNT_AGAIN_S: Final = 7.0
+#: Seconds after which a claim that the server will wake asks by itself, if its turn has come: the message may be lost,
+#: or was for a client that is gone.
+_WOKEN_PAUSE_S: Final = 0.25
 #: Seconds before its deadline at which a claim stops counting what its samples lack.
 _COUNT_RESERVE_S: Final = 0.1
 
@@ -52,6 +58,12 @@ class Claims:
         self._interval_s = 0.0  # between two questions of this client
         self._next_at = 0.0
         self._lock = threading.Lock()
+        self._wakes = Wakes(session, self._client)
+        weakref.finalize(self, self._wakes.close, join=False)
+
+    def close(self) -> None:
+        """Ends what wakes claims."""
+        self._wakes.close()
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
@@ -61,11 +73,13 @@ class Claims:
         now = time.monotonic()
         began = float(request.since.rpartition(":")[2]) if request.since else now
         counts = now >= max(began + _COUNT_AFTER_S, self._count_at)
-        if not counts and self._is_unchanged(what, request):
-            return Claim(version=request.since, ask_again_s=self._pause_s())
+        if not self._wakes.take_woken(request.token) and not counts and self._is_unchanged(what, request):
+            return Claim(version=request.since, ask_again_s=self._pause_of(request))
         if counts:
             self._count_at = now + _COUNT_AGAIN_S
         required, conditions = pack_layout(sorted(set(request.required_fields))), pack_conditions(request)
+        question = (request.partition_id, request.task_name, request.batch_size, required, conditions)
+        waiter = self._wakes.enter(request, question)
         ids: list[str] = []
         tags: list[Any] = []
         lease = b""
@@ -91,6 +105,8 @@ class Claims:
                 _GIVE_ROWS,
                 lease,
                 self._client if counts else b"",
+                waiter,
+                int(request.explain),
                 confirms=confirms,
             )
             if kind in (b"part", b"ok"):
@@ -98,6 +114,7 @@ class Claims:
                 ids += map(text_of, some)
                 tags += map(unpack_tags, some_tags)
                 if kind == b"ok":
+                    self._wakes.answer(request.token, waits=False)
                     return Claim(
                         sample_ids=ids,
                         tags=tags,
@@ -115,11 +132,13 @@ class Claims:
                     raise OperationTimeoutError(f"{what} timed out: another claim of this task took many samples.")
                 time.sleep(_BUSY_S)
             elif kind == b"wait":
-                epoch, change, left_s, num_clients = rest
+                epoch, change, left_s, num_clients, promised = rest
                 until = asked + min(_LOOK_AGAIN_S, float(left_s or _LOOK_AGAIN_S))
                 self._set_interval(num_clients / _ASKS_PER_S)
                 version = f"{epoch.decode()}:{change.hex()}:{until}:{began}"
-                return self._wait(what, request, required, conditions, version, self._pause_s())
+                self._wakes.answer(request.token, waits=not request.explain, promised=bool(promised))
+                pause_s = self._pause_of(request, version)
+                return self._wait(what, request, required, conditions, version, pause_s)
             elif kind != b"again":
                 _refusals.raise_claim(what, request, [kind, *rest])
 
@@ -137,6 +156,15 @@ class Claims:
             now = time.monotonic()
             self._next_at = min(max(self._next_at, now), now + _MAX_AHEAD_S) + self._interval_s
             return self._next_at - now
+
+    def _pause_of(self, request: ClaimRequest, version: str | None = None) -> float:
+        """How long the claim must pause. Nobody wakes it when a lease ends, so it asks by itself then."""
+        pause_s = self._pause_s()
+        version = version or request.since
+        if version is None or not self._wakes.is_promised(request.token):
+            return pause_s
+        left_s = float(version.split(":")[2]) - time.monotonic()
+        return max(pause_s, min(_WOKEN_PAUSE_S, left_s))
 
     def _is_unchanged(self, what: str, request: ClaimRequest) -> bool:
         """Whether the answer is still the same: since it was given, the partition did not change and no lease ended."""

@@ -469,7 +469,7 @@ class Link:
                     raise BackendUnavailableError(f"{what} refused: the connection to {self.label} is closed.")
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
-                return self._watched(what, self._connect(what, deadline))
+                return self._watched(what, self._connect(what, deadline, self.watch))
             try:
                 if not connection.can_read(timeout=0):
                     return self._watched(what, connection)
@@ -477,18 +477,36 @@ class Link:
                 pass  # the server closed it while it was idle: try another one
             connection.disconnect()
 
-    def _connect(self, what: str, deadline: float) -> Any:
+    def open(self, what: str, deadline: float) -> Any:
+        """A connection for the caller alone, who disconnects it. The watch is not told of it.
+
+        Raises:
+            As `commands`.
+        """
+        with self._lock:
+            if self._closed:
+                raise BackendUnavailableError(f"{what} refused: the connection to {self.label} is closed.")
+        return self._connect(what, deadline, None)
+
+    def leads_to(self, connection: Any) -> bool:
+        """Whether a connection is to the server that calls go to now, as far as is known."""
+        address = self._address
+        return connection.dataplane_address == address or (self._service is not None and not address)
+
+    def _connect(self, what: str, deadline: float, watch: Watch | None) -> Any:
         if self._service is not None:
-            return self._connect_to_primary(what, deadline, self._service)
+            return self._connect_to_primary(what, deadline, self._service, watch)
         elsewhere, num_redirections = iter(list(self._nodes)), 0
         while True:
             if time.monotonic() >= deadline:
                 raise OperationTimeoutError(f"{what} timed out before it was sent to {self.label}.")
-            connection: Any = self._connection_class(**self._where(self._address))
+            address = self._address
+            connection: Any = self._connection_class(**self._where(address))
+            connection.dataplane_address = address
             connection.socket_connect_timeout = connection.socket_timeout = _left_s(deadline)
             try:
                 connection.connect()
-                self._greet(connection)
+                self._greet(connection, watch)
                 return connection
             except (RedisError, OSError) as error:
                 connection.disconnect()
@@ -505,7 +523,7 @@ class Link:
                     self.raise_error(what, error)
                 self._switch_to(node)
 
-    def _connect_to_primary(self, what: str, deadline: float, service: Service) -> Any:
+    def _connect_to_primary(self, what: str, deadline: float, service: Service, watch: Watch | None) -> Any:
         """Waits until the sentinels name a primary and it answers as one."""
         while True:
             left_s = min(_left_s(deadline), _SERVICE_CONNECT_S)
@@ -517,9 +535,10 @@ class Link:
                     address = {"host": host, "port": port}
                     self._switch_to(address)
                 connection = self._connection_class(**self._where(address))
+                connection.dataplane_address = address
                 connection.socket_connect_timeout = connection.socket_timeout = left_s
                 connection.connect()
-                self._greet(connection)
+                self._greet(connection, watch)
                 return connection
             except UnknownServiceError as error:
                 raise BackendUnavailableError(
@@ -540,10 +559,10 @@ class Link:
                     ) from error
             time.sleep(_SERVICE_POLL_S)
 
-    def _greet(self, connection: Any) -> None:
+    def _greet(self, connection: Any, watch: Watch | None) -> None:
         """Tells the watch which history a new connection meets. Raises what redis-py raises."""
         connection.dataplane_history = b""
-        if self.watch is None and self._service is None:
+        if watch is None and self._service is None:
             return
 
         def ask(*words: bytes) -> Any:
@@ -553,11 +572,11 @@ class Link:
         replication = ask(b"INFO", b"replication")
         if self._service is not None and b"\nrole:master" not in replication:
             raise LostConnectionError("the server is not a primary")
-        if self.watch is None:
+        if watch is None:
             return
         found = re.search(rb"^master_replid:(\w+)", replication, re.MULTILINE)
         connection.dataplane_history = found.group(1) if found else b""
-        self.watch.meet(connection.dataplane_history, ask)
+        watch.meet(connection.dataplane_history, ask)
 
     def _watched(self, what: str, connection: Any) -> Any:
         try:

@@ -14,28 +14,31 @@ from typing import Final
 __all__ = ["SCRIPTS", "STORE_VERSION", "Script"]
 
 #: The version of keys and scripts. A client refuses an instance of another version.
-STORE_VERSION: Final = 3
+STORE_VERSION: Final = 4
 
+#: What a script needs after whose changes claims may be woken.
+_WAKES: Final = ("filter", "waiting", "question", "wakes")
 #: Operation -> the flags of its script, and the files that its text starts with. Scripts that free memory, or need
 #: almost none, may also run while the server is out of memory.
 _OPERATIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "instance": ("allow-oom", ()),
-    "register": ("allow-oom", ("common", "drop")),
+    "register": ("allow-oom", ("common", *_WAKES, "drop")),
     "extend": ("allow-oom", ("common", "adding")),
     "describe": ("no-writes", ("common",)),
-    "put": ("", ("common", "line")),
+    "put": ("", ("common", "line", *_WAKES)),
     "room": ("allow-oom", ("common", "line")),
     "abort": ("allow-oom", ("common", "line")),
     "locate": ("no-writes", ("common",)),
     "list": ("no-writes", ("common", "filter")),
-    "claim": ("allow-oom", ("common", "leases", "filter", "waiting")),
+    "claim": ("allow-oom", ("common", "leases", *_WAKES)),
+    "leave": ("allow-oom", ("common", *_WAKES)),
     "shortfall": ("allow-oom", ("common", "leases", "filter")),
-    "settle": ("allow-oom", ("common", "leases")),
+    "settle": ("allow-oom", ("common", "leases", *_WAKES)),
     "consumed": ("no-writes", ("common",)),
     "inspect": ("no-writes", ("common", "leases")),
     "consumed_ids": ("no-writes", ("common", "leases")),
-    "cursor": ("allow-oom", ("common", "leases", "adding")),
-    "clear": ("allow-oom", ("common", "leases", "drop")),
+    "cursor": ("allow-oom", ("common", "leases", *_WAKES, "adding")),
+    "clear": ("allow-oom", ("common", "leases", *_WAKES, "drop")),
     "collect": ("allow-oom", ("common",)),
     "announce": ("allow-oom", ("common",)),
     "clients": ("no-writes", ("common",)),

@@ -79,5 +79,6 @@ if #gone > 0 then
   call('ZREMRANGEBYSCORE', P.at .. 'w', '-inf', kept and '(' .. kept or '+inf')
   free_refs(P, refs)
   changed(P)
+  wake(P)
 end
 return {'ok', #gone, call('EXISTS', BASE .. ':trash'), P.epoch}

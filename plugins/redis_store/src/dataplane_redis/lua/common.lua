@@ -19,7 +19,7 @@
 --   base:trash           set: dropped registrations; base:trash:<epoch>: their writes
 --   base:p:<partition>   hash: epoch, num, group, info, ntasks, seen, cleared, bytes, whole, t:<task> -> index,
 --                        d:<index> -> samples done, w:<index> -> whole groups held, change: the mark of the last
---                        change, noted: see changed, lease: the last lease's number,
+--                        change, noted: see changed, lease: the last lease's number, turn: see wakes.lua,
 --                        r:<index> -> the lease that a claim is filling
 --   base:w:<write>       hash: position -> joined cells of one row; written before the commit, never changed
 --   base:e:<epoch>:      r   hash   id -> row: seq, then the refs (write, position, layout, bytes) of its payload
@@ -40,6 +40,7 @@
 --                        vw  hash   view "<task>:<required>" -> seq up to which rows were offered to the view
 --                        v:<view>   zset  claimable units (ids or groups) by seq
 --                        c, fs, f:<digest>...  what filters that wait have seen, see waiting.lua
+--                        wq, wq:<question>, wk:<question>   claims that wait to be woken, see wakes.lua
 local BASE = KEYS[1]
 local CHUNK = 1000
 local REF = 32
@@ -132,6 +133,7 @@ end
 -- While claims with filters wait, the known units (ids or groups) that changed are noted in order, so that these claims
 -- look only at them.
 local function changed(P, units)
+  P.is_changed = true
   call('HSET', P.meta, 'change', string.sub(ASKER, 33, 48))
   if not units or #units == 0 or call('EXISTS', P.at .. 'c') == 0 then return end
   local args, last = {}, call('HINCRBY', P.meta, 'noted', #units)

@@ -45,4 +45,5 @@ if P.group then
   if whole > 0 then call('HSET', P.meta, 'w:' .. task, whole) end
 end
 changed(P)
+wake(P)
 return {'ok', #given}

@@ -11,6 +11,7 @@ local function drop_partition(P)
   for _, digest in ipairs(call('ZRANGE', P.at .. 'fs', 0, -1)) do
     for _, suffix in ipairs({'', ':m', ':n'}) do keys[#keys + 1] = P.at .. 'f:' .. digest .. suffix end
   end
+  for _, key in ipairs(end_waiting(P)) do keys[#keys + 1] = key end
   for first = 1, #keys, CHUNK do
     call('UNLINK', unpack(keys, first, math.min(first + CHUNK - 1, #keys)))
   end

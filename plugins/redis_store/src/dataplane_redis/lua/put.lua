@@ -232,4 +232,5 @@ end
 free_refs(P, freed)
 offer(P, views, old_ids, old_rows)
 changed(P, P.group and distinct_groups(ids) or known_ids)  -- units that are now whole or match may have an early seq
+wake(P)
 return {'ok', P.epoch}

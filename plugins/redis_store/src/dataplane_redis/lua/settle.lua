@@ -15,7 +15,15 @@ if not P then return unknown_partition() end
 local task = task_index(P, task_name)
 if not task then return unknown_task(P) end
 local same = epoch == '' or epoch == P.epoch
-if mode == 'finish' then return {'ok', (not same or end_due(P, budget)) and 0 or 1} end
+
+-- Returns nacked rows to the pool.
+local function finish()
+  leave_mark()
+  local left = action == 'nack' and same and not end_due(P, budget)
+  if P.is_changed then wake(P) end
+  return {'ok', left and 1 or 0}
+end
+if mode == 'finish' then return finish() end
 local key = P.at .. 'h:' .. task
 
 local function end_of(lease) return tonumber(call('ZSCORE', P.at .. 'q', lease.number)) end
@@ -83,11 +91,6 @@ local function commit(lease)
   else
     end_lease(P, lease)
   end
-end
-
-local function finish()
-  leave_mark()
-  return {'ok', (action ~= 'nack' or end_due(P, budget)) and 0 or 1}
 end
 
 if mode == 'commit' then

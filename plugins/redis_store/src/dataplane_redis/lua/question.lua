@@ -1,0 +1,212 @@
+-- What a claim asks: the ready units of a view, or those of them that match a filter, in order of first write.
+-- `Q.budget` is about how many rows a script may still look at for it.
+--
+--   Q.view, Q.F   the view, and the filter's state (false: no filter)
+--   Q.is_new      no claim asked for this view before
+local function open_question(P, view_name, filter, budget)
+  local kept = call('HGET', P.at .. 'vw', view_name)
+  local Q = {view = open_view(P, view_name, kept or '0'), kept = kept, is_new = not kept, budget = budget}
+  Q.units = math.max(1, math.floor(CHUNK / (P.group or 1)))  -- units looked at per step
+  Q.held = P.at .. 'h:' .. Q.view.task
+  Q.F = filter ~= '' and open_filter(P, Q.view, filter)
+  return Q
+end
+
+local function save_question(P, Q)
+  local mark = string.format('%.0f', Q.view.mark)
+  if mark ~= Q.kept then call('HSET', P.at .. 'vw', Q.view.name, mark) end
+  Q.kept = mark
+  if Q.F then save_filter(P, Q.F) end
+end
+
+-- Up to `count` members of a sorted set after a seq, and their seqs.
+local function after(key, seq, count)
+  local flat, members, seqs = call('ZRANGEBYSCORE', key, '(' .. seq, '+inf', 'WITHSCORES', 'LIMIT', 0, count), {}, {}
+  for i = 1, #flat, 2 do
+    members[#members + 1] = flat[i]
+    seqs[#seqs + 1] = flat[i + 1]
+  end
+  return members, seqs
+end
+
+-- Offers the next rows to the view, in order of first write. False if there are none.
+local function scan(P, Q)
+  local ids, seqs = after(P.at .. 'o', string.format('%.0f', Q.view.mark), Q.units)
+  if #ids == 0 then return false end
+  Q.view.mark = tonumber(seqs[#seqs])
+  Q.budget = Q.budget - #ids - offer(P, {Q.view}, ids, P.group and {} or hmget(P.at .. 'r', ids))
+  return true
+end
+
+-- --- filters ---------------------------------------------------------------------------------------------------------
+
+-- For each unit: whether it exists, is whole, and all its rows match.
+local function matching(P, F, units)
+  local verdicts = {}
+  if not P.group then
+    local tags = hmget(P.at .. 't', units)
+    for i = 1, #units do verdicts[i] = matches(tags[i], F.conditions) end
+    return verdicts
+  end
+  local groups = load_groups(P, units)
+  for i, unit in ipairs(units) do
+    local g = groups[unit]
+    verdicts[i] = is_whole(P, g)
+    if verdicts[i] then
+      for _, packed in ipairs(hmget(P.at .. 't', g.members)) do
+        if not matches(packed, F.conditions) then verdicts[i] = false break end
+      end
+    end
+  end
+  return verdicts
+end
+
+local function unheld(P, Q, unit)
+  if not P.group then return call('HEXISTS', Q.held, unit) == 0 end
+  local g = load_groups(P, {unit})[unit]
+  return g and none_held(hmget(Q.held, g.members))
+end
+
+local function scores(key, units)
+  local found = {}
+  for first = 1, #units, CHUNK do
+    local part = call('ZMSCORE', key, unpack(units, first, math.min(first + CHUNK - 1, #units)))
+    for i = 1, #part do found[first + i - 1] = part[i] end
+  end
+  return found
+end
+
+local function write_filter(F, command, key, args)
+  if #args > 0 then
+    batched(command, key, args)
+    F.wrote = true
+  end
+end
+
+-- Follows the changes of known units. False if the budget was spent before the end.
+local function follow(P, Q)
+  local F, ready_key = Q.F, Q.view.ready
+  while true do
+    local units, notes = after(P.at .. 'c', F.seen, Q.units)
+    if #units == 0 then return true end
+    if Q.budget <= 0 then return false end
+    local ready, good, enter, leave, coming, known = scores(ready_key, units), matching(P, F, units), {}, {}, {}, {}
+    for i, unit in ipairs(units) do
+      if ready[i] and good[i] and tonumber(ready[i]) <= tonumber(F.at) then
+        enter[#enter + 1] = ready[i]
+        enter[#enter + 1] = unit
+      else
+        leave[#leave + 1] = unit
+      end
+      local list = P.num and good[i] and not ready[i] and unheld(P, Q, unit) and coming or known
+      list[#list + 1] = unit
+    end
+    write_filter(F, 'ZADD', F.matching, enter)
+    write_filter(F, 'ZREM', F.matching, leave)
+    write_filter(F, 'SADD', F.coming, coming)
+    write_filter(F, 'SREM', F.coming, known)
+    F.seen = notes[#notes]
+    Q.budget = Q.budget - #units * (P.group or 1)
+  end
+end
+
+-- Looks at the next ready units that the filter has not seen. False if there are none.
+local function look(P, Q, count)
+  local F = Q.F
+  local units, seqs = after(Q.view.ready, F.at, math.min(Q.units, math.max(count, 100)))
+  if #units == 0 then return false end
+  local enter = {}
+  for i, good in ipairs(matching(P, F, units)) do
+    if good then
+      enter[#enter + 1] = seqs[i]
+      enter[#enter + 1] = units[i]
+    end
+  end
+  write_filter(F, 'ZADD', F.matching, enter)
+  F.at = seqs[#seqs]
+  Q.budget = Q.budget - #units * (P.group or 1)
+  return true
+end
+
+-- Whether some unit matches and is neither ready nor held. Nil if the budget was spent before this is known.
+local function one_is_coming(P, Q)
+  local F = Q.F
+  while true do
+    local some = call('SRANDMEMBER', F.coming, math.min(Q.units, 100))
+    if #some > 0 then
+      local ready, good, gone = scores(Q.view.ready, some), matching(P, F, some), {}
+      for i, unit in ipairs(some) do
+        if good[i] and not ready[i] and unheld(P, Q, unit) then return true end
+        gone[#gone + 1] = unit
+      end
+      write_filter(F, 'SREM', F.coming, gone)
+      Q.budget = Q.budget - #some * (P.group or 1)
+      if Q.budget <= 0 then return nil end
+    else
+      local rows, seqs = after(P.at .. 'o', F.more, Q.units)
+      if #rows == 0 then return false end
+      if Q.budget <= 0 then return nil end
+      local units, found = units_of(P, rows), {}
+      local good = matching(P, F, units)
+      for i, unit in ipairs(units) do
+        if good[i] and unheld(P, Q, unit) then found[#found + 1] = unit end
+      end
+      write_filter(F, 'SADD', F.coming, found)
+      F.more = seqs[#seqs]
+      Q.budget = Q.budget - #units * (P.group or 1)
+    end
+  end
+end
+
+-- --- what is ready -------------------------------------------------------------------------------------------------
+
+-- Looks at what is new since the question was asked last. False if the budget was spent before the end.
+local function catch_up(P, Q)
+  if P.group then  -- a group has the place of its first member, so all rows must be seen before the first group is given
+    while scan(P, Q) do
+      if Q.budget <= 0 then return false end
+    end
+  end
+  return not Q.F or Q.F.is_new or follow(P, Q)
+end
+
+-- The first ready units, up to `most`. Empty if there are fewer than `least`. Nil if the budget was spent.
+local function gather(P, Q, least, most)
+  local F = Q.F
+  local source = F and F.matching or Q.view.ready
+  while true do
+    local count = call('ZCARD', source)
+    while count < math.max(least, most) do
+      if Q.budget <= 0 then return nil end
+      if not (F and look(P, Q, most - count) or scan(P, Q)) then break end
+      count = call('ZCARD', source)
+    end
+    if count < least then return {} end
+    local flat, units, gone = call('ZRANGE', source, 0, most - 1, 'WITHSCORES'), {}, {}
+    for i = 1, #flat, 2 do units[#units + 1] = flat[i] end
+    if not F then return units end
+    local ready, still = scores(Q.view.ready, units), {}
+    for i, unit in ipairs(units) do  -- other clients may have claimed or cleared them
+      local list = ready[i] == flat[2 * i] and still or gone
+      list[#list + 1] = unit
+    end
+    if #gone == 0 then return still end
+    write_filter(F, 'ZREM', F.matching, gone)
+    Q.budget = Q.budget - #gone * (P.group or 1)
+  end
+end
+
+-- Whether there are units that are neither held nor ready, and may become ready. Nil if the budget was spent before.
+local function more_may_come(P, Q)
+  if not P.num or tonumber(call('HGET', P.meta, 'seen') or 0) < P.num then return true end
+  local rest
+  if P.group then
+    local m = call('HMGET', P.meta, 'whole', 'w:' .. Q.view.task)
+    rest = tonumber(m[1] or 0) - tonumber(m[2] or 0)
+  else
+    rest = call('ZCARD', P.at .. 'o') - call('HLEN', Q.held)
+  end
+  rest = rest - call('ZCARD', Q.view.ready)
+  if rest == 0 or not Q.F then return rest ~= 0 end
+  return one_is_coming(P, Q)
+end

@@ -668,7 +668,7 @@ class _ToldRedis(RedisBackend):
         pass
 
     def stop(self) -> None:
-        pass
+        self._claims.close()
 
 
 @functools.cache
@@ -716,7 +716,7 @@ def _redis_calls() -> list[tuple[Callable[[DataPlaneClient], object], list[Any]]
         (lambda client: client.claim_meta("p", "t", ["x"], 2, timeout_s=1.0), [[b"ok", 0, [b"a", b"b"], [tags, tags]]]),
         (
             lambda client: client.claim_meta("p", "t", ["x"], 2, timeout_s=0),
-            [[b"wait", b"e", b"c", b"1.5", 3], shortfall],
+            [[b"wait", b"e", b"c", b"1.5", 3, 1], shortfall],
         ),
         (lambda client: client.claim_meta("p", "t", ["x"], 2, timeout_s=0), [[b"unknown_partition", [b"p"]]]),
         (lambda client: client.describe("p"), [[*inspected, [b"t", [b"a", b"h", b"1", b"2"]]], shortfall]),

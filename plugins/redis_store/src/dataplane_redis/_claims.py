@@ -1,6 +1,6 @@
 """Claims and their settling. Many rows take several scripts, so that no script blocks the server for long.
 
-A claim that waits is woken when it can be answered, see `_wakes`. Besides, it asks from time to time with one command
+A claim that waits is woken when it can be answered, see `_wakes`. Besides, it asks from time to time, with one command,
 whether anything changed, and only then runs its script again.
 """
 
@@ -32,8 +32,9 @@ _GIVE_ROWS: Final = 2000
 #: Seconds between two tries of a claim while another claim of its task, of many rows, is in progress.
 _BUSY_S: Final = 0.02
 #: Seconds after which a waiting claim runs its script even if nothing changed: the server may have restarted from an
-#: older state.
+#: older state. The second is for a claim that will be woken, which such a restart wakes.
 _LOOK_AGAIN_S: Final = 10.0
+_LOOK_AGAIN_WOKEN_S: Final = 30.0
 #: Questions per second that the waiting claims of all clients ask together.
 _ASKS_PER_S: Final = 250.0
 #: A client's claims are given turns at most so many seconds ahead.
@@ -41,9 +42,6 @@ _MAX_AHEAD_S: Final = 2.0
 #: A client whose claim has waited so many seconds tells the server that it waits, and repeats that after so many.
 _COUNT_AFTER_S: Final = 0.2
 _COUNT_AGAIN_S: Final = 7.0
-#: Seconds after which a claim that the server will wake asks by itself, if its turn has come: the message may be lost,
-#: or was for a client that is gone.
-_WOKEN_PAUSE_S: Final = 0.25
 #: Seconds before its deadline at which a claim stops counting what its samples lack.
 _COUNT_RESERVE_S: Final = 0.1
 
@@ -74,7 +72,7 @@ class Claims:
         began = float(request.since.rpartition(":")[2]) if request.since else now
         counts = now >= max(began + _COUNT_AFTER_S, self._count_at)
         if not self._wakes.take_woken(request.token) and not counts and self._is_unchanged(what, request):
-            return Claim(version=request.since, ask_again_s=self._pause_of(request))
+            return Claim(version=request.since, ask_again_s=self._pause_of(request, request.since))
         if counts:
             self._count_at = now + _COUNT_AGAIN_S
         required, conditions = pack_layout(sorted(set(request.required_fields))), pack_conditions(request)
@@ -132,13 +130,17 @@ class Claims:
                     raise OperationTimeoutError(f"{what} timed out: another claim of this task took many samples.")
                 time.sleep(_BUSY_S)
             elif kind == b"wait":
+                if not waiter and not request.explain and self._wakes.listen(request):
+                    waiter = self._wakes.enter(request, question)
+                    if waiter:
+                        continue  # now the server will know it
                 epoch, change, left_s, num_clients, promised = rest
-                until = asked + min(_LOOK_AGAIN_S, float(left_s or _LOOK_AGAIN_S))
+                look_again_s = _LOOK_AGAIN_WOKEN_S if promised else _LOOK_AGAIN_S
+                until = asked + min(look_again_s, float(left_s or look_again_s))
                 self._set_interval(num_clients / _ASKS_PER_S)
                 version = f"{epoch.decode()}:{change.hex()}:{until}:{began}"
                 self._wakes.answer(request.token, waits=not request.explain, promised=bool(promised))
-                pause_s = self._pause_of(request, version)
-                return self._wait(what, request, required, conditions, version, pause_s)
+                return self._wait(what, request, required, conditions, version, self._pause_of(request, version))
             elif kind != b"again":
                 _refusals.raise_claim(what, request, [kind, *rest])
 
@@ -157,14 +159,14 @@ class Claims:
             self._next_at = min(max(self._next_at, now), now + _MAX_AHEAD_S) + self._interval_s
             return self._next_at - now
 
-    def _pause_of(self, request: ClaimRequest, version: str | None = None) -> float:
+    def _pause_of(self, request: ClaimRequest, version: str | None) -> float:
         """How long the claim must pause. Nobody wakes it when a lease ends, so it asks by itself then."""
-        pause_s = self._pause_s()
-        version = version or request.since
-        if version is None or not self._wakes.is_promised(request.token):
-            return pause_s
+        turn_s = self._pause_s()
+        pause_s = self._wakes.pause_s(request.token, self._interval_s)
+        if version is None or pause_s is None:
+            return turn_s
         left_s = float(version.split(":")[2]) - time.monotonic()
-        return max(pause_s, min(_WOKEN_PAUSE_S, left_s))
+        return max(turn_s, min(pause_s, left_s))
 
     def _is_unchanged(self, what: str, request: ClaimRequest) -> bool:
         """Whether the answer is still the same: since it was given, the partition did not change and no lease ended."""

@@ -1,8 +1,8 @@
 """Wakes claims that wait: a connection on which the server says which of them can be answered.
 
 The connection is opened when a claim waits for the first time, and a thread reads from it. The server keeps the claims
-that wait in its line (lua/wakes.lua), and sends the token of the one to wake. A message may get lost, so claims that
-wait also ask by themselves, rarely. While there is no such connection, they ask at the pace of `Claims`.
+that wait (lua/wakes.lua), and sends the token of the one to wake. The client that it was for may be gone, so claims
+that wait also ask by themselves, rarely. While there is no such connection, they ask at the pace of `Claims`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,14 @@ _CALL_S: Final = 2.0
 #: Seconds between two tries to listen: at first, and at most.
 _PAUSE_S: Final = 0.1
 _PAUSE_MOST_S: Final = 5.0
+#: Seconds without a message after which the thread checks that the server still answers; then it waits as long again.
+_CHECK_S: Final = 15.0
+#: Seconds between two questions that the claims of a client ask by themselves, if they ask the same; and the most
+#: between two of one claim.
+_ASK_S: Final = 0.25
+_ASK_MOST_S: Final = 10.0
+#: Claims that the thread says have ended before it looks for messages again.
+_LEAVE_AT_ONCE: Final = 20
 #: Seconds that `Wakes.close` waits for the thread.
 _JOIN_S: Final = 2.0
 
@@ -67,6 +75,19 @@ class _Waiting:
     woken: bool = False
 
 
+@dataclass(slots=True)
+class _Line:
+    """The claims of this client that ask the same. They take turns in asking by themselves.
+
+    Attributes:
+        count: How many.
+        next_at: When the last turn is that was given, on `time.monotonic`'s clock.
+    """
+
+    count: int = 0
+    next_at: float = 0.0
+
+
 class Wakes:
     """The claims of one client that wait. Thread-safe.
 
@@ -80,6 +101,7 @@ class Wakes:
         self._client = client
         self._channel = b"%s:wake:%s" % (session.base, client.hex().encode())
         self._waiting: dict[str, _Waiting] = {}
+        self._lines: dict[Question, _Line] = {}
         self._left: deque[tuple[Question, str]] = deque()  # claims that ended, while the server thinks that they wait
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -99,39 +121,59 @@ class Wakes:
     # --- claims -------------------------------------------------------------------------------------------------------
 
     def enter(self, request: ClaimRequest, question: Question) -> bytes:
-        """Before a question: returns how the server knows this claim, if it should wake it; else nothing.
-
-        Blocks until this client listens, for a short time at most, when the first claim waits.
-        """
+        """Before a question: how the server knows this claim, if this client listens; else nothing."""
         wake, token = request.wake, request.token
         if wake is None or self._refused or self._closed:
             return b""
-        self._listen(request.deadline)
         with self._lock:
             waiting = self._waiting.get(token)
             if waiting is None:
                 waiting = self._waiting[token] = _Waiting(wake, question)
-            waiting.wake, waiting.question = wake, question
-            wake.at_end = partial(self._end, token)
-            if self._connection is None:
+                self._lines.setdefault(question, _Line()).count += 1
+                wake.at_end = partial(self._end, token)
+            connection = self._connection
+            if connection is None:
                 return b""
             waiting.entered = True
-        if not self._session.connected()[0].leads_to(self._connection):
+        if not self._session.connected()[0].leads_to(connection):
             self._nudge()
         return self._client + to_bytes(token)
 
+    def listen(self, request: ClaimRequest) -> bool:
+        """Called when a claim waits. Whether this client listens.
+
+        Starts to listen if no claim waited before, and blocks until it does, for a short time at most.
+        """
+        if request.wake is None or self._refused or self._closed:
+            return False
+        if not self._tried.is_set():
+            self._start()
+            self._tried.wait(max(0.0, min(_LISTEN_S, request.deadline - time.monotonic())))
+        return self._connection is not None
+
     def answer(self, token: str, *, waits: bool, promised: bool = False) -> None:
-        """After a question: whether the server keeps the claim in its line, and says that it will wake it."""
+        """After a question: whether the server keeps the claim, and says that it will wake it."""
         with self._lock:
             if not waits:
-                self._waiting.pop(token, None)
+                self._forget(token)
             elif token in self._waiting:
                 self._waiting[token].promised = promised
 
-    def is_promised(self, token: str) -> bool:
-        """Whether the server will wake this claim."""
-        waiting = self._waiting.get(token)
-        return waiting is not None and waiting.promised and self._connection is not None
+    def pause_s(self, token: str, interval_s: float) -> float | None:
+        """How long a claim that the server will wake may pause before it asks by itself. None: nobody will wake it.
+
+        Args:
+            token: The claim's.
+            interval_s: The least time between two questions of this client, in seconds.
+        """
+        with self._lock:
+            waiting = self._waiting.get(token)
+            if waiting is None or not waiting.promised or self._connection is None:
+                return None
+            now, line, each_s = time.monotonic(), self._lines[waiting.question], max(_ASK_S, interval_s)
+            most_s = min(_ASK_MOST_S, each_s * line.count)
+            line.next_at = min(max(line.next_at, now) + each_s, now + most_s)
+            return line.next_at - now
 
     def take_woken(self, token: str) -> bool:
         """Whether this claim was woken since this was asked last."""
@@ -144,11 +186,21 @@ class Wakes:
     def _end(self, token: str) -> None:
         """A claim does not wait any longer. If the server was not told, the thread tells it."""
         with self._lock:
-            waiting = self._waiting.pop(token, None)
+            waiting = self._forget(token)
             if waiting is None or not waiting.entered:
                 return
             self._left.append((waiting.question, token))
         self._nudge()
+
+    def _forget(self, token: str) -> _Waiting | None:
+        """Under the lock."""
+        waiting = self._waiting.pop(token, None)
+        if waiting is not None:
+            line = self._lines[waiting.question]
+            line.count -= 1
+            if not line.count:
+                del self._lines[waiting.question]
+        return waiting
 
     def _wake(self, token: str) -> None:
         waiting = self._waiting.get(token)
@@ -160,19 +212,16 @@ class Wakes:
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _listen(self, deadline: float) -> None:
-        """Starts the thread, and waits for its first try."""
-        if self._tried.is_set():
-            return
+    def _start(self) -> None:
         with self._lock:
-            if self._thread is None:
-                self._sockets = list(socket.socketpair())
-                for each in self._sockets:
-                    each.setblocking(False)
-                _open.add(self)
-                self._thread = threading.Thread(target=self._run, name="dataplane-redis-wakes", daemon=True)
-                self._thread.start()
-        self._tried.wait(max(0.0, min(_LISTEN_S, deadline - time.monotonic())))
+            if self._thread is not None or self._closed:
+                return
+            self._sockets = list(socket.socketpair())
+            for each in self._sockets:
+                each.setblocking(False)
+            _open.add(self)
+            self._thread = threading.Thread(target=self._run, name="dataplane-redis-wakes", daemon=True)
+            self._thread.start()
 
     def _nudge(self) -> None:
         """Wakes the thread."""
@@ -185,26 +234,13 @@ class Wakes:
         try:
             while not (self._closed or self._refused):
                 connection = self._subscribe()
-                if connection is None:
-                    self._tried.set()
-                    self._sleep(pause_s)
-                    pause_s = min(2 * pause_s, _PAUSE_MOST_S)
-                    continue
-                pause_s = _PAUSE_S
-                with self._lock:
-                    self._connection = connection
-                    waiting = list(self._waiting)
+                if connection is not None:
+                    pause_s = _PAUSE_S
+                    self._serve(connection)
                 self._tried.set()
-                for token in waiting:  # they ask again, so that the server knows them
-                    self._wake(token)
-                try:
-                    self._receive(connection)
-                except (RedisError, OSError, ValueError) as error:  # ValueError: the socket was closed
-                    _log.debug("the connection on which claims are woken was lost: %s", error)
-                finally:
-                    with self._lock:
-                        self._connection = None
-                    connection.disconnect()
+                if not self._refused:
+                    self._sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_MOST_S)
         finally:
             self._tried.set()
             _open.discard(self)
@@ -213,16 +249,15 @@ class Wakes:
 
     def _subscribe(self) -> Any:
         """A connection that listens, or None. Notes if the server refuses for good."""
-        deadline = time.monotonic() + _LISTEN_S
-        connection: Any = None
         try:
             link, _ = self._session.connected()
-            connection = link.open("listen", deadline)
+            connection = link.open("listen", time.monotonic() + _LISTEN_S)
+        except DataPlaneError:  # the server cannot be reached
+            return None
+        try:
             connection.send_packed_command([b"".join(pack((b"SSUBSCRIBE", self._channel)))], check_health=False)
             connection.read_response(disable_decoding=True)
             return connection
-        except DataPlaneError:  # the server cannot be reached
-            return None
         except (RedisError, OSError) as error:
             connection.disconnect()
             refusal = link.to_error("listen", error)  # it also follows a redirection
@@ -231,26 +266,51 @@ class Wakes:
                 _log.info("claims that wait are not woken, and ask at the pace of the store: %s", refusal)
             return None
 
+    def _serve(self, connection: Any) -> None:
+        """Takes messages until the connection is lost or must be replaced."""
+        with self._lock:
+            self._connection = connection
+            waiting = list(self._waiting)
+        self._tried.set()
+        for token in waiting:  # they ask again, so that the server knows them
+            self._wake(token)
+        try:
+            self._receive(connection)
+        except (RedisError, OSError, ValueError) as error:  # ValueError: the socket was closed
+            _log.debug("the connection on which claims are woken was lost: %s", error)
+        finally:
+            with self._lock:
+                self._connection = None
+            connection.disconnect()
+
     def _receive(self, connection: Any) -> None:
-        """Takes messages, and tells the server of claims that ended, until the connection must be replaced."""
+        """Takes messages, and tells the server of claims that ended."""
         link, _ = self._session.connected()
         connection._sock.settimeout(_CALL_S)
+        is_asked = False  # whether the server was asked if it still answers
         with _Selector() as selector:
             selector.register(connection._sock, selectors.EVENT_READ)
             selector.register(self._sockets[0], selectors.EVENT_READ)
             while not self._closed and link.leads_to(connection):
                 while connection.can_read(timeout=0):
-                    kind, _, told = connection.read_response(disable_decoding=True)
+                    is_asked = False
+                    kind, *rest = connection.read_response(disable_decoding=True)
                     if kind == b"smessage":
-                        self._wake(told.decode("utf-8", "replace"))
+                        self._wake(rest[1].decode("utf-8", "replace"))
                     elif kind == b"sunsubscribe":
                         raise LostConnectionError("the slot moved to another node of the cluster")
                 self._leave()
-                selector.select()
+                if not selector.select(0 if self._left else _CHECK_S) and not self._left:
+                    if is_asked:
+                        raise LostConnectionError("the server does not answer")
+                    connection.send_packed_command([b"".join(pack((b"PING",)))], check_health=False)
+                    is_asked = True
                 self._hear_nudges()
 
     def _leave(self) -> None:
-        while self._left and not self._closed:
+        for _ in range(min(len(self._left), _LEAVE_AT_ONCE)):
+            if self._closed:
+                return
             question, token = self._left.popleft()
             with contextlib.suppress(DataPlaneError), self._session.quietly():  # the server drops it later anyway
                 waiter = self._client + to_bytes(token)

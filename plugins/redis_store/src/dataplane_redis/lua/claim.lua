@@ -24,7 +24,14 @@ local task = task_index(P, task_name)
 if not task then return unknown_task(P) end
 local per_unit = P.group or 1
 if batch_size % per_unit ~= 0 then return {'batch', per_unit} end
-if not end_due(P, most) then return {'again'} end
+
+-- Leases may have ended in this script, so others may be answered now.
+local function reply(...)
+  if P.is_changed then wake(P) end
+  return {...}
+end
+
+if not end_due(P, most) then return reply('again') end
 local filling, lease = call('HGET', P.meta, 'r:' .. task), false
 if filling then
   lease = read_lease(P, filling)
@@ -33,7 +40,9 @@ if filling then
     filling, lease = false, false
   end
 end
-if number ~= (filling or '') or (lease and lease.token ~= token) then return {number == '' and 'busy' or 'lost'} end
+if number ~= (filling or '') or (lease and lease.token ~= token) then
+  return reply(number == '' and 'busy' or 'lost')
+end
 
 local filled = lease and lease.given / per_unit or 0
 local units_asked = batch_size / per_unit
@@ -44,15 +53,14 @@ local digest = waiter ~= '' and digest_of(view_name, filter, units_asked)
 
 local function again()
   save_question(P, Q)
-  return {'again'}
+  return reply('again')
 end
 
--- Also wakes others, if this claim changed what is ready, or no longer waits.
+-- If this claim no longer waits, another one may be woken in its place.
 local function done(kind, ...)
   save_question(P, Q)
-  local left = digest and (kind ~= 'wait' or stops == 1) and stop_waiting(P, digest, waiter)
-  if P.is_changed or left then wake(P) end
-  return {kind, ...}
+  if digest and (kind ~= 'wait' or stops == 1) and stop_waiting(P, digest, waiter) then P.is_changed = true end
+  return reply(kind, ...)
 end
 
 -- --- what is ready -------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@
 --                       token of its claim
 --   wk:<digest>   hash  "": the question, {view, filter, units}; a claim that was told to ask again -> when
 --
--- A client listens on the channel base:wake:<its id>. A message is the token of a claim, or the write of a put that
--- waits for room.
+-- The last two expire when nobody asked for a while, since clients may die. A client listens on the channel
+-- base:wake:<its id>. A message is the token of a claim.
 local ID = 8
 -- How many questions a change looks at, and how many of them with filters. The claims of the others ask by themselves.
 local QUESTIONS, FILTERS = 16, 4
@@ -16,16 +16,15 @@ local QUESTIONS, FILTERS = 16, 4
 local WAKE_ROWS = 1000
 -- A claim that was told to ask again, and did not within this many seconds, no longer waits.
 local TOLD_S = 1
+-- A question that nobody asked for this many seconds is forgotten. Claims that wait ask sooner than half of it.
+local ASKED_S = 120
 
--- Sends a message to a client. False if the client does not listen.
-local function tell(client, message)
-  local hex = string.gsub(client, '.', function(char) return string.format('%02x', string.byte(char)) end)
-  local heard = redis.pcall('SPUBLISH', BASE .. ':wake:' .. hex, message)
+-- Tells a claim to ask again. False if its client does not listen.
+local function tell(waiter)
+  local hex = {}
+  for i = 1, ID do hex[i] = string.format('%02x', string.byte(waiter, i)) end
+  local heard = redis.pcall('SPUBLISH', BASE .. ':wake:' .. table.concat(hex), string.sub(waiter, ID + 1))
   return type(heard) == 'table' or heard > 0  -- an error: this user may not publish. The claim asks by itself later.
-end
-
-local function tell_claim(waiter)
-  return tell(string.sub(waiter, 1, ID), string.sub(waiter, ID + 1))
 end
 
 local function next_turn(P)
@@ -52,6 +51,10 @@ local function start_waiting(P, view_name, filter, units, waiter)
     if call('HSETNX', known, '', cmsgpack.pack({view_name, filter, units})) == 1 then
       call('ZADD', P.at .. 'wq', next_turn(P), digest)
     end
+  end
+  if call('PTTL', line) < ASKED_S * 500 then
+    call('PEXPIRE', line, ASKED_S * 1000)
+    call('PEXPIRE', known, ASKED_S * 1000)
   end
   return call('ZCARD', P.at .. 'wq') <= (filter == '' and QUESTIONS or FILTERS)
 end
@@ -102,7 +105,7 @@ local function wake_question(P, digest, name, filter, units, budget)
     if #waiters == 0 then break end
     for _, waiter in ipairs(waiters) do
       if left < units then break end
-      if not told[waiter] and tell_claim(waiter) then
+      if not told[waiter] and tell(waiter) then
         call('HSET', known, waiter, string.format('%.6f', time))
         left = left - units
       elseif told[waiter] and time - tonumber(told[waiter]) < TOLD_S then
@@ -122,11 +125,16 @@ local function wake(P)
   local digests = call('ZRANGE', P.at .. 'wq', 0, QUESTIONS - 1)
   local budget, filters = WAKE_ROWS, 0
   for _, digest in ipairs(digests) do
-    local name, filter, units = unpack(cmsgpack.unpack(call('HGET', P.at .. 'wk:' .. digest, '')))
-    if filter ~= '' then filters = filters + 1 end
-    if filter == '' or filters <= FILTERS then
-      if #digests > 1 then call('ZADD', P.at .. 'wq', next_turn(P), digest) end
-      budget = wake_question(P, digest, name, filter, units, budget)
+    local question = call('HGET', P.at .. 'wk:' .. digest, '')
+    if not question then
+      forget_question(P, digest)
+    else
+      local name, filter, units = unpack(cmsgpack.unpack(question))
+      if filter ~= '' then filters = filters + 1 end
+      if filter == '' or filters <= FILTERS then
+        if #digests > 1 then call('ZADD', P.at .. 'wq', next_turn(P), digest) end
+        budget = wake_question(P, digest, name, filter, units, budget)
+      end
     end
   end
 end
@@ -135,7 +143,7 @@ end
 local function end_waiting(P)
   local keys = {P.at .. 'wq'}
   for _, digest in ipairs(call('ZRANGE', P.at .. 'wq', 0, -1)) do
-    for _, waiter in ipairs(call('ZRANGE', P.at .. 'wq:' .. digest, 0, -1)) do tell_claim(waiter) end
+    for _, waiter in ipairs(call('ZRANGE', P.at .. 'wq:' .. digest, 0, -1)) do tell(waiter) end
     keys[#keys + 1] = P.at .. 'wq:' .. digest
     keys[#keys + 1] = P.at .. 'wk:' .. digest
   end

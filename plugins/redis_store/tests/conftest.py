@@ -22,7 +22,7 @@ from tensordict import TensorDict
 
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.plugins import connect_backend
-from dataplane_redis import RedisBackend
+from dataplane_redis import RedisBackend, _claims, _wakes
 
 
 class Server:
@@ -324,6 +324,15 @@ def at_once():
         assert not any(thread.is_alive() for thread in threads)
 
     return run
+
+
+@pytest.fixture
+def only_woken(monkeypatch):
+    """Claims that will be woken never ask by themselves."""
+    monkeypatch.setattr(_wakes, "_ASK_S", 1000.0)
+    monkeypatch.setattr(_wakes, "_ASK_MOST_S", 1000.0)
+    monkeypatch.setattr(_claims, "_LOOK_AGAIN_WOKEN_S", 1000.0)
+    monkeypatch.setattr(_claims, "_COUNT_AFTER_S", 1000.0)
 
 
 @pytest.fixture

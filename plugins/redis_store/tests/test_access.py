@@ -26,6 +26,17 @@ def documented_user(namespace):
     return found.replace("\\\n", " ").replace("PASSWORD", _PASSWORD).replace("NAMESPACE", namespace).split()
 
 
+def check_wake(client, wait_until):
+    """A claim waits and is woken."""
+    client.register_partition("woken", ["x"], None, ["train"])
+    with ThreadPoolExecutor(1) as pool:
+        claim = pool.submit(client.claim_meta, "woken", "train", ["x"], 1, timeout_s=60.0)
+        waiting = client._backend._claims._wakes._waiting
+        wait_until(lambda: any(each.promised for each in list(waiting.values())))
+        client.put_samples(["a"], "woken", TensorDict({"x": torch.ones(1)}, batch_size=[1]))
+        assert claim.result(60).sample_ids == ["a"]
+
+
 def test_the_documented_user_can_do_everything_and_nothing_else(start_server, connect, every_operation, wait_until):
     server = start_server()
     words = documented_user("mine")
@@ -34,6 +45,7 @@ def test_the_documented_user_can_do_everything_and_nothing_else(start_server, co
     url = f"redis://dataplane:{_PASSWORD}@127.0.0.1:{server.port}/1"
     client = connect(url=url, namespace="mine", capacity_bytes=12_000_000)
     every_operation(client)
+    check_wake(client, wait_until)
     client.register_partition("full", ["x"], None, ["train"])
     large = TensorDict({"x": torch.ones(1, 2_000_000)}, batch_size=[1])
     client.put_samples(["a"], "full", large)
@@ -104,13 +116,17 @@ def parameters(folder, authority="ca"):
     return f"ssl_ca_certs={folder}/{authority}.pem&ssl_certfile={folder}/client.pem&ssl_keyfile={folder}/client.key"
 
 
-def test_tls_with_certificates_and_a_user(start_server, connect, every_operation, certificates, free_port):
+def test_tls_with_certificates_and_a_user(
+    start_server, connect, every_operation, certificates, free_port, wait_until, only_woken
+):
     port = free_port()
     server = start_server(*tls_settings(certificates, port))
     server.admin(*documented_user("mine"))
-    server.admin("ACL", "SETUSER", "default", "resetpass", ">another")
     user, place, asked = f"dataplane:{_PASSWORD}", f"localhost:{port}", parameters(certificates)
-    every_operation(connect(url=f"rediss://{user}@{place}?{asked}", namespace="mine"))
+    client = connect(url=f"rediss://{user}@{place}?{asked}", namespace="mine")
+    every_operation(client)
+    check_wake(client, wait_until)
+    server.admin("ACL", "SETUSER", "default", "resetpass", ">another")
     for url, reason in (
         (f"rediss://dataplane:wrong@{place}?{asked}", "password"),
         (f"rediss://{place}?{asked}", "Authentication"),

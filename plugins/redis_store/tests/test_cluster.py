@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -73,13 +74,16 @@ def test_any_node_of_a_cluster_may_be_named(start_cluster, connect):
             assert nodes[number].admin("EXISTS", key) == 1
 
 
-def test_a_slot_that_moves_is_followed(start_cluster, connect):
+def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken):
     nodes = start_cluster()
     namespace = namespace_on(0)
     client = connect(url=nodes[0].url, namespace=namespace)
     client.register_partition("p", ["x"], None, ["train"])
     values = torch.randn(64, 4096)
     client.put_samples([f"s{row}" for row in range(64)], "p", TensorDict({"x": values}, batch_size=[64]))
+    pool = ThreadPoolExecutor(1)
+    waits = pool.submit(client.claim_meta, "p", "train", ["x"], 65, timeout_s=60.0)
+    wait_until(lambda: nodes[0].admin("PUBSUB", "SHARDCHANNELS"))
 
     slot = key_slot(client._backend._session.base)
     ids = [node.admin("CLUSTER", "MYID").decode() for node in nodes]
@@ -91,6 +95,10 @@ def test_a_slot_that_moves_is_followed(start_cluster, connect):
         node.admin("CLUSTER", "SETSLOT", slot, "NODE", ids[2])
 
     assert torch.equal(client.get_samples(["s1", "s63"], "p", ["x"])["x"], values[[1, 63]])
+    wait_until(lambda: nodes[2].admin("PUBSUB", "SHARDCHANNELS"))
+    client.put_samples(["last"], "p", TensorDict({"x": values[:1]}, batch_size=[1]))
+    assert waits.result(60).size == 65
+    pool.shutdown()
     write_and_read(client, torch.randn(64, 4096))
 
 

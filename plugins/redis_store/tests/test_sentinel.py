@@ -3,6 +3,7 @@
 import contextlib
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,10 +61,13 @@ def plane(start_server, start_sentinel, wait_until):
     return made
 
 
-def test_a_service_is_named_and_followed(plane, connect, wait_until):
+def test_a_service_is_named_and_followed(plane, connect, wait_until, only_woken):
     client = connect(url=plane.url, op_timeout_s=60)
     client.register_partition("p", ["x"], None, ["train"])
     client.put_samples(["a"], "p", columns(1, LARGE, 7))
+    pool = ThreadPoolExecutor(1)
+    waits = pool.submit(client.claim_meta, "p", "train", ["x"], 3, timeout_s=60.0)
+    wait_until(lambda: plane.primary.admin("PUBSUB", "SHARDCHANNELS"))
     plane.primary.admin("WAIT", 2, 20_000)
     plane.primary.kill()
     # the connection is known to be lost before the next call is sent, so it waits until there is a primary again
@@ -72,11 +76,14 @@ def test_a_service_is_named_and_followed(plane, connect, wait_until):
     new = plane.new_primary()
     assert new.admin("EXISTS", client._backend._session.base + b":instance") == 1
     # by hand, while the primary lives
+    wait_until(lambda: new.admin("PUBSUB", "SHARDCHANNELS"))
     wait_until(lambda: new.info("replication")["connected_slaves"] >= 1)
     wait_until(lambda: any(map(fail_over, plane.sentinels)))
     wait_until(lambda: new.info("replication")["role"] == "slave")
     client.put_samples(["c"], "p", columns(1, SMALL, 9))
     assert client.list_samples("p").sample_ids == ["a", "b", "c"]
+    assert waits.result(60).sample_ids == ["a", "b", "c"]
+    pool.shutdown()
 
 
 def fail_over(sentinel):

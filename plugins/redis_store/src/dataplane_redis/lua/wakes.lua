@@ -48,7 +48,8 @@ local function start_waiting(P, view_name, filter, units, waiter)
     call('HDEL', known, waiter)
   else
     call('ZADD', line, next_turn(P), waiter)
-    if call('HSETNX', known, '', cmsgpack.pack({view_name, filter, units})) == 1 then
+    if not call('HGET', known, '') then
+      call('HSET', known, '', cmsgpack.pack({view_name, filter, units}))
       call('ZADD', P.at .. 'wq', next_turn(P), digest)
     end
   end

@@ -1,0 +1,285 @@
+"""Claims that wait are woken by the server: whom a change wakes, and what happens to a wake whose client is gone."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError
+from dataplane_core.plugins import connect_backend
+from dataplane_redis import RedisBackend, _claims, _wakes
+
+LONG_S = 60.0
+STARTS_S = 60.0
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(32) as threads:
+        yield threads
+
+
+@pytest.fixture
+def never_count(monkeypatch):
+    """Claims that wait ask only whether anything changed."""
+    monkeypatch.setattr(_claims, "_LOOK_AGAIN_WOKEN_S", 1000.0)
+    monkeypatch.setattr(_claims, "_COUNT_AFTER_S", 1000.0)
+
+
+def put(client, ids, tags=None):
+    columns = TensorDict({"x": torch.ones(len(ids))}, batch_size=[len(ids)])
+    client.put_samples(ids, "p", columns, None if tags is None else [tags] * len(ids))
+
+
+def waiting(server):
+    """How many claims the server knows that wait, and how many of these it told to ask again."""
+    lines = server.admin("KEYS", "*:wq:*")
+    told = sum(server.admin("HLEN", key.replace(b":wq:", b":wk:")) - 1 for key in lines)
+    return sum(server.admin("ZCARD", key) for key in lines), told
+
+
+def listening(server):
+    """The channels on which clients of a server listen."""
+    return server.admin("PUBSUB", "SHARDCHANNELS", "dp:*")
+
+
+@pytest.fixture
+def wait_in_line(plain, pool, wait_until):
+    """Starts a claim of one sample or more, and returns once the server knows that it waits."""
+
+    def start(client, batch_size=1, server=plain, **options):
+        before, _ = waiting(server)
+        options = {"timeout_s": LONG_S, **options}
+        claim = pool.submit(client.claim_meta, "p", "train", ["x"], batch_size, **options)
+        wait_until(lambda: waiting(server)[0] == before + 1)
+        return claim
+
+    return start
+
+
+@pytest.fixture
+def client(plain, connect):
+    plain.admin("FLUSHALL")
+    return connect(url=plain.url)
+
+
+def asks_of(client, monkeypatch):
+    """The tokens of the claims that a client asks for, in order."""
+    claim, asked = client._backend.claim, []
+
+    def noted(request):
+        asked.append(request.token)
+        return claim(request)
+
+    monkeypatch.setattr(client._backend, "claim", noted)
+    return asked
+
+
+# --- whom a change wakes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tag_filter", [None, {"v": (">=", 1)}], ids=["all", "filtered"])
+def test_a_put_wakes_as_many_claims_as_it_can_serve(client, wait_in_line, only_woken, monkeypatch, tag_filter):
+    asked = asks_of(client, monkeypatch)
+    client.register_partition("p", ["x"], None, ["train"], grpo_group_size=2)
+    claims = [wait_in_line(client, 4, tag_filter=tag_filter) for _ in range(4)]
+    first = list(dict.fromkeys(asked))
+    del asked[:]
+    put(client, [f"q{row // 2}_g{row % 2}" for row in range(14)], {"v": 1})  # three batches and a half
+    given = [sample_id for each in claims[:3] for sample_id in each.result(LONG_S).sample_ids]
+    assert sorted(given) == sorted(f"q{row // 2}_g{row % 2}" for row in range(12))
+    assert sorted(asked) == sorted(first[:3])
+    put(client, ["q7_g0", "q7_g1"], {"v": 1})
+    assert claims[3].result(LONG_S).sample_ids == ["q6_g0", "q6_g1", "q7_g0", "q7_g1"]
+    assert asked[3:] == first[3:]
+
+
+def test_a_question_that_no_claim_asks_any_longer_leaves_nothing(plain, client, wait_in_line, wait_until, only_woken):
+    client.register_partition("p", ["x"], None, ["train"])
+    claims = [wait_in_line(client), wait_in_line(client, 2), wait_in_line(client, 1, tag_filter={"v": 1})]
+    with pytest.raises(ClaimTimeoutError):
+        client.claim_meta("p", "train", ["x"], 9, timeout_s=0.3)
+    keys = plain.admin("KEYS", "*:w[qk]:*")
+    assert len(keys) == 6
+    assert all(0 < plain.admin("PTTL", key) <= 120_000 for key in keys)  # if the client dies
+    put(client, ["a", "b", "c"])
+    put(client, ["d"], {"v": 1})
+    for claim in claims:
+        claim.result(LONG_S)
+    assert plain.admin("KEYS", "*:w[qk]*") == []
+    wait_in_line(client)
+    client.register_partition("p", ["x"], None, ["other"])
+    wait_until(lambda: plain.admin("KEYS", "*:w[qk]*") == [])
+
+
+def test_a_partition_that_is_dropped_wakes_all(client, wait_in_line, only_woken):
+    client.register_partition("p", ["x"], None, ["train"])
+    claims = [wait_in_line(client, 1 + number % 2) for number in range(4)]
+    client.clear_samples(None, "p")
+    for claim in claims:
+        with pytest.raises(UnknownPartitionError):
+            claim.result(LONG_S)
+
+
+def test_more_questions_than_a_change_looks_at_are_answered_too(plain, client, pool, wait_until, never_count):
+    client.register_partition("p", ["x"], None, ["train"])
+    claims = [
+        pool.submit(client.claim_meta, "p", "train", ["x"], 1, tag_filter={"v": number}, timeout_s=LONG_S)
+        for number in range(24)
+    ]
+    wait_until(lambda: waiting(plain)[0] == 24)
+    for number in range(24):
+        put(client, [f"s{number}"], {"v": number})
+    assert [each.result(LONG_S).sample_ids for each in claims] == [[f"s{number}"] for number in range(24)]
+
+
+@pytest.mark.parametrize("group_size", [None, 2], ids=["rows", "groups"])
+def test_leases_that_end_are_given_to_those_who_wait(plain, client, connect, wait_in_line, group_size):
+    other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
+    client.register_partition("p", ["x"], None, ["train"], grpo_group_size=group_size)
+    put(client, [f"q{row // 2}_g{row % 2}" for row in range(8)])
+    assert other.claim_meta("p", "train", ["x"], 8, lease_s=2.0).size == 8
+    claims = [wait_in_line(each, 2) for each in (client, other, client, other)]
+    assert len({sample_id for each in claims for sample_id in each.result(LONG_S).sample_ids}) == 8
+
+
+# --- a wake whose client is gone --------------------------------------------------------------------------------------
+
+
+def _claim_in_process(options):
+    config = DataPlaneConfig(backend="redis_store", options=options, attach_wait_s=STARTS_S)
+    client = connect_backend(RedisBackend, config, bootstrap=False)
+    client.claim_meta("p", "train", ["x"], 1, timeout_s=300.0)
+    time.sleep(300.0)
+
+
+def test_a_process_that_was_woken_and_killed_does_not_keep_the_samples(
+    plain, client, wait_in_line, wait_until, never_count
+):
+    client.register_partition("p", ["x"], None, ["train"])
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=_claim_in_process, args=(client.config.options,))
+    process.start()
+    try:
+        wait_until(lambda: waiting(plain) == (1, 0), STARTS_S)
+        claim = wait_in_line(client)
+        os.kill(process.pid, signal.SIGSTOP)
+        put(client, ["a"])
+        assert waiting(plain)[1] == 1  # the process came first; it was told, and does not ask
+    finally:
+        process.kill()
+        process.join()
+    assert claim.result(LONG_S).sample_ids == ["a"]
+
+
+def test_a_claim_that_is_given_up_passes_its_wake_on(client, connect, plain, wait_in_line, only_woken):
+    other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
+    client.register_partition("p", ["x"], None, ["train"])
+    first = wait_in_line(other)
+    second = wait_in_line(client)
+    other._backend._claims._wakes._wake = lambda token: None  # it is told, and does not ask
+    put(client, ["a"])
+    assert waiting(plain) == (2, 1)
+    (given_up,) = other._backend._claims._wakes._waiting
+    other._backend._claims._wakes._end(given_up)
+    assert second.result(LONG_S).sample_ids == ["a"]
+    other.close()
+    with pytest.raises(Exception, match="closed"):
+        first.result(LONG_S)
+
+
+def test_a_client_that_closes_no_longer_listens(plain, client, connect, wait_in_line, wait_until, only_woken):
+    other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
+    client.register_partition("p", ["x"], None, ["train"])
+    put(client, ["first"])
+    client.claim_meta("p", "train", ["x"], 1, timeout_s=LONG_S)
+    assert listening(plain) == []  # it did not wait
+    gone = wait_in_line(other)
+    stays = wait_in_line(client)
+    assert len(listening(plain)) == 2
+    other.close()
+    with pytest.raises(Exception, match="closed"):
+        gone.result(LONG_S)
+    wait_until(lambda: len(listening(plain)) == 1)
+    put(client, ["a"])
+    assert stays.result(LONG_S).sample_ids == ["a"]
+    client.close()
+    wait_until(lambda: listening(plain) == [])
+    assert not [each for each in threading.enumerate() if each.name == "dataplane-redis-wakes"]
+
+
+def test_a_fork_does_not_keep_its_parent_listening(plain, client, wait_in_line, wait_until, only_woken):
+    client.register_partition("p", ["x"], None, ["train"])
+    claim = wait_in_line(client)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent says so
+        os._exit(0)
+    try:
+        put(client, ["a"])
+        assert claim.result(LONG_S).sample_ids == ["a"]
+        client.close()
+        wait_until(lambda: listening(plain) == [])
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(child, 0)
+
+
+# --- the connection ---------------------------------------------------------------------------------------------------
+
+
+def test_a_connection_that_is_lost_is_made_again(plain, client, wait_in_line, wait_until, only_woken):
+    client.register_partition("p", ["x"], None, ["train"])
+    claim = wait_in_line(client)
+    plain.admin("CLIENT", "KILL", "TYPE", "pubsub")
+    put(client, ["a"])  # nobody hears it
+    assert claim.result(LONG_S).sample_ids == ["a"]
+    claim = wait_in_line(client)
+    put(client, ["b"])
+    assert claim.result(LONG_S).sample_ids == ["b"]
+
+
+def test_a_server_that_does_not_answer_is_noticed(plain, client, wait_in_line, wait_until, only_woken, monkeypatch):
+    monkeypatch.setattr(_wakes, "_CHECK_S", 0.2)
+    client.register_partition("p", ["x"], None, ["train"])
+    claim = wait_in_line(client)
+    wakes = client._backend._claims._wakes
+    first = wakes._connection
+    os.kill(plain.process.pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: wakes._connection is None)
+    finally:
+        os.kill(plain.process.pid, signal.SIGCONT)
+    wait_until(lambda: wakes._connection not in (None, first))
+    put(client, ["a"])
+    assert claim.result(LONG_S).sample_ids == ["a"]
+
+
+def test_a_user_who_may_not_listen_asks(plain, client, connect, pool, wait_until):
+    namespace = client.config.options["namespace"]
+    rights = (f"~dp:{{{namespace}}}*", "resetchannels", "+@all")
+    plain.admin("ACL", "SETUSER", "mute", "on", ">secret", *rights)
+    try:
+        url = plain.url.replace("://", "://mute:secret@")
+        mute = connect(bootstrap=False, url=url, namespace=namespace)
+        client.register_partition("p", ["x"], None, ["train"])
+        claims = [
+            pool.submit(each.claim_meta, "p", "train", ["x"], 1, timeout_s=LONG_S) for each in (mute, client, mute)
+        ]
+        wait_until(lambda: waiting(plain)[0] == 1 and mute._backend._claims._wakes._refused)
+        put(mute, ["a", "b", "c"])  # it may not send messages either
+        assert {each.result(LONG_S).sample_ids[0] for each in claims} == {"a", "b", "c"}
+        assert len(listening(plain)) == 1
+        mute.close()
+    finally:
+        plain.admin("ACL", "DELUSER", "mute")

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import time
@@ -70,35 +71,31 @@ def client(plain, connect):
     return connect(url=plain.url)
 
 
-def asks_of(client, monkeypatch):
-    """The tokens of the claims that a client asks for, in order."""
-    claim, asked = client._backend.claim, []
-
-    def noted(request):
-        asked.append(request.token)
-        return claim(request)
-
-    monkeypatch.setattr(client._backend, "claim", noted)
-    return asked
-
-
 # --- whom a change wakes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tag_filter", [None, {"v": (">=", 1)}], ids=["all", "filtered"])
-def test_a_put_wakes_as_many_claims_as_it_can_serve(client, wait_in_line, only_woken, monkeypatch, tag_filter):
-    asked = asks_of(client, monkeypatch)
+def test_a_put_wakes_as_many_claims_as_it_can_serve(plain, client, wait_in_line, wait_until, only_woken, tag_filter):
+    wakes, told = client._backend._claims._wakes, []
+    wake, wakes._wake = wakes._wake, told.append
     client.register_partition("p", ["x"], None, ["train"], grpo_group_size=2)
+    ids = [f"q{row // 2}_g{row % 2}" for row in range(16)]
     claims = [wait_in_line(client, 4, tag_filter=tag_filter) for _ in range(4)]
-    first = list(dict.fromkeys(asked))
-    del asked[:]
-    put(client, [f"q{row // 2}_g{row % 2}" for row in range(14)], {"v": 1})  # three batches and a half
+    tokens = list(wakes._waiting)
+    del told[:]  # those who waited when the client began to listen
+    put(client, ids[:6], {"v": 1})
+    put(client, ids[6:14], {"v": 1})  # in all three batches and a half
+    wait_until(lambda: len(told) >= 3)
+    assert waiting(plain) == (4, 3)
+    assert told == tokens[:3]
+    for token in told:
+        wake(token)
     given = [sample_id for each in claims[:3] for sample_id in each.result(LONG_S).sample_ids]
-    assert sorted(given) == sorted(f"q{row // 2}_g{row % 2}" for row in range(12))
-    assert sorted(asked) == sorted(first[:3])
-    put(client, ["q7_g0", "q7_g1"], {"v": 1})
-    assert claims[3].result(LONG_S).sample_ids == ["q6_g0", "q6_g1", "q7_g0", "q7_g1"]
-    assert asked[3:] == first[3:]
+    assert sorted(given) == sorted(ids[:12])
+    assert waiting(plain) == (1, 0)
+    wakes._wake = wake
+    put(client, ids[14:], {"v": 1})
+    assert claims[3].result(LONG_S).sample_ids == ids[12:]
 
 
 def test_a_question_that_no_claim_asks_any_longer_leaves_nothing(plain, client, wait_in_line, wait_until, only_woken):
@@ -283,3 +280,48 @@ def test_a_user_who_may_not_listen_asks(plain, client, connect, pool, wait_until
         mute.close()
     finally:
         plain.admin("ACL", "DELUSER", "mute")
+
+
+# --- all together -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group_size", [None, 2], ids=["rows", "groups"])
+def test_no_claim_is_forgotten_among_many(plain, client, connect, pool, only_woken, group_size):
+    clients = [client, connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])]
+    ids = [f"q{row // 2}_g{row % 2}" for row in range(600)]
+    client.register_partition("p", ["x", "y"], len(ids), ["train", "other"], grpo_group_size=group_size)
+
+    def consume(number):
+        chance = random.Random(number)
+        mine, task = clients[number % 2], ("train", "other")[number // 2 % 2]
+        options = {"tag_filter": {"v": (">=", 1)}} if number % 4 == 0 else {}
+        fields, acked = (["x"], ["x", "y"])[number % 3 == 0], []
+        while True:
+            batch_size = 2 * chance.randint(1, 3)
+            meta = mine.claim_meta("p", task, fields, batch_size, lease_s=300.0, timeout_s=LONG_S, **options)
+            if not meta.size:
+                return task, acked
+            if chance.random() < 0.2:
+                mine.nack(meta)
+            else:
+                mine.ack(meta)
+                acked += meta.sample_ids
+
+    def produce(number):
+        chance = random.Random(100 + number)
+        mine = ids[number::3]
+        chance.shuffle(mine)
+        while mine:
+            some, mine = mine[:5], mine[5:]
+            for field in ("x", "y"):
+                columns = TensorDict({field: torch.ones(len(some))}, batch_size=[len(some)])
+                clients[number % 2].put_samples(some, "p", columns, [{"v": 1}] * len(some))
+
+    consumers = [pool.submit(consume, number) for number in range(24)]
+    for each in [pool.submit(produce, number) for number in range(3)]:
+        each.result()
+    given = {"train": [], "other": []}
+    for task, acked in (each.result() for each in consumers):
+        given[task] += acked
+    assert {task: sorted(each) for task, each in given.items()} == {task: sorted(ids) for task in given}
+    assert waiting(plain) == (0, 0)

@@ -134,7 +134,7 @@ class Wakes:
             connection = self._connection
             if connection is None:
                 return b""
-            waiting.entered = True
+            waiting.entered, waiting.woken = True, False
         if not self._session.connected()[0].leads_to(connection):
             self._nudge()
         return self._client + to_bytes(token)

@@ -82,7 +82,7 @@ def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken):
     values = torch.randn(64, 4096)
     client.put_samples([f"s{row}" for row in range(64)], "p", TensorDict({"x": values}, batch_size=[64]))
     pool = ThreadPoolExecutor(1)
-    waits = pool.submit(client.claim_meta, "p", "train", ["x"], 65, timeout_s=60.0)
+    waits = pool.submit(client.claim_meta, "p", "train", ["x"], 65, timeout_s=300.0)
     wait_until(lambda: nodes[0].admin("PUBSUB", "SHARDCHANNELS"))
 
     slot = key_slot(client._backend._session.base)

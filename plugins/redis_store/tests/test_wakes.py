@@ -17,12 +17,15 @@ from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError
 from dataplane_core.plugins import connect_backend
 from dataplane_redis import RedisBackend, _claims, _wakes
 
+#: Seconds within which a claim must return, and its timeout, at which it would ask once more.
 LONG_S = 60.0
+TIMEOUT_S = 300.0
 STARTS_S = 60.0
 
 
 @pytest.fixture
 def pool():
+    """Ends after the clients are closed, so that claims that nobody woke have returned."""
     with ThreadPoolExecutor(32) as threads:
         yield threads
 
@@ -57,7 +60,7 @@ def wait_in_line(plain, pool, wait_until):
 
     def start(client, batch_size=1, server=plain, **options):
         before, _ = waiting(server)
-        options = {"timeout_s": LONG_S, **options}
+        options = {"timeout_s": TIMEOUT_S, **options}
         claim = pool.submit(client.claim_meta, "p", "train", ["x"], batch_size, **options)
         wait_until(lambda: waiting(server)[0] == before + 1)
         return claim
@@ -66,7 +69,7 @@ def wait_in_line(plain, pool, wait_until):
 
 
 @pytest.fixture
-def client(plain, connect):
+def client(plain, pool, connect):
     plain.admin("FLUSHALL")
     return connect(url=plain.url)
 
@@ -128,7 +131,7 @@ def test_a_partition_that_is_dropped_wakes_all(client, wait_in_line, only_woken)
 def test_more_questions_than_a_change_looks_at_are_answered_too(plain, client, pool, wait_until, never_count):
     client.register_partition("p", ["x"], None, ["train"])
     claims = [
-        pool.submit(client.claim_meta, "p", "train", ["x"], 1, tag_filter={"v": number}, timeout_s=LONG_S)
+        pool.submit(client.claim_meta, "p", "train", ["x"], 1, tag_filter={"v": number}, timeout_s=TIMEOUT_S)
         for number in range(24)
     ]
     wait_until(lambda: waiting(plain)[0] == 24)
@@ -153,8 +156,8 @@ def test_leases_that_end_are_given_to_those_who_wait(plain, client, connect, wai
 def _claim_in_process(options):
     config = DataPlaneConfig(backend="redis_store", options=options, attach_wait_s=STARTS_S)
     client = connect_backend(RedisBackend, config, bootstrap=False)
-    client.claim_meta("p", "train", ["x"], 1, timeout_s=300.0)
-    time.sleep(300.0)
+    client.claim_meta("p", "train", ["x"], 1, timeout_s=TIMEOUT_S)
+    time.sleep(TIMEOUT_S)
 
 
 def test_a_process_that_was_woken_and_killed_does_not_keep_the_samples(
@@ -196,7 +199,7 @@ def test_a_client_that_closes_no_longer_listens(plain, client, connect, wait_in_
     other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
     client.register_partition("p", ["x"], None, ["train"])
     put(client, ["first"])
-    client.claim_meta("p", "train", ["x"], 1, timeout_s=LONG_S)
+    client.claim_meta("p", "train", ["x"], 1, timeout_s=TIMEOUT_S)
     assert listening(plain) == []  # it did not wait
     gone = wait_in_line(other)
     stays = wait_in_line(client)
@@ -271,7 +274,7 @@ def test_a_user_who_may_not_listen_asks(plain, client, connect, pool, wait_until
         mute = connect(bootstrap=False, url=url, namespace=namespace)
         client.register_partition("p", ["x"], None, ["train"])
         claims = [
-            pool.submit(each.claim_meta, "p", "train", ["x"], 1, timeout_s=LONG_S) for each in (mute, client, mute)
+            pool.submit(each.claim_meta, "p", "train", ["x"], 1, timeout_s=TIMEOUT_S) for each in (mute, client, mute)
         ]
         wait_until(lambda: waiting(plain)[0] == 1 and mute._backend._claims._wakes._refused)
         put(mute, ["a", "b", "c"])  # it may not send messages either
@@ -298,7 +301,7 @@ def test_no_claim_is_forgotten_among_many(plain, client, connect, pool, only_wok
         fields, acked = (["x"], ["x", "y"])[number % 3 == 0], []
         while True:
             batch_size = 2 * chance.randint(1, 3)
-            meta = mine.claim_meta("p", task, fields, batch_size, lease_s=300.0, timeout_s=LONG_S, **options)
+            meta = mine.claim_meta("p", task, fields, batch_size, lease_s=300.0, timeout_s=TIMEOUT_S, **options)
             if not meta.size:
                 return task, acked
             if chance.random() < 0.2:
@@ -319,9 +322,9 @@ def test_no_claim_is_forgotten_among_many(plain, client, connect, pool, only_wok
 
     consumers = [pool.submit(consume, number) for number in range(24)]
     for each in [pool.submit(produce, number) for number in range(3)]:
-        each.result()
+        each.result(LONG_S)
     given = {"train": [], "other": []}
-    for task, acked in (each.result() for each in consumers):
+    for task, acked in (each.result(LONG_S) for each in consumers):
         given[task] += acked
     assert {task: sorted(each) for task, each in given.items()} == {task: sorted(ids) for task in given}
     assert waiting(plain) == (0, 0)

@@ -56,10 +56,9 @@ local function again()
   return reply('again')
 end
 
--- If this claim no longer waits, another one may be woken in its place.
 local function done(kind, ...)
   save_question(P, Q)
-  if digest and (kind ~= 'wait' or stops == 1) and stop_waiting(P, digest, waiter) then P.is_changed = true end
+  if digest and (kind ~= 'wait' or stops == 1) then stop_waiting(P, digest, waiter) end
   return reply(kind, ...)
 end
 

@@ -86,6 +86,7 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
         durability = durability_of(link, config, deadline)
         store_version = store_version_of(link, base, deadline)
         replicas = num_replicas(link, deadline)
+        mute = _wake_error(link, base, deadline)
     except DataPlaneError as error:
         yield _error(error)
         return
@@ -119,6 +120,12 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
     if refused is not None:
         yield _error(refused)
     yield from _replication(who, config, replicas)
+    if mute is not None:
+        yield Finding.warning(
+            f"Claims that wait are not woken, but ask now and then: {mute.message}",
+            f"Let the user send and receive messages: ACL SETUSER NAME '&dp:{{{config.namespace}}}*' +spublish "
+            "+ssubscribe.",
+        )
     parts = urlsplit(url if service is None else service.server_url)
     hosts = {parts.hostname} if service is None else {host for host, _ in service.sentinels}
     if parts.scheme == "redis" and not hosts <= {"localhost", "127.0.0.1", "::1"}:
@@ -130,6 +137,17 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
         yield Finding.warning(
             f"The connection to {link.label} is not encrypted.", "If others use this network, use rediss:// (TLS)."
         )
+
+
+def _wake_error(link: Link, base: bytes, deadline: float) -> DataPlaneError | None:
+    """Why the server refuses this user the messages that wake claims."""
+    try:
+        link.command("doctor", deadline, b"SPUBLISH", base + b":wake:doctor", b"")
+    except BackendUnavailableError as error:
+        if error.retryable:
+            raise
+        return error
+    return None
 
 
 def _sentinels(service: Service, deadline: float) -> Iterator[Finding]:

@@ -263,7 +263,7 @@ class Wakes:
             refusal = link.to_error("listen", error)  # it also follows a redirection
             self._refused = _is_final(refusal)
             if self._refused:
-                _log.info("claims that wait are not woken, and ask at the pace of the store: %s", refusal)
+                _log.warning("claims that wait are not woken, but ask the store now and then: %s", refusal)
             return None
 
     def _serve(self, connection: Any) -> None:

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError
 from dataplane_core.plugins import connect_backend
-from dataplane_redis import RedisBackend, _claims, _wakes
+from dataplane_redis import RedisBackend, RedisConfig, _claims, _wakes
 
 #: Seconds within which a claim must return, and its timeout, at which it would ask once more.
 LONG_S = 60.0
@@ -273,6 +273,9 @@ def test_a_user_who_may_not_listen_asks(plain, client, connect, pool, wait_until
         assert {each.result(LONG_S).sample_ids[0] for each in claims} == {"a", "b", "c"}
         assert len(listening(plain)) == 1
         mute.close()
+        for each, warns in ((url, True), (plain.url, False)):
+            findings = RedisBackend.diagnose(RedisConfig(url=each, namespace=namespace), deadline=time.monotonic() + 20)
+            assert any("not woken" in found.what and "+ssubscribe" in found.hint for found in findings) == warns
     finally:
         plain.admin("ACL", "DELUSER", "mute")
 

@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from dataplane_core.backends import Finding
-from dataplane_core.errors import DataPlaneError
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_redis._instance import (
     durability_of,
     fsync_error,

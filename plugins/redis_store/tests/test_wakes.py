@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError
+from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError, UnknownPartitionError
 from dataplane_core.plugins import connect_backend
 from dataplane_redis import RedisBackend, RedisConfig, _claims, _wakes
 
@@ -179,7 +179,8 @@ def test_a_process_that_was_woken_and_killed_does_not_keep_the_samples(
     assert claim.result(LONG_S).sample_ids == ["a"]
 
 
-def test_a_claim_that_is_given_up_passes_its_wake_on(client, connect, plain, wait_in_line, only_woken):
+@pytest.mark.parametrize("error", [None, BackendUnavailableError("lost")], ids=str)
+def test_a_claim_that_is_given_up_passes_its_wake_on(client, connect, plain, wait_in_line, only_woken, error):
     other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
     client.register_partition("p", ["x"], None, ["train"])
     first = wait_in_line(other)
@@ -187,6 +188,15 @@ def test_a_claim_that_is_given_up_passes_its_wake_on(client, connect, plain, wai
     other._backend._claims._wakes._wake = lambda token: None  # it is told, and does not ask
     put(client, ["a"])
     assert waiting(plain) == (2, 1)
+    session = other._backend._session
+    run, errors = session.run, [error] * (error is not None)
+
+    def failing(what, deadline, script, *values, **more):
+        if script == "leave" and errors:
+            raise errors.pop()
+        return run(what, deadline, script, *values, **more)
+
+    session.run = failing
     (given_up,) = other._backend._claims._wakes._waiting
     other._backend._claims._wakes._end(given_up)
     assert second.result(LONG_S).sample_ids == ["a"]

@@ -276,7 +276,7 @@ class Wakes:
             self._wake(token)
         try:
             self._receive(connection)
-        except (RedisError, OSError, ValueError) as error:  # ValueError: the socket was closed
+        except (RedisError, OSError, ValueError, DataPlaneError) as error:  # ValueError: the socket was closed
             _log.debug("the connection on which claims are woken was lost: %s", error)
         finally:
             with self._lock:
@@ -312,9 +312,14 @@ class Wakes:
             if self._closed:
                 return
             question, token = self._left.popleft()
-            with contextlib.suppress(DataPlaneError), self._session.quietly():  # the server drops it later anyway
-                waiter = self._client + to_bytes(token)
-                self._session.run("claim_meta", time.monotonic() + _CALL_S, "leave", *question, waiter)
+            waiter = self._client + to_bytes(token)
+            try:
+                with self._session.quietly():
+                    self._session.run("claim_meta", time.monotonic() + _CALL_S, "leave", *question, waiter)
+            except DataPlaneError as error:
+                if error.retryable:  # after a pause
+                    self._left.appendleft((question, token))
+                raise
 
     def _sleep(self, pause_s: float) -> None:
         """Until the pause is over, or the client closes."""

@@ -86,17 +86,16 @@ def test_a_put_wakes_as_many_claims_as_it_can_serve(plain, client, wait_in_line,
     claims = [wait_in_line(client, 4, tag_filter=tag_filter) for _ in range(4)]
     tokens = list(wakes._waiting)
     del told[:]  # those who waited when the client began to listen
-    put(client, ids[:6], {"v": 1})
-    put(client, ids[6:14], {"v": 1})  # in all three batches and a half
+    put(client, ids[:14], {"v": 1})  # three batches and a half
     wait_until(lambda: len(told) >= 3)
     assert waiting(plain) == (4, 3)
     assert told == tokens[:3]
-    for token in told:
+    wakes._wake = wake
+    for token in tokens[:3]:
         wake(token)
     given = [sample_id for each in claims[:3] for sample_id in each.result(LONG_S).sample_ids]
     assert sorted(given) == sorted(ids[:12])
-    assert waiting(plain) == (1, 0)
-    wakes._wake = wake
+    wait_until(lambda: waiting(plain) == (1, 0))
     put(client, ids[14:], {"v": 1})
     assert claims[3].result(LONG_S).sample_ids == ids[12:]
 

@@ -74,7 +74,7 @@ def test_any_node_of_a_cluster_may_be_named(start_cluster, connect):
             assert nodes[number].admin("EXISTS", key) == 1
 
 
-def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken):
+def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken, wait_until):
     nodes = start_cluster()
     namespace = namespace_on(0)
     client = connect(url=nodes[0].url, namespace=namespace)

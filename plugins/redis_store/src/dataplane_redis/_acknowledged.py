@@ -108,16 +108,21 @@ class Receipt:
         """The commands that follow the call on the same connection. Packed when they are sent: they end in time."""
         if not self.num_commands:
             return []
-        left_s = deadline - time.monotonic()
-        wait_ms = max(1, int(1000 * (left_s - min(_MARGIN_S, _MARGIN_SHARE * left_s))))
-        words: Command = (b"WAIT", b"%d" % self.replicas, b"%d" % wait_ms)
-        if self.synced:
-            words = (b"WAITAOF", b"1", *words[1:])
-        return [pack(words)]
+        return [_pack_wait(self.replicas, self.synced, deadline)]
 
     def follows(self, reply: Any) -> bool:
         """Whether to wait: not after a refusal."""
         return not self.num_commands or is_acknowledged(reply)
+
+
+def _pack_wait(replicas: int, synced: bool, deadline: float) -> list[bytes | bytearray | memoryview]:
+    """Waits for replicas until shortly before the deadline."""
+    left_s = deadline - time.monotonic()
+    wait_ms = max(1, int(1000 * (left_s - min(_MARGIN_S, _MARGIN_SHARE * left_s))))
+    words: Command = (b"WAIT", b"%d" % replicas, b"%d" % wait_ms)
+    if synced:
+        words = (b"WAITAOF", b"1", *words[1:])
+    return pack(words)
 
 
 def is_acknowledged(reply: Any) -> bool:
@@ -220,6 +225,33 @@ class Acknowledgements:
             f"{what} failed: {link.label} made the change, but then {then}.",
             hint="Call again: a repeated put or ack does no harm.",
         ) from reply
+
+    def wait(self, deadline: float) -> list[bytes | bytearray | memoryview] | None:
+        """The command that waits until replicas of a node have its payload. None: none needs to."""
+        return _pack_wait(self._replicas, self._synced, deadline) if self._replicas or self._synced else None
+
+    def check_wait(self, what: str, link: Link, replies: Iterable[Any]) -> None:
+        """Checks the replies to `wait`, one per node.
+
+        Raises:
+            OperationTimeoutError: Too few replicas of a node have the payload.
+            BackendError: A node refused to wait.
+        """
+        for reply in replies:
+            if isinstance(reply, Exception):
+                link.raise_error(what, reply)
+            local, count = reply if self._synced else (1, reply)
+            if count < self._replicas or not local:
+                raise OperationTimeoutError(
+                    f"{what} timed out waiting for replicas: {count} of {self._replicas} replicas of a node of "
+                    f"{link.label} {'has' if count == 1 else 'have'} the payload. Nothing was written.",
+                    hint="Call again once the replicas are back. Else lower wait_replicas.",
+                )
+
+    @property
+    def history(self) -> str:
+        """Names the history of the ledger's server that this client met last."""
+        return self._history.decode()
 
     # --- histories ----------------------------------------------------------------------------------------------------
 

@@ -59,27 +59,30 @@ from dataplane_redis._claims import Claims
 from dataplane_redis._diagnosis import diagnose
 from dataplane_redis._instance import Durability, Instance, check_server, durability_of
 from dataplane_redis._link import Link
+from dataplane_redis._litter import Litter
+from dataplane_redis._nodes import Nodes
 from dataplane_redis._overview import Overview
+from dataplane_redis._payload import Payload
+from dataplane_redis._placing import NUM_BUCKETS, Placing, base_of
 from dataplane_redis._puts import Puts
 from dataplane_redis._reads import Reads
 from dataplane_redis._server import PrivateServer, private_url
-from dataplane_redis._session import Session, base_of
+from dataplane_redis._session import Session
 from dataplane_redis.config import RedisConfig
 
 __all__ = ["RedisBackend"]
 
 _log = logging.getLogger("dataplane_redis")
 
-#: Rows that one script clears, and writes that it deletes.
+#: Rows that one script clears.
 _CLEAR_ROWS: Final = 1000
-_COLLECT_WRITES: Final = 10_000
 #: Seconds that close may take to remove this client as the owner of the instance.
 _CLOSE_S: Final = 2.0
 
 
 class RedisBackend(Backend):
-    """All clients connect to one Redis server, from any host that reaches it. In a Redis cluster, they connect to the
-    node that serves the namespace.
+    """All clients connect to one Redis server, from any host that reaches it. In a Redis Cluster, one node holds the
+    ledger of the namespace, and the payload is spread over all nodes.
 
     ``durable`` depends on the settings of the server at ``url``: a committed put survives the death of the server if it
     runs with ``appendonly yes`` and ``appendfsync always``. The data of a private server end with the server, since
@@ -102,8 +105,10 @@ class RedisBackend(Backend):
         self._server: PrivateServer | None = None
         self._bootstrapped = False
         self._session = Session(config.namespace, _acknowledgements_of(config))
-        self._puts = Puts(self._session)
-        self._reads = Reads(self._session)
+        payload = Payload(self._session)
+        self._litter = Litter(self._session, payload)
+        self._puts = Puts(self._session, payload, self._litter)
+        self._reads = Reads(self._session, payload)
         self._claims = Claims(self._session)
         self._overview = Overview(self._session, self._reads, self._claims)
 
@@ -133,12 +138,19 @@ class RedisBackend(Backend):
         session = self._session
         link = session.link = Link(url, label)
         link.watch = session.acknowledgements
-        link.follow("connect", deadline, session.base)
+        slots = link.follow("connect", deadline, session.base)
         durability = check_server(link, config, deadline)
         if bootstrap:
-            session.instance = Instance.bootstrap(link, session.base, config, deadline, exclusive=self.exclusive)
+            num_buckets = 1 if slots is None else NUM_BUCKETS
+            session.instance = Instance.bootstrap(
+                link, session.base, config, deadline, exclusive=self.exclusive, num_buckets=num_buckets
+            )
         else:
             session.instance = Instance.attach(link, session.base, config, deadline)
+        session.placing = Placing(config.namespace, session.instance.num_buckets)
+        if session.placing.is_spread:
+            session.nodes = Nodes(link)
+            session.nodes.learn(slots or ())
         self._bootstrapped = bootstrap
         _log.info("connected to %s: %s", label, durability.describe())
 
@@ -156,6 +168,8 @@ class RedisBackend(Backend):
                 if session.acknowledgements is not None:
                     session.acknowledgements.end(link, deadline)
             link.close()
+            if session.nodes is not None:
+                session.nodes.close()
         if self._server is not None:
             self._server.stop()
 
@@ -168,7 +182,7 @@ class RedisBackend(Backend):
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:
         """Registers a partition. Drops an earlier registration of it, or adds to it."""
         info, left = self._overview.register(request)
-        self._collect(left, request.deadline)
+        self._litter.collect(left, request.deadline)
         return info
 
     def describe_partition(self, request: DescribeRequest) -> PartitionInfo:
@@ -188,8 +202,11 @@ class RedisBackend(Backend):
         return self._overview.list_fields(request)
 
     def announce(self, request: AnnounceRequest) -> AnnounceReply:
-        """Lists a client."""
-        return self._overview.announce(request)
+        """Lists a client. In a cluster, also deletes payload that other clients left."""
+        reply = self._overview.announce(request)
+        if request.ttl_s:
+            self._litter.look(request.deadline)
+        return reply
 
     def list_clients(self, request: ListClientsRequest) -> ClientList:
         """Lists the clients."""
@@ -259,13 +276,8 @@ class RedisBackend(Backend):
             count += int(cleared)
             if not epoch:  # the partition is gone
                 break
-        self._collect(left, request.deadline)
+        self._litter.collect(left, request.deadline)
         return ClearReply(num_samples=count)
-
-    def _collect(self, left: int, deadline: float) -> None:
-        """Deletes the payload of dropped registrations, in parts. If it fails, a later call deletes the rest."""
-        while left:
-            _, left = self._session.run("clear_samples", deadline, "collect", _COLLECT_WRITES)
 
 
 def _acknowledgements_of(config: RedisConfig) -> Acknowledgements | None:

@@ -218,6 +218,7 @@ class Instance:
             over the address.
         owner: Random bits of the client that bootstrapped the instance last; empty if that was another client.
         clock_offset_s: The store's time minus this process's monotonic clock, in seconds.
+        num_buckets: How many buckets the payload is spread over; see `Placing`. Fixed when the namespace was empty.
     """
 
     capacity_bytes: int | None
@@ -225,10 +226,18 @@ class Instance:
     id: bytes
     owner: bytes
     clock_offset_s: float
+    num_buckets: int
 
     @classmethod
     def bootstrap(
-        cls, link: Link, base: bytes, config: RedisConfig, deadline: float, *, exclusive: bool = False
+        cls,
+        link: Link,
+        base: bytes,
+        config: RedisConfig,
+        deadline: float,
+        *,
+        exclusive: bool = False,
+        num_buckets: int = 1,
     ) -> Instance:
         """Creates the instance, or takes it over from an earlier client with equal options.
 
@@ -236,7 +245,8 @@ class Instance:
             AlreadyRunningError: The namespace holds an instance with other options; with ``exclusive``, any instance.
         """
         owner = new_id().encode()
-        reply = _ask(link, base, config, deadline, "bootstrap alone" if exclusive else "bootstrap", owner)
+        action = "bootstrap alone" if exclusive else "bootstrap"
+        reply = _ask(link, base, config, deadline, action, owner, num_buckets)
         if reply[0] == b"other" and exclusive:
             raise AlreadyRunningError(
                 f"namespace '{config.namespace}' on {link.label} holds an instance.", retryable=True
@@ -249,7 +259,8 @@ class Instance:
                 hint="Attach with bootstrap=False, choose another namespace, or, if its owner died, run: "
                 f"redis-cli HDEL '{base.decode()}:instance' owner",
             )
-        return cls(_capacity_of(reply[2]), reply[3].decode(), reply[1], owner, _clock_offset_s(reply[4]))
+        offset_s = _clock_offset_s(reply[4])
+        return cls(_capacity_of(reply[2]), reply[3].decode(), reply[1], owner, offset_s, int(reply[5]))
 
     @classmethod
     def attach(cls, link: Link, base: bytes, config: RedisConfig, deadline: float) -> Instance:
@@ -264,7 +275,8 @@ class Instance:
                 f"connect(bootstrap=False) failed: namespace '{config.namespace}' on {link.label} holds no instance.",
                 hint="Bootstrap it first: connect(config, bootstrap=True).",
             )
-        return cls(_capacity_of(reply[2]), reply[3].decode(), reply[1], b"", _clock_offset_s(reply[4]))
+        offset_s = _clock_offset_s(reply[4])
+        return cls(_capacity_of(reply[2]), reply[3].decode(), reply[1], b"", offset_s, int(reply[5]))
 
     def end(self, link: Link, base: bytes, config: RedisConfig, deadline: float) -> None:
         """Removes the owner, unless a later client took over. Then no client can attach. Data and clients stay."""
@@ -287,10 +299,12 @@ class Instance:
         )
 
 
-def _ask(link: Link, base: bytes, config: RedisConfig, deadline: float, action: str, owner: bytes) -> Any:
+def _ask(
+    link: Link, base: bytes, config: RedisConfig, deadline: float, action: str, owner: bytes, num_buckets: int = 1
+) -> Any:
     """Runs the ``instance`` script and returns its reply."""
     capacity = "" if config.capacity_bytes is None else str(config.capacity_bytes)
-    request = pack_request(action, str(STORE_VERSION), new_id(), owner, capacity, config.on_full)
+    request = pack_request(action, str(STORE_VERSION), new_id(), owner, capacity, config.on_full, str(num_buckets))
     reply = link.script("close" if action == "end" else "connect", deadline, SCRIPTS["instance"], base, request)
     if reply[0] == b"version":
         _raise_if(store_error(link.label, reply[1].decode()))

@@ -6,8 +6,9 @@ a link does not send it again: the caller decides.
 With Sentinel, a link talks to the server that the sentinels name as the primary. While they name none that answers, a
 call waits until its deadline: nothing was sent yet.
 
-In a cluster, all keys of a namespace are in one slot, so a link talks to the one node that serves that slot. When the
-cluster moves the slot, the link follows it. When the node is gone, the link looks for the slot on the other nodes.
+In a cluster, all keys of a namespace's ledger are in one slot, so a link talks to the one node that serves that slot.
+When the cluster moves the slot, the link follows it. When the node is gone, the link looks for the slot on the other
+nodes. While none serves it, or its keys are moving, a call waits until its deadline: nothing was done yet.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from redis.exceptions import (
     ReadOnlyError,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 from redis.exceptions import ConnectionError as LostConnectionError
 
@@ -48,10 +50,24 @@ from dataplane_redis._rows import ArrayReader
 from dataplane_redis._scripts import Script
 from dataplane_redis._sentinel import NoPrimaryError, Service, UnknownServiceError
 
-__all__ = ["Command", "Link", "Read", "Rider", "Watch", "pack"]
+__all__ = [
+    "Address",
+    "Command",
+    "Link",
+    "Read",
+    "Rider",
+    "Watch",
+    "in_chunks",
+    "is_moving",
+    "is_temporary_refusal",
+    "left_s",
+    "pack",
+]
 
 #: The words of a command.
 Command: TypeAlias = Sequence[bytes | bytearray | memoryview]
+#: Host and port of a node of a cluster. Port 0: the server of the URL.
+Address: TypeAlias = tuple[str, int]
 
 _R = TypeVar("_R")
 
@@ -118,16 +134,16 @@ class Watch(Protocol):
         """Called before a connection is used. May raise."""
 
 
-def _in_chunks(reads: Sequence[Read]) -> list[list[Read]]:
-    """Groups neighbouring reads until the replies of a chunk are worth a round trip."""
-    chunks: list[list[Read]] = []
+def in_chunks(reads: Sequence[_R], size_of: Callable[[_R], int]) -> list[list[_R]]:
+    """Groups neighbouring reads until the replies of a chunk, of so many bytes each, are worth a round trip."""
+    chunks: list[list[_R]] = []
     size_bytes = _CHUNK_BYTES
     for read in reads:
         if size_bytes >= _CHUNK_BYTES:
             chunks.append([])
             size_bytes = 0
         chunks[-1].append(read)
-        size_bytes += read.size_bytes
+        size_bytes += size_of(read)
     return chunks
 
 
@@ -170,25 +186,48 @@ class Link:
 
     # --- the node of a cluster ----------------------------------------------------------------------------------------
 
-    def follow(self, what: str, deadline: float, key: bytes) -> None:
+    def follow(self, what: str, deadline: float, key: bytes) -> Any:
         """Switches to the node that serves ``key``. On a server that is not a cluster, changes nothing.
+
+        Returns:
+            The reply to CLUSTER SLOTS. None if the server is not a cluster, or the ACL forbids the command.
 
         Raises:
             As `commands`.
         """
         self.command(what, deadline, b"EXISTS", key)
         if self._service is not None:
-            return
+            return None
         reply = self._ask(what, deadline, pack((b"CLUSTER", b"SLOTS")))
         if isinstance(reply, Exception):
-            return  # not a cluster, or the ACL forbids the command
-        self._nodes = [self._address_of(node[0], node[1]) for _, _, *nodes in reply for node in nodes]
+            return None
+        self._nodes = [_place_of(self.address_of(node[0], node[1])) for _, _, *nodes in reply for node in nodes]
+        return reply
 
-    def _address_of(self, host: bytes | str, port: int | str) -> dict[str, Any]:
+    @property
+    def address(self) -> Address:
+        """The node that the link talks to."""
+        return (self._address["host"], self._address["port"]) if self._address else ("", 0)
+
+    def address_of(self, host: bytes | str, port: int | str) -> Address:
+        """The address that a node gives. An empty host means the node that was asked."""
         name = host.decode() if isinstance(host, bytes) else host
-        # an empty name means the node that was asked
         known = self._address.get("host") or self._pool.connection_kwargs.get("host") or "localhost"
-        return {"host": name or known, "port": int(port)}
+        return name or known, int(port)
+
+    def connect_to(self, address: Address, timeout_s: float) -> Any:
+        """A new connection to a node, that this link does not keep. Raises what redis-py raises."""
+        kind = self._connection_class
+        if address[1] and issubclass(kind, UnixDomainSocketConnection):
+            kind = Connection
+        connection: Any = kind(**self._where(_place_of(address)))
+        connection.socket_connect_timeout = connection.socket_timeout = timeout_s
+        try:
+            connection.connect()
+        except (RedisError, OSError):
+            connection.disconnect()
+            raise
+        return connection
 
     def _switch_to(self, address: dict[str, Any]) -> None:
         with self._lock:
@@ -203,10 +242,10 @@ class Link:
         """Switches to the node that a refusal names. False if it names none."""
         text = str(refusal)
         if isinstance(refusal, MovedError):
-            self._switch_to(self._address_of(refusal.host, refusal.port))
+            self._switch_to(_place_of(self.address_of(refusal.host, refusal.port)))
         elif text.startswith("MOVED "):
             host, _, port = text.split(" ")[-1].rpartition(":")
-            self._switch_to(self._address_of(host, port))
+            self._switch_to(_place_of(self.address_of(host, port)))
         else:
             return False
         return True
@@ -267,6 +306,12 @@ class Link:
                 self._switch_to({})  # a failover made the server a replica
                 time.sleep(_SERVICE_POLL_S)
                 continue
+            if self._nodes and refused and is_moving(reply) and _is_early(deadline, _SERVICE_POLL_S):
+                time.sleep(_SERVICE_POLL_S)
+                continue
+            if self._nodes and num_redirections == _MAX_REDIRECTIONS and _is_early(deadline, _SERVICE_POLL_S):
+                time.sleep(_SERVICE_POLL_S)  # the nodes do not agree yet, or name one that is dead
+                num_redirections = 0
             if num_redirections == _MAX_REDIRECTIONS or not (refused and self._follow_redirection(reply)):
                 return reply
             num_redirections += 1
@@ -279,7 +324,7 @@ class Link:
         rider: Rider | None,
     ) -> Any:
         (reply,) = self.commands(what, deadline, [packed], 1, rider)
-        if isinstance(reply, Exception) and _is_temporary_refusal(reply):
+        if isinstance(reply, Exception) and is_temporary_refusal(reply):
             self.raise_error(what, reply)
         return reply
 
@@ -299,7 +344,7 @@ class Link:
             try:
                 return call()
             except OperationTimeoutError as error:
-                if not _is_temporary_refusal(error.__cause__) or time.monotonic() + _REFUSED_POLL_S >= deadline:
+                if not is_temporary_refusal(error.__cause__) or time.monotonic() + _REFUSED_POLL_S >= deadline:
                     raise
             time.sleep(_REFUSED_POLL_S)
 
@@ -333,7 +378,7 @@ class Link:
             rider.history = connection.dataplane_history
             packed = chain(packed, rider.pack(deadline))
         try:
-            connection._sock.settimeout(_left_s(deadline))
+            connection._sock.settimeout(left_s(deadline))
             waiting: list[bytes | bytearray | memoryview] = []
             size = 0
             for parts in packed:
@@ -341,7 +386,7 @@ class Link:
                     waiting.append(part)
                     size += len(part)
                     if size >= _JOIN_BYTES:
-                        connection._sock.settimeout(_left_s(deadline))
+                        connection._sock.settimeout(left_s(deadline))
                         connection.send_packed_command([b"".join(waiting)], check_health=False)
                         waiting, size = [], 0
             if waiting:
@@ -361,7 +406,7 @@ class Link:
 
     @staticmethod
     def _read_reply(connection: Any, deadline: float) -> Any:
-        connection._sock.settimeout(_left_s(deadline))
+        connection._sock.settimeout(left_s(deadline))
         try:
             return connection.read_response(disable_decoding=True)
         except ResponseError as error:
@@ -398,7 +443,7 @@ class Link:
         return self.retry_while_refused(deadline, lambda: self._fetch_once(what, deadline, reads))
 
     def _fetch_once(self, what: str, deadline: float, reads: Sequence[Read]) -> list[list[memoryview | None]]:
-        chunks = _in_chunks(reads)
+        chunks = in_chunks(reads, lambda read: read.size_bytes)
         arrays: list[list[memoryview | None]] = []
         connection = self._acquire(what, deadline)
         complete = False
@@ -406,7 +451,7 @@ class Link:
             reader = ArrayReader(connection._sock, sum(read.size_bytes for read in reads), deadline)
             for number in range(-1, len(chunks)):
                 if number + 1 < len(chunks):
-                    connection._sock.settimeout(_left_s(deadline))
+                    connection._sock.settimeout(left_s(deadline))
                     sent = b"".join([read.packed for read in chunks[number + 1]])
                     connection.send_packed_command([sent], check_health=False)
                 if number >= 0:
@@ -438,7 +483,7 @@ class Link:
         if isinstance(error, BusyLoadingError):
             return OperationTimeoutError(f"{what} timed out: {self.label} is still loading its data.")
         text = str(error)
-        if _is_temporary_refusal(error):
+        if is_temporary_refusal(error):
             return OperationTimeoutError(f"{what} timed out: {self.label} is busy with a script that takes long.")
         if text.startswith(("OOM", "command not allowed when used memory")):
             return CapacityExceededError(
@@ -503,14 +548,15 @@ class Link:
             address = self._address
             connection: Any = self._connection_class(**self._where(address))
             connection.dataplane_address = address
-            connection.socket_connect_timeout = connection.socket_timeout = _left_s(deadline)
+            most_s = min(left_s(deadline), _SERVICE_CONNECT_S) if self._nodes else left_s(deadline)
+            connection.socket_connect_timeout = connection.socket_timeout = most_s
             try:
                 connection.connect()
                 self._greet(connection, watch)
                 return connection
             except (RedisError, OSError) as error:
                 connection.disconnect()
-                if _is_temporary_refusal(error):
+                if is_temporary_refusal(error):
                     if time.monotonic() + _REFUSED_POLL_S >= deadline:
                         self.raise_error(what, error)
                     time.sleep(_REFUSED_POLL_S)
@@ -518,15 +564,20 @@ class Link:
                 if num_redirections < _MAX_REDIRECTIONS and self._follow_redirection(error):
                     num_redirections += 1
                     continue
-                node = next(elsewhere, None) if isinstance(error, (LostConnectionError, OSError)) else None
-                if node is None:
+                is_lost = isinstance(error, (LostConnectionError, redis.TimeoutError, OSError))
+                node = next(elsewhere, None) if is_lost else None
+                if node is None and not (is_lost and self._nodes and _is_early(deadline, _SERVICE_POLL_S)):
                     self.raise_error(what, error)
+                if node is None:  # a failover takes a while
+                    time.sleep(_SERVICE_POLL_S)
+                    elsewhere, num_redirections = iter(list(self._nodes)), 0
+                    node = next(elsewhere)
                 self._switch_to(node)
 
     def _connect_to_primary(self, what: str, deadline: float, service: Service, watch: Watch | None) -> Any:
         """Waits until the sentinels name a primary and it answers as one."""
         while True:
-            left_s = min(_left_s(deadline), _SERVICE_CONNECT_S)
+            most_s = min(left_s(deadline), _SERVICE_CONNECT_S)
             connection: Any = None
             try:
                 address = self._address
@@ -536,7 +587,7 @@ class Link:
                     self._switch_to(address)
                 connection = self._connection_class(**self._where(address))
                 connection.dataplane_address = address
-                connection.socket_connect_timeout = connection.socket_timeout = left_s
+                connection.socket_connect_timeout = connection.socket_timeout = most_s
                 connection.connect()
                 self._greet(connection, watch)
                 return connection
@@ -604,7 +655,21 @@ class Link:
                 self._switch_to({})
 
 
-def _is_temporary_refusal(error: BaseException | None) -> bool:
+def _place_of(address: Address) -> dict[str, Any]:
+    """What redis-py must know of a node."""
+    return {"host": address[0], "port": address[1]} if address[1] else {}
+
+
+def is_moving(error: Exception) -> bool:
+    """Whether a node of a cluster refused since the keys are being moved, or since the cluster lacks a node."""
+    return (
+        isinstance(error, (ClusterDownError, TryAgainError))
+        or (isinstance(error, AskError) and not isinstance(error, MovedError))
+        or str(error).startswith(("ASK ", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN"))
+    )
+
+
+def is_temporary_refusal(error: BaseException | None) -> bool:
     """Whether the server refused before it did anything, and will accept the command soon."""
     return isinstance(error, BusyLoadingError) or (isinstance(error, ResponseError) and str(error).startswith("BUSY "))
 
@@ -614,5 +679,5 @@ def _is_early(deadline: float, pause_s: float) -> bool:
     return time.monotonic() + pause_s < deadline
 
 
-def _left_s(deadline: float) -> float:
+def left_s(deadline: float) -> float:
     return max(_MIN_TIMEOUT_S, deadline - time.monotonic())

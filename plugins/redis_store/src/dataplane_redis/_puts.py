@@ -1,14 +1,13 @@
 """Puts: reserve, write, commit; and how a failed put is undone.
 
 A small put is one script. A larger one reserves room (one script), writes its rows into a new hash, and commits
-(another script, sent together with the rows). Rows are never changed after they are written, and their keys are never
-used again.
+(another script, sent together with the rows). In a cluster, its rows go to several nodes, and the commit follows when
+all nodes have them. Rows are never changed after they are written, and their keys are never used again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,9 @@ from dataplane_core.spec import PutReply, PutRequest
 from dataplane_redis import _refusals
 from dataplane_redis._acknowledged import Acknowledged
 from dataplane_redis._link import pack
+from dataplane_redis._litter import Litter
+from dataplane_redis._nodes import LostNodeError
+from dataplane_redis._payload import Payload
 from dataplane_redis._rows import pack_rows
 from dataplane_redis._scripts import SCRIPTS
 from dataplane_redis._session import Session
@@ -40,6 +42,8 @@ _MAX_NOT_UNDONE: Final = 1000
 #: A put that waits for room pauses at least this share of the time it has waited, but not longer than `_PAUSE_S`.
 _PAUSE_SHARE: Final = 0.05
 _PAUSE_S: Final = 0.1
+#: Seconds until a put begins again after a node was lost.
+_LOST_PAUSE_S: Final = 0.05
 #: Seconds before its deadline at which a put that waits for room gives up.
 _LAST_ASK_S: Final = 0.02
 
@@ -47,8 +51,10 @@ _LAST_ASK_S: Final = 0.02
 class Puts:
     """Puts of one client."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, payload: Payload, litter: Litter) -> None:
         self._session = session
+        self._payload = payload
+        self._litter = litter
         self._not_undone: deque[bytes] = deque(maxlen=_MAX_NOT_UNDONE)  # failed puts, by write id
 
     def put_samples(self, request: PutRequest, row_cost_bytes: int | None) -> PutReply:
@@ -78,16 +84,22 @@ class Puts:
             left_s + _ABANDON_GRACE_S,
         )
         small = num_samples <= INLINE_ROWS and total + 32 * num_samples * len(request.columns) <= INLINE_BYTES
-        if small or not stored:
+        placing = self._session.placing
+        if not stored or (small and placing.stays(num_samples, total)):
             rows: list[memoryview] = []
             if stored:
                 buffer, offsets = join_rows([framed_columns(bundle.columns) for bundle in stored])
                 view, cuts = memoryview(buffer), offsets.tolist()
                 rows = [view[start:stop] for start, stop in pairwise(cuts)]
-            write = _new_write()
+            write = placing.new_write()
             packed = pack_request("inline", *common, write, b"", wait_s)
             with self._undone_on_error(write, request.deadline):
-                self._reserve(what, request, total, write, packed, rows, _call_of(request))
+                reply = self._reserve(what, request, total, write, packed, rows, _call_of(request))
+            if placing.is_spread:
+                self._litter.collect(reply[2], request.deadline)
+            return PutReply(num_samples=num_samples)
+        if placing.is_spread:
+            self._put_spread(what, request, total, stored, common, wait_s)
             return PutReply(num_samples=num_samples)
         link, _ = self._session.connected()
         link.retry_while_refused(request.deadline, lambda: self._put_rows(what, request, total, stored, common, wait_s))
@@ -103,12 +115,42 @@ class Puts:
         wait_s: float,
     ) -> None:
         """Reserves, writes the rows, commits. Undoes the put if one of these fails."""
-        write = _new_write()
+        write = self._session.placing.new_write()
         begin = pack_request("begin", *common, write, b"", wait_s)
         with self._undone_on_error(write, request.deadline):
             reply = self._reserve(what, request, total, write, begin, ())
             commit = pack_request("commit", common[0], reply[1], *common[2:], write, reply[2])
             self._write(what, write, bundles, commit, request)
+
+    def _put_spread(
+        self,
+        what: str,
+        request: PutRequest,
+        total: int,
+        bundles: Sequence[Bundle],
+        common: Sequence[Any],
+        wait_s: float,
+    ) -> None:
+        """Reserves, writes the rows to the nodes, commits. If a node is lost before the commit, undoes the put and
+        begins again, until the deadline."""
+        num_rows = sum(len(bundle.row_bytes) for bundle in bundles)
+        while True:
+            write = self._session.placing.new_spread_write(num_rows, total)
+            begin = pack_request("begin", *common, write, b"", wait_s)
+            try:
+                with self._undone_on_error(write, request.deadline):
+                    reply = self._reserve(what, request, total, write, begin, ())
+                    commit = pack_request("commit", common[0], reply[1], *common[2:], write, reply[2])
+                    self._payload.write(what, write, bundles, request.deadline, _ABANDON_GRACE_S)
+                    reply = self._session.script(what, request.deadline, "put", commit, confirms=_call_of(request))
+                    if reply[0] != b"ok":
+                        _refusals.raise_put(what, request, reply)
+                self._litter.collect(reply[2], request.deadline)
+                return
+            except LostNodeError:
+                if time.monotonic() + _LOST_PAUSE_S >= request.deadline:
+                    raise
+                time.sleep(_LOST_PAUSE_S)
 
     def _reserve(
         self,
@@ -162,7 +204,7 @@ class Puts:
     ) -> None:
         """Sends the rows and the commit. Raises unless the server confirms the commit."""
         link, _ = self._session.connected()
-        key = self._session.key_of(write)
+        key = self._session.placing.key_of(write)
         chunks = _chunks_of(bundles)
         left_s = max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S
         expiry = pack((b"PEXPIRE", key, b"%d" % int(left_s * 1000)))
@@ -212,7 +254,10 @@ class Puts:
         """
         try:
             with self._session.quietly():
-                self._session.run("put_samples", min(deadline, time.monotonic() + _UNDO_S), "abort", write)
+                until = min(deadline, time.monotonic() + _UNDO_S)
+                reply = self._session.run("put_samples", until, "abort", write)
+                if self._session.placing.is_spread:
+                    self._litter.collect(reply[1], until)
         except DataPlaneError:
             self._not_undone.append(write)
 
@@ -246,8 +291,3 @@ def _chunks_of(bundles: Sequence[Bundle]) -> list[tuple[int, list[Any]]]:
 
 def _call_of(request: PutRequest) -> Acknowledged:
     return Acknowledged("put_samples", request.partition_id, sample_ids=request.sample_ids)
-
-
-def _new_write() -> bytes:
-    """A write id: random bits, so that it is unique even if the server loses its data."""
-    return os.urandom(16)

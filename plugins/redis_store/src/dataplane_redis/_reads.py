@@ -24,6 +24,7 @@ from dataplane_core.spec import (
 )
 from dataplane_redis import _refusals
 from dataplane_redis._link import Read, pack
+from dataplane_redis._payload import Payload
 from dataplane_redis._rows import ReadPlans, row_overhead
 from dataplane_redis._session import Session
 from dataplane_redis._wire import (
@@ -52,8 +53,9 @@ _Place: TypeAlias = tuple[bytes, int]
 class Reads:
     """Reads of one client."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, payload: Payload) -> None:
         self._session = session
+        self._payload = payload
 
     def get_samples(self, request: GetRequest) -> WireBatch:
         """Locates the rows and fetches them. Starts again if rows were overwritten in between.
@@ -85,6 +87,8 @@ class Reads:
             if lost:
                 _refusals.raise_lost(what, request, [(row, pairs) for _, _, row, pairs in lost])
             moved.update(each[:2] for each in empty)
+            if self._session.placing.is_spread:
+                self._payload.refresh(request.deadline)
             if time.monotonic() >= request.deadline:
                 raise OperationTimeoutError(
                     f"{what} timed out: the rows were overwritten faster than they could be read."
@@ -174,9 +178,13 @@ class Reads:
         places: list[_Place] = list(uses)
         if sent is None:
             link, _ = self._session.connected()
-            for found in link.fetch(what, request.deadline, self._reads(by_write)):
-                payload += found
-            places = [(write, position) for write, rows in by_write.items() for position, _ in rows]
+            if self._session.placing.is_spread:
+                wanted = [(write, *each) for write, rows in by_write.items() for each in rows]
+                places, payload = self._payload.fetch(what, request.deadline, wanted)
+            else:
+                for found in link.fetch(what, request.deadline, self._reads(by_write)):
+                    payload += found
+                places = [(write, position) for write, rows in by_write.items() for position, _ in rows]
         if None in payload:
             empty = [place for place, data in zip(places, payload, strict=True) if data is None]
             return {}, [(*place, row, pairs) for place in empty for row, pairs in uses[place]]
@@ -202,11 +210,11 @@ class Reads:
         """
         reads = []
         for write, rows in by_write.items():
-            words, size_bytes = [b"HMGET", self._session.key_of(write)], 0
+            words, size_bytes = [b"HMGET", self._session.placing.key_of(write)], 0
             for position, size in rows:
                 if size_bytes and size_bytes + size > _READ_BYTES:
                     reads.append(Read(b"".join(pack(words)), size_bytes))
-                    words, size_bytes = [b"HMGET", self._session.key_of(write)], 0
+                    words, size_bytes = [b"HMGET", self._session.placing.key_of(write)], 0
                 words.append(b"%d" % position)
                 size_bytes += size
             reads.append(Read(b"".join(pack(words)), size_bytes))

@@ -27,7 +27,7 @@ _OPERATIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "describe": ("no-writes", ("common",)),
     "put": ("", ("common", "line", *_WAKES)),
     "room": ("allow-oom", ("common", "line")),
-    "abort": ("allow-oom", ("common", "line")),
+    "abort": ("allow-oom", ("common", "line", "unknown")),
     "locate": ("no-writes", ("common",)),
     "list": ("no-writes", ("common", "filter")),
     "claim": ("allow-oom", ("common", "leases", *_WAKES)),
@@ -40,6 +40,7 @@ _OPERATIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "cursor": ("allow-oom", ("common", "leases", *_WAKES, "adding")),
     "clear": ("allow-oom", ("common", "leases", *_WAKES, "drop")),
     "collect": ("allow-oom", ("common",)),
+    "sweep": ("allow-oom", ("common", "unknown")),
     "announce": ("allow-oom", ("common",)),
     "clients": ("no-writes", ("common",)),
 }

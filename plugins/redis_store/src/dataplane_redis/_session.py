@@ -11,10 +11,12 @@ from dataplane_redis import _refusals
 from dataplane_redis._acknowledged import Acknowledged, Acknowledgements, Receipt, is_acknowledged
 from dataplane_redis._instance import Instance
 from dataplane_redis._link import Link
+from dataplane_redis._nodes import Nodes
+from dataplane_redis._placing import Placing, base_of
 from dataplane_redis._scripts import SCRIPTS
 from dataplane_redis._wire import pack_request
 
-__all__ = ["Confirms", "Session", "base_of"]
+__all__ = ["Confirms", "Session"]
 
 
 #: What a call acknowledges, or what it acknowledges by its reply, if anything.
@@ -28,6 +30,8 @@ class Session:
         base: The prefix of all keys.
         link: The link to the server.
         instance: The instance in the namespace.
+        placing: Where the rows lie.
+        nodes: The nodes of the cluster, if rows are spread over them; else None.
         acknowledgements: What this client was told is done. None for a private server, which nobody starts again.
     """
 
@@ -35,6 +39,8 @@ class Session:
         self.base = base_of(namespace)
         self.link: Link | None = None
         self.instance: Instance | None = None
+        self.placing = Placing(namespace, 1)
+        self.nodes: Nodes | None = None
         self.acknowledgements = acknowledgements
 
     def connected(self) -> tuple[Link, Instance]:
@@ -115,12 +121,3 @@ class Session:
     def command(self, what: str, deadline: float, *words: bytes) -> Any:
         """Sends a command and returns the reply."""
         return self.connected()[0].command(what, deadline, *words)
-
-    def key_of(self, write: bytes) -> bytes:
-        """The key of the hash that holds the rows of a write."""
-        return b"%s:w:%s" % (self.base, write.hex().encode())
-
-
-def base_of(namespace: str) -> bytes:
-    """The prefix of all keys of a namespace."""
-    return b"dp:{%s}" % namespace.encode()

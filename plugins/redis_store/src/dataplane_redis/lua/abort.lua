@@ -1,10 +1,12 @@
--- Request: {write}. Aborts a begun put. A committed put stays.
+-- Request: {write}. Aborts a begun put. A committed put stays. Replies also whether `collect` has something to do.
 local write = unpack(cmsgpack.unpack(ARGV[1]))
 if call('ZREM', BASE .. ':pending', write) == 1 then
   local size = call('HGET', BASE .. ':reserved', write)
   call('HDEL', BASE .. ':reserved', write)
   free_room(tonumber(size))
-  call('UNLINK', key_of_write(write))
+  delete_write(write)
+elseif lies_elsewhere(write) then
+  condemn({write})
 end
 leave_line(write)
-return {'ok'}
+return {'ok', SPREAD and has_trash() or 0}

@@ -4,10 +4,10 @@ local name, epoch, ids, whole = unpack(cmsgpack.unpack(ARGV[1]))
 reap()
 leave_mark()
 local P = open_partition(name)
-if not P or (epoch ~= '' and epoch ~= P.epoch) then return {'ok', 0, call('EXISTS', BASE .. ':trash'), ''} end
+if not P or (epoch ~= '' and epoch ~= P.epoch) then return {'ok', 0, has_trash(), ''} end
 if whole == 1 then
   local count = drop_partition(P)
-  return {'ok', count, call('EXISTS', BASE .. ':trash'), ''}
+  return {'ok', count, has_trash(), ''}
 end
 local rows, gone, refs = hmget(P.at .. 'r', ids), {}, {}
 for i, id in ipairs(ids) do
@@ -81,4 +81,4 @@ if #gone > 0 then
   changed(P)
   wake(P)
 end
-return {'ok', #gone, call('EXISTS', BASE .. ':trash'), P.epoch}
+return {'ok', #gone, has_trash(), P.epoch}

@@ -17,11 +17,14 @@
 --   base:line, waiting, freed   puts that wait for room, see line.lua
 --   base:why:<digest>    the shortfall of a claim that timed out, kept for a short time, see shortfall.lua
 --   base:trash           set: dropped registrations; base:trash:<epoch>: their writes
+--   base:gone            zset: payload in other slots that clients must delete, by the time when: a write, or a write
+--                        and the position of a row
 --   base:p:<partition>   hash: epoch, num, group, info, ntasks, seen, cleared, bytes, whole, t:<task> -> index,
 --                        d:<index> -> samples done, w:<index> -> whole groups held, change: the mark of the last
 --                        change, noted: see changed, lease: the last lease's number, turn: see wakes.lua,
 --                        r:<index> -> the lease that a claim is filling
---   base:w:<write>       hash: position -> joined cells of one row; written before the commit, never changed
+--   base:w:<write>       hash: position -> joined cells of one row; written before the commit, never changed. In a
+--                        cluster, most rows lie in other slots, where no script reaches them, see lies_elsewhere
 --   base:e:<epoch>:      r   hash   id -> row: seq, then the refs (write, position, layout, bytes) of its payload
 --                        t   hash   id -> msgpack map of tags
 --                        o   zset   id by seq: the order of first writes
@@ -30,6 +33,7 @@
 --                        s   hash   field -> spec
 --                        l   list   layouts: the field names of a write, in order; li: hash layout -> index
 --                        u   set    writes that rows refer to
+--                        uc  hash   such a write in other slots -> its rows that are still referred to
 --                        n   hash   write and position of a row that several ids share -> how many
 --                        g   hash   group -> seq, whether it is broken, how many members are held and how many
 --                                   listed, and the list of the first MEMBERS ids that joined it, as msgpack
@@ -49,7 +53,7 @@ local HEX = '%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x'
 local call = redis.call
 
 local ASKER = ARGV[#ARGV]
-local INSTANCE = call('HMGET', BASE .. ':instance', 'id', 'clock')
+local INSTANCE = call('HMGET', BASE .. ':instance', 'id', 'clock', 'buckets')
 if INSTANCE[1] ~= string.sub(ASKER, 1, 32) then return {'other_history'} end
 
 -- A call that acknowledges something may also carry a mark: a caller, who makes one such call at a time, and a number
@@ -116,6 +120,23 @@ end
 
 local function key_of_write(write)
   return BASE .. ':w:' .. string.format(HEX, string.byte(write, 1, 16))
+end
+
+-- Whether a write's rows lie in other slots of the cluster. Then its number of groups is not 0, see _placing.py.
+local SPREAD = tonumber(INSTANCE[3] or 1) > 1
+local function lies_elsewhere(write)
+  return SPREAD and string.sub(write, 3, 4) ~= '\0\0'
+end
+
+-- Deletes rows that no id refers to, or has clients do it. They no longer take up room.
+local function delete_write(write)
+  if lies_elsewhere(write) then call('ZADD', BASE .. ':gone', 0, write) else call('UNLINK', key_of_write(write)) end
+end
+
+-- 1 if `collect` has something to do now, else 0.
+local function has_trash()
+  if call('EXISTS', BASE .. ':trash') == 1 then return 1 end
+  return SPREAD and #call('ZRANGEBYSCORE', BASE .. ':gone', '-inf', string.format('%.6f', now()), 'LIMIT', 0, 1) or 0
 end
 
 local function open_partition(name)
@@ -273,9 +294,21 @@ local function free_refs(P, refs)
     add_to(by_write, order, write, position)
   end
   for _, write in ipairs(order) do
-    local key = key_of_write(write)
-    batched('HDEL', key, by_write[write])
-    if call('EXISTS', key) == 0 then call('SREM', P.at .. 'u', write) end
+    local key, is_empty = key_of_write(write), false
+    if lies_elsewhere(write) then
+      is_empty = call('HINCRBY', P.at .. 'uc', write, -#by_write[write]) == 0
+      local gone = {}
+      for _, position in ipairs(is_empty and {''} or by_write[write]) do
+        gone[#gone + 1] = 0
+        gone[#gone + 1] = write .. (is_empty and '' or struct.pack('<I4', position))
+      end
+      batched('ZADD', BASE .. ':gone', gone)
+      if is_empty then call('HDEL', P.at .. 'uc', write) end
+    else
+      batched('HDEL', key, by_write[write])
+      is_empty = call('EXISTS', key) == 0
+    end
+    if is_empty then call('SREM', P.at .. 'u', write) end
   end
   if bytes > 0 then
     free_room(bytes)
@@ -294,7 +327,7 @@ local function reap()
       call('HDEL', BASE .. ':reserved', write)
     end
     call('ZREM', pending, write)
-    call('UNLINK', key_of_write(write))
+    delete_write(write)
   end
 end
 

@@ -5,7 +5,7 @@ local function drop_partition(P)
   local keys = {P.meta}
   for _, view in ipairs(views_of(P)) do keys[#keys + 1] = view.ready end
   for task = 0, P.ntasks - 1 do keys[#keys + 1] = P.at .. 'h:' .. task end
-  for _, suffix in ipairs({'r', 't', 'o', 'w', 'x', 's', 'l', 'li', 'n', 'g', 'gm', 'k', 'q', 'a', 'vw', 'c', 'fs'}) do
+  for _, suffix in ipairs({'r', 't', 'o', 'w', 'x', 's', 'l', 'li', 'n', 'g', 'gm', 'k', 'q', 'a', 'vw', 'c', 'fs', 'uc'}) do
     keys[#keys + 1] = P.at .. suffix
   end
   for _, digest in ipairs(call('ZRANGE', P.at .. 'fs', 0, -1)) do

@@ -1,11 +1,11 @@
--- Request: {action, version, id, owner, capacity_bytes ("": none), on_full}. "bootstrap" creates the instance,
+-- Request: {action, version, id, owner, capacity_bytes ("": none), on_full, buckets}. "bootstrap" creates the instance,
 -- or takes over an existing one: if it has an owner, only with equal options; else with any. "bootstrap alone" takes it
 -- over only if it has no owner. An existing instance keeps its id, so that its clients can continue. "attach" finds it,
 -- "end" removes the owner. Runs without common.lua, which refuses clients that do not know the instance's id yet.
-local action, version, id, owner, capacity_bytes, on_full = unpack(cmsgpack.unpack(ARGV[1]))
+local action, version, id, owner, capacity_bytes, on_full, buckets = unpack(cmsgpack.unpack(ARGV[1]))
 local key = KEYS[1] .. ':instance'
 if redis.call('TYPE', key).ok == 'string' then return {'version', '1'} end
-local found = redis.call('HMGET', key, 'version', 'id', 'capacity_bytes', 'on_full', 'owner', 'clock')
+local found = redis.call('HMGET', key, 'version', 'id', 'capacity_bytes', 'on_full', 'owner', 'clock', 'buckets')
 if found[1] and found[1] ~= version then return {'version', found[1]} end
 if action == 'end' then
   if found[5] == owner then redis.call('HDEL', key, 'owner') end
@@ -23,11 +23,11 @@ local function time()
 end
 if action == 'attach' then
   if not found[5] then return {'none'} end
-  return {'ok', found[2], found[3], found[4], time()}
+  return {'ok', found[2], found[3], found[4], time(), found[7]}
 end
 local same = action == 'bootstrap' and found[3] == capacity_bytes and found[4] == on_full
 if found[5] and not same then return {'other', found[3], found[4]} end
-id = found[2] or id
-local options = {'capacity_bytes', capacity_bytes, 'on_full', on_full}
+id, buckets = found[2] or id, found[7] or buckets  -- its payload is already there
+local options = {'capacity_bytes', capacity_bytes, 'on_full', on_full, 'buckets', buckets}
 redis.call('HSET', key, 'version', version, 'id', id, 'owner', owner, unpack(options))
-return {'ok', id, capacity_bytes, on_full, time()}
+return {'ok', id, capacity_bytes, on_full, time(), buckets}

@@ -9,7 +9,10 @@ for i = 1, #ids do
   local row = rows[i]
   if not row then return {'missing', rows, call('LRANGE', P.at .. 'l', 0, -1), {}, P.epoch} end
   if total <= most then
-    for at = 9 + 24, #row, REF do total = total + struct.unpack('<I8', row, at) end
+    for at = 9, #row, REF do
+      total = total + struct.unpack('<I8', row, at + 24)
+      if lies_elsewhere(string.sub(row, at, at + 3)) then total = most + 1 end
+    end
   end
 end
 if total <= most then

@@ -11,7 +11,7 @@ for _, part in ipairs(parts) do
   part.first = num_rows
   num_rows = num_rows + #part[2]
 end
-local write_key = key_of_write(write)
+local write_key, elsewhere = key_of_write(write), lies_elsewhere(write)
 
 local function refuse(...)
   if mode == 'commit' then
@@ -19,7 +19,7 @@ local function refuse(...)
       call('HDEL', BASE .. ':reserved', write)
       free_room(total)
     end
-    call('UNLINK', write_key)
+    delete_write(write)
   end
   return {...}
 end
@@ -79,10 +79,10 @@ if mode == 'begin' then
 end
 
 if mode == 'commit' then
-  if call('HLEN', write_key) ~= num_rows then return refuse('incomplete') end
+  if not elsewhere and call('HLEN', write_key) ~= num_rows then return refuse('incomplete') end
   call('ZREM', BASE .. ':pending', write)
   call('HDEL', BASE .. ':reserved', write)
-  call('PERSIST', write_key)
+  if elsewhere then call('HSET', P.at .. 'uc', write, num_rows) else call('PERSIST', write_key) end
 elseif num_rows > 0 then
   local args = {}
   for i = 1, num_rows do
@@ -233,4 +233,4 @@ free_refs(P, freed)
 offer(P, views, old_ids, old_rows)
 changed(P, P.group and distinct_groups(ids) or known_ids)  -- units that are now whole or match may have an early seq
 wake(P)
-return {'ok', P.epoch}
+return {'ok', P.epoch, SPREAD and has_trash() or 0}

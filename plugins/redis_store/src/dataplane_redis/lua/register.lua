@@ -20,4 +20,4 @@ for i, task in ipairs(tasks) do
 end
 batched('HSET', meta, args)
 call('SADD', BASE .. ':parts', name)
-return {'ok', call('EXISTS', BASE .. ':trash')}
+return {'ok', has_trash()}

@@ -1,0 +1,486 @@
+"""The nodes of a cluster: commands go to the nodes that serve their slots, to several nodes at the same time.
+
+A node that refuses a command because its slot has moved, or is moving, names another node, and the command goes there.
+While no node serves a slot (its primary was killed and no replica is promoted yet), commands wait until the deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn, TypeAlias
+
+import redis
+from redis.exceptions import RedisError, ResponseError
+
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
+from dataplane_redis._link import Address, Link, Read, in_chunks, is_moving, is_temporary_refusal, left_s, pack
+from dataplane_redis._rows import ArrayReader
+
+__all__ = ["Job", "LostNodeError", "Nodes"]
+
+#: Seconds between two tries while a node cannot be reached or refuses, and the most that connecting may take.
+_POLL_S: Final = 0.05
+_CONNECT_S: Final = 1.0
+#: Redirections that a call follows at once. Later ones wait: the nodes do not agree yet who serves the slot.
+_AT_ONCE: Final = 8
+#: Parts of commands below this size are joined before they are sent.
+_JOIN_BYTES: Final = 256 * 1024
+
+_Parts: TypeAlias = Sequence[bytes | bytearray | memoryview]
+
+
+class LostNodeError(BackendUnavailableError):
+    """The connection to a node was lost, so it is unknown whether it did what it was sent."""
+
+
+@dataclass(slots=True)
+class Job:
+    """Commands for one slot.
+
+    Attributes:
+        slot: The slot of their key.
+        packed: The commands, in parts.
+        num_replies: To them.
+        replies: To them: values and refusals. Or the error that came instead.
+    """
+
+    slot: int
+    packed: _Parts
+    num_replies: int = 1
+    replies: list[Any] = field(default_factory=list)
+
+    def refusal(self) -> Exception | None:
+        """The first refusal."""
+        return next((each for each in self.replies if isinstance(each, Exception)), None)
+
+
+class _Stream:
+    """One connection to a node, while a call uses it."""
+
+    def __init__(self, address: Address, connection: Any) -> None:
+        self.address = address
+        self.connection = connection
+        self.error: Exception | None = None
+        self._waiting: list[bytes | bytearray | memoryview] = []
+        self._size = 0
+
+    def send(self, parts: _Parts, deadline: float) -> None:
+        """Sends parts together with others. Keeps an error."""
+        for part in parts:
+            self._waiting.append(part)
+            self._size += len(part)
+            if self._size >= _JOIN_BYTES:
+                self.flush(deadline)
+
+    def flush(self, deadline: float) -> None:
+        """Sends what was kept back."""
+        waiting, self._waiting, self._size = self._waiting, [], 0
+        if self.error is None and waiting:
+            try:
+                self.connection._sock.settimeout(left_s(deadline))
+                self.connection.send_packed_command([b"".join(waiting)], check_health=False)
+            except (RedisError, OSError) as error:
+                self.error = error
+
+    def read(self, deadline: float) -> Any:
+        """The next reply, or the refusal. Raises if the connection is lost."""
+        if self.error is not None:
+            raise self.error
+        self.connection._sock.settimeout(left_s(deadline))
+        try:
+            return self.connection.read_response(disable_decoding=True)
+        except ResponseError as error:
+            return error
+        except (RedisError, OSError) as error:
+            self.error = error
+            raise
+
+
+@dataclass(slots=True)
+class _Try:
+    """What is left of a call after a round.
+
+    Attributes:
+        asked: For each job that must be sent again: the node that it must ask once, or None.
+        error: Why, if it was no redirection.
+        was_sent: Whether a connection was lost after something was sent on it.
+    """
+
+    asked: dict[int, Address | None] = field(default_factory=dict)
+    error: Exception | None = None
+    was_sent: bool = False
+
+
+class Nodes:
+    """The nodes of a cluster, with idle connections to them. Thread-safe.
+
+    Args:
+        link: The link to the ledger's node, which knows how to connect.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        self._starts: list[int] = []  # of ranges of slots
+        self._owners: list[Address] = []  # of these ranges
+        self._moved: dict[int, Address] = {}  # slots that moved since
+        self._known: list[Address] = []
+        self._idle: dict[Address, list[Any]] = defaultdict(list)
+        self._closed = False
+
+    # --- who serves a slot --------------------------------------------------------------------------------------------
+
+    def learn(self, reply: Sequence[Any]) -> None:
+        """Takes the reply to CLUSTER SLOTS."""
+        ranges = sorted((int(first), self._link.address_of(*nodes[0][:2])) for first, _, *nodes in reply)
+        known = [self._link.address_of(*node[:2]) for _, _, *nodes in reply for node in nodes]
+        with self._lock:
+            self._starts, self._owners = [first for first, _ in ranges], [address for _, address in ranges]
+            self._moved = {}
+            self._known = list(dict.fromkeys([*self._owners, *known, *self._known]))
+            gone = [
+                each for address in self._idle if address not in self._owners for each in self._idle.pop(address, [])
+            ]
+        for connection in gone:
+            connection.disconnect()
+
+    def refresh(self, deadline: float) -> None:
+        """Asks the nodes, one after the other until one answers, who serves which slot."""
+        for address in list(self._known):
+            if time.monotonic() >= deadline:
+                return
+            until = min(deadline, time.monotonic() + _CONNECT_S)
+            job = Job(0, pack((b"CLUSTER", b"SLOTS")))
+            self._round([job], {0: address}, until, asking=False)
+            if job.replies and job.refusal() is None and job.replies[0]:
+                self.learn(job.replies[0])
+                return
+
+    def primaries(self) -> list[Address]:
+        """The nodes that serve slots."""
+        with self._lock:
+            return list(dict.fromkeys([*self._owners, *self._moved.values()]))
+
+    def _owner(self, slot: int) -> Address:
+        with self._lock:
+            found = self._moved.get(slot)
+            if found is None and self._owners:
+                found = self._owners[max(0, bisect_right(self._starts, slot) - 1)]
+        return self._link.address if found is None else found
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Closes all connections. One in use is closed when its call ends."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, defaultdict(list)
+        for connections in idle.values():
+            for each in connections:
+                each.disconnect()
+
+    def _open(self, address: Address, deadline: float) -> _Stream:
+        """Raises what redis-py raises."""
+        while True:
+            with self._lock:
+                connection = self._idle[address].pop() if self._idle[address] else None
+            if connection is None:
+                break
+            try:
+                if not connection.can_read(timeout=0):
+                    return _Stream(address, connection)
+            except (RedisError, OSError):
+                pass  # the node closed it while it was idle
+            connection.disconnect()
+        until = min(deadline, time.monotonic() + _CONNECT_S)
+        return _Stream(address, self._link.connect_to(address, left_s(until)))
+
+    def _close(self, stream: _Stream, complete: bool) -> None:
+        with self._lock:
+            keep = complete and stream.error is None and not self._closed
+            if keep:
+                self._idle[stream.address].append(stream.connection)
+        if not keep:
+            stream.connection.disconnect()
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        what: str,
+        deadline: float,
+        jobs: Sequence[Job],
+        *,
+        again: bool,
+        last: Callable[[], _Parts] | None = None,
+        last_replies: list[Any] | None = None,
+    ) -> None:
+        """Sends each job to the node that serves its slot: first all of them, then it reads the replies.
+
+        Args:
+            what: The operation; messages start with it.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            jobs: Keep their replies. A refusal that is no reason to wait is one of them.
+            again: Whether a job may be sent again after the connection was lost: then it may run twice.
+            last: Makes a command that is sent to each node after its jobs.
+            last_replies: Takes the replies to these commands.
+
+        Raises:
+            LostNodeError: A connection was lost, and the jobs may not run twice.
+            BackendUnavailableError: No node served a slot until the deadline.
+            OperationTimeoutError: A node did not answer in time.
+        """
+
+        def attempt(asked: dict[int, Address | None]) -> _Try:
+            return self._round(jobs, asked, deadline, last=last, last_replies=last_replies)
+
+        self._repeat(what, deadline, dict.fromkeys(range(len(jobs))), attempt, again)
+
+    def attempt(self, deadline: float, jobs: Sequence[Job]) -> None:
+        """As `exchange`, but does not wait for nodes that cannot be reached: their jobs have the error as reply."""
+        asked: dict[int, Address | None] = dict.fromkeys(range(len(jobs)))
+        for _ in range(_AT_ONCE):
+            left = self._round(jobs, asked, deadline)
+            asked = left.asked
+            if not asked or left.error is not None:
+                break
+        for index in asked:
+            jobs[index].replies = [left.error or BackendUnavailableError("the slot is moving")]
+
+    def fetch(self, what: str, deadline: float, reads: Sequence[tuple[int, Read]]) -> list[list[Any]]:
+        """Sends commands that each reply with an array of byte strings, and receives these without a copy.
+
+        Each node has two chunks of commands in flight at a time, see `Link.fetch`; all nodes work at the same time.
+
+        Args:
+            what: The operation; messages start with it.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            reads: The slot of each command, and the command.
+
+        Returns:
+            Per command its byte strings; None for one that does not exist.
+
+        Raises:
+            As `exchange`.
+        """
+        found: list[Any] = [None] * len(reads)
+
+        def attempt(asked: dict[int, Address | None]) -> _Try:
+            return self._fetch_round(reads, found, asked, deadline)
+
+        self._repeat(what, deadline, dict.fromkeys(range(len(reads))), attempt, True)
+        for each in found:
+            if isinstance(each, Exception):
+                self._link.raise_error(what, each)
+        return found
+
+    def scan(self, what: str, deadline: float, address: Address, pattern: bytes) -> list[bytes]:
+        """The keys of one node that match a pattern. A key may come twice."""
+        keys: list[bytes] = []
+        cursor = b"0"
+        while True:
+            job = Job(0, pack((b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")))
+            left = self._round([job], {0: address}, deadline, asking=False)
+            refusal = left.error or job.refusal()
+            if refusal is not None:
+                self._link.raise_error(what, refusal)
+            cursor, some = job.replies[0]
+            keys += some
+            if cursor == b"0":
+                return keys
+
+    def _repeat(
+        self,
+        what: str,
+        deadline: float,
+        asked: dict[int, Address | None],
+        attempt: Callable[[dict[int, Address | None]], _Try],
+        again: bool,
+    ) -> None:
+        """Makes rounds until no job is left."""
+        num_rounds = 0
+        while asked:
+            if time.monotonic() >= deadline:
+                raise OperationTimeoutError(f"{what} timed out before it was sent to {self._link.label}.")
+            left = attempt(asked)
+            asked = left.asked
+            num_rounds += 1
+            if left.was_sent and not again:
+                raise LostNodeError(
+                    f"{what} failed: a node of {self._link.label} cannot be reached: {left.error}"
+                ) from left.error
+            if asked and (left.error is not None or num_rounds > _AT_ONCE):
+                if time.monotonic() + _POLL_S >= deadline:
+                    self._raise_late(what, left.error)
+                time.sleep(_POLL_S)
+                self.refresh(deadline)
+
+    def _raise_late(self, what: str, error: Exception | None) -> NoReturn:
+        label = self._link.label
+        if isinstance(error, (redis.TimeoutError, TimeoutError)):
+            raise OperationTimeoutError(f"{what} timed out: a node of {label} did not answer in time.") from error
+        raise BackendUnavailableError(
+            f"{what} failed: a part of {label}'s slots had no node that serves them until the deadline: "
+            f"{error or 'they are moving'}.",
+            hint="Call again. If it lasts, see what CLUSTER INFO and CLUSTER NODES say.",
+        ) from error
+
+    # --- one round ----------------------------------------------------------------------------------------------------
+
+    def _streams(
+        self, slots: Sequence[int], asked: dict[int, Address | None], deadline: float, left: _Try
+    ) -> tuple[dict[Address, _Stream], dict[Address, list[int]]]:
+        """Connections to the nodes of the jobs, and the jobs of each. A node that cannot be reached has none."""
+        mine: dict[Address, list[int]] = defaultdict(list)
+        for index, address in asked.items():
+            mine[address or self._owner(slots[index])].append(index)
+        streams: dict[Address, _Stream] = {}
+        for address, indices in mine.items():
+            try:
+                streams[address] = self._open(address, deadline)
+            except (RedisError, OSError) as error:
+                left.error = error
+                left.asked.update(dict.fromkeys(indices))
+        return streams, mine
+
+    def _round(
+        self,
+        jobs: Sequence[Job],
+        asked: dict[int, Address | None],
+        deadline: float,
+        *,
+        asking: bool = True,
+        last: Callable[[], _Parts] | None = None,
+        last_replies: list[Any] | None = None,
+    ) -> _Try:
+        """Sends jobs, reads their replies, and says which must be sent again."""
+        left = _Try()
+        streams, mine = self._streams([job.slot for job in jobs], asked, deadline, left)
+        done: set[Address] = set()
+        try:
+            node_of = {index: address for address, indices in mine.items() for index in indices}
+            for index in asked:  # in their order, in which neighbours go to different nodes
+                stream = streams.get(node_of[index])
+                if stream is not None:
+                    if asked[index] is not None and asking:
+                        stream.send(pack((b"ASKING",)), deadline)
+                    stream.send(jobs[index].packed, deadline)
+            for stream in streams.values():
+                if last is not None:
+                    stream.send(last(), deadline)
+                stream.flush(deadline)
+            for address, stream in streams.items():
+                try:
+                    for index in mine[address]:
+                        if asked[index] is not None and asking:
+                            stream.read(deadline)
+                        jobs[index].replies = [stream.read(deadline) for _ in range(jobs[index].num_replies)]
+                    if last is not None and last_replies is not None:
+                        last_replies.append(stream.read(deadline))
+                    done.add(address)
+                except (RedisError, OSError) as error:
+                    left.error, left.was_sent = error, True
+                    left.asked.update(dict.fromkeys(mine[address]))
+                    continue
+                for index in mine[address]:
+                    self._sort(index, jobs[index].slot, jobs[index].replies, left)
+        finally:
+            for address, stream in streams.items():
+                self._close(stream, address in done)
+        return left
+
+    def _sort(self, index: int, slot: int, replies: Sequence[Any], left: _Try) -> None:
+        """Notes whether, and where, a job must be sent again."""
+        for reply in replies:
+            if not isinstance(reply, Exception):
+                continue
+            text = _text_of(reply)
+            if text.startswith(("MOVED ", "ASK ")):
+                host, _, port = text.split(" ")[2].rpartition(":")
+                address = self._link.address_of(host, port)
+                if text.startswith("ASK "):
+                    left.asked[index] = address
+                    return
+                with self._lock:
+                    self._moved[slot] = address
+                    self._known = list(dict.fromkeys([*self._known, address]))
+                left.asked[index] = None
+                return
+            if is_moving(reply) or is_temporary_refusal(reply):
+                left.asked[index] = None
+                left.error = reply
+                return
+
+    def _fetch_round(
+        self,
+        reads: Sequence[tuple[int, Read]],
+        found: list[Any],
+        asked: dict[int, Address | None],
+        deadline: float,
+    ) -> _Try:
+        left = _Try()
+        moving = {index: address for index, address in asked.items() if address is not None}
+        if moving:  # the reply to ASKING comes before the array, so these few are read in another way
+            jobs = {index: Job(reads[index][0], [reads[index][1].packed]) for index in moving}
+            few = self._round(list(jobs.values()), dict(enumerate(moving.values())), deadline)
+            for number, (index, job) in enumerate(jobs.items()):
+                if number in few.asked:
+                    left.asked[index] = few.asked[number]
+                else:
+                    found[index] = job.refusal() or job.replies[0]
+            left.error = few.error
+        rest: dict[int, Address | None] = {index: None for index in asked if index not in moving}
+        streams, mine = self._streams([slot for slot, _ in reads], rest, deadline, left)
+        done: set[Address] = set()
+        try:
+            readers: dict[Address, ArrayReader] = {}
+            chunks: dict[Address, list[list[int]]] = {}
+            for address, stream in streams.items():
+                size_bytes = sum(reads[index][1].size_bytes for index in mine[address])
+                readers[address] = ArrayReader(stream.connection._sock, size_bytes, deadline)
+                chunks[address] = in_chunks(mine[address], lambda index: reads[index][1].size_bytes)
+            for number in range(-1, max(map(len, chunks.values()), default=0)):
+                for address, stream in streams.items():
+                    if number + 1 < len(chunks[address]):
+                        stream.send([reads[index][1].packed for index in chunks[address][number + 1]], deadline)
+                        stream.flush(deadline)
+                for address, stream in streams.items():
+                    if not 0 <= number < len(chunks[address]):
+                        continue
+                    for index in chunks[address][number]:
+                        self._take(reads[index][0], index, found, stream, readers[address], left)
+            done = {address for address, reader in readers.items() if reader.done}
+        finally:
+            for address, stream in streams.items():
+                self._close(stream, address in done)
+        return left
+
+    def _take(self, slot: int, index: int, found: list[Any], stream: _Stream, reader: ArrayReader, left: _Try) -> None:
+        """Reads the reply to one read, unless the connection was lost before."""
+        if stream.error is None:
+            try:
+                found[index] = reader.read()
+                return
+            except ResponseError as error:
+                found[index] = error
+                self._sort(index, slot, [error], left)
+                return
+            except (RedisError, OSError) as error:
+                stream.error = error
+        left.asked[index] = None
+        left.error = stream.error
+
+
+def _text_of(error: Exception) -> str:
+    """A refusal as the server sent it: redis-py cuts off the first word of some."""
+    text = str(error)
+    if isinstance(error, redis.exceptions.MovedError):
+        return f"MOVED {error.slot_id} {error.host}:{error.port}"
+    if isinstance(error, redis.exceptions.AskError):
+        return f"ASK {error.slot_id} {error.host}:{error.port}"
+    return text

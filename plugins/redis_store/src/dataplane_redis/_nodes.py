@@ -143,9 +143,8 @@ class Nodes:
             self._starts, self._owners = [first for first, _ in ranges], [address for _, address in ranges]
             self._moved = {}
             self._known = list(dict.fromkeys([*self._owners, *known, *self._known]))
-            gone = [
-                each for address in self._idle if address not in self._owners for each in self._idle.pop(address, [])
-            ]
+            others = [address for address in self._idle if address not in self._owners]
+            gone = [each for address in others for each in self._idle.pop(address)]
         for connection in gone:
             connection.disconnect()
 
@@ -311,6 +310,8 @@ class Nodes:
             asked = left.asked
             num_rounds += 1
             if left.was_sent and not again:
+                if _is_late(left.error):
+                    self._raise_late(what, left.error)
                 raise LostNodeError(
                     f"{what} failed: a node of {self._link.label} cannot be reached: {left.error}"
                 ) from left.error
@@ -322,7 +323,7 @@ class Nodes:
 
     def _raise_late(self, what: str, error: Exception | None) -> NoReturn:
         label = self._link.label
-        if isinstance(error, (redis.TimeoutError, TimeoutError)):
+        if _is_late(error):
             raise OperationTimeoutError(f"{what} timed out: a node of {label} did not answer in time.") from error
         raise BackendUnavailableError(
             f"{what} failed: a part of {label}'s slots had no node that serves them until the deadline: "
@@ -474,6 +475,10 @@ class Nodes:
                 stream.error = error
         left.asked[index] = None
         left.error = stream.error
+
+
+def _is_late(error: Exception | None) -> bool:
+    return isinstance(error, (redis.TimeoutError, TimeoutError))
 
 
 def _text_of(error: Exception) -> str:

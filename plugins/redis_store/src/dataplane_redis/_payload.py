@@ -73,15 +73,17 @@ class Payload:
         nodes.exchange(what, deadline, jobs, again=False)
         self._check(what, jobs)
 
-        keys = {bucket: session.placing.key_of(write, bucket) for bucket in counts}
-        jobs = [
-            Job(
-                session.placing.slot_of(bucket),
-                [*pack((b"PERSIST", key)), *pack((b"HLEN", key)), *pack((b"PTTL", key))],
-                3,
-            )
-            for bucket, key in keys.items()
-        ]
+        jobs = []
+        for bucket in counts:
+            key = session.placing.key_of(write, bucket)
+            packed = [
+                *pack((b"MULTI",)),
+                *pack((b"PEXPIRE", key, b"%d" % int(1000 * keep_s))),  # if it runs again, it is still a change: see WAIT
+                *pack((b"PERSIST", key)),
+                *pack((b"HLEN", key)),
+                *pack((b"EXEC",)),
+            ]
+            jobs.append(Job(session.placing.slot_of(bucket), packed, 5))
         told = session.acknowledgements
         if told is None or told.wait(deadline) is None:
             nodes.exchange(what, deadline, jobs, again=True)
@@ -91,7 +93,7 @@ class Payload:
             told.check_wait(what, session.connected()[0], waits)
         self._check(what, jobs)
         for count, job in zip(counts.values(), jobs, strict=True):
-            if job.replies[1:] != [count, -1]:
+            if job.replies[-1] != [1, 1, count]:
                 raise LostNodeError(
                     f"{what} failed: a node of {session.connected()[0].label} no longer holds all rows of the put. "
                     "Nothing was written."

@@ -15,13 +15,12 @@ local function is_known(write)
   return false
 end
 
--- Has clients delete the writes that the ledger does not know. Replies how many.
+-- Has clients delete the writes that the ledger does not know. Replies how many were not listed yet.
 local function condemn(writes)
   local count = 0
   for _, write in ipairs(writes) do
     if not is_known(write) then
-      call('ZADD', BASE .. ':gone', 'NX', string.format('%.6f', now() + DOUBT_S), write)
-      count = count + 1
+      count = count + call('ZADD', BASE .. ':gone', 'NX', string.format('%.6f', now() + DOUBT_S), write)
     end
   end
   return count

@@ -80,6 +80,23 @@ class Server:
         """What the server says of itself, past the backend."""
         return self.admin("INFO", section)
 
+    def is_in_cluster(self):
+        """Whether it says that every slot of its cluster is served."""
+        with contextlib.suppress(redis.exceptions.RedisError):
+            return b"cluster_state:ok" in self.admin("CLUSTER", "INFO")
+        return False
+
+    def move_slot(self, slot, target, others=(), whole=True):
+        """Moves the keys of a slot to another node; if not whole, the cluster still says that this node serves it."""
+        mine, its = (node.admin("CLUSTER", "MYID").decode() for node in (self, target))
+        target.admin("CLUSTER", "SETSLOT", slot, "IMPORTING", mine)
+        self.admin("CLUSTER", "SETSLOT", slot, "MIGRATING", its)
+        while keys := self.admin("CLUSTER", "GETKEYSINSLOT", slot, 100):
+            self.admin("MIGRATE", "127.0.0.1", target.port, "", 0, 10_000, "KEYS", *keys)
+        if whole:
+            for node in (target, self, *others):
+                node.admin("CLUSTER", "SETSLOT", slot, "NODE", its)
+
     def follow(self, primary):
         """Becomes a replica of another server, and returns once it has its data."""
         self.admin("REPLICAOF", "127.0.0.1", primary.port)
@@ -138,6 +155,37 @@ def start_servers():
     """Starts servers with further settings, for a module."""
     with _starting() as start:
         yield start
+
+
+def _cluster(start, num_replicas=0, settings=()):
+    """Three primaries, each with a third of the slots; then the replicas of the first ones."""
+    nodes = [start(*settings, cluster=True) for _ in range(3 + num_replicas)]
+    third = 16384 // 3 + 1
+    for number, node in enumerate(nodes):
+        if number < 3:
+            node.admin("CLUSTER", "ADDSLOTSRANGE", number * third, min(16384, (number + 1) * third) - 1)
+        node.admin("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].bus_port)
+    ids = [node.admin("CLUSTER", "MYID") for node in nodes]
+    _wait_until(lambda: all(name in node.admin("CLUSTER", "NODES") for node in nodes for name in ids))
+    for number, replica in enumerate(nodes[3:]):
+        replica.admin("CLUSTER", "REPLICATE", ids[number])
+    for replica in nodes[3:]:
+        _wait_until(lambda replica=replica: replica.info("replication").get("master_link_status") == "up")
+    _wait_until(lambda: all(node.admin("CLUSTER", "NODES").count(b"slave") == num_replicas for node in nodes))
+    _wait_until(lambda: all(node.is_in_cluster() for node in nodes))
+    return nodes
+
+
+@pytest.fixture
+def start_cluster(start_server):
+    """Starts a cluster of a test's own, see `_cluster`."""
+    return functools.partial(_cluster, start_server)
+
+
+@pytest.fixture(scope="module")
+def cluster(start_servers):
+    """Three primaries for a module."""
+    return _cluster(start_servers)
 
 
 @pytest.fixture

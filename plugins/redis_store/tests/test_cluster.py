@@ -1,45 +1,12 @@
 """A Redis Cluster of several nodes: any node may be named, and the slot of a namespace is followed."""
 
-import contextlib
-import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 from redis.crc import key_slot
-from redis.exceptions import RedisError
 from tensordict import TensorDict
 
 SLOTS = 16384
-
-
-def wait_until(condition, timeout_s=30.0):
-    give_up = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up, "waited too long"
-        time.sleep(0.05)
-
-
-def is_up(node):
-    with contextlib.suppress(RedisError):
-        return b"cluster_state:ok" in node.admin("CLUSTER", "INFO")
-    return False
-
-
-@pytest.fixture
-def start_cluster(start_server):
-    """Three masters, each with a third of the slots."""
-
-    def start():
-        nodes = [start_server(cluster=True) for _ in range(3)]
-        third = SLOTS // len(nodes) + 1
-        for number, node in enumerate(nodes):
-            node.admin("CLUSTER", "ADDSLOTSRANGE", number * third, min(SLOTS, (number + 1) * third) - 1)
-            node.admin("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].bus_port)
-        wait_until(lambda: all(map(is_up, nodes)))
-        return nodes
-
-    return start
 
 
 def namespace_on(number, tag=""):
@@ -106,15 +73,9 @@ def offset(node, name):
     return node.admin("INFO", "replication")[name]
 
 
-def test_another_node_takes_over_from_one_that_was_killed(start_cluster, start_server, connect):
-    nodes = start_cluster()
-    replica = start_server(cluster=True)
-    replica.admin("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].bus_port)
-    ids = [node.admin("CLUSTER", "MYID") for node in nodes]
-    wait_until(lambda: all(name in replica.admin("CLUSTER", "NODES") for name in ids))
-    replica.admin("CLUSTER", "REPLICATE", ids[0])
-    wait_until(lambda: replica.admin("INFO", "replication").get("master_link_status") == "up")
-    wait_until(lambda: all(b"slave" in node.admin("CLUSTER", "NODES") for node in nodes))
+def test_another_node_takes_over_from_one_that_was_killed(start_cluster, connect, wait_until):
+    nodes = start_cluster(num_replicas=1)
+    replica = nodes.pop()
 
     client = connect(url=nodes[0].url, namespace=namespace_on(0))
     write_and_read(client, torch.arange(2))
@@ -122,5 +83,5 @@ def test_another_node_takes_over_from_one_that_was_killed(start_cluster, start_s
     wait_until(lambda: offset(replica, "slave_repl_offset") >= offset(nodes[0], "master_repl_offset"))
     nodes[0].kill()
     wait_until(lambda: replica.admin("INFO", "replication")["role"] == "master")
-    wait_until(lambda: is_up(replica) and is_up(nodes[1]) and is_up(nodes[2]))
+    wait_until(lambda: replica.is_in_cluster() and nodes[1].is_in_cluster() and nodes[2].is_in_cluster())
     write_and_read(client, torch.randn(64, 4096))

@@ -78,7 +78,9 @@ class Payload:
             key = session.placing.key_of(write, bucket)
             packed = [
                 *pack((b"MULTI",)),
-                *pack((b"PEXPIRE", key, b"%d" % int(1000 * keep_s))),  # if it runs again, it is still a change: see WAIT
+                *pack(
+                    (b"PEXPIRE", key, b"%d" % int(1000 * keep_s))
+                ),  # if it runs again, it is still a change: see WAIT
                 *pack((b"PERSIST", key)),
                 *pack((b"HLEN", key)),
                 *pack((b"EXEC",)),

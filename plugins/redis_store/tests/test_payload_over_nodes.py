@@ -1,0 +1,272 @@
+"""The payload of a store in a cluster lies on all nodes, and what nothing refers to any longer is deleted."""
+
+import itertools
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections import Counter
+
+import pytest
+import torch
+from redis.crc import key_slot
+from tensordict import TensorDict
+
+from dataplane_core.errors import LostSamplesError
+from dataplane_redis._placing import NUM_BUCKETS, Placing
+
+#: Numbers in a row that is a group of its own: more than half of what a group may have.
+WIDE = 20_000
+
+
+@pytest.fixture
+def namespace():
+    return f"test-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def client(cluster, connect, namespace):
+    client = connect(url=cluster[0].url, namespace=namespace)
+    client.register_partition("p", ["x"], None, ["train"])
+    return client
+
+
+def rows(count, value=0.0, size=WIDE):
+    return TensorDict({"x": torch.arange(float(count)).view(-1, 1).expand(-1, size) + value}, batch_size=[count])
+
+
+def names(count, prefix="s"):
+    return [f"{prefix}{row}" for row in range(count)]
+
+
+def payload_keys(nodes, namespace):
+    """The keys of all rows that lie in slots other than the ledger's, per node."""
+    pattern = Placing(namespace, NUM_BUCKETS).pattern()
+    return [node.admin("KEYS", pattern) for node in nodes]
+
+
+def num_keys(nodes, namespace):
+    return sum(map(len, payload_keys(nodes, namespace)))
+
+
+def sizes(nodes, namespace):
+    """Bytes of the rows of each node, as the node says."""
+    found = payload_keys(nodes, namespace)
+    return [
+        sum(node.admin("MEMORY", "USAGE", key, "SAMPLES", 0) for key in keys)
+        for node, keys in zip(nodes, found, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("num_puts", "num_rows", "size"), [(4, 64, WIDE), (3, 2000, 512)])
+def test_each_node_holds_as_much_as_another(cluster, client, namespace, num_puts, num_rows, size):
+    for put in range(num_puts):
+        client.put_samples(names(num_rows, f"{put}-"), "p", rows(num_rows, put, size))
+    held = sizes(cluster, namespace)
+    assert max(held) <= 1.15 * min(held), held
+    assert sum(held) > 4 * num_puts * num_rows * size
+    for put in range(num_puts):
+        assert torch.equal(
+            client.get_samples(names(num_rows, f"{put}-"), "p", ["x"])["x"], rows(num_rows, put, size)["x"]
+        )
+
+    client.put_samples(names(num_rows, "0-"), "p", rows(num_rows, 0.5, size))
+    assert sum(sizes(cluster, namespace)) < 1.05 * sum(held), "overwritten rows stayed"
+    client.clear_samples(names(num_rows // 2, "0-"), "p")
+    assert sum(sizes(cluster, namespace)) < sum(held) * (1 - 0.4 / num_puts), "cleared rows stayed"
+    client.clear_samples(None, "p")
+    assert num_keys(cluster, namespace) == 0
+
+
+def test_buckets_are_spread_over_any_number_of_nodes():
+    placing = Placing("any", NUM_BUCKETS)
+    slots = [placing.slot_of(bucket) for bucket in range(NUM_BUCKETS)]
+    write = placing.new_spread_write(NUM_BUCKETS, NUM_BUCKETS << 20)
+    assert [key_slot(placing.key_of(write, bucket)) for bucket in range(NUM_BUCKETS)] == slots
+    for num_nodes in range(2, 13):
+        shares = Counter(slot * num_nodes // 16384 for slot in slots)
+        assert max(shares.values()) <= 1.15 * min(shares[node] for node in range(num_nodes))
+    assert sorted(placing.buckets_of(write)) == list(range(NUM_BUCKETS))
+    assert placing.write_of(placing.key_of(write, 3)) == write
+
+
+def test_a_put_that_is_refused_leaves_nothing(cluster, client, namespace, connect, monkeypatch):
+    payload = client._backend._puts._payload
+    write, other = payload.write, connect(url=cluster[1].url, namespace=namespace, bootstrap=False)
+
+    def overtaken(*args):
+        write(*args)
+        assert num_keys(cluster, namespace) > 0
+        other.clear_samples(None, "p")
+
+    monkeypatch.setattr(payload, "write", overtaken)
+    with pytest.raises(KeyError):
+        client.put_samples(names(8), "p", rows(8))
+    assert num_keys(cluster, namespace) == 0
+
+
+WRITER = """
+    import os, signal, sys, torch
+    from tensordict import TensorDict
+    from dataplane_core import connect
+    from dataplane_redis import _puts
+    from dataplane_redis._nodes import Nodes
+    from dataplane_redis._payload import Payload
+
+    url, namespace, when = sys.argv[1:]
+    _puts._ABANDON_GRACE_S = 2.0
+    write, exchange = Payload.write, Nodes.exchange
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def last_write(*args):
+        write(*args)
+        die()
+
+    def first_exchange(*args, again, **more):
+        if again:
+            die()
+        exchange(*args, again=again, **more)
+
+    if when == "before the commit":
+        Payload.write = last_write
+    else:
+        Nodes.exchange = first_exchange
+    config = {"backend": "redis_store", "op_timeout_s": 5.0, "options": {"url": url, "namespace": namespace}}
+    client = connect(config, bootstrap=False)
+    client.put_samples([f"d{row}" for row in range(8)], "p",
+                       TensorDict({"x": torch.ones(8, 20_000)}, batch_size=[8]))
+"""
+
+
+@pytest.mark.parametrize("when", ["before the commit", pytest.param("before its rows stay", marks=pytest.mark.long)])
+def test_what_a_killed_writer_left_is_deleted(cluster, client, namespace, wait_until, when):
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), cluster[0].url, namespace, when]
+    assert subprocess.run(command, check=False, timeout=120).returncode == -signal.SIGKILL
+    keys = [(node, key) for node, mine in zip(cluster, payload_keys(cluster, namespace), strict=True) for key in mine]
+    assert len(keys) == 8
+    ends = [node.admin("PTTL", key) for node, key in keys]
+    assert all(end == -1 if when == "before the commit" else end > 0 for end in ends)
+
+    def is_deleted():  # by the next calls of any client
+        client.put_samples(["small"], "p", rows(1, size=1))
+        return num_keys(cluster, namespace) == 0
+
+    wait_until(is_deleted)
+    assert client.list_samples("p").sample_ids == ["small"]
+    assert client.describe("p").bytes_held < 1000
+
+
+def test_what_the_ledger_does_not_know_is_deleted(cluster, connect, namespace):
+    placing = Placing(namespace, NUM_BUCKETS)
+    write = placing.new_spread_write(1, 1 << 20)
+    (bucket,) = placing.buckets_of(write)
+    key = placing.key_of(write, bucket)
+    owner = next(node for node in cluster if _serves(node, key))
+    owner.admin("HSET", key, 0, b"of a failed-over ledger")
+
+    client = connect(url=cluster[0].url, namespace=namespace)
+    session, deadline = client._backend._session, time.monotonic() + 60
+    client.register_partition("p", ["x"], None, ["train"])
+    client.put_samples(names(8), "p", rows(8))
+    client._backend._litter._swept = ""
+    session.command("test", deadline, b"HDEL", session.base + b":instance", b"swept")
+    client._backend._litter.look(deadline)
+    assert session.command("test", deadline, b"ZRANGE", session.base + b":gone", b"0", b"-1") == [write]
+    assert owner.admin("EXISTS", key) == 1  # the ledger may be one that was replaced a moment ago
+
+    session.command("test", deadline, b"ZADD", session.base + b":gone", b"0", write)  # that moment is over
+    client._backend._litter.look(deadline)
+    assert owner.admin("EXISTS", key) == 0
+    assert torch.equal(client.get_samples(names(8), "p", ["x"])["x"], rows(8)["x"])
+
+
+def _serves(node, key):
+    slot = key_slot(key)
+    return any(
+        first <= slot <= last and primary[1] == node.port for first, last, primary, *_ in node.admin("CLUSTER", "SLOTS")
+    )
+
+
+def test_a_read_that_meets_a_clear_or_an_overwrite(cluster, client, namespace, connect, scripts_of):
+    other = connect(url=cluster[2].url, namespace=namespace, bootstrap=False)
+    client.put_samples(names(8), "p", rows(8))
+    scripts_of(client, act_at=1, act=lambda: other.put_samples(names(8), "p", rows(8, 7)))
+    assert torch.equal(client.get_samples(names(8), "p", ["x"])["x"], rows(8, 7)["x"])
+
+    scripts_of(other, act_at=1, act=lambda: client.clear_samples(names(4), "p"))
+    with pytest.raises(KeyError, match="s0") as raised:
+        other.get_samples(names(8), "p", ["x"])
+    assert not isinstance(raised.value, LostSamplesError)
+
+
+def test_rows_that_a_node_lost_are_named(cluster, client, namespace):
+    client.put_samples(names(8), "p", rows(8))
+    found = payload_keys(cluster, namespace)
+    node = next(number for number in range(3) if found[number])
+    for key in found[node]:
+        cluster[node].admin("UNLINK", key)
+    with pytest.raises(LostSamplesError) as raised:
+        client.get_samples(names(8), "p", ["x"])
+    kept = [name for name in names(8) if name not in raised.value.sample_ids]
+    assert 0 < len(kept) == 8 - len(found[node])
+    assert client.get_samples(kept, "p", ["x"])["x"].shape == (len(kept), WIDE)
+
+
+def test_a_slot_that_is_moving_and_one_that_has_moved(cluster, client, namespace):
+    placing = client._backend._session.placing
+    bucket = next(each for each in range(NUM_BUCKETS) if placing.slot_of(each) < 5000)  # served by the first node
+    source, target, other = cluster
+    placing._next = itertools.count(bucket)
+    client.put_samples(names(4), "p", rows(4))
+    source.move_slot(placing.slot_of(bucket), target, whole=False)
+    try:
+        assert torch.equal(client.get_samples(names(4), "p", ["x"])["x"], rows(4)["x"])
+        placing._next = itertools.count(bucket)
+        client.put_samples(names(4, "t"), "p", rows(4, 1))  # while the slot is between the nodes
+    finally:
+        source.move_slot(placing.slot_of(bucket), target, [other])
+    assert torch.equal(client.get_samples(names(4), "p", ["x"])["x"], rows(4)["x"])
+    assert torch.equal(client.get_samples(names(4, "t"), "p", ["x"])["x"], rows(4, 1)["x"])
+    placing._next = itertools.count(bucket)
+    client.put_samples(names(4, "u"), "p", rows(4, 2))
+    client.clear_samples(None, "p")
+    assert num_keys(cluster, namespace) == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_failovers_and_moving_slots_under_load(start_cluster, start_load, connect, check_told, wait_until, namespace):
+    nodes = start_cluster(num_replicas=3)
+    client = connect(url=nodes[0].url, namespace=namespace, wait_replicas=1, op_timeout_s=60.0)
+    client.register_partition("p", ["x"], None, ["train"])
+    placing = client._backend._session.placing
+    loads = [start_load(nodes[0].url, namespace, f"l{number}", wait_replicas=1) for number in range(2)]
+
+    def goes_on():
+        before = [load.num_committed() for load in loads]
+        wait_until(lambda: all(load.num_committed() > was + 10 for load, was in zip(loads, before, strict=True)))
+
+    goes_on()
+    ledger = next(number for number in range(3) if _serves(nodes[number], client._backend._session.base))
+    others = [number for number in range(3) if number != ledger]
+    source, target = (nodes[number] for number in others)
+    moved = [slot for slot in map(placing.slot_of, range(NUM_BUCKETS)) if slot * 3 // 16384 == others[0]][:20]
+    for slot in moved:
+        source.move_slot(slot, target, [nodes[ledger]])
+    goes_on()
+    for number in (others[0], ledger):  # one with payload only, then the ledger's
+        nodes[number].kill()
+        wait_until(lambda number=number: nodes[3 + number].info("replication")["role"] == "master")
+        wait_until(lambda: all(node.is_in_cluster() for node in nodes if node.process.poll() is None))
+        nodes[number].start()
+        wait_until(lambda number=number: nodes[number].info("replication").get("master_link_status") == "up")
+        goes_on()
+    told = [load.end() for load in loads]
+    lost_puts, lost_acks = check_told(client, told)
+    assert not lost_puts
+    assert not lost_acks
+    client.clear_samples(None, "p")

@@ -37,6 +37,17 @@ def check_wake(client, wait_until):
         assert claim.result(60).sample_ids == ["a"]
 
 
+def test_the_documented_user_of_a_cluster_can_do_everything(cluster, connect, every_operation):
+    (more,) = re.findall(r"In a Redis Cluster, [^`]*`([^`]*)` besides", _README.read_text(encoding="utf-8"))
+    for node in cluster:
+        node.admin(*documented_user("mine"), *more.replace("NAMESPACE", "mine").split())
+        node.admin("ACL", "LOG", "RESET")
+    url = f"redis://dataplane:{_PASSWORD}@127.0.0.1:{cluster[0].port}/0"
+    every_operation(connect(url=url, namespace="mine"))
+    for node in cluster:
+        assert not [each for each in map(str, node.admin("ACL", "LOG")) if "client|setinfo" not in each]
+
+
 def test_the_documented_user_can_do_everything_and_nothing_else(start_server, connect, every_operation, wait_until):
     server = start_server()
     words = documented_user("mine")

@@ -69,3 +69,41 @@ class TestRedis(BackendConformance):
 @pytest.mark.long
 class TestRedisThroughAsyncio(TestRedis):
     through_asyncio = True
+
+
+@pytest.mark.long
+class TestRedisCluster(TestRedis):
+    """Three primaries. They do not restart: what survives depends on the server, not on the cluster."""
+
+    @pytest.fixture
+    def options(self, namespace, cluster):
+        return {"url": cluster[0].url, "namespace": f"{namespace}-cluster"}
+
+    def raw_get(self, backend, partition_id, sample_id, field):
+        node, key, position, place = self._lies_on(backend, partition_id, sample_id, field)
+        (cells,) = split_rows([node.admin("HGET", key, position)])
+        return bytes(cells[place])
+
+    def lose_payload(self, backend, partition_id, sample_id, field):
+        node, key, position, _ = self._lies_on(backend, partition_id, sample_id, field)
+        assert node.admin("HDEL", key, position) == 1
+
+    @pytest.fixture(autouse=True)
+    def _nodes(self, cluster):
+        type(self).nodes = cluster
+
+    def _lies_on(self, backend, partition_id, sample_id, field):
+        key, position, place = self._lies_at(backend, partition_id, sample_id, field)
+        write, placing = bytes.fromhex(key.rpartition(b":")[2].decode()), backend._session.placing
+        key = placing.key_of(write, placing.bucket_of(write, int(position)))
+        return next(node for node in self.nodes if key in node.admin("KEYS", "*")), key, position, place
+
+    def held_bytes(self, backend):
+        placing = backend._session.placing
+        total = 0
+        for node in self.nodes:
+            keys = [*node.admin("KEYS", placing.pattern()), *node.admin("KEYS", backend._session.base + b":w:*")]
+            total += sum(node.admin("MEMORY", "USAGE", key, "SAMPLES", 0) or 0 for key in keys)
+        return total
+
+    restart = BackendConformance.restart

@@ -14,7 +14,7 @@ from typing import Final
 __all__ = ["SCRIPTS", "STORE_VERSION", "Script"]
 
 #: The version of keys and scripts. A client refuses an instance of another version.
-STORE_VERSION: Final = 4
+STORE_VERSION: Final = 5
 
 #: What a script needs after whose changes claims may be woken.
 _WAKES: Final = ("filter", "waiting", "question", "wakes")

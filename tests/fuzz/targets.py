@@ -53,6 +53,7 @@ from dataplane_redis._acknowledged import is_acknowledged
 from dataplane_redis._backend import RedisBackend
 from dataplane_redis._claims import Claims
 from dataplane_redis._overview import Overview
+from dataplane_redis._payload import Payload
 from dataplane_redis._reads import Reads
 from dataplane_redis._session import Confirms
 from dataplane_redis._session import Session as RedisSession
@@ -661,7 +662,7 @@ class _ToldRedis(RedisBackend):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         session = self._session = _Told()
-        self._reads, self._claims = Reads(session), Claims(session)
+        self._reads, self._claims = Reads(session, Payload(session)), Claims(session)
         self._overview = Overview(session, self._reads, self._claims)
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:

@@ -104,9 +104,7 @@ def measure(
             end = time.perf_counter() + seconds
         rounds += number > 10
     client.clear_samples(None, "cost")
-    return {
-        name: {step: each / rounds / size * 1e6 for step, each in steps.items()} for name, steps in spent.items()
-    }
+    return {name: {step: each / rounds / size * 1e6 for step, each in steps.items()} for name, steps in spent.items()}
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import singledispatchmethod
-from operator import itemgetter
+from functools import lru_cache, singledispatchmethod
+from itertools import repeat
 from typing import Any, Final, NoReturn
 
 from dataplane_core.errors import (
@@ -41,9 +41,9 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.commands import Command, Located, Part, Reply
-from dataplane_core.ledger.partition import Partition, Task
+from dataplane_core.ledger.partition import Partition, PutWrites, Task
 from dataplane_core.ledger.room import RoomQueue
-from dataplane_core.ledger.rows import Ref, Row, group_of
+from dataplane_core.ledger.rows import Cells, Ref, Row, group_of
 from dataplane_core.spec import (
     Claim,
     FieldList,
@@ -60,12 +60,18 @@ from dataplane_core.spec import (
 __all__ = ["Ledger"]
 
 
+@lru_cache(maxsize=4096)
+def slots_of(fields: tuple[str, ...]) -> dict[str, int]:
+    """The slots of a write with these fields, which all such writes share."""
+    return {name: slot for slot, name in enumerate(fields)}
+
+
 @dataclass(slots=True)
 class Write:
     """A write of a committed put, kept while a sample still refers to its payload.
 
     Attributes:
-        slots: Field -> its index among the fields of the write.
+        slots: Field -> its index among the fields of the write. Shared, never changed.
         row_bytes: Payload bytes per row.
         num_live: How many rows are referred to.
         num_sharers: Row -> how many samples refer to it, if more than one.
@@ -98,6 +104,19 @@ class Pending:
     def size_bytes(self) -> int:
         """Size of the whole payload."""
         return commands.size_of(self.row_bytes, self.splits)
+
+
+@dataclass(slots=True)
+class _Located:
+    """Samples of a read whose fields are in the same writes.
+
+    Attributes:
+        rows: Their positions in the request.
+        positions: Their positions in each of the writes, sample by sample.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
 
 
 class Ledger:
@@ -277,7 +296,7 @@ class Ledger:
                     )
         if not self._overwrite:
             for row in rows:
-                clash = None if row is None else next((name for name in specs if name in row.cells), None)
+                clash = None if row is None else next((name for name in specs if name in row.cells.fields), None)
                 if row is not None and clash is not None:
                     raise UnsupportedOperationError(
                         f"put_samples('{partition_id}') refused: field '{clash}' of sample '{row.sample_id}' is "
@@ -316,20 +335,19 @@ class Ledger:
         partition.held_bytes += pending.size_bytes
         writes = pending.writes(write_id)
         for write in writes:
-            slots = {name: slot for slot, name in enumerate(write.fields)}
             num_sharers: dict[int, int] = {}
             if write.positions is not None:
                 num_sharers = {pos: count for pos, count in Counter(write.positions).items() if count > 1}
-            self._writes[write.write_id] = Write(slots, list(write.row_bytes), len(write.row_bytes), num_sharers)
+            self._writes[write.write_id] = Write(
+                slots_of(tuple(write.fields)), list(write.row_bytes), len(write.row_bytes), num_sharers
+            )
+        put = PutWrites(writes)
         freed: list[Ref] = []
-        for row, sample_id in enumerate(pending.sample_ids):
-            cells: dict[str, Ref] = {}
-            for write in writes:
-                pos = row if write.positions is None else write.positions[row]
-                cells.update(dict.fromkeys(write.fields, (write.write_id, pos)))
-            tags = None if pending.tags is None else pending.tags[row]
-            freed.extend(partition.write_row(sample_id, self._next_seq, cells, tags, now))
-            self._next_seq += 1
+        seq, all_tags = self._next_seq, pending.tags
+        for index, sample_id in enumerate(pending.sample_ids):
+            tags = None if all_tags is None else all_tags[index]
+            freed += partition.write_row(put, index, sample_id, seq + index, tags, now)
+        self._next_seq += len(pending.sample_ids)
         return self._free(partition, freed)
 
     def _refuse_stale(self, pending: Pending, what: str) -> NoReturn:
@@ -345,31 +363,32 @@ class Ledger:
         partition_id, sample_ids, fields = command.partition_id, command.sample_ids, command.fields
         partition = self._partition(partition_id)
         rows = partition.rows
-        pick = itemgetter(*fields)
-        single = len(fields) == 1
-        patterns: dict[tuple[int, ...], tuple[list[int], list[tuple[Ref, ...]]]] = {}
+        found: dict[Cells, tuple[_Located, list[int]]] = {}
+        located: dict[tuple[int, ...], _Located] = {}
         try:
             for index, sample_id in enumerate(sample_ids):
-                picked = pick(rows[sample_id].cells)
-                refs: tuple[Ref, ...] = (picked,) if single else picked
-                first = refs[0]
-                pattern = (first[0],) if refs.count(first) == len(refs) else tuple([ref[0] for ref in refs])
-                entry = patterns.get(pattern)
+                row = rows[sample_id]
+                entry = found.get(row.cells)
                 if entry is None:
-                    entry = patterns[pattern] = ([], [])
-                entry[0].append(index)
-                entry[1].append(refs)
+                    numbers = [row.cells.fields[name] for name in fields]
+                    each = located.setdefault(tuple([row.cells.write_ids[number] for number in numbers]), _Located())
+                    entry = found[row.cells] = (each, list(dict.fromkeys(numbers)))
+                each, numbers = entry
+                each.rows.append(index)
+                positions = row.positions
+                each.positions += (
+                    repeat(positions, len(numbers))
+                    if isinstance(positions, int)
+                    else [positions[number] for number in numbers]
+                )
         except KeyError:
             self._refuse_missing(partition_id, partition, sample_ids, fields)
         parts: list[Part] = []
-        for pattern, (indexes, ref_rows) in patterns.items():
-            if len(pattern) == 1:
-                parts.append(self._part(pattern[0], tuple(fields), indexes, [refs[0][1] for refs in ref_rows]))
-                continue
-            for write_id in dict.fromkeys(pattern):
-                at = [i for i, each in enumerate(pattern) if each == write_id]
-                names = tuple(fields[i] for i in at)
-                parts.append(self._part(write_id, names, indexes, [refs[at[0]][1] for refs in ref_rows]))
+        for pattern, each in located.items():
+            write_ids = list(dict.fromkeys(pattern))
+            for place, write_id in enumerate(write_ids):
+                names = tuple([name for name, owner in zip(fields, pattern, strict=True) if owner == write_id])
+                parts.append(self._part(write_id, names, each.rows, each.positions[place :: len(write_ids)]))
         return Located(parts, {name: partition.specs[name] for name in fields})
 
     def _part(self, write_id: int, fields: tuple[str, ...], rows: list[int], positions: list[int]) -> Part:
@@ -384,7 +403,7 @@ class Ledger:
         if absent:
             raise MissingDataError.for_samples(what, partition_id, absent)
         lacking = (
-            (sample_id, [name for name in fields if name not in partition.rows[sample_id].cells])
+            (sample_id, [name for name in fields if name not in partition.rows[sample_id].cells.fields])
             for sample_id in sample_ids
         )
         raise MissingDataError.for_cells(what, partition_id, (each for each in lacking if each[1]))
@@ -415,7 +434,9 @@ class Ledger:
             what = f"get_samples('{command.partition_id}', {len(command.sample_ids)} samples)"
             raise MissingDataError.for_samples(what, command.partition_id, absent)
         patterns: dict[tuple[str, ...], int] = {}
-        index = [patterns.setdefault(tuple(rows[sample_id].cells), len(patterns)) for sample_id in command.sample_ids]
+        index = [
+            patterns.setdefault(tuple(rows[sample_id].cells.fields), len(patterns)) for sample_id in command.sample_ids
+        ]
         return FieldList(patterns=list(patterns), index=index)
 
     # --- cursors ------------------------------------------------------------------------------------------------------
@@ -497,7 +518,7 @@ class Ledger:
             return 0, []
         if sample_ids is None:
             del self._partitions[partition_id]
-            refs = [ref for row in partition.rows.values() for ref in dict.fromkeys(row.cells.values())]
+            refs = [ref for row in partition.rows.values() for ref in row.refs]
             return len(partition.rows), self._free(partition, refs)
         gone: list[Ref] = []
         count = 0

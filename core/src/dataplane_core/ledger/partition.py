@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from dataplane_core.errors import (
     InvalidRequestError,
@@ -16,13 +17,24 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.leases import Leases
-from dataplane_core.ledger.rows import Claimable, Group, Hold, Ref, Row, group_of
+from dataplane_core.ledger.rows import (
+    NO_CELLS,
+    Cells,
+    Claimable,
+    Group,
+    Hold,
+    Holder,
+    Ref,
+    Row,
+    group_of,
+    packed_positions,
+)
 from dataplane_core.ledger.samplers import SAMPLERS, Batch
 from dataplane_core.ledger.shortfall import find_shortfall
 from dataplane_core.ledger.views import ReadySet, ReadyView
 from dataplane_core.spec import Claim, FieldSpec, PartitionDescription, PartitionInfo, TagValue, TaskDescription
 
-__all__ = ["Partition", "Task"]
+__all__ = ["Partition", "PutWrites", "Task"]
 
 
 @dataclass(slots=True)
@@ -55,6 +67,52 @@ class _Found:
     num_claimables: int
     hands_out: bool
     exhausted: bool
+
+
+class _Change(NamedTuple):
+    """What a put changes in all rows that have the same cells before.
+
+    Attributes:
+        cells: Their cells after it.
+        sources, dropped: See `Join`.
+        ready: Tasks and their views whose fields the rows have since this put.
+        satisfied: All views whose fields the rows have.
+    """
+
+    cells: Cells
+    sources: tuple[int, ...]
+    dropped: tuple[int, ...]
+    ready: list[tuple[str, ReadyView]]
+    satisfied: list[ReadyView]
+
+
+class PutWrites:
+    """The writes of a put that commits, and what it changes in the rows of one partition.
+
+    Args:
+        writes: Its writes.
+
+    Attributes:
+        writes: The id and the fields of each.
+        changes: The cells that rows had -> what the put changes in these rows. None: in new rows.
+    """
+
+    __slots__ = ("_positions", "_simple", "changes", "writes")
+
+    def __init__(self, writes: Sequence[commands.Write]) -> None:
+        self.writes = [(write.write_id, tuple(write.fields)) for write in writes]
+        self.changes: dict[Cells | None, _Change] = {}
+        self._positions = [write.positions for write in writes]
+        self._simple = all(each is None for each in self._positions)
+
+    def positions(self, row: Row, index: int, sources: Sequence[int]) -> int | tuple[int, ...]:
+        """The positions of a row of the put, as `Row.positions`, before the row gets its new cells."""
+        before, num_before = row.positions, len(row.cells.write_ids)
+        if self._simple and (not num_before or before == index):
+            return index
+        all_before = [before] * num_before if isinstance(before, int) else list(before)
+        found = [*all_before, *(index if each is None else each[index] for each in self._positions)]
+        return packed_positions([found[number] for number in sources])
 
 
 @dataclass(slots=True)
@@ -113,44 +171,73 @@ class Partition:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def write_row(
-        self, sample_id: str, seq: int, cells: Mapping[str, Ref], tags: Mapping[str, TagValue] | None, now: float
-    ) -> list[Ref]:
-        """Makes cells of one row produced, all at once, with its tags.
+        self,
+        put: PutWrites,
+        index: int,
+        sample_id: str,
+        seq: int,
+        tags: Mapping[str, TagValue] | None,
+        now: float,
+    ) -> Sequence[Ref]:
+        """Makes the cells of one row of a put produced, all at once, with its tags.
 
         Args:
+            put: The put.
+            index: The row's index in it.
             sample_id: The row. It is created if it does not exist.
             seq: Its number, if it is created.
-            cells: The fields written, each with the ref of its payload. May be empty.
-            tags: Merged key by key into the row's tags, or None.
+            tags: Merged key by key into the row's tags, or None. Kept, if the row has none.
             now: The time.
 
         Returns:
             Refs that no cell of the row uses any longer.
         """
         row = self.rows.get(sample_id)
-        is_new = row is None
         if row is None:
+            before = None
             row = self._new_row(sample_id, seq, now)
-        before = row.cells
-        replaced: list[Ref] = []
-        if cells:
-            row.cells = {**before, **cells}
-            if not before.keys().isdisjoint(cells):
-                live = set(row.cells.values())
-                replaced = [old for old in dict.fromkeys(before.values()) if old not in live]
+        else:
+            before = row.cells
+        change = put.changes.get(before)
+        if change is None:
+            change = put.changes[before] = self._change(put, before)
+        freed: Sequence[Ref] = ()
+        if put.writes:
+            if change.dropped:
+                refs = row.refs
+                freed = [refs[number] for number in change.dropped]
+            row.positions = put.positions(row, index, change.sources)
+            row.cells = change.cells
         if tags:
-            row.tags = {**row.tags, **tags}
-        claimable = self._claimable_of(row)
-        for task_name, task in self.tasks.items():
-            for view in task.views.values():
-                if not view.required <= row.cells.keys():
-                    continue
-                if is_new or not view.required <= before.keys():
-                    self._count_member(view, row)
-                    self._add_if_ready(view, claimable, task_name)
-                if tags is not None:
+            row.tags = {**row.tags, **tags} if row.tags else tags
+        if change.ready or tags is not None:
+            claimable = self._claimable_of(row)
+            for task_name, view in change.ready:
+                self._count_member(view, row)
+                self._add_if_ready(view, claimable, task_name)
+            if tags is not None:
+                for view in change.satisfied:
                     view.touch(claimable.seq)
-        return replaced
+        return freed
+
+    def _change(self, put: PutWrites, before: Cells | None) -> _Change:
+        """What a put changes in rows with these cells; None: in new rows."""
+        had = NO_CELLS if before is None else before
+        cells, joint = had.joined(put.writes) if put.writes else (had, None)
+        has = cells.fields.keys()
+        satisfied = [
+            (task_name, view)
+            for task_name, task in self.tasks.items()
+            for view in task.views.values()
+            if view.required <= has
+        ]
+        return _Change(
+            cells=cells,
+            sources=() if joint is None else joint.sources,
+            dropped=() if joint is None else joint.dropped,
+            ready=[each for each in satisfied if before is None or not each[1].required <= had.fields.keys()],
+            satisfied=[view for _, view in satisfied],
+        )
 
     def remove_row(self, sample_id: str) -> list[Ref] | None:
         """Drops a row with its tags and cursors.
@@ -175,7 +262,7 @@ class Partition:
             if not group.members:
                 del self.groups[row.group]
             self.broken_groups.add(row.group)
-        return list(dict.fromkeys(row.cells.values()))
+        return row.refs
 
     def _new_row(self, sample_id: str, seq: int, now: float) -> Row:
         row = Row(sample_id, seq, None if self.info.grpo_group_size is None else group_of(sample_id), now)
@@ -183,7 +270,10 @@ class Partition:
         if self.info.num_samples is not None and len(self.seen) < self.info.num_samples:
             self.seen.add(sample_id)
         if row.group is not None:
-            self.groups.setdefault(row.group, Group(seq)).members[sample_id] = row
+            group = self.groups.get(row.group)
+            if group is None:
+                group = self.groups[row.group] = Group(seq)
+            group.members[sample_id] = row
         return row
 
     # --- claims -------------------------------------------------------------------------------------------------------
@@ -320,20 +410,22 @@ class Partition:
     def _hold(self, command: commands.ClaimSamples, claimables: Iterable[Claimable], now: float) -> None:
         task_name, lease_s = command.task_name, command.lease_s
         task, expires_at = self.tasks[task_name], now + (lease_s or 0.0)
+        hold = Hold("", command.holder, 0.0, True)
+        if lease_s is not None:
+            hold = Hold(command.token, command.holder, expires_at, False, now)
+        holder, num_held = Holder(task_name, lambda _: hold), 0
         for claimable in claimables:
             for view in task.views.values():
                 view.discard(claimable.seq)
             for row in claimable.rows:
-                if lease_s is None:
-                    row.holds = {**row.holds, task_name: Hold("", command.holder, 0.0, True)}
-                    task.num_done += 1
-                else:
-                    hold = Hold(command.token, command.holder, expires_at, False, now)
-                    row.holds = {**row.holds, task_name: hold}
+                holder.give(row)
+                if lease_s is not None:
                     self.leases.add(expires_at, row, task_name)
-                task.num_held += 1
+                num_held += 1
             if isinstance(claimable, Group):
                 claimable.num_held[task_name] = len(claimable.members)
+        task.num_held += num_held
+        task.num_done += num_held if lease_s is None else 0
 
     # --- cursors ------------------------------------------------------------------------------------------------------
 
@@ -350,10 +442,11 @@ class Partition:
             if command.task_name in row.holds:
                 self._give_back(row, command.task_name)
         given = [self.rows[sample_id] for sample_id in dict.fromkeys(command.sample_ids) if sample_id in self.rows]
+        holder = Holder(command.task_name, lambda _: Hold("", "", 0.0, True))
         for row in given:
             for view in task.views.values():
                 view.discard(self._claimable_of(row).seq)
-            self.restore_hold(row, command.task_name, Hold("", "", 0.0, True))
+            self.restore_hold(row, command.task_name, holder)
         self.tidy()
         return len(given)
 
@@ -413,18 +506,22 @@ class Partition:
     def settle(self, command: commands.Settle, now: float) -> None:
         """Settles leases for good, gives the samples back to the pool, or extends the leases."""
         task, rows = self._leased(command, now)
-        for row in rows:
-            hold = row.holds[command.task_name]
-            if isinstance(command, commands.Nack):
-                self._give_back(row, command.task_name)
-            elif isinstance(command, commands.Renew):
-                expires_at = now + command.lease_s
-                if expires_at < hold.expires_at:  # a later end needs no entry: see `Leases`
-                    self.leases.add(expires_at, row, command.task_name)
-                hold.expires_at = expires_at
-            elif not hold.done:
-                hold.done = True
-                task.num_done += 1
+        task_name = command.task_name
+        if isinstance(command, commands.Nack):
+            for row in rows:
+                self._give_back(row, task_name)
+        elif isinstance(command, commands.Renew):
+            expires_at = now + command.lease_s
+            renewed = Holder(task_name, lambda hold: replace(_there(hold), expires_at=expires_at))
+            for row in rows:
+                if expires_at < row.holds[task_name].expires_at:  # a later end needs no entry: see `Leases`
+                    self.leases.add(expires_at, row, task_name)
+                renewed.give(row)
+        else:
+            settled = Holder(task_name, lambda hold: replace(_there(hold), done=True))
+            for row in rows:
+                task.num_done += not row.holds[task_name].done
+                settled.give(row)
         self.tidy()
 
     def tidy(self) -> None:
@@ -501,7 +598,7 @@ class Partition:
         return None if row is None or hold is None or hold.done else (row, hold)
 
     def _give_back(self, row: Row, task_name: str) -> None:
-        self._forget_hold(row, task_name, row.holds.pop(task_name))
+        self._forget_hold(row, task_name, row.drop_hold(task_name))
         claimable = self._claimable_of(row)
         for view in self.tasks[task_name].views.values():
             self._add_if_ready(view, claimable, task_name)
@@ -513,9 +610,10 @@ class Partition:
         if row.group is not None:
             self.groups[row.group].num_held[task_name] -= 1
 
-    def restore_hold(self, row: Row, task_name: str, hold: Hold) -> None:
+    def restore_hold(self, row: Row, task_name: str, holder: Holder) -> None:
         """Adds a hold to a row that the task does not hold and that is in none of the task's views."""
-        row.holds = {**row.holds, task_name: hold}
+        holder.give(row)
+        hold = row.holds[task_name]
         task = self.tasks[task_name]
         task.num_held += 1
         task.num_done += hold.done
@@ -533,7 +631,7 @@ class Partition:
             view = task.views[required] = ReadyView(required)
             if self.info.grpo_group_size is not None:
                 for row in self.rows.values():
-                    if required <= row.cells.keys():
+                    if required <= row.cells.fields.keys():
                         self._count_member(view, row)
             view.begin(claimable for claimable in self._claimables() if self._is_ready(view, claimable, task_name))
         return view
@@ -551,7 +649,7 @@ class Partition:
 
     def _is_ready(self, view: ReadyView, claimable: Claimable, task_name: str) -> bool:
         if isinstance(claimable, Row):
-            return view.required <= claimable.cells.keys() and task_name not in claimable.holds
+            return view.required <= claimable.cells.fields.keys() and task_name not in claimable.holds
         # members of a group that lost one are not counted, so that group is never ready
         return view.ready_members.get(claimable.seq, 0) == self._group_size and not claimable.num_held.get(task_name)
 
@@ -583,3 +681,8 @@ class Partition:
 
 def _is_done(hold: Hold | None) -> bool:
     return hold is not None and hold.done
+
+
+def _there(hold: Hold | None) -> Hold:
+    assert hold is not None
+    return hold

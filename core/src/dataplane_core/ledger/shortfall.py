@@ -54,10 +54,10 @@ def find_shortfall(
             num_incomplete += len(free)
             if len(groups) < _NUM_NAMED:
                 groups[free[0].group or ""] = len(claimable.rows)
-        elif not all(required <= row.cells.keys() for row in free):
+        elif not all(required <= row.cells.fields.keys() for row in free):
             num_lacking += len(free)
             if len(cells) < _NUM_NAMED:
-                lacking = {row.sample_id: tuple(sorted(required - row.cells.keys())) for row in free}
+                lacking = {row.sample_id: tuple(sorted(required - row.cells.fields.keys())) for row in free}
                 cells.update((sample_id, names) for sample_id, names in lacking.items() if names)
     return Shortfall(
         num_leased=len(leased),

@@ -25,9 +25,9 @@ from typing import Any, Final
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.checks import check_command
 from dataplane_core.ledger.commands import Split
-from dataplane_core.ledger.ledger import Ledger, Pending, Write
+from dataplane_core.ledger.ledger import Ledger, Pending, Write, slots_of
 from dataplane_core.ledger.partition import Partition, Task
-from dataplane_core.ledger.rows import Group, Hold, Ref, Row, group_of
+from dataplane_core.ledger.rows import NO_CELLS, Cells, Group, Hold, Holder, Join, Ref, Row, group_of, packed_positions
 from dataplane_core.ledger.samplers import Batch
 from dataplane_core.spec import FieldSpec, PartitionInfo, TagValue, fits, holds
 
@@ -199,7 +199,7 @@ class StateReader:
             for (each, fields, row_bytes, num_live), num_sharers in zip(_columns(section, *names), shared, strict=True):
                 write_id = unpack_write_id(each)
                 self._write_ids.append(write_id)
-                slots = {name: slot for slot, name in enumerate(fields)}
+                slots = slots_of(tuple(fields))
                 ledger._writes[write_id] = Write(slots, row_bytes, num_live, dict(num_sharers))
         elif part == "partition":
             self._partition = _restore_partition(section, self._self_expiring)
@@ -232,7 +232,7 @@ class StateReader:
         sharers: dict[Ref, int] = {}
         for partition in ledger._partitions.values():
             for row in partition.rows.values():
-                for ref in set(row.cells.values()):
+                for ref in row.refs:
                     sharers[ref] = sharers.get(ref, 0) + 1
         live = Counter(write_id for write_id, _ in sharers)
         held_bytes = sum(pending.size_bytes for pending in ledger._pending.values())
@@ -295,14 +295,18 @@ def _rows_state(rows: list[Row], places: Mapping[int, int], now: float) -> dict[
     """The section of some rows: cells as ``[fields, write, position, ...]``, holds grouped by task and lease."""
     patterns: dict[tuple[str, ...], int] = {}
     cells: list[list[int]] = []
+    found: dict[Cells, list[int]] = {}
     holds: dict[tuple[str, str, str, float, bool], list[int]] = {}
     for index, row in enumerate(rows):
-        by_ref: dict[Ref, list[str]] = {}
-        for name, ref in row.cells.items():
-            by_ref.setdefault(ref, []).append(name)
+        shared = found.get(row.cells)
+        if shared is None:
+            names: list[list[str]] = [[] for _ in row.cells.write_ids]
+            for name, number in row.cells.fields.items():
+                names[number].append(name)
+            shared = found[row.cells] = [patterns.setdefault(tuple(each), len(patterns)) for each in names]
         flat: list[int] = []
-        for (write_id, pos), names in by_ref.items():
-            flat += (patterns.setdefault(tuple(names), len(patterns)), places[write_id], pos)
+        for pattern, (write_id, pos) in zip(shared, row.refs, strict=True):
+            flat += (pattern, places[write_id], pos)
         cells.append(flat)
         for task_name, hold in row.holds.items():
             left_s = 0.0 if hold.done else max(0.0, hold.expires_at - now)
@@ -348,12 +352,18 @@ def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: l
         raise ValueError("its rows are not in order")
     if any(len(flat) % 3 or min(flat, default=0) < 0 for flat in section["cells"]):
         raise ValueError("its cells refer to no write")
+    found: dict[tuple[int, ...], tuple[Cells, Join]] = {}
     columns = zip(_columns(section, "sample_ids", "seqs", "tags", "cells"), ages_s, strict=True)
     for (sample_id, seq, tags, flat), age_s in columns:
-        cells: dict[str, Ref] = dict.fromkeys(patterns[flat[0]], (write_ids[flat[1]], flat[2])) if flat else {}
-        for at in range(3, len(flat), 3):
-            cells.update(dict.fromkeys(patterns[flat[at]], (write_ids[flat[at + 1]], flat[at + 2])))
-        row = Row(sample_id, seq, group_of(sample_id) if grouped else None, now - age_s, cells, tags)
+        shared = (*flat[0::3], *flat[1::3])
+        known = found.get(shared)
+        if known is None:
+            writes = [(write_ids[place], patterns[each]) for each, place in zip(flat[0::3], flat[1::3], strict=True)]
+            known = found[shared] = NO_CELLS.joined(writes)
+        cells, joint = known
+        positions = packed_positions([flat[3 * number + 2] for number in joint.sources])
+        group = group_of(sample_id) if grouped else None
+        row = Row(sample_id, seq, group, now - age_s, cells, positions, tags)
         rows.append(row)
         partition.rows[sample_id] = row
         if row.group is not None:
@@ -365,10 +375,12 @@ def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: l
             raise ValueError("a lease holds what it cannot hold")
         task_name, done = held["task_name"], held["done"]
         expires_at = 0.0 if done else now + held["left_s"]
+        hold = Hold(held["token"], held["holder"], expires_at, done)
+        holder = Holder(task_name, lambda _, hold=hold: hold)  # type: ignore[misc]
         for index in held["rows"]:
             if task_name in rows[index].holds:
                 raise ValueError("a task holds a sample twice")
-            partition.restore_hold(rows[index], task_name, Hold(held["token"], held["holder"], expires_at, done))
+            partition.restore_hold(rows[index], task_name, holder)
 
 
 def _restore_pending(ledger: Ledger, section: Mapping[str, Any], now: float) -> Pending:

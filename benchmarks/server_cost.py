@@ -48,7 +48,8 @@ def server_pids(client: DataPlaneClient) -> dict[str, int]:
     engine = getattr(client._backend, "_engine", None)
     if engine is not None:  # a backend in TransferQueue's controller
         found = {"controller": int(engine.call("~ping", timeout_s=30.0)["pid"])}
-        units = [each.pid for each in psutil.process_iter(["cmdline"]) if _is_unit(each)]
+        children = psutil.Process().children(recursive=True)  # Ray's processes are among them
+        units = [each.pid for each in children if "StorageUnit" in " ".join(each.cmdline())]
         return {**found, **{f"unit{number or ''}": pid for number, pid in enumerate(units)}}
     for child in psutil.Process().children(recursive=True):
         if "redis-server" in child.name():
@@ -56,10 +57,6 @@ def server_pids(client: DataPlaneClient) -> dict[str, int]:
         if "dataplane_shm" in " ".join(child.cmdline()):
             return {"ledger": child.pid}
     return {"process": os.getpid()}
-
-
-def _is_unit(process: psutil.Process) -> bool:
-    return "StorageUnit" in " ".join(process.info["cmdline"] or ()) and process.uids().real == os.getuid()
 
 
 def batch(size: int, num_fields: int) -> TensorDict:

@@ -195,7 +195,9 @@ class LedgerService:
         start = time.thread_time()
         self._pacer.leave(command.token)
         explain = command.explain and (told is None or told.stale_at <= time.monotonic())
-        claim = self._ledger.apply(replace(command, explain=explain), self._clock())
+        if explain != command.explain:
+            command = replace(command, explain=explain)
+        claim = self._ledger.apply(command, self._clock())
         if claim.sample_ids or claim.exhausted:
             return claim
         if claim.shortfall is not None:

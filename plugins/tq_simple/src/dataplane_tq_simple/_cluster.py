@@ -74,13 +74,20 @@ _DISCONNECT_S = 15.0
 _SHUTDOWN_S = 60.0
 
 
-class Controller(TransferQueueController.__ray_metadata__.modified_class):  # type: ignore[misc]  # has no types
+_BaseController: Any = TransferQueueController.__ray_metadata__.modified_class
+
+
+class Controller(_BaseController):  # type: ignore[misc]  # has no types
     """TransferQueue's controller as an importable class.
 
     A worker process that imports it imports dataplane_core first, which keeps torch's compiler from loading.
     """
 
     _keeper: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _BaseController.__init__(self, *args, **kwargs)  # Ray makes other classes of this one, which super() refuses
+        self.sampler.open_line(self._node_ip)
 
     def keep_units(self, instance: type[Instance], config: Any, units: list[tuple[str, str, Started]]) -> None:
         """Starts to watch the storage units of the instance: names, actors, and what they said."""

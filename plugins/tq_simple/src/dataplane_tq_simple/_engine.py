@@ -55,7 +55,7 @@ class Engine(QueueEngine):
 
     def _watch_peers(self, peers: Sequence[Peer]) -> Watch:
         controller = self._instance.controller
-        if controller in peers:
+        if any(peer.actor == controller.actor for peer in peers):
             return super()._watch_peers(peers)
         watch_controller = functools.partial(super()._watch_peers, [controller])
         return UnitWatch(self._places, self._exchange, controller, peers, watch_controller)

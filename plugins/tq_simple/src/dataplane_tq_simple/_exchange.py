@@ -1,4 +1,4 @@
-"""Requests and replies over ZeroMQ, each with a deadline.
+"""Requests and replies over ZeroMQ, and calls over plain connections, each with a deadline.
 
 TransferQueue's own clients wait for replies without a limit, retry on a schedule of their own, and reset torch's thread
 count around each request. So the engine talks to TransferQueue's sockets itself: the calling thread polls plain
@@ -21,7 +21,8 @@ from uuid import uuid4
 import zmq as _zmq
 from transfer_queue.utils.zmq_utils import STORAGE_MANAGER_IDENTITY_PREFIX, create_zmq_socket
 
-from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
+from dataplane_tq_simple._line import Line
 
 __all__ = ["PATIENCE_S", "Exchange", "Peer", "Question", "Request", "Watch"]
 
@@ -33,6 +34,9 @@ _POLL_S = 0.1
 PATIENCE_S = 1.0
 # Requests in flight from one exchange to one peer. Replies arrive in the order of the requests.
 _WINDOW = 4
+# Seconds for which a watch may find out why a connection broke, and between two questions.
+_BROKEN_S = 5.0
+_BROKEN_POLL_S = 0.02
 # Idle sockets kept per peer.
 _MAX_IDLE = 8
 
@@ -46,6 +50,7 @@ class Peer(NamedTuple):
         ip: Its address.
         port: Its port.
         life: Of a storage unit: the number of its life. -1: it has none.
+        token: Of a `CallServer`: what clients send it first. Other peers, which speak ZeroMQ, have none.
     """
 
     name: str
@@ -53,14 +58,15 @@ class Peer(NamedTuple):
     ip: str
     port: int
     life: int = -1
+    token: bytes = b""
 
 
 class Request(NamedTuple):
     """One request of an exchange.
 
     Attributes:
-        frames: Builds the message. Called when it is about to be sent, so that a long exchange does not hold all its
-            messages at once.
+        frames: Builds the message, of a single frame for a `CallServer`. Called when it is about to be sent, so that a
+            long exchange does not hold all its messages at once.
         on_reply: Receives the frames of the reply. What it raises ends the exchange.
     """
 
@@ -127,18 +133,27 @@ class Exchange:
             raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
         deadline = time.monotonic() + timeout_s
         with ExitStack() as leases:
-            lanes = [_Lane(peer, leases.enter_context(self._lease(peer)), work) for peer, work in requests if work]
+            lanes = [
+                (_LineLane if peer.token else _Lane)(peer, leases.enter_context(self._lease(peer)), work)
+                for peer, work in requests
+                if work
+            ]
             try:
                 self._pump(what, lanes, deadline, timeout_s, patience_s)
             except zmq.ZMQError as error:
                 raise BackendUnavailableError(f"{what} failed: {error}") from error
+            except DataPlaneError:  # some are an `OSError`: a TimeoutError is one
+                raise
+            except OSError as error:
+                peers = [lane.peer for lane in lanes if lane.peer.token]
+                raise self._broken(what, peers, deadline, error) from error
 
     def _pump(self, what: str, lanes: list[_Lane], deadline: float, timeout_s: float, patience_s: float) -> None:
         poller = zmq.Poller()
         for lane in lanes:
-            poller.register(lane.socket, zmq.POLLIN)
             lane.send()
-        waiting = {lane.socket: lane for lane in lanes}
+            poller.register(lane.socket, lane.events)
+        waiting = {lane.key: lane for lane in lanes}
         last_reply = time.monotonic()
         watch: Watch | None = None
         try:
@@ -147,12 +162,15 @@ class Exchange:
                     raise _closed_error(what)
                 now = time.monotonic()
                 ready = poller.poll(max(0.0, min(_POLL_S, deadline - now)) * 1000)
-                for socket, _ in ready:
-                    lane = waiting[socket]
+                for key, _ in ready:
+                    lane = waiting[key]
+                    events = lane.events
                     lane.receive()
                     if lane.done:
-                        poller.unregister(socket)
-                        del waiting[socket]
+                        poller.unregister(lane.socket)
+                        del waiting[key]
+                    elif lane.events != events:
+                        poller.register(lane.socket, lane.events)
                 if ready:
                     last_reply = time.monotonic()
                     if watch is not None:
@@ -166,6 +184,23 @@ class Exchange:
         finally:
             if watch is not None:
                 watch.close()
+
+    def _broken(self, what: str, peers: Sequence[Peer], deadline: float, error: OSError) -> Exception:
+        """After a connection broke: raises what a watch finds out about the peers. Returns an error if they live."""
+        watch = self._make_watch(peers)
+        try:
+            until = min(deadline, time.monotonic() + _BROKEN_S)
+            while time.monotonic() < until and not self._closed:
+                watch.check()
+                time.sleep(_BROKEN_POLL_S)
+        finally:
+            watch.close()
+        if self._closed:
+            return _closed_error(what)
+        names = ", ".join(peer.name for peer in peers)
+        return BackendUnavailableError(
+            f"{what} failed: the connection to the {names} broke: {error}. It may have been executed or not."
+        )
 
     def _out_of_time(self, what: str, waiting: list[_Lane], watch: Watch | None, timeout_s: float) -> Exception:
         names = ", ".join(lane.peer.name for lane in waiting)
@@ -188,6 +223,9 @@ class Exchange:
                 )
             idle = self._idle.get(peer)
             socket = idle.pop() if idle else None
+            if isinstance(socket, Line) and not socket.idle:
+                socket.close()
+                socket = None
             self._num_leased += 1
             self._num_sockets += 1
             serial = self._num_sockets
@@ -213,6 +251,8 @@ class Exchange:
                 self._none_leased.notify_all()
 
     def _connect(self, peer: Peer, serial: int) -> Any:
+        if peer.token:
+            return Line.connect(peer.ip, peer.port, peer.token)
         socket = create_zmq_socket(self._context, zmq.DEALER, peer.ip, identity=f"{self._identity}_{serial}".encode())
         try:
             socket.setsockopt(zmq.LINGER, 0)
@@ -283,7 +323,15 @@ class Question:
 
 
 class _Lane:
-    """The requests of one exchange to one peer: how many are sent, and how many are answered."""
+    """The requests of one exchange to one peer: how many are sent, and how many are answered.
+
+    Attributes:
+        peer: The peer.
+        socket: The socket to it.
+    """
+
+    #: What its socket waits for.
+    events: int = zmq.POLLIN
 
     def __init__(self, peer: Peer, socket: Any, requests: Sequence[Request]) -> None:
         self.peer = peer
@@ -291,6 +339,11 @@ class _Lane:
         self._requests = requests
         self._num_sent = 0
         self._num_answered = 0
+
+    @property
+    def key(self) -> Any:
+        """What a poller calls its socket."""
+        return self.socket
 
     @property
     def done(self) -> bool:
@@ -310,6 +363,36 @@ class _Lane:
         self._num_answered += 1
         self.send()  # before the reply is read: the peer works on it meanwhile
         request.on_reply(frames)
+
+
+class _LineLane(_Lane):
+    """The calls of one exchange to a `CallServer`."""
+
+    @property
+    def events(self) -> int:  # type: ignore[override]
+        """While something waits to be sent, also for room."""
+        return int(zmq.POLLIN | zmq.POLLOUT if self.socket.unsent else zmq.POLLIN)
+
+    @property
+    def key(self) -> Any:
+        return self.socket.fileno()
+
+    def send(self) -> None:
+        """Sends as many calls as may be in flight."""
+        while self._num_sent < len(self._requests) and self._num_sent - self._num_answered < _WINDOW:
+            (call,) = self._requests[self._num_sent].frames()
+            self.socket.send(call)
+            self._num_sent += 1
+
+    def receive(self) -> None:
+        """Sends what waits, and receives the replies that have arrived."""
+        self.socket.flush()
+        self.socket.fill()
+        while not self.done and (reply := self.socket.message()) is not None:
+            request = self._requests[self._num_answered]
+            self._num_answered += 1
+            self.send()
+            request.on_reply([reply])
 
 
 def _closed_error(what: str) -> ClientClosedError:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 import ray
 
-from dataplane_core.errors import OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_tq_simple import _wire
 from dataplane_tq_simple._cluster import Instance, RaySession
 from dataplane_tq_simple._exchange import Exchange, Peer, Request, Watch
@@ -55,6 +55,7 @@ class QueueEngine:
         self._session = session
         self._exchange = Exchange(self._watch_peers)
         self._clock = _ControllerClock()
+        self._line: Peer | None = None  # where the controller answers calls
         self._close_lock = threading.Lock()
         self._closed = False
 
@@ -200,15 +201,13 @@ class QueueEngine:
             BackendUnavailableError: The controller is dead.
             ClientClosedError: This engine is closed.
         """
-        controller = self._instance.controller
         deadline = time.monotonic() + timeout_s
+        if self._line is None and method != PING:
+            self._find_line(deadline)
         while True:
             call = encode_call(method, args, kwargs, self._clock.at_controller(deadline))
-            replies: list[list[Any]] = []
-            request = Request(functools.partial(_wire.call_request, controller.name, call), replies.append)
-            remaining_s = deadline - time.monotonic()
-            self._exchange.run(f"call {method!r}", [(controller, [request])], timeout_s=remaining_s)
-            executed, result, controller_time_s = decode_reply(_wire.read_call_reply(controller.name, replies[0]))
+            reply = self._send_call(method, call, deadline)
+            executed, result, controller_time_s = decode_reply(reply)
             self._clock.observe(controller_time_s)
             if executed:
                 return result
@@ -217,6 +216,28 @@ class QueueEngine:
                 raise OperationTimeoutError(
                     f"call {method!r}: the controller received it only after {timeout_s:g} s, and did not execute it.",
                 )
+
+    def _find_line(self, deadline: float) -> None:
+        """Asks the controller, through TransferQueue, where it answers calls. Raises as `call`."""
+        controller = self._instance.controller
+        port, token = self.call(PING, timeout_s=deadline - time.monotonic())["line"]
+        self._line = controller._replace(port=port, token=token)
+
+    def _send_call(self, method: str, call: bytes, deadline: float) -> bytes:
+        """Sends a call, and returns the reply."""
+        line, controller = self._line, self._instance.controller
+        replies: list[list[Any]] = []
+        through_line = line is not None and method != PING
+        frames = functools.partial(_wire.call_request, controller.name, call)
+        request = Request((lambda: [call]) if through_line else frames, replies.append)
+        peer = line if through_line and line is not None else controller
+        remaining_s = deadline - time.monotonic()
+        try:
+            self._exchange.run(f"call {method!r}", [(peer, [request])], timeout_s=remaining_s)
+        except BackendUnavailableError:
+            self._line = None
+            raise
+        return bytes(replies[0][0]) if through_line else _wire.read_call_reply(controller.name, replies[0])
 
 
 class _ControllerClock:

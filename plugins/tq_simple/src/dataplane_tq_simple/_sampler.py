@@ -3,7 +3,10 @@
 TransferQueue's controller answers all requests in one thread. In ``fetch`` mode it calls its sampler with the
 ``sampling_config`` of the request. `LedgerSampler` uses that for calls: the config holds a pickled method name with its
 arguments, the sampler executes the method on a service object, and the pickled result is returned as ``custom_meta`` of
-one row. So calls are atomic: each ends before the controller handles its next request.
+one row. Calls are atomic: each ends before the next one begins.
+
+Only the first calls of a client come this way. They tell it where the controller's process answers calls over plain
+connections, which cost it far less: `CallServer`.
 
 Importing this module imports TransferQueue.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -22,6 +26,8 @@ from transfer_queue.sampler import BaseSampler
 from dataplane_core.errors import BackendError, DataPlaneError
 from dataplane_core.ledger import Ref
 from dataplane_tq_simple._book import UnitBook
+from dataplane_tq_simple._line import CallServer
+from dataplane_tq_simple._pickles import dumps
 
 __all__ = [
     "CALL_FIELD",
@@ -40,7 +46,8 @@ CALL_PARTITION = "~dataplane"
 CALL_FIELD = "~call"
 #: Key of the pickled call in ``sampling_config``, and of the pickled reply in ``custom_meta``.
 CALL_KEY = "~dataplane"
-#: A call that every service answers with its process id and class. It also shows that the factory works.
+#: A call that every service answers with its process id, its class, and the port and token of the `CallServer`. It also
+#: shows that the factory works.
 PING = "~ping"
 #: A call of a method of the book of storage units: its name, and the arguments.
 UNITS = "~units"
@@ -53,8 +60,8 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
     """Executes calls on a service object inside the controller's process.
 
     The bootstrapping client creates the sampler and pickles it to the controller. The first call there makes the
-    service. The service needs no locks: all calls run in the controller's request thread. For the same reason a call
-    must not block: it would delay every client.
+    service. The service needs no locks: one call runs at a time. For the same reason a call must not block: it would
+    delay every client.
 
     No request raises, even a malformed one. An exception would write a log entry for each request, and one that is not
     an `Exception` would end the controller's thread.
@@ -72,10 +79,16 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
         super().__init__()
         self._service_factory = service_factory
         self._service: object | None = None
+        self._lock = threading.Lock()
+        self._calls: CallServer | None = None
         self.book = UnitBook()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._service_factory,)
+
+    def open_line(self, ip: str) -> None:
+        """Also answers calls over plain connections to this address; see `CallServer`."""
+        self._calls = CallServer(ip, self._answer)
 
     def garbage(self) -> list[Ref]:
         """The refs that the service holds as free, for the keeper of the units."""
@@ -107,8 +120,9 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
             name, args, kwargs, expires_at = pickle.loads(call)
             if expires_at is not None and time.monotonic() > expires_at:
                 return pickle.dumps((_EXPIRED, None, time.monotonic()))
-            result = self._execute(name, args, kwargs)
-            return pickle.dumps((_OK, result, time.monotonic()), protocol=pickle.HIGHEST_PROTOCOL)
+            with self._lock:
+                result = self._execute(name, args, kwargs)
+            return dumps((_OK, result, time.monotonic()))
         except BaseException as error:  # the controller's only thread must survive every call
             return pickle.dumps((_ERROR, _pickle_error(name, error), time.monotonic()))
 
@@ -122,7 +136,8 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
                 use_book(self.book)
             self._service = service
         if name == PING:
-            return {"pid": os.getpid(), "service": type(self._service).__qualname__}
+            line = None if self._calls is None else (self._calls.port, self._calls.token)
+            return {"pid": os.getpid(), "service": type(self._service).__qualname__, "line": line}
         if name.startswith("_"):
             raise AttributeError(f"{name!r} is private")
         return getattr(self._service, name)(*args, **kwargs)
@@ -158,7 +173,7 @@ def encode_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], exp
         expires_at: Time on the controller's monotonic clock, in seconds. After it the call is not executed, since its
             caller no longer waits. None: never.
     """
-    return pickle.dumps((name, args, dict(kwargs), expires_at), protocol=pickle.HIGHEST_PROTOCOL)
+    return dumps((name, args, dict(kwargs), expires_at))
 
 
 def decode_reply(reply: bytes) -> tuple[bool, Any, float]:

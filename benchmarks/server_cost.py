@@ -1,12 +1,12 @@
 """The CPU time that a store's own processes take for each sample.
 
 Run:  python benchmarks/server_cost.py [--backends redis_store tq_simple shm_store] [--sizes 1 16 512] [--seconds 3]
-      [--fields 8] [--out figures.json]
+      [--fields 8] [--values 16] [--out figures.json]
 
 One client puts, claims with a lease, gets, acks and clears samples, in calls of 1, 16 and 512 samples, and each sample
-goes through all five. Every field is a row of 16 float32, and each sample has two tags. Shown is the CPU time of the
-processes that keep the store: Redis; TransferQueue's controller and its storage unit; the ledger process of shm_store;
-of noop this process, with the client. Ray's own processes and the client's are not counted.
+goes through all five. A field is a row of 16 float32 (``--values``), and each sample has two tags. Shown is the CPU
+time of the processes that keep the store: Redis; TransferQueue's controller and its storage unit; the ledger process of
+shm_store; of noop this process, with the client. Ray's own processes and the client's are not counted.
 
 The figures are CPU time (``CLOCK_PROCESS_CPUTIME_ID`` of the process), so work of other programs changes them little.
 They are for one call after another. A server that is busy all the time takes less for each call, since it sleeps less
@@ -31,7 +31,7 @@ from dataplane_core import DataPlaneClient, connect
 
 #: Options of backends that need some.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "redis_store": {"server": "private"},
+    "redis_store": {"server": "private", "namespace": f"cost-{os.getpid()}"},
     "shm_store": {"namespace": f"cost-{os.getpid()}", "capacity_bytes": 1 << 30},
 }
 STEPS = ("put", "claim", "get", "ack", "clear")
@@ -59,16 +59,16 @@ def server_pids(client: DataPlaneClient) -> dict[str, int]:
     return {"process": os.getpid()}
 
 
-def batch(size: int, num_fields: int) -> TensorDict:
+def batch(size: int, num_fields: int, num_values: int = ROW_VALUES) -> TensorDict:
     """``size`` rows of every field."""
-    return TensorDict({f"field{each}": torch.rand(size, ROW_VALUES) for each in range(num_fields)}, batch_size=[size])
+    return TensorDict({f"field{each}": torch.rand(size, num_values) for each in range(num_fields)}, batch_size=[size])
 
 
 def measure(
-    client: DataPlaneClient, pids: dict[str, int], size: int, num_fields: int, seconds: float
+    client: DataPlaneClient, pids: dict[str, int], size: int, num_fields: int, num_values: int, seconds: float
 ) -> dict[str, dict[str, float]]:
     """Server -> step -> CPU microseconds for each sample, in calls of ``size`` samples."""
-    columns, fields = batch(size, num_fields), [f"field{each}" for each in range(num_fields)]
+    columns, fields = batch(size, num_fields, num_values), [f"field{each}" for each in range(num_fields)]
     client.register_partition("cost", fields, None, ["t"])
     spent = {name: dict.fromkeys(STEPS, 0.0) for name in pids}
     claimed: Any = None
@@ -111,16 +111,17 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 512])
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--fields", type=int, default=8)
-    parser.add_argument("--out", help="also writes the figures here, for benchmarks/scaling.py")
+    parser.add_argument("--values", type=int, default=ROW_VALUES, help="float32 of each field of each sample")
+    parser.add_argument("--out", help="also writes the figures here as JSON, for benchmarks/scaling.py")
     arguments = parser.parse_args()
     figures: dict[str, dict[str, dict[str, float]]] = {}
-    print(f"CPU us of the server for each sample, {arguments.fields} fields of {ROW_VALUES} float32")
+    print(f"CPU us of the server for each sample, {arguments.fields} fields of {arguments.values} float32")
     print(f"{'':26}{'samples':>8}" + "".join(f"{step:>9}" for step in (*STEPS, "together")))
     for backend in arguments.backends:
         with connect({"backend": backend, "options": OPTIONS.get(backend, {})}, bootstrap=True) as client:
             pids = server_pids(client)
             for size in arguments.sizes:
-                found = measure(client, pids, size, arguments.fields, arguments.seconds)
+                found = measure(client, pids, size, arguments.fields, arguments.values, arguments.seconds)
                 for name, steps in found.items():
                     steps["together"] = sum(steps.values())
                     print(f"{backend + ' ' + name:26}{size:8}" + "".join(f"{each:9.1f}" for each in steps.values()))

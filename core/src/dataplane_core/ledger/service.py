@@ -195,9 +195,8 @@ class LedgerService:
         start = time.thread_time()
         self._pacer.leave(command.token)
         explain = command.explain and (told is None or told.stale_at <= time.monotonic())
-        if explain != command.explain:
-            command = replace(command, explain=explain)
-        claim = self._ledger.apply(command, self._clock())
+        question_now = command if explain == command.explain else replace(command, explain=explain)
+        claim = self._ledger.apply(question_now, self._clock())
         if claim.sample_ids or claim.exhausted:
             return claim
         if claim.shortfall is not None:

@@ -87,7 +87,11 @@ class Controller(_BaseController):  # type: ignore[misc]  # has no types
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _BaseController.__init__(self, *args, **kwargs)  # Ray makes other classes of this one, which super() refuses
-        self.sampler.open_line(self._node_ip)
+        self._line = self.sampler.open_line(self._node_ip)
+
+    def line(self) -> tuple[int, bytes]:
+        """Where this process answers calls: the port, and the token that clients must know."""
+        return self._line.port, self._line.token
 
     def keep_units(self, instance: type[Instance], config: Any, units: list[tuple[str, str, Started]]) -> None:
         """Starts to watch the storage units of the instance: names, actors, and what they said."""
@@ -390,6 +394,19 @@ class Instance(ABC):
             _kill(self._handles, self.unit_prefix(self.config))
 
     # --- attaching ---------------------------------------------------------------------------------------------------
+
+    def find_line(self, *, deadline: float) -> Peer:
+        """Asks the controller, over Ray, where it answers calls over plain connections.
+
+        Raises:
+            BackendUnavailableError: The controller is dead, or this process is no longer connected to Ray.
+            OperationTimeoutError: It does not answer in time.
+        """
+        if not ray.is_initialized():
+            raise BackendUnavailableError("this process is no longer connected to Ray.", retryable=False)
+        asked = self._handles[self.controller.actor].line.remote()
+        port, token = get_within(asked, "ask the controller where it answers calls", deadline)
+        return self.controller._replace(port=port, token=token)
 
     @classmethod
     def find(cls, config: Any, *, deadline: float, wait_s: float = 0.0) -> Self:

@@ -252,7 +252,10 @@ class Exchange:
 
     def _connect(self, peer: Peer, serial: int) -> Any:
         if peer.token:
-            return Line.connect(peer.ip, peer.port, peer.token)
+            try:
+                return Line.connect(peer.ip, peer.port, peer.token)
+            except OSError as error:
+                raise BackendUnavailableError(f"connecting to the {peer.name} failed: {error}") from error
         socket = create_zmq_socket(self._context, zmq.DEALER, peer.ip, identity=f"{self._identity}_{serial}".encode())
         try:
             socket.setsockopt(zmq.LINGER, 0)

@@ -4,8 +4,10 @@ A call through TransferQueue's controller costs that process 200 microseconds of
 hands each message from one thread to another and back, and TransferQueue unpacks a request for rows, searches for them
 and packs an answer. So the controller's process has one more thread, which answers calls alone.
 
-A client sends the token that the controller told it, and then calls. Each message is its length in bytes (8 bytes,
-little-endian) and its data. Replies come in the order of the calls.
+Calls and replies are pickles, so each side first proves that it belongs to the instance. The server draws a token,
+which clients get through Ray. A client sends the token's first half, and the server answers with the second half.
+Before that, no side reads anything else of the other. Then each message is its length in bytes (8 bytes, little-endian)
+and its data. Replies come in the order of the calls.
 """
 
 from __future__ import annotations
@@ -17,19 +19,23 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["TOKEN_BYTES", "CallServer", "Line"]
+__all__ = ["HALF_BYTES", "CallServer", "Line"]
 
 _logger = logging.getLogger(__name__)
 
-#: Size of the token of a server.
-TOKEN_BYTES: Final = 32
+#: Size of each half of the token of a server.
+HALF_BYTES: Final = 32
 _LENGTH: Final = struct.Struct("<Q")
 _RECEIVE_BYTES: Final = 1 << 18
 #: A longer message is taken for garbage.
 _MOST_BYTES: Final = 1 << 32
+#: Seconds in which a client must prove that it knows the token, and between two looks for those that did not.
+_GREETING_S: Final = 30.0
+_LOOK_S: Final = 1.0
 
 
 class Line:
@@ -37,15 +43,17 @@ class Line:
 
     Args:
         channel: The socket; it is closed with the line.
-        token: What the client sends before its first message.
+        greeting: What is sent first.
+        expected: What the other side must send first.
     """
 
-    def __init__(self, channel: socket.socket, token: bytes = b"") -> None:
+    def __init__(self, channel: socket.socket, greeting: bytes, expected: bytes) -> None:
         channel.setblocking(False)
         channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.channel = channel
-        self._unsent = bytearray(token)
+        self._unsent = bytearray(greeting)
+        self._expected = expected
         self._received = bytearray()
 
     @classmethod
@@ -53,7 +61,7 @@ class Line:
         """Begins to connect to a server. An error shows when a message is sent or received."""
         channel = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
         try:
-            line = cls(channel, token)
+            line = cls(channel, token[:HALF_BYTES], token[HALF_BYTES:])
             channel.connect_ex((ip, port))
         except BaseException:
             channel.close()
@@ -94,17 +102,31 @@ class Line:
             raise ConnectionResetError("the other side closed the connection")
         self._received += data
 
-    def take(self, num_bytes: int) -> bytes | None:
-        """The next bytes that were received, or None if there are not so many yet."""
-        if len(self._received) < num_bytes:
-            return None
-        taken = bytes(self._received[:num_bytes])
-        del self._received[:num_bytes]
-        return taken
+    def greet(self, greeting: bytes) -> None:
+        """Sends this before the next message. Raises `OSError` if the connection is broken."""
+        self._unsent += greeting
+        self.flush()
+
+    def proved(self) -> bool:
+        """Whether the other side has sent what it must send first. Raises `OSError` if it sent something else."""
+        size = len(self._expected)
+        if len(self._received) < size:
+            return False
+        if size:
+            if not hmac.compare_digest(bytes(self._received[:size]), self._expected):
+                raise ConnectionAbortedError("the other side does not know the token")
+            del self._received[:size]
+            self._expected = b""
+        return True
 
     def message(self) -> bytes | None:
-        """The next message that was received as a whole, or None. Raises `OSError` if it is garbage."""
+        """The next message that was received as a whole, or None.
+
+        Raises `OSError` if it is garbage, or if the other side does not know the token.
+        """
         received = self._received
+        if not self.proved():
+            return None
         if len(received) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(received)
@@ -129,7 +151,7 @@ class Line:
         return False
 
     def close(self, linger: int = 0) -> None:
-        """Closes the connection."""
+        """Closes the connection. What waits to be sent is not sent."""
         self.channel.close()
 
 
@@ -142,7 +164,7 @@ class CallServer:
 
     Attributes:
         port: The port.
-        token: What clients must send first.
+        token: What clients must know.
     """
 
     def __init__(self, ip: str, answer: Callable[[bytes], bytes]) -> None:
@@ -151,10 +173,11 @@ class CallServer:
         self._listener = socket.create_server((ip, 0), family=family, backlog=1024)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.token = secrets.token_bytes(2 * HALF_BYTES)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._greeted: set[Line] = set()
+        self._strangers: dict[Line, float] = {}  # until when each must have proved that it knows the token
+        self._accept_at: float | None = None  # when to accept connections again, if not now
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="dataplane-calls", daemon=True)
@@ -167,7 +190,8 @@ class CallServer:
 
     def _run(self) -> None:
         while True:
-            for key, events in self._selector.select():
+            wait_s = _LOOK_S if self._strangers or self._accept_at is not None else None
+            for key, events in self._selector.select(wait_s):
                 if key.fileobj is self._listener:
                     self._accept()
                     continue
@@ -184,13 +208,33 @@ class CallServer:
                 except Exception:  # this thread must survive every client
                     _logger.exception("a connection for calls failed")
                     self._drop(line)
+            if wait_s is not None:
+                self._look()
 
     def _accept(self) -> None:
         try:
             channel, _ = self._listener.accept()
-            self._selector.register(Line(channel), selectors.EVENT_READ)
-        except OSError as error:
-            _logger.warning("a connection for calls was not accepted: %s", error)
+        except OSError as error:  # most likely too many open files
+            _logger.warning("connections for calls are not accepted for %s s: %s", _LOOK_S, error)
+            self._selector.unregister(self._listener)
+            self._accept_at = time.monotonic() + _LOOK_S
+            return
+        try:
+            line = Line(channel, b"", self.token[:HALF_BYTES])
+            self._selector.register(line, selectors.EVENT_READ)
+        except OSError:  # it has gone already
+            channel.close()
+            return
+        self._strangers[line] = time.monotonic() + _GREETING_S
+
+    def _look(self) -> None:
+        """Drops those that did not prove in time that they know the token, and accepts connections again."""
+        now = time.monotonic()
+        for line in [line for line, until in self._strangers.items() if now > until]:
+            self._drop(line)
+        if self._accept_at is not None and now > self._accept_at:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._accept_at = None
 
     def _serve(self, line: Line, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -200,13 +244,11 @@ class CallServer:
                 self._answer_all(line)
         if events & selectors.EVENT_READ:
             line.fill()
-            if line not in self._greeted:
-                token = line.take(TOKEN_BYTES)
-                if token is None:
+            if line in self._strangers:
+                if not line.proved():
                     return
-                if not hmac.compare_digest(token, self.token):
-                    raise ConnectionAbortedError("another token")
-                self._greeted.add(line)
+                del self._strangers[line]
+                line.greet(self.token[HALF_BYTES:])
             self._answer_all(line)
 
     def _answer_all(self, line: Line) -> None:
@@ -218,5 +260,5 @@ class CallServer:
 
     def _drop(self, line: Line) -> None:
         self._selector.unregister(line)
-        self._greeted.discard(line)
+        self._strangers.pop(line, None)
         line.close()

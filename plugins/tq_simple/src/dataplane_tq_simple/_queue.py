@@ -118,6 +118,7 @@ class QueueEngine:
             raise
         try:
             engine.call(PING, timeout_s=max(0.0, deadline - time.monotonic()))
+            engine._line = instance.find_line(deadline=deadline)
             engine._join(deadline)
         except BaseException:
             engine.close()
@@ -146,6 +147,7 @@ class QueueEngine:
             "opening the controller", [(self._instance.controller, [request])], timeout_s=deadline - time.monotonic()
         )
         self.call(PING, timeout_s=deadline - time.monotonic())
+        self._line = self._instance.find_line(deadline=deadline)
 
     def close(self) -> None:
         """Ends this connection. Idempotent.
@@ -202,8 +204,6 @@ class QueueEngine:
             ClientClosedError: This engine is closed.
         """
         deadline = time.monotonic() + timeout_s
-        if self._line is None and method != PING:
-            self._find_line(deadline)
         while True:
             call = encode_call(method, args, kwargs, self._clock.at_controller(deadline))
             reply = self._send_call(method, call, deadline)
@@ -217,27 +217,24 @@ class QueueEngine:
                     f"call {method!r}: the controller received it only after {timeout_s:g} s, and did not execute it.",
                 )
 
-    def _find_line(self, deadline: float) -> None:
-        """Asks the controller, through TransferQueue, where it answers calls. Raises as `call`."""
-        controller = self._instance.controller
-        port, token = self.call(PING, timeout_s=deadline - time.monotonic())["line"]
-        self._line = controller._replace(port=port, token=token)
-
     def _send_call(self, method: str, call: bytes, deadline: float) -> bytes:
         """Sends a call, and returns the reply."""
-        line, controller = self._line, self._instance.controller
         replies: list[list[Any]] = []
-        through_line = line is not None and method != PING
-        frames = functools.partial(_wire.call_request, controller.name, call)
-        request = Request((lambda: [call]) if through_line else frames, replies.append)
-        peer = line if through_line and line is not None else controller
-        remaining_s = deadline - time.monotonic()
+        what = f"call {method!r}"
+        if method == PING:
+            peer = self._instance.controller
+            request = Request(functools.partial(_wire.call_request, peer.name, call), replies.append)
+            self._exchange.run(what, [(peer, [request])], timeout_s=deadline - time.monotonic())
+            return _wire.read_call_reply(peer.name, replies[0])
+        line = self._line = self._line or self._instance.find_line(deadline=deadline)
+        request = Request(lambda: [call], replies.append)
         try:
-            self._exchange.run(f"call {method!r}", [(peer, [request])], timeout_s=remaining_s)
-        except BackendUnavailableError:
-            self._line = None
+            self._exchange.run(what, [(line, [request])], timeout_s=deadline - time.monotonic())
+        except BackendUnavailableError as error:
+            if error.retryable:  # the controller lives: it may answer elsewhere
+                self._line = None
             raise
-        return bytes(replies[0][0]) if through_line else _wire.read_call_reply(controller.name, replies[0])
+        return bytes(replies[0][0])
 
 
 class _ControllerClock:

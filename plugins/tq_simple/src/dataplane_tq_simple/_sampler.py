@@ -5,8 +5,8 @@ TransferQueue's controller answers all requests in one thread. In ``fetch`` mode
 arguments, the sampler executes the method on a service object, and the pickled result is returned as ``custom_meta`` of
 one row. Calls are atomic: each ends before the next one begins.
 
-Only the first calls of a client come this way. They tell it where the controller's process answers calls over plain
-connections, which cost it far less: `CallServer`.
+Only `PING` comes this way. All other calls come over plain connections, which cost the controller's process far less:
+`CallServer`.
 
 Importing this module imports TransferQueue.
 """
@@ -46,8 +46,7 @@ CALL_PARTITION = "~dataplane"
 CALL_FIELD = "~call"
 #: Key of the pickled call in ``sampling_config``, and of the pickled reply in ``custom_meta``.
 CALL_KEY = "~dataplane"
-#: A call that every service answers with its process id, its class, and the port and token of the `CallServer`. It also
-#: shows that the factory works.
+#: A call that every service answers with its process id and class. It also shows that the factory works.
 PING = "~ping"
 #: A call of a method of the book of storage units: its name, and the arguments.
 UNITS = "~units"
@@ -80,15 +79,18 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
         self._service_factory = service_factory
         self._service: object | None = None
         self._lock = threading.Lock()
-        self._calls: CallServer | None = None
         self.book = UnitBook()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._service_factory,)
 
-    def open_line(self, ip: str) -> None:
-        """Also answers calls over plain connections to this address; see `CallServer`."""
-        self._calls = CallServer(ip, self._answer)
+    def open_line(self, ip: str) -> CallServer:
+        """Also answers calls over plain connections to this address. Called once, in the controller's process.
+
+        Returns:
+            The server. Its owner tells clients its port and token, and keeps it.
+        """
+        return CallServer(ip, self._answer)
 
     def garbage(self) -> list[Ref]:
         """The refs that the service holds as free, for the keeper of the units."""
@@ -136,8 +138,7 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
                 use_book(self.book)
             self._service = service
         if name == PING:
-            line = None if self._calls is None else (self._calls.port, self._calls.token)
-            return {"pid": os.getpid(), "service": type(self._service).__qualname__, "line": line}
+            return {"pid": os.getpid(), "service": type(self._service).__qualname__}
         if name.startswith("_"):
             raise AttributeError(f"{name!r} is private")
         return getattr(self._service, name)(*args, **kwargs)

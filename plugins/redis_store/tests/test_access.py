@@ -31,7 +31,7 @@ def check_wake(client, wait_until):
     client.register_partition("woken", ["x"], None, ["train"])
     with ThreadPoolExecutor(1) as pool:
         claim = pool.submit(client.claim_meta, "woken", "train", ["x"], 1, timeout_s=300.0)
-        waiting = client._backend._claims._wakes._waiting
+        waiting = client._backend._wakes._waiting
         wait_until(lambda: any(each.promised for each in list(waiting.values())))
         client.put_samples(["a"], "woken", TensorDict({"x": torch.ones(1)}, batch_size=[1]))
         assert claim.result(60).sample_ids == ["a"]

@@ -79,7 +79,7 @@ def client(plain, pool, connect):
 
 @pytest.mark.parametrize("tag_filter", [None, {"v": (">=", 1)}], ids=["all", "filtered"])
 def test_a_put_wakes_as_many_claims_as_it_can_serve(plain, client, wait_in_line, wait_until, only_woken, tag_filter):
-    wakes, told = client._backend._claims._wakes, []
+    wakes, told = client._backend._wakes, []
     wake, wakes._wake = wakes._wake, told.append
     client.register_partition("p", ["x"], None, ["train"], grpo_group_size=2)
     ids = [f"q{row // 2}_g{row % 2}" for row in range(16)]
@@ -140,12 +140,15 @@ def test_more_questions_than_a_change_looks_at_are_answered_too(plain, client, p
 
 
 @pytest.mark.parametrize("group_size", [None, 2], ids=["rows", "groups"])
-def test_leases_that_end_are_given_to_those_who_wait(plain, client, connect, wait_in_line, group_size):
+def test_leases_that_end_are_given_to_those_who_wait(plain, client, connect, pool, group_size):
     other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
     client.register_partition("p", ["x"], None, ["train"], grpo_group_size=group_size)
     put(client, [f"q{row // 2}_g{row % 2}" for row in range(8)])
     assert other.claim_meta("p", "train", ["x"], 8, lease_s=2.0).size == 8
-    claims = [wait_in_line(each, 2) for each in (client, other, client, other)]
+    claims = [
+        pool.submit(each.claim_meta, "p", "train", ["x"], 2, timeout_s=TIMEOUT_S)
+        for each in (client, other, client, other)
+    ]
     assert len({sample_id for each in claims for sample_id in each.result(LONG_S).sample_ids}) == 8
 
 
@@ -184,7 +187,7 @@ def test_a_claim_that_is_given_up_passes_its_wake_on(client, connect, plain, wai
     client.register_partition("p", ["x"], None, ["train"])
     first = wait_in_line(other)
     second = wait_in_line(client)
-    other._backend._claims._wakes._wake = lambda token: None  # it is told, and does not ask
+    other._backend._wakes._wake = lambda token: None  # it is told, and does not ask
     put(client, ["a"])
     assert waiting(plain) == (2, 1)
     session = other._backend._session
@@ -196,8 +199,8 @@ def test_a_claim_that_is_given_up_passes_its_wake_on(client, connect, plain, wai
         return run(what, deadline, script, *values, **more)
 
     session.run = failing
-    (given_up,) = other._backend._claims._wakes._waiting
-    other._backend._claims._wakes._end(given_up)
+    (given_up,) = other._backend._wakes._waiting
+    other._backend._wakes._end(given_up)
     assert second.result(LONG_S).sample_ids == ["a"]
     other.close()
     with pytest.raises(Exception, match="closed"):
@@ -227,7 +230,7 @@ def test_a_client_that_closes_no_longer_listens(plain, client, connect, wait_in_
 def test_a_fork_does_not_listen_for_its_parent(client, wait_in_line, only_woken):
     client.register_partition("p", ["x"], None, ["train"])
     claim = wait_in_line(client)
-    wakes = client._backend._claims._wakes
+    wakes = client._backend._wakes
     child = os.fork()
     if not child:  # if it kept the connection, the server would tell a parent that was killed
         os._exit(0 if wakes._connection._sock.fileno() == -1 else 1)
@@ -254,7 +257,7 @@ def test_a_server_that_does_not_answer_is_noticed(plain, client, wait_in_line, w
     monkeypatch.setattr(_wakes, "_CHECK_S", 0.2)
     client.register_partition("p", ["x"], None, ["train"])
     claim = wait_in_line(client)
-    wakes = client._backend._claims._wakes
+    wakes = client._backend._wakes
     first = wakes._connection
     os.kill(plain.process.pid, signal.SIGSTOP)
     try:
@@ -277,7 +280,7 @@ def test_a_user_who_may_not_listen_asks(plain, client, connect, pool, wait_until
         claims = [
             pool.submit(each.claim_meta, "p", "train", ["x"], 1, timeout_s=TIMEOUT_S) for each in (mute, client, mute)
         ]
-        wait_until(lambda: waiting(plain)[0] == 1 and mute._backend._claims._wakes._refused)
+        wait_until(lambda: waiting(plain)[0] == 1 and mute._backend._wakes._refused)
         put(mute, ["a", "b", "c"])  # it may not send messages either
         assert {each.result(LONG_S).sample_ids[0] for each in claims} == {"a", "b", "c"}
         assert len(listening(plain)) == 1

@@ -26,7 +26,8 @@ from dataplane_core.errors import (
     StalePartitionError,
     preview,
 )
-from dataplane_redis._link import Command, Link, pack
+from dataplane_redis._link import Link
+from dataplane_redis._protocol import Command, pack
 
 __all__ = ["Acknowledged", "Acknowledgements", "LostCallsError", "Receipt", "is_acknowledged"]
 

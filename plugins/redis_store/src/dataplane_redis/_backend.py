@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Iterable
 from typing import Any, ClassVar, Final
 
@@ -68,6 +69,7 @@ from dataplane_redis._puts import Puts
 from dataplane_redis._reads import Reads
 from dataplane_redis._server import PrivateServer, private_url
 from dataplane_redis._session import Session
+from dataplane_redis._wakes import Wakes
 from dataplane_redis.config import RedisConfig
 
 __all__ = ["RedisBackend"]
@@ -107,9 +109,11 @@ class RedisBackend(Backend):
         self._session = Session(config.namespace, _acknowledgements_of(config))
         payload = Payload(self._session)
         self._litter = Litter(self._session, payload)
-        self._puts = Puts(self._session, payload, self._litter)
+        self._wakes = Wakes(self._session)
+        weakref.finalize(self, self._wakes.close, join=False)
+        self._puts = Puts(self._session, payload, self._litter, self._wakes)
         self._reads = Reads(self._session, payload)
-        self._claims = Claims(self._session)
+        self._claims = Claims(self._session, self._wakes)
         self._overview = Overview(self._session, self._reads, self._claims)
 
     @classmethod
@@ -158,7 +162,7 @@ class RedisBackend(Backend):
         """Disconnects. The bootstrapping client also ends the instance: it ends its private server. On the server of a
         ``url`` it removes itself as the owner, and the data stays."""
         session = self._session
-        self._claims.close()
+        self._wakes.close()
         link, session.link = session.link, None
         if link is not None:
             deadline = time.monotonic() + _CLOSE_S

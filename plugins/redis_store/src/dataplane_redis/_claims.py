@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -49,19 +47,13 @@ _COUNT_RESERVE_S: Final = 0.1
 class Claims:
     """Claims of one client."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, wakes: Wakes) -> None:
         self._session = session
-        self._client = os.urandom(8)
+        self._wakes = wakes
         self._count_at = 0.0
         self._interval_s = 0.0  # between two questions of this client
         self._next_at = 0.0
         self._lock = threading.Lock()
-        self._wakes = Wakes(session, self._client)
-        weakref.finalize(self, self._wakes.close, join=False)
-
-    def close(self) -> None:
-        """Ends what wakes claims."""
-        self._wakes.close()
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
@@ -102,7 +94,7 @@ class Claims:
                 _LOOK_ROWS,
                 _GIVE_ROWS,
                 lease,
-                self._client if counts else b"",
+                self._wakes.client if counts else b"",
                 waiter,
                 int(request.explain),
                 confirms=confirms,

@@ -18,7 +18,9 @@ import redis
 from redis.exceptions import RedisError, ResponseError
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_redis._link import Address, Link, Read, in_chunks, is_moving, is_temporary_refusal, left_s, pack
+from dataplane_redis._link import Link, Read, in_chunks
+from dataplane_redis._protocol import is_moving, is_temporary_refusal, pack
+from dataplane_redis._route import Address, left_s
 from dataplane_redis._rows import ArrayReader
 
 __all__ = ["Job", "LostNodeError", "Nodes"]

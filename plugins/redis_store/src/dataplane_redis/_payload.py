@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from dataplane_core.backends import Bundle, framed_columns
-from dataplane_redis._link import Read, pack
+from dataplane_redis._link import Read
 from dataplane_redis._nodes import Job, LostNodeError, Nodes
+from dataplane_redis._protocol import pack
 from dataplane_redis._rows import pack_rows
 from dataplane_redis._session import Session
 

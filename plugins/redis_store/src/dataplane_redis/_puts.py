@@ -20,13 +20,14 @@ from dataplane_core.errors import DataPlaneError, OperationTimeoutError
 from dataplane_core.spec import PutReply, PutRequest
 from dataplane_redis import _refusals
 from dataplane_redis._acknowledged import Acknowledged
-from dataplane_redis._link import pack
 from dataplane_redis._litter import Litter
 from dataplane_redis._nodes import LostNodeError
 from dataplane_redis._payload import Payload
+from dataplane_redis._protocol import pack
 from dataplane_redis._rows import pack_rows
 from dataplane_redis._scripts import SCRIPTS
 from dataplane_redis._session import Session
+from dataplane_redis._wakes import Wakes
 from dataplane_redis._wire import INLINE_BYTES, INLINE_ROWS, pack_parts, pack_request, pack_tags
 
 __all__ = ["Puts"]
@@ -51,9 +52,10 @@ _LAST_ASK_S: Final = 0.02
 class Puts:
     """Puts of one client."""
 
-    def __init__(self, session: Session, payload: Payload, litter: Litter) -> None:
+    def __init__(self, session: Session, payload: Payload, litter: Litter, wakes: Wakes) -> None:
         self._session = session
         self._payload = payload
+        self._wakes = wakes
         self._litter = litter
         self._not_undone: deque[bytes] = deque(maxlen=_MAX_NOT_UNDONE)  # failed puts, by write id
 
@@ -92,7 +94,7 @@ class Puts:
                 view, cuts = memoryview(buffer), offsets.tolist()
                 rows = [view[start:stop] for start, stop in pairwise(cuts)]
             write = placing.new_write()
-            packed = pack_request("inline", *common, write, b"", wait_s)
+            packed = pack_request("inline", *common, write, b"", wait_s, b"")
             with self._undone_on_error(write, request.deadline):
                 reply = self._reserve(what, request, total, write, packed, rows, _call_of(request))
             if placing.is_spread:
@@ -116,7 +118,7 @@ class Puts:
     ) -> None:
         """Reserves, writes the rows, commits. Undoes the put if one of these fails."""
         write = self._session.placing.new_write()
-        begin = pack_request("begin", *common, write, b"", wait_s)
+        begin = pack_request("begin", *common, write, b"", wait_s, b"")
         with self._undone_on_error(write, request.deadline):
             reply = self._reserve(what, request, total, write, begin, ())
             commit = pack_request("commit", common[0], reply[1], *common[2:], write, reply[2])
@@ -136,7 +138,7 @@ class Puts:
         num_rows = sum(len(bundle.row_bytes) for bundle in bundles)
         while True:
             write = self._session.placing.new_spread_write(num_rows, total)
-            begin = pack_request("begin", *common, write, b"", wait_s)
+            begin = pack_request("begin", *common, write, b"", wait_s, b"")
             try:
                 with self._undone_on_error(write, request.deadline):
                     reply = self._reserve(what, request, total, write, begin, ())
@@ -172,7 +174,7 @@ class Puts:
             self._wait_for_room(what, request, total, write, reply)
 
     def _wait_for_room(self, what: str, request: PutRequest, total: int, write: bytes, reply: Any) -> None:
-        """Waits in the store's queue of puts until there is room. The store says how long to pause between questions.
+        """Waits in the store's queue of puts until there is room. The store wakes it then, and says when to ask anyway.
 
         Raises:
             CapacityExceededError: The put is larger than the capacity, or ``on_full`` is ``raise``.
@@ -181,18 +183,24 @@ class Puts:
         _, instance = self._session.connected()
         if total > (instance.capacity_bytes or 0) or instance.on_full == "raise":
             raise instance.full_error(what, total, reply[1], reply[2])
-        start = time.monotonic()
-        while reply[0] == b"full":
-            _, held, num_before, pause_s = reply
-            now = time.monotonic()
-            left_s = request.deadline - now - _LAST_ASK_S
-            if left_s <= 0:
-                error = instance.full_error(what, total, held, num_before)
-                raise OperationTimeoutError(
-                    f"{what} timed out waiting for room. Nothing was written. {error.message}", hint=error.hint
-                ) from error
-            time.sleep(min(left_s, max(float(pause_s), min(_PAUSE_SHARE * (now - start), _PAUSE_S))))
-            reply = self._session.run(what, request.deadline, "room", write, total, instance.capacity_bytes, left_s)
+        start, told = time.monotonic(), b""  # what the server knows: whether this client listens
+        with self._wakes.for_room(write) as woken:
+            while reply[0] == b"full":
+                _, held, num_before, pause_s = reply
+                now = time.monotonic()
+                left_s = request.deadline - now - _LAST_ASK_S
+                if left_s <= 0:
+                    error = instance.full_error(what, total, held, num_before)
+                    raise OperationTimeoutError(
+                        f"{what} timed out waiting for room. Nothing was written. {error.message}", hint=error.hint
+                    ) from error
+                listener = self._wakes.listener(request.deadline)
+                if listener == told:
+                    woken.wait(min(left_s, max(float(pause_s), min(_PAUSE_SHARE * (now - start), _PAUSE_S))))
+                woken.clear()
+                told = listener
+                asked = (write, total, instance.capacity_bytes, max(0.0, request.deadline - time.monotonic()), listener)
+                reply = self._session.run(what, request.deadline, "room", *asked)
 
     def _write(
         self,

@@ -23,8 +23,9 @@ from dataplane_core.spec import (
     WireColumn,
 )
 from dataplane_redis import _refusals
-from dataplane_redis._link import Read, pack
+from dataplane_redis._link import Read
 from dataplane_redis._payload import Payload
+from dataplane_redis._protocol import pack
 from dataplane_redis._rows import ReadPlans, row_overhead
 from dataplane_redis._session import Session
 from dataplane_redis._wire import (

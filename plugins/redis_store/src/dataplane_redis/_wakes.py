@@ -1,8 +1,9 @@
-"""Wakes claims that wait: a connection on which the server says which of them can be answered.
+"""Wakes claims that wait, and puts that wait for room: a connection on which the server says which of them can go on.
 
-The connection is opened when a claim waits for the first time, and a thread reads from it. The server keeps the claims
-that wait (lua/wakes.lua), and sends the token of the one to wake. The client that it was for may be gone, so claims
-that wait also ask by themselves, rarely. While there is no such connection, they ask at the pace of `Claims`.
+The connection is opened when one of them waits for the first time, and a thread reads from it. The server keeps the
+claims that wait (lua/wakes.lua) and the puts (lua/line.lua), and sends the token or the write of the one to wake. The
+client that it was for may be gone, so those that wait also ask by themselves, rarely. While there is no such
+connection, they ask at the pace of `Claims` and `Puts`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -25,7 +27,7 @@ from redis.exceptions import RedisError
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_core.spec import ClaimRequest, Wake
-from dataplane_redis._link import pack
+from dataplane_redis._protocol import pack
 from dataplane_redis._session import Session
 from dataplane_redis._wire import to_bytes
 
@@ -89,18 +91,21 @@ class _Line:
 
 
 class Wakes:
-    """The claims of one client that wait. Thread-safe.
+    """The claims and puts of one client that wait. Thread-safe.
 
     Args:
         session: The session.
-        client: The client's id, 8 bytes.
+
+    Attributes:
+        client: The client's id, 8 random bytes.
     """
 
-    def __init__(self, session: Session, client: bytes) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._client = client
-        self._channel = b"%s:wake:%s" % (session.base, client.hex().encode())
+        self.client: Final = os.urandom(8)
+        self._channel = b"%s:wake:%s" % (session.base, self.client.hex().encode())
         self._waiting: dict[str, _Waiting] = {}
+        self._puts: dict[bytes, threading.Event] = {}  # by write
         self._lines: dict[Question, _Line] = {}
         self._left: deque[tuple[Question, str]] = deque()  # claims that ended, while the server thinks that they wait
         self._lock = threading.Lock()
@@ -114,6 +119,7 @@ class Wakes:
     def close(self, *, join: bool = True) -> None:
         """Ends the thread and its connection. May be called again."""
         self._closed = True
+        self._wake_puts()
         self._nudge()
         if join and self._thread is not None:
             self._thread.join(_JOIN_S)
@@ -137,18 +143,21 @@ class Wakes:
             waiting.entered, waiting.woken = True, False
         if not self._session.connected()[0].leads_to(connection):
             self._nudge()
-        return self._client + to_bytes(token)
+        return self.client + to_bytes(token)
 
     def listen(self, request: ClaimRequest) -> bool:
         """Called when a claim waits. Whether this client listens.
 
         Starts to listen if no claim waited before, and blocks until it does, for a short time at most.
         """
-        if request.wake is None or self._refused or self._closed:
+        return request.wake is not None and self._listens(request.deadline)
+
+    def _listens(self, deadline: float) -> bool:
+        if self._refused or self._closed:
             return False
         if not self._tried.is_set():
             self._start()
-            self._tried.wait(max(0.0, min(_LISTEN_S, request.deadline - time.monotonic())))
+            self._tried.wait(max(0.0, min(_LISTEN_S, deadline - time.monotonic())))
         return self._connection is not None
 
     def answer(self, token: str, *, waits: bool, promised: bool = False) -> None:
@@ -210,6 +219,30 @@ class Wakes:
         if not waiting.wake():
             self._end(token)
 
+    # --- puts ---------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def for_room(self, write: bytes) -> Iterator[threading.Event]:
+        """While a put waits for room: what is set when the server, a new connection or `close` has it ask again."""
+        event = self._puts[write] = threading.Event()
+        try:
+            yield event
+        finally:
+            del self._puts[write]
+
+    def listener(self, deadline: float) -> bytes:
+        """Before a question of a put that waits: the client's id if it listens, else nothing. Blocks as `listen`."""
+        if not self._listens(deadline):
+            return b""
+        connection = self._connection
+        if connection is not None and not self._session.connected()[0].leads_to(connection):
+            self._nudge()
+        return self.client
+
+    def _wake_puts(self) -> None:
+        for event in list(self._puts.values()):
+            event.set()
+
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -263,7 +296,7 @@ class Wakes:
             refusal = link.to_error("listen", error)  # it also follows a redirection
             self._refused = _is_final(refusal)
             if self._refused:
-                _log.warning("claims that wait are not woken, but ask the store now and then: %s", refusal)
+                _log.warning("claims and puts that wait are not woken, but ask the store now and then: %s", refusal)
             return None
 
     def _serve(self, connection: Any) -> None:
@@ -274,6 +307,7 @@ class Wakes:
         self._tried.set()
         for token in waiting:  # they ask again, so that the server knows them
             self._wake(token)
+        self._wake_puts()
         try:
             self._receive(connection)
         except (RedisError, OSError, ValueError, DataPlaneError) as error:  # ValueError: the socket was closed
@@ -296,7 +330,7 @@ class Wakes:
                     is_asked = False
                     kind, *rest = connection.read_response(disable_decoding=True)
                     if kind == b"smessage":
-                        self._wake(rest[1].decode("utf-8", "replace"))
+                        self._hear(rest[1])
                     elif kind == b"sunsubscribe":
                         raise LostConnectionError("the slot moved to another node of the cluster")
                 self._leave()
@@ -307,12 +341,19 @@ class Wakes:
                     is_asked = True
                 self._hear_nudges()
 
+    def _hear(self, message: bytes) -> None:
+        put = self._puts.get(message)
+        if put is not None:
+            put.set()
+        else:
+            self._wake(message.decode("utf-8", "replace"))
+
     def _leave(self) -> None:
         for _ in range(min(len(self._left), _LEAVE_AT_ONCE)):
             if self._closed:
                 return
             question, token = self._left.popleft()
-            waiter = self._client + to_bytes(token)
+            waiter = self.client + to_bytes(token)
             try:
                 with self._session.quietly():
                     self._session.run("claim_meta", time.monotonic() + _CALL_S, "leave", *question, waiter)

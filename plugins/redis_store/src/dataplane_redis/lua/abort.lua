@@ -8,5 +8,5 @@ if call('ZREM', BASE .. ':pending', write) == 1 then
 elseif lies_elsewhere(write) then
   condemn({write})
 end
-leave_line(write)
+if leave_line(write) then wake_puts() end
 return {'ok', SPREAD and has_trash() or 0}

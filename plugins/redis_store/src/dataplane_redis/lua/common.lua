@@ -243,11 +243,45 @@ local function group_of(id)
   return string.match(id, '^(.*)_g')
 end
 
+-- Sends a message to a client (8 bytes), see _wakes.py. False if it does not listen.
+local function tell(client, message)
+  local channel = BASE .. ':wake:' .. string.format(string.sub(HEX, 1, 32), string.byte(client, 1, 8))
+  local heard = redis.pcall('SPUBLISH', channel, message)
+  return type(heard) == 'table' or heard > 0  -- an error: this user may not publish. The client asks by itself later.
+end
+
+-- A put that waits for room, see line.lua.
+local function read_waiting(write)
+  local packed = call('HGET', BASE .. ':waiting', write)
+  if not packed then return nil end
+  local waiting = {write = write}
+  waiting.bytes, waiting.came, waiting.kept, waiting.passed, waiting.client = unpack(cmsgpack.unpack(packed))
+  return waiting
+end
+
+-- Tells the first puts of the queue to ask again, as many as there is room for. It looks at a few: when these have left
+-- the queue, it looks again.
+local function wake_puts()
+  local writes = call('ZRANGE', BASE .. ':line', 0, 15)
+  if #writes == 0 then return end
+  local capacity, held = call('HGET', BASE .. ':instance', 'capacity_bytes'), call('GET', BASE .. ':held')
+  local free = tonumber(capacity) - tonumber(held or 0)
+  for _, write in ipairs(writes) do
+    local waiting = read_waiting(write)
+    free = free - waiting.bytes
+    if free < 0 then return end
+    if waiting.client ~= '' then tell(waiting.client, write) end
+  end
+end
+
 -- Subtracts payload bytes that are no longer held.
 local function free_room(bytes)
   if bytes == 0 then return end  -- the server does not accept '-0' as a number
   call('INCRBY', BASE .. ':held', string.format('%.0f', -bytes))
-  if call('EXISTS', BASE .. ':line') == 1 then call('SET', BASE .. ':freed', string.format('%.6f', now())) end
+  if call('EXISTS', BASE .. ':line') == 1 then
+    call('SET', BASE .. ':freed', string.format('%.6f', now()))
+    wake_puts()
+  end
 end
 
 -- Notes how many ids have each row of a part, where it is more than one.

@@ -1,9 +1,10 @@
 -- Request: {mode, partition, epoch ("" for any), ids, parts, {field, spec, ...}, tags ("" or one msgpack map or "" per
--- row), capacity (0: none), ttl_s, write (16 bytes), known, how long to wait for room}. A part is some fields of the put,
--- which have rows of their own: {layout, sizes of its rows, for each id its row, from 0 ("": row i)}. Mode "begin" checks and reserves; "commit" checks again what may have changed and makes the rows visible; "inline" does both, with
--- the rows in ARGV[2...]. A put is identified by its random write id. So if the server restarted from a state without
--- the begin, the commit is refused; and no seq is used twice.
-local mode, name, epoch, ids, parts, specs, tags, capacity, ttl_s, write, known, wait_s =
+-- row), capacity (0: none), ttl_s, write (16 bytes), known, how long to wait for room, the client that listens or ""}. A
+-- part is some fields of the put, which have rows of their own: {layout, sizes of its rows, for each id its row, from 0
+-- ("": row i)}. Mode "begin" checks and reserves; "commit" checks again what may have changed and makes the rows visible;
+-- "inline" does both, with the rows in ARGV[2...]. A put is identified by its random write id. So if the server restarted
+-- from a state without the begin, the commit is refused; and no seq is used twice.
+local mode, name, epoch, ids, parts, specs, tags, capacity, ttl_s, write, known, wait_s, client =
   unpack(cmsgpack.unpack(ARGV[1]))
 local total, num_rows = 0, 0
 for _, part in ipairs(parts) do
@@ -64,11 +65,11 @@ if P.group then
 end
 if mode ~= 'commit' then
   if capacity > 0 and total > 0 then
-    local refused = refuse_room(write, total, capacity, wait_s, true)
+    local refused = refuse_room(write, total, capacity, wait_s, client, true)
     if refused then return refused end
-    leave_line(write)
   end
   if num_rows > 0 then call('INCRBY', BASE .. ':held', string.format('%.0f', total)) end
+  if capacity > 0 and total > 0 and leave_line(write) then wake_puts() end
 end
 if mode == 'begin' then
   call('ZADD', BASE .. ':pending', string.format('%.6f', now() + ttl_s), write)

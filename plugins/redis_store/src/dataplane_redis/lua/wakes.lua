@@ -8,7 +8,7 @@
 --   wk:<digest>   hash  "": the question, {view, filter, units}; a claim that was told to ask again -> when
 --
 -- The last two expire when nobody asked for a while, since clients may die. A client listens on the channel
--- base:wake:<its id>. A message is the token of a claim.
+-- base:wake:<its id>. A message is the token of a claim, or the write of a put that waits for room.
 local ID = 8
 -- How many questions a change looks at, and how many of them with filters. The claims of the others ask by themselves.
 local QUESTIONS, FILTERS = 16, 4
@@ -20,11 +20,8 @@ local TOLD_S = 1
 local ASKED_S = 120
 
 -- Tells a claim to ask again. False if its client does not listen.
-local function tell(waiter)
-  local hex = {}
-  for i = 1, ID do hex[i] = string.format('%02x', string.byte(waiter, i)) end
-  local heard = redis.pcall('SPUBLISH', BASE .. ':wake:' .. table.concat(hex), string.sub(waiter, ID + 1))
-  return type(heard) == 'table' or heard > 0  -- an error: this user may not publish. The claim asks by itself later.
+local function tell_claim(waiter)
+  return tell(string.sub(waiter, 1, ID), string.sub(waiter, ID + 1))
 end
 
 local function next_turn(P)
@@ -106,7 +103,7 @@ local function wake_question(P, digest, name, filter, units, budget)
     if #waiters == 0 then break end
     for _, waiter in ipairs(waiters) do
       if left < units then break end
-      if not told[waiter] and tell(waiter) then
+      if not told[waiter] and tell_claim(waiter) then
         call('HSET', known, waiter, string.format('%.6f', time))
         left = left - units
       elseif told[waiter] and time - tonumber(told[waiter]) < TOLD_S then
@@ -144,7 +141,7 @@ end
 local function end_waiting(P)
   local keys = {P.at .. 'wq'}
   for _, digest in ipairs(call('ZRANGE', P.at .. 'wq', 0, -1)) do
-    for _, waiter in ipairs(call('ZRANGE', P.at .. 'wq:' .. digest, 0, -1)) do tell(waiter) end
+    for _, waiter in ipairs(call('ZRANGE', P.at .. 'wq:' .. digest, 0, -1)) do tell_claim(waiter) end
     keys[#keys + 1] = P.at .. 'wq:' .. digest
     keys[#keys + 1] = P.at .. 'wk:' .. digest
   end

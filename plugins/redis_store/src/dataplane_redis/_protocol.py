@@ -1,0 +1,107 @@
+"""Redis' protocol, as far as redis-py leaves it to us: commands as bytes, and what refusals mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import redis
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    NoPermissionError,
+    ReadOnlyError,
+    ResponseError,
+    TryAgainError,
+)
+
+from dataplane_core.errors import (
+    BackendError,
+    BackendUnavailableError,
+    CapacityExceededError,
+    DataPlaneError,
+    OperationTimeoutError,
+)
+
+__all__ = ["Command", "is_moving", "is_temporary_refusal", "pack", "redirection_of", "to_error"]
+
+#: The words of a command.
+Command: TypeAlias = Sequence[bytes | bytearray | memoryview]
+
+
+def pack(command: Command) -> list[bytes | bytearray | memoryview]:
+    """Packs a command in the wire protocol, as a list of parts."""
+    parts: list[bytes | bytearray | memoryview] = [b"*%d\r\n" % len(command)]
+    for word in command:
+        parts += (b"$%d\r\n" % len(word), word, b"\r\n")
+    return parts
+
+
+def redirection_of(refusal: Exception) -> tuple[str, int] | None:
+    """Host and port of the node that a refusal names. None if it names none. An empty host: the node that was asked."""
+    text = str(refusal)
+    if isinstance(refusal, MovedError):
+        return refusal.host, int(refusal.port)
+    if text.startswith("MOVED "):
+        host, _, port = text.split(" ")[-1].rpartition(":")
+        return host, int(port)
+    return None
+
+
+def is_moving(error: Exception) -> bool:
+    """Whether a node of a cluster refused since the keys are being moved, or since the cluster lacks a node."""
+    return (
+        isinstance(error, (ClusterDownError, TryAgainError))
+        or (isinstance(error, AskError) and not isinstance(error, MovedError))
+        or str(error).startswith(("ASK ", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN"))
+    )
+
+
+def is_temporary_refusal(error: BaseException | None) -> bool:
+    """Whether the server refused before it did anything, and will accept the command soon."""
+    return isinstance(error, BusyLoadingError) or (isinstance(error, ResponseError) and str(error).startswith("BUSY "))
+
+
+def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
+    """The `DataPlaneError` for an error of redis-py.
+
+    Args:
+        what: The operation; the message starts with it.
+        label: The name of the server in the message.
+        error: The error.
+    """
+    if isinstance(error, (redis.TimeoutError, TimeoutError)):
+        return OperationTimeoutError(f"{what} timed out: {label} did not answer in time.")
+    if isinstance(error, (AuthenticationError, NoPermissionError)):
+        return BackendUnavailableError(
+            f"{what} refused by {label}: {error}.",
+            retryable=False,
+            hint="Check user and password of the url, and what the ACL grants. The README of dataplane-redis has a "
+            "command that makes a user with enough rights.",
+        )
+    if isinstance(error, BusyLoadingError):
+        return OperationTimeoutError(f"{what} timed out: {label} is still loading its data.")
+    text = str(error)
+    if is_temporary_refusal(error):
+        return OperationTimeoutError(f"{what} timed out: {label} is busy with a script that takes long.")
+    if text.startswith(("OOM", "command not allowed when used memory")):
+        return CapacityExceededError(
+            f"{what} refused: {label} has reached its maxmemory. Nothing was written.",
+            hint="Clear samples that are consumed, or raise the server's maxmemory.",
+        )
+    if text.startswith(("WRONGPASS", "NOAUTH", "NOPERM", "ACL failure in script")):
+        return to_error(what, label, AuthenticationError(text))
+    if redirection_of(error) is not None or text.startswith(("ASK ", "TRYAGAIN")) or isinstance(error, AskError):
+        return BackendUnavailableError(
+            f"{what} refused: {label} is a cluster that is moving this namespace to another node.",
+            hint="Ask again: the next call goes to the node that serves it then.",
+        )
+    if isinstance(error, (ReadOnlyError, MasterDownError, ClusterDownError)) or text.startswith("MISCONF"):
+        return BackendUnavailableError(f"{what} refused: {label} takes no writes: {text}")
+    if isinstance(error, (redis.ConnectionError, OSError)):
+        return BackendUnavailableError(f"{what} failed: {label} cannot be reached: {text}")
+    return BackendError(f"{what} failed on {label}: {type(error).__name__}: {text}")

@@ -57,6 +57,7 @@ from dataplane_redis._payload import Payload
 from dataplane_redis._reads import Reads
 from dataplane_redis._session import Confirms
 from dataplane_redis._session import Session as RedisSession
+from dataplane_redis._wakes import Wakes
 from dataplane_shm import _messages as shm
 from dataplane_shm._backend import ShmBackend
 from dataplane_shm._layout import Layout
@@ -662,14 +663,15 @@ class _ToldRedis(RedisBackend):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         session = self._session = _Told()
-        self._reads, self._claims = Reads(session, Payload(session)), Claims(session)
+        self._wakes = Wakes(session)
+        self._reads, self._claims = Reads(session, Payload(session)), Claims(session, self._wakes)
         self._overview = Overview(session, self._reads, self._claims)
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         pass
 
     def stop(self) -> None:
-        self._claims.close()
+        self._wakes.close()
 
 
 @functools.cache

@@ -116,7 +116,7 @@ if #ids > 0 then
       holds[2 * i - 1] = id
       holds[2 * i] = 'D'
     end
-    batched('HSET', Q.held, holds)
+    set_fields(Q.held, holds)
     call('HINCRBY', P.meta, 'd:' .. task, #ids)
   end
   changed(P)

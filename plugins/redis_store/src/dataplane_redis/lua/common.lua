@@ -107,6 +107,17 @@ local function batched(command, key, args)
   end
 end
 
+-- Sets fields of a hash, which may come to have many. Redis searches a small hash (up to 512 fields, by default) from its
+-- start, field by field. One long field makes it a table, and it stays one until it is empty.
+local LONG_FIELD, MANY_FIELDS = string.rep('.', 65), 32
+local function set_fields(key, args)
+  local count = call('HLEN', key)
+  local becomes_table = count < MANY_FIELDS and count + #args / 2 >= MANY_FIELDS
+  if becomes_table then call('HSET', key, LONG_FIELD, '') end
+  batched('HSET', key, args)
+  if becomes_table then call('HDEL', key, LONG_FIELD) end
+end
+
 -- Adds a value to the list of its key. `order` gets each key when it is first seen.
 local function add_to(lists, order, key, value)
   local list = lists[key]
@@ -294,7 +305,7 @@ local function add_sharers(P, write, part)
       args[#args + 1] = count
     end
   end
-  batched('HSET', P.at .. 'n', args)
+  set_fields(P.at .. 'n', args)
 end
 
 -- The refs of a list that no other id has. Counts those of the others down.
@@ -408,7 +419,7 @@ local function save_heads(P, names, groups)
     args[#args + 1] = name
     args[#args + 1] = struct.pack('<I8BI4I4', g.seq, g.broken and 1 or 0, g.count, g.listed) .. g.first
   end
-  batched('HSET', P.at .. 'g', args)
+  set_fields(P.at .. 'g', args)
 end
 
 -- The names of a group's lists after the first.

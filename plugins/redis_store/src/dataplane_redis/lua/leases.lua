@@ -74,7 +74,7 @@ local function add_rows(P, lease, ids)
     holds[2 * i - 1] = id
     holds[2 * i] = lease.number
   end
-  batched('HSET', P.at .. 'h:' .. lease.task, holds)
+  set_fields(P.at .. 'h:' .. lease.task, holds)
   for first = 1, #ids, PART do
     lease.parts = lease.parts + 1
     local part = {unpack(ids, first, math.min(first + PART - 1, #ids))}

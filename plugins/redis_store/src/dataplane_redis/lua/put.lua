@@ -209,12 +209,12 @@ for i, id in ipairs(ids) do
     tag_args[#tag_args + 1] = merged
   end
 end
-batched('HSET', P.at .. 'r', row_args)
+set_fields(P.at .. 'r', row_args)
 batched('ZADD', P.at .. 'o', order_args)
 if order_args[1] then
   call('ZADD', P.at .. 'w', order_args[1], string.format('%.6f:%s', now(), order_args[1]))
 end
-batched('HSET', P.at .. 't', tag_args)
+set_fields(P.at .. 't', tag_args)
 for _, key in ipairs(group_names) do
   join_group(P, key, groups[key], joining[key])
   if is_whole(P, groups[key]) then call('HINCRBY', P.meta, 'whole', 1) end

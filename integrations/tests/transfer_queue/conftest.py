@@ -12,7 +12,7 @@ import dataplane_integrations.transfer_queue as module
 
 @pytest.fixture(scope="module", params=["noop", "shm_store", "redis_store"])
 def session(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    module.init({"backend": request.param, "controller": {"polling_mode": True}})
+    module.init({"backend": request.param, "op_timeout_s": 120, "controller": {"polling_mode": True}})
     yield module
     module.close()
 

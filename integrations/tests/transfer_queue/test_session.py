@@ -52,7 +52,7 @@ def test_without_a_config_nothing_starts(closing: pytest.MonkeyPatch) -> None:
 def test_a_second_process_finds_the_store_by_the_variable(closing: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It has neither TransferQueue nor Ray."""
     path = tmp_path / "config.yaml"
-    path.write_text("backend: shm_store\n")
+    path.write_text("{backend: shm_store, op_timeout_s: 120}\n")
     closing.setenv("DATAPLANE_CONFIG", str(path))
     theirs = {"controller": {"polling_mode": True}, "backend": {"storage_backend": "SimpleStorage"}}
     assert tq.init(theirs) is theirs
@@ -62,7 +62,7 @@ def test_a_second_process_finds_the_store_by_the_variable(closing: pytest.Monkey
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

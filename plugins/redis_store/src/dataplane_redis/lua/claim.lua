@@ -18,9 +18,8 @@ local name, task_name, batch_size, all_or_nothing, lease_s, token, holder, requi
 local FILL_S = 5
 -- Seconds for which a client is counted as one that waits.
 local COUNTED_S = 15
-local P = open_partition(name)
+local P, task = open_partition(name, task_name)
 if not P then return unknown_partition() end
-local task = task_index(P, task_name)
 if not task then return unknown_task(P) end
 local per_unit = P.group or 1
 if batch_size % per_unit ~= 0 then return {'batch', per_unit} end

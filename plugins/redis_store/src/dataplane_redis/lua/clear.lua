@@ -45,8 +45,8 @@ if #gone > 0 then
   end
   for task = 0, P.ntasks - 1 do
     local key = P.at .. 'h:' .. task
-    if call('EXISTS', key) == 1 then
-      local held, done, mine, leaving, order = hmget(key, gone), 0, {}, {}, {}
+    local held, done, mine, leaving, order = hmget(key, gone), 0, {}, {}, {}
+    if not none_held(held) then
       for i, id in ipairs(gone) do
         local hold = held[i]
         if hold then mine[#mine + 1] = id end

@@ -111,6 +111,7 @@ end
 -- start, field by field. One long field makes it a table, and it stays one until it is empty.
 local LONG_FIELD, MANY_FIELDS = string.rep('.', 65), 32
 local function set_fields(key, args)
+  if #args == 0 then return end
   local count = call('HLEN', key)
   local becomes_table = count < MANY_FIELDS and count + #args / 2 >= MANY_FIELDS
   if becomes_table then call('HSET', key, LONG_FIELD, '') end
@@ -150,14 +151,15 @@ local function has_trash()
   return SPREAD and #call('ZRANGEBYSCORE', BASE .. ':gone', '-inf', string.format('%.6f', now()), 'LIMIT', 0, 1) or 0
 end
 
-local function open_partition(name)
+-- A partition, and the index of one of its tasks, if a task is named. Nil if there is no such partition or task.
+local function open_partition(name, task)
   local meta = BASE .. ':p:' .. name
-  local m = call('HMGET', meta, 'epoch', 'num', 'group', 'ntasks')
+  local m = call('HMGET', meta, 'epoch', 'num', 'group', 'ntasks', 't:' .. (task or ''))
   if not m[1] then return nil end
   return {
     name = name, meta = meta, epoch = m[1], num = tonumber(m[2]), group = tonumber(m[3]),
     ntasks = tonumber(m[4]), at = BASE .. ':e:' .. m[1] .. ':', memo = {},
-  }
+  }, m[5] or nil
 end
 
 -- Marks a change after which a claim may get another answer. A claim that saw the same mark need not look again. The
@@ -179,10 +181,6 @@ end
 local function unknown_partition()
   local names = call('SRANDMEMBER', BASE .. ':parts', 6)
   return {'unknown_partition', names}
-end
-
-local function task_index(P, task)
-  return call('HGET', P.meta, 't:' .. task)
 end
 
 local function unknown_task(P)
@@ -332,6 +330,7 @@ end
 
 -- Gives up payload: `refs` is a list of ref byte strings, one for each id that had it. Frees what no id has any longer.
 local function free_refs(P, refs)
+  if #refs == 0 then return end
   local by_write, order, bytes = {}, {}, 0
   for _, ref in ipairs(unshared(P, refs)) do
     local write, position, _, size = struct.unpack('<c16I4I4I8', ref)
@@ -382,7 +381,7 @@ local function open_view(P, name, mark)
   local colon = string.find(name, ':', 1, true)
   return {
     name = name, task = string.sub(name, 1, colon - 1), required = names_of(string.sub(name, colon + 1)),
-    mark = tonumber(mark), ready = P.at .. 'v:' .. name,
+    kept = mark, mark = tonumber(mark or 0), ready = P.at .. 'v:' .. name,
   }
 end
 
@@ -398,6 +397,12 @@ local function views_of(P, task)
     if view.task == task then mine[#mine + 1] = view end
   end
   return mine
+end
+
+local function view_of(P, name)
+  for _, view in ipairs(views_of(P)) do
+    if view.name == name then return view end
+  end
 end
 
 local function load_heads(P, names)

@@ -5,7 +5,7 @@ if not P or #tasks == 0 then return {'ok', 0} end
 local count = call('ZCARD', P.at .. 'o')
 if count == 0 then return {'ok', 0} end
 for _, task in ipairs(tasks) do
-  local index = task_index(P, task)
+  local index = call('HGET', P.meta, 't:' .. task)
   if not index then return {'ok', 0} end
   if tonumber(call('HGET', P.meta, 'd:' .. index) or 0) ~= count then return {'ok', 0} end
 end

@@ -1,10 +1,11 @@
 -- Request: {partition, task, ids, epoch, info, new info}. Gives these rows to a task for good, and takes back all others.
 -- With an epoch, adds the task to the registration first; replies {'changed'} if that is another one now.
 local name, task_name, ids, epoch, info, new_info = unpack(cmsgpack.unpack(ARGV[1]))
-local P = open_partition(name)
-if epoch ~= '' and not add_to_registration(P, epoch, info, new_info, {task_name}) then return {'changed'} end
+if epoch ~= '' and not add_to_registration(open_partition(name), epoch, info, new_info, {task_name}) then
+  return {'changed'}
+end
+local P, task = open_partition(name, task_name)
 if not P then return unknown_partition() end
-local task = task_index(P, task_name)
 if not task then return unknown_task(P) end
 local held_key = P.at .. 'h:' .. task
 leave_mark()
@@ -19,6 +20,7 @@ for _, digest in ipairs(call('ZRANGE', P.at .. 'fs', 0, -1)) do
   for _, suffix in ipairs({'', ':m', ':n'}) do dropped[#dropped + 1] = P.at .. 'f:' .. digest .. suffix end
 end
 batched('HDEL', P.at .. 'vw', names)
+P.views = nil
 for first = 1, #dropped, CHUNK do call('UNLINK', unpack(dropped, first, math.min(first + CHUNK - 1, #dropped))) end
 for _, number in ipairs(call('HKEYS', P.at .. 'k')) do
   local lease = read_lease(P, number)

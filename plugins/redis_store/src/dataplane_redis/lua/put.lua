@@ -44,9 +44,16 @@ if mode == 'commit' then
     end
   end
 end
-for i = 1, #specs, 2 do
-  local kept = call('HGET', P.at .. 's', specs[i])
-  if kept and kept ~= specs[i + 1] then return refuse('schema', specs[i], kept) end
+local fields, new_specs = {}, {}
+for i = 1, #specs, 2 do fields[#fields + 1] = specs[i] end
+for i, kept in ipairs(hmget(P.at .. 's', fields)) do
+  local spec = specs[2 * i]
+  if not kept then
+    new_specs[#new_specs + 1] = fields[i]
+    new_specs[#new_specs + 1] = spec
+  elseif kept ~= spec then
+    return refuse('schema', fields[i], kept)
+  end
 end
 local groups, group_names, joining = {}, {}, {}
 if P.group then
@@ -90,13 +97,13 @@ elseif num_rows > 0 then
     args[#args + 1] = i - 1
     args[#args + 1] = ARGV[i + 1]
   end
-  batched('HSET', write_key, args)
+  set_fields(write_key, args)
 end
 
 leave_mark()
 local new_sig = ''
 if num_rows > 0 then
-  batched('HSET', P.at .. 's', specs)
+  batched('HSET', P.at .. 's', new_specs)
   for _, part in ipairs(parts) do
     local index = call('HGET', P.at .. 'li', part[1])
     if not index then
@@ -154,7 +161,7 @@ local new_ids, old_ids, old_rows, known_ids = {}, {}, {}, {}
 local views = views_of(P)
 local gained = {}
 local old_tags = {}
-if tags ~= '' then old_tags = hmget(P.at .. 't', ids) end
+if tags ~= '' and not none_held(rows) then old_tags = hmget(P.at .. 't', ids) end
 for i, id in ipairs(ids) do
   local row, ref = rows[i], ''
   if row then known_ids[#known_ids + 1] = id end

@@ -4,8 +4,8 @@
 --   Q.view, Q.F   the view, and the filter's state (false: no filter)
 --   Q.is_new      no claim asked for this view before
 local function open_question(P, view_name, filter, budget)
-  local kept = call('HGET', P.at .. 'vw', view_name)
-  local Q = {view = open_view(P, view_name, kept or '0'), kept = kept, is_new = not kept, budget = budget}
+  local view = view_of(P, view_name)
+  local Q = {view = view or open_view(P, view_name), is_new = not view, budget = budget}
   Q.units = math.max(1, math.floor(CHUNK / (P.group or 1)))  -- units looked at per step
   Q.held = P.at .. 'h:' .. Q.view.task
   Q.F = filter ~= '' and open_filter(P, Q.view, filter)
@@ -13,9 +13,10 @@ local function open_question(P, view_name, filter, budget)
 end
 
 local function save_question(P, Q)
-  local mark = string.format('%.0f', Q.view.mark)
-  if mark ~= Q.kept then call('HSET', P.at .. 'vw', Q.view.name, mark) end
-  Q.kept = mark
+  local view, mark = Q.view, string.format('%.0f', Q.view.mark)
+  if mark ~= view.kept then call('HSET', P.at .. 'vw', view.name, mark) end
+  if not view.kept then P.views[#P.views + 1] = view end
+  view.kept = mark
   if Q.F then save_filter(P, Q.F) end
 end
 

@@ -10,9 +10,8 @@
 --           again
 -- all    -> as commit, or refused as check is
 local mode, action, name, task_name, epoch, ids, tokens, lease_s, leases, budget = unpack(cmsgpack.unpack(ARGV[1]))
-local P = open_partition(name)
+local P, task = open_partition(name, task_name)
 if not P then return unknown_partition() end
-local task = task_index(P, task_name)
 if not task then return unknown_task(P) end
 local same = epoch == '' or epoch == P.epoch
 

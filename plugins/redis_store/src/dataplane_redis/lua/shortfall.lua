@@ -10,9 +10,8 @@ local name, task_name, required, filter, budget = unpack(cmsgpack.unpack(ARGV[1]
 -- many rows that it looked at.
 local KEEP_MS, ROWS_PER_MS = 2000, 20
 local NAMED = 3
-local P = open_partition(name)
+local P, task = open_partition(name, task_name)
 if not P then return unknown_partition() end
-local task = task_index(P, task_name)
 if not task then return unknown_task(P) end
 local fields, held_key = names_of(required), P.at .. 'h:' .. task
 local conditions = filter ~= '' and cmsgpack.unpack(filter)

@@ -25,6 +25,8 @@ class DataPlaneConfig(BaseModel):
     Attributes:
         backend: Entry-point name of the backend.
         options: The backend's own options, checked by its ``Config``. Not printed, since they may hold secrets.
+        num_ledgers: Over how many stores of the backend the partitions are spread. Each has a ledger of its own, and
+            all options are those of one store, also ``capacity_bytes``. Every client of them needs the same number.
         middleware: Outermost first. Each is a name, ``{name: options}``, or (in code) an object.
         op_timeout_s: Timeout of one operation in seconds. A blocking claim has its own.
         attach_wait_s: Seconds, within ``op_timeout_s``, that ``connect(config, bootstrap=False)`` waits for an owner
@@ -41,6 +43,7 @@ class DataPlaneConfig(BaseModel):
 
     backend: str = Field(min_length=1)
     options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    num_ledgers: int = Field(default=1, ge=1, le=1024)
     middleware: list[Any] = Field(default_factory=list)
     op_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     attach_wait_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)

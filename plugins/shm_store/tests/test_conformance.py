@@ -6,6 +6,7 @@ import uuid
 import pytest
 import torch
 
+from dataplane_core.backends.spread import ledger_of
 from dataplane_core.ledger import commands
 from dataplane_core.testing import BackendConformance
 from dataplane_shm import ShmBackend
@@ -64,3 +65,15 @@ class TestShm(BackendConformance):
 @pytest.mark.long
 class TestShmThroughAsyncio(TestShm):
     through_asyncio = True
+
+
+@pytest.mark.long
+class TestShmOnSeveralLedgers(TestShm):
+    num_ledgers = 3
+
+    def held_bytes(self, backend):
+        return sum(super(TestShmOnSeveralLedgers, self).held_bytes(store) for store in backend._stores)
+
+    def raw_get(self, backend, partition_id, sample_id, field):
+        store = backend._stores[ledger_of(partition_id, 3)]
+        return super().raw_get(store, partition_id, sample_id, field)

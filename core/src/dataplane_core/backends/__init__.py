@@ -12,6 +12,7 @@ from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, Capacity
 from dataplane_core.backends.owned_process import OwnedProcess, last_words
 from dataplane_core.backends.private_folder import PrivateFolder
 from dataplane_core.backends.row_store import RowStoreBackend, framed_columns
+from dataplane_core.backends.spread import spread_over
 
 __all__ = [
     "LEDGER_CAPABILITIES",
@@ -34,4 +35,5 @@ __all__ = [
     "missing_library",
     "never_reachable",
     "required_operations",
+    "spread_over",
 ]

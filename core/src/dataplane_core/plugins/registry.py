@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel
 
 from dataplane_core._compiler_marks import load_compiler
-from dataplane_core.backends import Backend
+from dataplane_core.backends import Backend, spread_over
 from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, check_count, refuse_in_fork
 from dataplane_core.config import DataPlaneConfig, load_config, validate_model
 from dataplane_core.entry_points import (
@@ -153,6 +153,8 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
     if not (bootstrap is True or bootstrap is False or bootstrap == "auto"):
         raise InvalidRequestError(f"connect refused: bootstrap must be True, False or 'auto', got {bootstrap!r}.")
     options = _validated(cls.Config, config.options, f"options of backend '{config.backend}'")
+    if config.num_ledgers > 1:
+        cls = spread_over(cls, config.num_ledgers)
     if cls.scope is Scope.PROCESS and not bootstrap:
         raise BackendUnavailableError(
             f"connect(bootstrap=False) refused: backend '{config.backend}' lives in one process, so there is nothing "

@@ -34,6 +34,7 @@ AUTHORS_NAMES: Final = frozenset(
         "isolated_options",
         "lose_payload",
         "most_copies",
+        "num_ledgers",
         "op_timeout_s",
         "options",
         "raw_get",
@@ -75,6 +76,8 @@ class AuthorsClass:
         op_timeout_s: Deadline of one operation in seconds, for the kit's clients.
         most_copies: Operation (``put_samples``, ``get_samples``) -> how many copies of the payload the client may hold
             at once, and the reason. Default: `MOST_COPIES`.
+        num_ledgers: Over how many stores the partitions are spread, see `DataPlaneConfig`. The tests then prove that
+            the backend's stores can be told apart by ``isolated_options``.
         store_per_test: Whether every test connects a new store. By default, all tests of the class with equal
             ``options`` use one store.
         through_asyncio: Whether the tests call the operations of `AsyncDataPlaneClient`, on an event loop in a thread.
@@ -86,6 +89,7 @@ class AuthorsClass:
     deviations: ClassVar[Mapping[str, str]] = {}
     op_timeout_s: ClassVar[float] = 90.0
     most_copies: ClassVar[Mapping[str, tuple[float, str]]] = {}
+    num_ledgers: ClassVar[int] = 1
     store_per_test: ClassVar[bool] = False
     through_asyncio: ClassVar[bool] = False
 

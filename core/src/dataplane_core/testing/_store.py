@@ -119,6 +119,7 @@ class Deployment:
         config = DataPlaneConfig(
             backend=self.name,
             options=dict(options),
+            num_ledgers=self.case.num_ledgers,
             middleware=list(middleware),
             op_timeout_s=self.case.op_timeout_s if op_timeout_s is None else op_timeout_s,
             attach_wait_s=attach_wait_s,
@@ -191,6 +192,7 @@ class Deployment:
         config = DataPlaneConfig(
             backend=self.name,
             options=chosen,
+            num_ledgers=self.case.num_ledgers,
             op_timeout_s=self.case.op_timeout_s if op_timeout_s is None else op_timeout_s,
             attach_wait_s=STARTS_S,
         )

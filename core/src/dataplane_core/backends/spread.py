@@ -1,0 +1,225 @@
+"""`spread_over`: a backend whose partitions are spread over several stores, each with a ledger of its own.
+
+A ledger is one process on one core. `connect` uses this class where the config has ``num_ledgers`` above 1. All stores
+are of the same backend, and have the same options but for the name that keeps them apart. A partition lies in one of
+them, chosen by its name, so every client finds it without asking.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, ClassVar, Final, cast
+
+from dataplane_core.backends.base import Backend
+from dataplane_core.backends.diagnosis import Finding
+from dataplane_core.errors import ConfigError, InvalidRequestError
+from dataplane_core.spec import (
+    AnnounceReply,
+    AnnounceRequest,
+    ChangeUnitsRequest,
+    ClientList,
+    ListClientsRequest,
+    ListPartitionsRequest,
+    ListUnitsRequest,
+    PartitionList,
+    UnitInfo,
+    UnitList,
+)
+
+__all__ = ["SpreadBackend", "ledger_of", "spread_over"]
+
+#: Between the number of a store and the name that a storage unit has there.
+_SEPARATOR: Final = ":"
+
+
+def ledger_of(partition_id: str, num_ledgers: int) -> int:
+    """The number of the store that holds a partition, from 0. The same in every process."""
+    digest = hashlib.blake2b(partition_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % num_ledgers
+
+
+def _routed(operation: str) -> Any:
+    """An operation on one partition: its store does it."""
+
+    def call(self: SpreadBackend, request: Any) -> Any:
+        store = self._stores[ledger_of(request.partition_id, len(self._stores))]
+        return getattr(store, operation)(request)
+
+    call.__name__ = operation
+    call.__doc__ = f"``{operation}`` of the store that holds the partition."
+    return call
+
+
+class SpreadBackend(Backend):
+    """Several stores as one. `spread_over` makes the class for a backend.
+
+    Attributes:
+        store_class: The class of the stores.
+        num_ledgers: How many stores.
+    """
+
+    store_class: ClassVar[type[Backend]] = Backend
+    num_ledgers: ClassVar[int] = 1
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._options = config.model_dump(exclude_unset=True)
+        self._isolated = [self._options_of(number) for number in range(self.num_ledgers)]
+        made = [self.store_class.Config.model_validate(options) for options in self._isolated]
+        if any(each == made[0] for each in made[1:]):
+            raise ConfigError(
+                f"num_ledgers {self.num_ledgers} is refused: with these options, the names of the stores are too long "
+                "to differ.",
+                hint="Shorten the name in the options of the backend.",
+            )
+        self._stores = [self.store_class(each) for each in made]
+
+    def _options_of(self, number: int) -> dict[str, Any]:
+        return self.isolated_options(self._options, f"{number}of{self.num_ledgers}")
+
+    @classmethod
+    def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
+        """As that of the backend's class."""
+        isolate: Callable[[dict[str, Any], str], dict[str, Any]] | None = getattr(
+            cls.store_class, "isolated_options", None
+        )
+        if isolate is None:
+            raise ConfigError(
+                f"num_ledgers {cls.num_ledgers} is refused: {cls.store_class.__name__} has no `isolated_options`, "
+                "which keeps stores apart.",
+                hint="Leave num_ledgers at 1.",
+            )
+        return isolate(options, tag)
+
+    def attach_options(self) -> dict[str, Any]:
+        """Options with which another process attaches to all stores, with the same ``num_ledgers``."""
+        of_store: Callable[[], dict[str, Any]] | None = getattr(self._stores[0], "attach_options", None)
+        if of_store is None:
+            return dict(self._options)
+        names = [key for key, value in self._isolated[0].items() if value != self._options.get(key)]
+        found = {key: value for key, value in of_store().items() if key not in names}
+        return found | {key: self._options[key] for key in names if key in self._options}
+
+    @classmethod
+    def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
+        """As the backend's."""
+        return cls.store_class.diagnose(config, deadline=deadline)
+
+    def start(self, *, bootstrap: bool, deadline: float) -> None:
+        """Starts the stores, or attaches to them, one after the other."""
+        for number, store in enumerate(self._stores):
+            store.name, store.allow_pickle = self.name, self.allow_pickle
+            # of several processes, the one that bootstraps the first store bootstraps all
+            store.exclusive, store.attach_wait_s = self.exclusive and number == 0, self.attach_wait_s
+            store.start(bootstrap=bootstrap, deadline=deadline)
+
+    def stop(self) -> None:
+        """Stops all stores, the first one last: while it runs, nobody else bootstraps."""
+        errors: list[Exception] = []
+        for store in reversed(self._stores):
+            try:
+                store.stop()
+            except Exception as error:  # raised below, once the others are stopped
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    # --- one partition ------------------------------------------------------------------------------------------------
+
+    register_partition = _routed("register_partition")
+    describe_partition = _routed("describe_partition")
+    put_samples = _routed("put_samples")
+    get_samples = _routed("get_samples")
+    claim = _routed("claim")
+    ack = _routed("ack")
+    nack = _routed("nack")
+    renew = _routed("renew")
+    check_consumption = _routed("check_consumption")
+    clear_samples = _routed("clear_samples")
+    list_samples = _routed("list_samples")
+    inspect_partition = _routed("inspect_partition")
+    list_fields = _routed("list_fields")
+    export_partition = _routed("export_partition")
+    set_cursor = _routed("set_cursor")
+
+    # --- all stores ---------------------------------------------------------------------------------------------------
+
+    def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
+        """The partitions of all stores."""
+        found = [store.list_partitions(replace(request)) for store in self._all()]
+        return PartitionList(partition_ids=[name for each in found for name in each.partition_ids])
+
+    def announce(self, request: AnnounceRequest) -> AnnounceReply:
+        """Lists the client in each store."""
+        replies = [store.announce(replace(request)) for store in self._all()]
+        return cast("AnnounceReply", replies[0])
+
+    def list_clients(self, request: ListClientsRequest) -> ClientList:
+        """The clients of the first store: each is listed in all."""
+        return cast("ClientList", self._all()[0].list_clients(request))
+
+    def list_units(self, request: ListUnitsRequest) -> UnitList:
+        """The storage units of all stores. A name begins with the number of the store."""
+        return UnitList(units=[unit for number in range(len(self._stores)) for unit in self._units_of(number, request)])
+
+    def change_units(self, request: ChangeUnitsRequest) -> UnitList:
+        """Starts units in turn in the stores that have the fewest. Ends one in its store."""
+        if request.remove is not None:
+            digits, separator, name = request.remove.partition(_SEPARATOR)
+            if not (separator and digits.isdecimal() and int(digits) < len(self._stores)):
+                raise InvalidRequestError(
+                    f"remove_unit('{request.remove}') refused: no such unit. With num_ledgers "
+                    f"{self.num_ledgers}, a name begins with the number of a store, such as '0{_SEPARATOR}'.",
+                    hint="list_units() names them.",
+                )
+            reply = self._all()[int(digits)].change_units(replace(request, remove=name))
+            return UnitList(units=[_named(int(digits), unit) for unit in reply.units])
+        look = ListUnitsRequest(deadline=request.deadline)
+        counts = [
+            sum(unit.state in ("serving", "starting") for unit in self._units_of(number, look))
+            for number in range(len(self._stores))
+        ]
+        more = [0] * len(counts)
+        for _ in range(request.add):
+            number = min(range(len(counts)), key=lambda each: counts[each] + more[each])
+            more[number] += 1
+        units: list[UnitInfo] = []
+        for number, count in enumerate(more):
+            if count:
+                reply = self._all()[number].change_units(replace(request, add=count))
+                units += [_named(number, unit) for unit in reply.units]
+        return UnitList(units=units)
+
+    def _units_of(self, number: int, request: ListUnitsRequest) -> list[UnitInfo]:
+        return [_named(number, unit) for unit in self._all()[number].list_units(replace(request)).units]
+
+    def _all(self) -> list[Any]:
+        return list(self._stores)
+
+
+def _named(number: int, unit: UnitInfo) -> UnitInfo:
+    return replace(unit, name=f"{number}{_SEPARATOR}{unit.name}")
+
+
+def spread_over(cls: type[Backend], num_ledgers: int) -> type[Backend]:
+    """The backend class whose partitions are spread over several stores of a class.
+
+    Args:
+        cls: The backend. It needs a classmethod ``isolated_options(options, tag)``, which gives options of a store that
+            shares nothing with that of ``options``.
+        num_ledgers: How many stores, at least 2.
+
+    Returns:
+        A class with the options, the capabilities and the wire format of ``cls``.
+
+    Examples:
+        >>> from dataplane_core.backends import spread_over
+        >>> from dataplane_shm import ShmBackend
+        >>> spread_over(ShmBackend, 4).num_ledgers
+        4
+    """
+    same = ("wire", "capabilities", "scope", "why_not_declared", "opens_in_forks", "contract_version", "Config")
+    members = {name: getattr(cls, name) for name in same}
+    return type(cls.__name__, (SpreadBackend,), {**members, "store_class": cls, "num_ledgers": num_ledgers})

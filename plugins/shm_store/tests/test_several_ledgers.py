@@ -1,0 +1,138 @@
+"""Partitions spread over several stores, each with a ledger of its own: `num_ledgers` of the config."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+import torch
+
+from dataplane_core import connect
+from dataplane_core.backends.spread import ledger_of
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError, UnknownPartitionError
+from dataplane_core.spec import ListPartitionsRequest
+
+STARTS_S = 120.0
+PARTITIONS = [f"step-{number}" for number in range(12)]
+
+
+@pytest.fixture(scope="module")
+def config():
+    options = {"namespace": f"spread-{uuid.uuid4().hex[:8]}", "capacity_bytes": 64 << 20}
+    return {"backend": "shm_store", "options": options, "num_ledgers": 3, "op_timeout_s": STARTS_S}
+
+
+@pytest.fixture(scope="module")
+def owner(config):
+    with connect(config) as client:
+        yield client
+
+
+@pytest.fixture
+def client(owner):
+    for name in owner.list_partitions():
+        owner.clear_samples(None, name)
+    return owner
+
+
+def fill(client, names=PARTITIONS):
+    for number, name in enumerate(names):
+        client.register_partition(name, ["x"], 2, ["train"])
+        client.put_samples(["a", "b"], name, {"x": torch.full((2, 3), float(number))})
+
+
+def test_each_ledger_has_its_partitions_and_a_client_sees_them_all(client):
+    fill(client)
+    assert client.list_partitions() == sorted(PARTITIONS)
+    held = [set(store.list_partitions(_listing()).partition_ids) for store in client._backend._stores]
+    assert held == [{name for name in PARTITIONS if ledger_of(name, 3) == number} for number in range(3)]
+    assert all(held)
+    for number, name in enumerate(PARTITIONS):
+        claimed = client.claim_meta(name, "train", ["x"], 2, lease_s=60.0)
+        assert client.get_data(claimed)["x"].tolist() == [[float(number)] * 3] * 2
+        client.ack(claimed)
+        assert client.check_consumption_status(name, ["train"])
+    client.clear_samples(None, "step-3")
+    with pytest.raises(UnknownPartitionError):
+        client.get_samples(["a"], "step-3", ["x"])
+    assert len(client.list_partitions()) == 11
+
+
+def _listing():
+    return ListPartitionsRequest(deadline=time.monotonic() + STARTS_S)
+
+
+def test_the_ledgers_are_processes_of_their_own(client):
+    pids = {store._process.pid for store in client._backend._stores}
+    assert len(pids) == 3
+
+
+_OTHER = """
+import sys
+from dataplane_core import connect
+client = connect({"backend": "shm_store", "options": {"namespace": sys.argv[1]}, "num_ledgers": 3}, bootstrap=False)
+claimed = client.claim_meta("step-7", "train", ["x"], 2)
+print(client.list_partitions(), client.get_data(claimed)["x"].tolist())
+client.close()
+"""
+
+
+def test_another_process_finds_them(client, config):
+    fill(client, ["step-7", "step-8"])
+    namespace = config["options"]["namespace"]
+    ran = subprocess.run(
+        [sys.executable, "-c", _OTHER, namespace], capture_output=True, text=True, timeout=STARTS_S, check=False
+    )
+    assert ran.stdout.strip() == "['step-7', 'step-8'] [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]", ran.stderr
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_client_with_another_number_finds_no_store(client, config, number):
+    with pytest.raises(BackendUnavailableError, match="no store runs"):
+        connect({**config, "num_ledgers": number, "attach_wait_s": 0.1}, bootstrap=False)
+
+
+def test_of_clients_that_connect_with_auto_one_bootstraps_all(client, config):
+    fresh = {**config, "options": {"namespace": f"auto-{uuid.uuid4().hex[:8]}", "capacity_bytes": 16 << 20}}
+    with connect(fresh, bootstrap="auto") as first, connect(fresh, bootstrap="auto") as second:
+        assert (first.bootstrapped, second.bootstrapped) == (True, False)
+        fill(first, ["a", "b", "c", "d"])
+        assert second.list_partitions() == ["a", "b", "c", "d"]
+    with pytest.raises(BackendUnavailableError):
+        connect({**fresh, "attach_wait_s": 0.1}, bootstrap=False)
+
+
+def test_a_dead_ledger_ends_its_partitions_and_no_other(config):
+    fresh = {**config, "options": {"namespace": f"dead-{uuid.uuid4().hex[:8]}", "capacity_bytes": 16 << 20}}
+    with connect(fresh) as client:
+        fill(client)
+        os.kill(client._backend._stores[1]._process.pid, signal.SIGKILL)
+        for name in PARTITIONS:
+            if ledger_of(name, 3) == 1:
+                with pytest.raises(BackendUnavailableError):
+                    client.get_samples(["a"], name, ["x"])
+            else:
+                assert client.get_samples(["a"], name, ["x"]).batch_size[0] == 1
+
+
+def test_a_failed_start_leaves_nothing(config):
+    fresh = {**config, "options": {"namespace": f"fail-{uuid.uuid4().hex[:8]}", "capacity_bytes": 16 << 20}}
+    third = {"namespace": f"{fresh['options']['namespace']}-2of3", "capacity_bytes": 32 << 20}
+    stands_in_the_way = {**config, "options": third, "num_ledgers": 1}
+    with connect(stands_in_the_way), pytest.raises(AlreadyRunningError):
+        connect(fresh)
+    with connect(fresh) as client:
+        assert client.list_partitions() == []
+
+
+def test_what_cannot_be_spread_is_refused(config):
+    with pytest.raises(ConfigError, match="isolated_options"):
+        connect({"backend": "noop", "num_ledgers": 2})
+    with pytest.raises(ConfigError, match="too long"):
+        connect({**config, "options": {"namespace": "n" * 64}})
+    for number in (0, -1, 1.5, "many", 1025):
+        with pytest.raises(ConfigError, match="num_ledgers"):
+            connect({**config, "num_ledgers": number})

@@ -1,12 +1,13 @@
 """A store under many connections: rates, latencies, and what its server takes.
 
 Run:  python benchmarks/load.py --backend tq_simple [--connections 1024] [--period 40] [--seconds 30] [--size 16]
-      [--fields 8] [--processes 4] [--json]
+      [--fields 8] [--processes 4] [--partitions 1] [--ledgers 1] [--json]
 
 Every connection is a client of its own, with its own thread, in one of a few processes. Each puts samples, claims as
 many with a lease, gets them, acks them and clears them, and does so once per ``--period`` seconds; with 0, again at
 once. What one puts, another may claim. The first of these rounds is spread over the period. Clients also announce
-themselves, as always.
+themselves, as always. With ``--partitions``, the connections use these in turn; with ``--ledgers``, the partitions are
+spread over as many ledgers (`num_ledgers` of the config), each over another one if there are enough.
 
 Shown are calls and samples for each second, the 50th and the 99th percentile of the latency of each call, and for each
 process that keeps the store its connections, its CPU in percent of one core and in microseconds for each sample that
@@ -37,11 +38,22 @@ import psutil
 from server_cost import OPTIONS, ROW_VALUES, STEPS, batch, cpu_s, server_pids
 
 from dataplane_core import DataPlaneClient, connect
+from dataplane_core.backends import ledger_of
 from dataplane_core.errors import DataPlaneError
 
 LONG_S = 300.0
 LEASE_S = 600.0
-PARTITION = "load"
+
+
+def partitions_of(arguments: argparse.Namespace) -> list[str]:
+    """Names of partitions that lie on the ledgers in turn."""
+    names: list[str] = []
+    for number in range(1000 * arguments.partitions):
+        if len(names) < arguments.partitions:
+            wanted = len(names) % arguments.ledgers
+            if ledger_of(f"load-{number}", arguments.ledgers) == wanted:
+                names.append(f"load-{number}")
+    return names
 
 
 class Load:
@@ -78,6 +90,8 @@ class Load:
 
     def _run(self, client: DataPlaneClient, number: int) -> None:
         size, period_s = self._arguments.size, self._arguments.period
+        partitions = partitions_of(self._arguments)
+        partition = partitions[number % len(partitions)]
         fields = [f"field{each}" for each in range(self._arguments.fields)]
         columns = batch(size, len(fields))
         tags: list[dict[str, Any]] = [{"input_lengths": 100, "version": 7}] * size
@@ -85,13 +99,13 @@ class Load:
         while not self._ended.wait(max(0.0, due - time.perf_counter())):
             ids = [f"c{number}-{turn}-{each}" for each in range(size)]
             try:
-                self._timed("put", lambda ids=ids: client.put_samples(ids, PARTITION, columns, tags=tags))
-                claim = lambda: client.claim_meta(PARTITION, "t", fields, size, lease_s=LEASE_S)  # noqa: E731
+                self._timed("put", lambda ids=ids: client.put_samples(ids, partition, columns, tags=tags))
+                claim = lambda: client.claim_meta(partition, "t", fields, size, lease_s=LEASE_S)  # noqa: E731
                 meta = self._timed("claim", claim)
                 held = meta.sample_ids
-                self._timed("get", lambda held=held: client.get_samples(held, PARTITION, fields))
+                self._timed("get", lambda held=held: client.get_samples(held, partition, fields))
                 self._timed("ack", lambda meta=meta: client.ack(meta))
-                self._timed("clear", lambda held=held: client.clear_samples(held, PARTITION))
+                self._timed("clear", lambda held=held: client.clear_samples(held, partition))
             except DataPlaneError as error:
                 self.errors[f"{type(error).__name__}: {str(error)[:150]}"] += 1
             due, turn = max(due + period_s, time.perf_counter() - period_s), turn + 1
@@ -192,13 +206,17 @@ def main() -> None:
     parser.add_argument("--fields", type=int, default=8)
     parser.add_argument("--period", type=float, default=40.0, help="seconds from round to round; 0: at once")
     parser.add_argument("--seconds", type=float, default=30.0, help="for which it measures")
+    parser.add_argument("--partitions", type=int, default=1)
+    parser.add_argument("--ledgers", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="prints one line of JSON")
     arguments = parser.parse_args()
     allow_open_files()
     options = OPTIONS.get(arguments.backend, {})
     config = {"backend": arguments.backend, "options": options, "op_timeout_s": LONG_S}
+    config["num_ledgers"] = arguments.ledgers
     with connect(config, bootstrap=True) as client:
-        client.register_partition(PARTITION, [f"field{each}" for each in range(arguments.fields)], None, ["t"])
+        for name in partitions_of(arguments):
+            client.register_partition(name, [f"field{each}" for each in range(arguments.fields)], None, ["t"])
         pids = server_pids(client)
         start = time.perf_counter()
         load: Any

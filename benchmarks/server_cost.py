@@ -44,19 +44,25 @@ def cpu_s(pid: int) -> float:
 
 
 def server_pids(client: DataPlaneClient) -> dict[str, int]:
-    """The processes that keep the store: name -> process id."""
-    engine = getattr(client._backend, "_engine", None)
-    if engine is not None:  # a backend in TransferQueue's controller
-        found = {"controller": int(engine.call("~ping", timeout_s=30.0)["pid"])}
-        children = psutil.Process().children(recursive=True)  # Ray's processes are among them
-        units = [each.pid for each in children if "StorageUnit" in " ".join(each.cmdline())]
-        return {**found, **{f"unit{number or ''}": pid for number, pid in enumerate(units)}}
-    for child in psutil.Process().children(recursive=True):
-        if "redis-server" in child.name():
-            return {"redis": child.pid}
-        if "dataplane_shm" in " ".join(child.cmdline()):
-            return {"ledger": child.pid}
-    return {"process": os.getpid()}
+    """The processes that keep the store: name -> process id. With ``num_ledgers``, those of each of its stores."""
+    found: dict[str, int] = {}
+
+    def add(name: str, pid: int) -> None:
+        found[f"{name} {sum(each.startswith(name) for each in found)}" if name in found else name] = pid
+
+    for store in getattr(client._backend, "_stores", [client._backend]):
+        engine = getattr(store, "_engine", None)
+        if engine is not None:  # a backend in TransferQueue's controller
+            add("controller", int(engine.call("~ping", timeout_s=30.0)["pid"]))
+    for child in psutil.Process().children(recursive=True):  # Ray's processes are among them
+        words = " ".join(child.cmdline())
+        if "StorageUnit" in words:
+            add("unit", child.pid)
+        elif "redis-server" in child.name():
+            add("redis", child.pid)
+        elif "dataplane_shm" in words:
+            add("ledger", child.pid)
+    return found or {"process": os.getpid()}
 
 
 def batch(size: int, num_fields: int, num_values: int = ROW_VALUES) -> TensorDict:

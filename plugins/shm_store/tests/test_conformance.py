@@ -6,7 +6,7 @@ import uuid
 import pytest
 import torch
 
-from dataplane_core.backends.spread import ledger_of
+from dataplane_core.backends import ledger_of
 from dataplane_core.ledger import commands
 from dataplane_core.testing import BackendConformance
 from dataplane_shm import ShmBackend

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.backends.spread import ledger_of
+from dataplane_core.backends import ledger_of
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError, UnknownPartitionError
 from dataplane_core.spec import ListPartitionsRequest
 

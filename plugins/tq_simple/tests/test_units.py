@@ -19,7 +19,7 @@ import torch
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import LostSamplesError, MissingDataError, UnsupportedOperationError
+from dataplane_core.errors import InvalidRequestError, LostSamplesError, MissingDataError, UnsupportedOperationError
 
 STARTS_S = 60.0
 NAME = "units-that-die"
@@ -264,3 +264,24 @@ def test_a_unit_dies_while_it_is_drained(client: DataPlaneClient) -> None:
 def test_other_stores_have_no_units() -> None:
     with connect({"backend": "noop"}) as client, pytest.raises(UnsupportedOperationError, match="units"):
         client.list_units()
+
+
+def test_units_of_several_ledgers_have_names_of_their_own(ray_address: str) -> None:
+    """Each ledger has a controller and units; new units go where there are the fewest."""
+    config = options(ray_address)
+    config = {**config, "num_ledgers": 2, "options": {**config["options"], "instance": "several"}}
+    with connect(config, bootstrap=True) as client, connect(config, bootstrap=False) as other:
+        assert [each.name for each in client.list_units()] == ["0:unit-0", "0:unit-1", "1:unit-0", "1:unit-1"]
+        for number in range(6):
+            client.register_partition(f"p{number}", ["x"], None, ["train"])
+            client.put_samples(["a"], f"p{number}", {"x": torch.full((1, 50), number)})
+        assert [other.get_samples(["a"], f"p{number}", ["x"])["x"][0, 0].item() for number in range(6)] == list(
+            range(6)
+        )
+        assert sum(each.num_rows for each in other.list_units()) == 6
+        assert client.remove_unit("1:unit-1").name == "1:unit-1"
+        assert sorted(each.name for each in client.add_units(2)) == ["0:unit-2", "1:unit-2"]
+        with pytest.raises(InvalidRequestError, match="begins with the number of a store"):
+            client.remove_unit("unit-0")
+        with pytest.raises(InvalidRequestError):
+            client.remove_unit("2:unit-0")

@@ -12,7 +12,7 @@ from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, Capacity
 from dataplane_core.backends.owned_process import OwnedProcess, last_words
 from dataplane_core.backends.private_folder import PrivateFolder
 from dataplane_core.backends.row_store import RowStoreBackend, framed_columns
-from dataplane_core.backends.spread import spread_over
+from dataplane_core.backends.spread import ledger_of, spread_over
 
 __all__ = [
     "LEDGER_CAPABILITIES",
@@ -32,6 +32,7 @@ __all__ = [
     "check_announced_address",
     "framed_columns",
     "last_words",
+    "ledger_of",
     "missing_library",
     "never_reachable",
     "required_operations",

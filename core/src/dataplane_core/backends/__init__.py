@@ -11,6 +11,7 @@ from dataplane_core.backends.diagnosis import Finding, Level, check_announced_ad
 from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
 from dataplane_core.backends.owned_process import OwnedProcess, last_words
 from dataplane_core.backends.private_folder import PrivateFolder
+from dataplane_core.backends.recorded_ledger import CallId, RecordedLedger, TakenError
 from dataplane_core.backends.row_store import RowStoreBackend, framed_columns
 from dataplane_core.backends.spread import ledger_of, spread_over
 
@@ -19,6 +20,7 @@ __all__ = [
     "Backend",
     "BlobStore",
     "Bundle",
+    "CallId",
     "CapacityOptions",
     "Finding",
     "LedgerBackend",
@@ -26,8 +28,10 @@ __all__ = [
     "NoOptions",
     "OwnedProcess",
     "PrivateFolder",
+    "RecordedLedger",
     "RefsGoneError",
     "RowStoreBackend",
+    "TakenError",
     "bundles_of",
     "check_announced_address",
     "framed_columns",

@@ -36,7 +36,7 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import Command, Ledger, LedgerService, Reply, StateReader, commands, to_state
 from dataplane_core.spec import fits, new_id
 
-__all__ = ["Journal", "JournalStore", "Snapshots"]
+__all__ = ["Journal", "JournalStore", "LedgerFailedError", "Snapshots"]
 
 _ANOTHER_HISTORY: Final = (
     "The store was cut or set back to an older copy. What this client wrote, claimed or acked since then may be lost: "
@@ -49,7 +49,7 @@ _HOLD_TRIES: Final = 8
 _CHECK_EVERY: Final = 256
 
 
-class _LedgerFailedError(CorruptDataError):
+class LedgerFailedError(CorruptDataError):
     """The ledger raised an exception that is no answer: the journal holds what no client of this package writes."""
 
 
@@ -230,7 +230,7 @@ class Journal:
             raise
         except Exception as error:
             self._forget()
-            raise _LedgerFailedError(
+            raise LedgerFailedError(
                 f"the ledger failed on what the journal holds: {type(error).__name__}: {error}.",
                 hint=_BROKEN,
             ) from error
@@ -244,6 +244,11 @@ class Journal:
         """The sections of a snapshot of the state after all records read. Take them all while `held`."""
         yield head(self._store_id, self._next_seq, self._last[:DIGEST_BYTES])
         yield from to_state(self._service.ledger, self.clock())
+
+    @property
+    def service(self) -> LedgerService:
+        """The ledger after all records read. Call it only while `held`."""
+        return self._service
 
     @property
     def store_id(self) -> str:
@@ -337,7 +342,7 @@ class Journal:
         """Replays a record of another process."""
         try:
             self._run(record.command, data)
-        except _LedgerFailedError:
+        except LedgerFailedError:
             raise
         except DataPlaneError:  # the command was refused, in every process alike
             pass

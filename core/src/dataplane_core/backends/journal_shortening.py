@@ -75,7 +75,7 @@ class Shortener:
 
     def run(self, deadline: float) -> None:
         """Shortens the journal if it is due, in at most half of the time left. Logs a failure and tries again later."""
-        if not self._is_due() or not self._busy.acquire(blocking=False):
+        if not self.is_due() or not self._busy.acquire(blocking=False):
             return
         try:
             now = time.monotonic()
@@ -94,7 +94,8 @@ class Shortener:
             self._journal.tail = None
             self._busy.release()
 
-    def _is_due(self) -> bool:
+    def is_due(self) -> bool:
+        """Whether `run` would do something, unless another thread does it."""
         known = self._journal.snapshots
         worth = max(_TAIL_BYTES, _TAIL_SHARE * known.nbytes)
         if known.tail_nbytes < max(worth, self._again_at if known.current == self._failed_behind else 0):
@@ -108,7 +109,7 @@ class Shortener:
         snapshot = new_id()
         with journal.held(deadline, "snapshot"):
             journal.catch_up(deadline)
-            if not self._is_due() or not journal.append(Plan(snapshot)):
+            if not self.is_due() or not journal.append(Plan(snapshot)):
                 raise _GivenUpError
             self._again_at = 0
             self._mine = snapshot

@@ -1,0 +1,279 @@
+"""`RecordedLedger`: the ledger of a process that may be killed and started again.
+
+The process records each command that changes something in a journal in a folder, before it answers. The process that is
+started in its place replays the journal: every put, claim and ack is as it was, and each lease has what was left of it.
+
+The answer may be lost with the process, so clients repeat a call until they have one. Each call has an id. A call that was
+recorded is not done again: it gets its first answer.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+from dataplane_core.backends.journal import Journal, LedgerFailedError
+from dataplane_core.backends.journal_file import CallId, Entry, JournalFile, TakenError
+from dataplane_core.backends.journal_records import Begin, Plan, Record, Snapshot
+from dataplane_core.backends.journal_shortening import Shortener
+from dataplane_core.errors import DataPlaneError, OperationTimeoutError
+from dataplane_core.ledger import Command, Ref, Reply, commands, to_state, unpack_write_id
+
+__all__ = ["CallId", "RecordedLedger", "TakenError"]
+
+_Result = TypeVar("_Result")
+
+#: Write ids that the ledger is to number have this bit, since those of puts without payload are small numbers.
+_NUMBERED: Final = 1 << 40
+#: Seconds that a command may wait for the thread that packs a snapshot, and that a snapshot may take.
+_PACKING_S: Final = 600.0
+#: Commands that no client asked for.
+_OWN: Final = (commands.Expire, Begin, Plan, Snapshot)
+#: The outcomes that no client may ask for any more are dropped whenever so many were added.
+_SWEEP: Final = 4096
+
+
+class RecordedLedger:
+    """A ledger that records what it does in a folder. Thread-safe, but `once` only in one thread.
+
+    Args:
+        folder: The folder. One process at a time may have it open.
+        capacity_bytes: Limit for the payload bytes held and reserved, or None.
+        sync: Whether what was answered also survives the end of the machine, not only that of the process.
+        must_exist: Whether there must be a journal in the folder.
+
+    Raises:
+        BackendUnavailableError: There is no journal, or the folder cannot be used.
+        CorruptDataError: The journal is damaged.
+    """
+
+    def __init__(
+        self, folder: Path, capacity_bytes: int | None = None, *, sync: bool = True, must_exist: bool = False
+    ) -> None:
+        self._file = JournalFile(folder, sync=sync, must_exist=must_exist)
+        self._journal = _HostJournal(self._file, capacity_bytes)
+        self._shortener = Shortener(self._journal, self._file, lambda _: nullcontext())
+        self._shortening: threading.Thread | None = None
+        with self._journal.held(_soon(), "open"):
+            self._journal.catch_up(_soon())
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def once(self, call: CallId, work: Callable[[], _Result]) -> _Result:
+        """Does the work of a call, unless that was recorded: then gives or raises what came of it."""
+        done = self._journal.outcomes.get((call.client, call.lane))
+        if done is not None and done[0].serial >= call.serial:
+            if done[0].serial > call.serial:
+                raise OperationTimeoutError("the client has made another call since, and does not wait for this one.")
+            return cast("_Result", _outcome(done[2]))
+        self._journal.calling = call
+        try:
+            return work()
+        finally:
+            self._journal.calling = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done in this context is not the work of the call that `once` was given."""
+        calling, self._journal.calling = self._journal.calling, None
+        try:
+            yield
+        finally:
+            self._journal.calling = calling
+
+    def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
+        """As `LedgerService.call`, but recorded. Nobody is woken. Answer only after `commit`."""
+        if isinstance(command, commands.BeginPut) and command.write_id is None:
+            raise ValueError("a put has no write id; see `take_ids`")
+        reply = self._journal.call(_soon(), command)
+        if self._shortener.is_due() and (self._shortening is None or not self._shortening.is_alive()):
+            run = self._shortener.run
+            self._shortening = threading.Thread(target=run, args=(_soon(),), name="dataplane-snapshot", daemon=True)
+            self._shortening.start()
+        return reply
+
+    def take_ids(self, num_ids: int) -> int:
+        """The first of some write ids that are not used yet, for a ledger whose writes are numbered."""
+        return _NUMBERED + self._journal.take_numbers(num_ids)
+
+    def commit(self) -> None:
+        """Returns when everything that was done is kept.
+
+        Raises:
+            TakenError: Another process has the journal now: this one must end without an answer.
+            OSError: The disk failed. What it has is known only to a process that opens the journal again.
+        """
+        self._file.commit()
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def garbage(self) -> list[Ref]:
+        """As `LedgerService.garbage`."""
+        with self._journal.held(_soon(), "garbage"):
+            return self._journal.service.garbage()
+
+    def payload(self) -> dict[int, tuple[list[int] | None, list[int]]]:
+        """Write id -> the bytes of all its rows, if known, and which of them the store may still hold."""
+        with self._journal.held(_soon(), "payload"):
+            return _payload_of(list(to_state(self._journal.service.ledger, self._journal.clock())))
+
+    @property
+    def next_number(self) -> int:
+        """No write id whose lower 40 bits are this number or a greater one was used."""
+        return self._journal.next_number
+
+    @property
+    def notes(self) -> Mapping[str, bytes]:
+        """Name -> what `note` was given last."""
+        return self._file.notes
+
+    def note(self, name: str, value: bytes) -> None:
+        """Keeps a value beside the ledger, in place of the one with that name."""
+        self._file.note(name, value)
+
+    def note_outcome(self, name: str, value: bytes, outcome: object) -> None:
+        """As `note`, as the work of the call that `once` was given, with what came of it."""
+        call, packed = self._journal.calling, _packed(outcome)
+        self._file.note(name, value, call, packed)
+        self._journal.keep(Entry(self._file.now(), call), packed)
+
+    def close(self) -> None:
+        """Closes the journal, which stays in its folder."""
+        if self._shortening is not None:
+            self._shortening.join()
+        self._file.close()
+
+
+class _HostJournal(Journal):
+    """A `Journal` of one process, which keeps the outcomes of the newest calls.
+
+    Attributes:
+        calling: The call whose command is run.
+        outcomes: Client and lane -> the newest call that was recorded, when it may be forgotten, and its outcome: as it
+            is, or packed.
+        next_number: See `RecordedLedger`.
+    """
+
+    def __init__(self, file: JournalFile, capacity_bytes: int | None) -> None:
+        self._file = file
+        self.calling: CallId | None = None
+        self._at: float | None = None  # the time at which a command runs, if it was recorded earlier
+        super().__init__(file, capacity_bytes)
+        self.clock = self._now
+        file.make_head = self._head
+
+    def _now(self) -> float:
+        return self._file.now() if self._at is None else self._at
+
+    def _forget(self) -> None:
+        super()._forget()
+        head = self._file.head
+        self.outcomes: dict[tuple[str, int], tuple[CallId, float, object]] = {}
+        self._num_kept = 0
+        self.next_number = head.get("next_number", 1)
+        for client, lane, serial, kept_s, until, outcome in head.get("outcomes", ()):
+            self.outcomes[client, lane] = (CallId(client, lane, serial, kept_s), until, outcome)
+        for entry, outcome in self._file.outcomes():
+            self.keep(entry, outcome)
+
+    def _head(self) -> dict[str, Any]:
+        self._sweep()
+        outcomes = [[*call, until, _packed(outcome)] for call, until, outcome in list(self.outcomes.values())]
+        return {"outcomes": outcomes, "next_number": self.next_number}
+
+    def _sweep(self) -> None:
+        now = self._now()
+        for lane in [lane for lane, (_, until, _) in list(self.outcomes.items()) if until < now]:
+            self.outcomes.pop(lane, None)
+
+    def keep(self, entry: Entry, outcome: object) -> None:
+        """Keeps the outcome of a call that was recorded."""
+        call = entry.call
+        if call is None:
+            return
+        done = self.outcomes.get((call.client, call.lane))
+        if done is None or done[0].serial <= call.serial:
+            self.outcomes[call.client, call.lane] = (call, entry.at + call.kept_s, outcome)
+        self._num_kept += 1
+        if self._num_kept % _SWEEP == 0:
+            self._sweep()
+
+    def take_numbers(self, count: int) -> int:
+        number, self.next_number = self.next_number, self.next_number + count
+        return number
+
+    def _try_append(self, command: Command[Any]) -> bytes | None:
+        self._file.next_call = None if isinstance(command, _OWN) else self.calling
+        return super()._try_append(command)
+
+    def _load(self, record: Record, data: bytes, deadline: float) -> None:
+        self._at = self._file.entry.at  # not before anything that the snapshot holds
+        try:
+            super()._load(record, data, deadline)
+        finally:
+            self._at = None
+
+    def _run(self, command: Command[Reply], data: bytes) -> Reply:
+        entry, before = self._file.entry, self._at
+        if isinstance(command, _OWN):
+            entry = entry._replace(call=None)
+        if isinstance(command, commands.BeginPut) and command.write_id is not None:
+            number = command.write_id & (_NUMBERED - 1)
+            self.next_number = max(self.next_number, number + command.num_ids)
+        self._at = entry.at
+        try:
+            reply = super()._run(command, data)
+        except LedgerFailedError:
+            raise
+        except DataPlaneError as error:
+            self.keep(entry, _packed(error))
+            raise
+        finally:
+            self._at = before
+        self.keep(entry, reply)
+        return reply
+
+
+def _packed(outcome: object) -> bytes:
+    """An outcome as bytes. No outcome is bytes itself."""
+    return outcome if isinstance(outcome, bytes) else pickle.dumps(outcome, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _outcome(kept: object) -> object:
+    found: object = pickle.loads(kept) if isinstance(kept, bytes) else kept
+    if isinstance(found, DataPlaneError):
+        raise found
+    return found
+
+
+def _soon() -> float:
+    return time.monotonic() + _PACKING_S
+
+
+def _payload_of(sections: list[dict[str, Any]]) -> dict[int, tuple[list[int] | None, list[int]]]:
+    held: dict[int, tuple[list[int] | None, list[int]]] = {}
+    ids: list[int] = []
+    for section in sections:
+        match section["part"]:
+            case "writes":
+                for packed, row_bytes in zip(section["write_ids"], section["row_bytes"], strict=True):
+                    ids.append(unpack_write_id(packed))
+                    held[ids[-1]] = (list(row_bytes), [])
+            case "rows":
+                for flat in section["cells"]:
+                    for at in range(0, len(flat), 3):
+                        held[ids[flat[at + 1]]][1].append(flat[at + 2])
+            case "pending":
+                splits = [commands.Split(*each) for each in section["splits"]]
+                first = unpack_write_id(section["write_id"])
+                for write in commands.writes_of(first, section["specs"], section["row_bytes"], splits):
+                    held[write.write_id] = (list(write.row_bytes), list(range(len(write.row_bytes))))
+            case "garbage":
+                for packed, positions in section["refs"]:
+                    held.setdefault(unpack_write_id(packed), (None, []))[1].extend(positions)
+    return {write_id: (row_bytes, sorted(set(positions))) for write_id, (row_bytes, positions) in held.items()}

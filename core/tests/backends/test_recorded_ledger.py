@@ -1,0 +1,303 @@
+"""A ledger whose process ends is where it was when it is opened again, and does no call twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane_core.backends import CallId, RecordedLedger, TakenError, journal_file
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    CorruptDataError,
+    DataPlaneError,
+    LeaseExpiredError,
+    OperationTimeoutError,
+    StalePartitionError,
+)
+from dataplane_core.ledger import commands, to_state
+from dataplane_core.spec import FieldSpec
+
+X = {"x": FieldSpec("tensor", "int64", 1)}
+
+
+class Client:
+    """Calls a ledger as a client does, each call with an id."""
+
+    def __init__(self, folder: Path, name: str = "client") -> None:
+        self.folder, self.name, self.serial = folder, name, 0
+        self.ledger = RecordedLedger(folder)
+
+    def again(self) -> None:
+        """The process was killed: a new one opens the journal."""
+        self.ledger = RecordedLedger(self.folder, must_exist=True)
+
+    def call(self, command: Any, *, again: bool = False) -> Any:
+        """Calls, or repeats the newest call."""
+        self.serial += not again
+        call = CallId(self.name, 0, self.serial, 600.0)
+        found = self.ledger.once(call, lambda: self.ledger.call(command))
+        self.ledger.commit()
+        return found
+
+    def register(self) -> Any:
+        return self.call(commands.Register("p", ["x"], None, ["train"], None, {}, "e"))
+
+    def begin(self, *ids: str) -> int:
+        write_id = self.ledger.take_ids(len(ids))
+        return int(self.call(commands.BeginPut("p", ids, X, [8] * len(ids), write_id=write_id, ttl_s=60.0)))
+
+    def put(self, *ids: str) -> int:
+        write_id = self.begin(*ids)
+        self.call(commands.CommitPut(write_id))
+        return write_id
+
+    def claim(self, token: str, *, lease_s: float | None = 60.0, count: int = 2, again: bool = False) -> Any:
+        made = commands.ClaimSamples(
+            "p", "train", ["x"], count, all_or_nothing=False, lease_s=lease_s, token=token, holder="me"
+        )
+        return self.call(made, again=again).sample_ids
+
+    def state(self) -> Any:
+        """Everything that the ledger knows, but for the times."""
+        return _without_times(list(to_state(self.ledger._journal.service.ledger, 0.0)))
+
+
+def _without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_times(each) for name, each in value.items() if name not in ("ages_s", "left_s")}
+    return [_without_times(each) for each in value] if isinstance(value, list) else value
+
+
+def _sorted_refs(cleared: Any) -> Any:
+    count, garbage = cleared
+    return count, sorted(garbage)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Client:
+    made = Client(tmp_path / "journal")
+    made.register()
+    return made
+
+
+def test_it_is_where_it_was(client: Client) -> None:
+    client.put("a", "b", "c", "d")
+    pending = client.begin("e")
+    assert client.claim("t1") == ["a", "b"]
+    client.call(commands.Ack("p", "train", ["a"], ["t1"]))
+    client.call(commands.Clear("p", ["d"]))
+    before, payload, number = client.state(), client.ledger.payload(), client.ledger.next_number
+    client.ledger.note("units", b"three")
+
+    client.again()
+
+    assert client.state() == before
+    assert client.ledger.payload() == payload
+    assert {write: rows for write, (_, rows) in payload.items()} == {min(payload): [0, 1, 2, 3], pending: [0]}
+    assert client.ledger.next_number == number
+    assert client.ledger.notes["units"] == b"three"
+    client.call(commands.CommitPut(pending))
+    assert client.claim("t2", count=9) == ["c", "e"], "what was given is not given again"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_call_that_is_repeated_is_not_done_again(client: Client, killed: bool) -> None:
+    """Whether its answer was lost on the way or with the process."""
+
+    def repeat(command: Any) -> Any:
+        if killed:
+            client.again()
+        return client.call(command, again=True)
+
+    write_id = client.ledger.take_ids(1)
+    begin = commands.BeginPut("p", ["a"], X, [8], write_id=write_id, ttl_s=60.0)
+    assert client.call(begin) == repeat(begin) == write_id
+    commit = commands.CommitPut(write_id)
+    assert client.call(commit) == repeat(commit) == []
+    replaced = client.begin("a")
+    assert client.call(commands.CommitPut(replaced)) == repeat(commands.CommitPut(replaced)) == [(write_id, 0)]
+    client.put("b", "c")
+    assert client.claim("t1") == ["a", "b"]
+    if killed:
+        client.again()
+    assert client.claim("t1", again=True) == ["a", "b"]
+    nack = commands.Nack("p", "train", ["a"], ["t1"])
+    assert client.call(nack) is repeat(nack) is None
+    with pytest.raises(LeaseExpiredError) as first:
+        client.call(nack)
+    with pytest.raises(LeaseExpiredError) as second:
+        repeat(nack)
+    assert str(first.value) == str(second.value)
+    assert first.value.sample_ids == second.value.sample_ids
+    clear = commands.Clear("p", ["c"])
+    count, garbage = client.call(clear)
+    assert repeat(clear) == (count, garbage) == (1, garbage)
+    stale = CallId(client.name, 0, client.serial - 1, 600.0)
+    with pytest.raises(OperationTimeoutError):
+        client.ledger.once(stale, lambda: client.ledger.call(clear))
+
+
+def test_a_snapshot_keeps_all_of_it(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random history, opened again at any moment, is the history that was never interrupted."""
+    monkeypatch.setattr("dataplane_core.backends.journal_shortening._TAIL_BYTES", 2000)
+    chance = random.Random(7)
+    whole = Client(client.folder.parent / "whole")
+    whole.register()
+    held: list[str] = []
+    for turn in range(150):
+        first, second = client.put(f"s{turn}", f"r{turn}"), whole.put(f"s{turn}", f"r{turn}")
+        assert first == second
+        token = f"t{turn}"
+        assert client.claim(token, count=3) == (given := whole.claim(token, count=3))
+        held += given
+        for sample_id in chance.sample(given, min(1, len(given))):
+            for each in (client, whole):
+                each.call(commands.Ack("p", "train", [sample_id], [token]))
+        if turn % 9 == 0:
+            gone = chance.sample(held, min(3, len(held)))
+            held = [each for each in held if each not in gone]
+            count, garbage = client.call(commands.Clear("p", gone))
+            assert (count, sorted(garbage)) == _sorted_refs(whole.call(commands.Clear("p", gone)))
+            if chance.random() < 0.5:
+                client.again()
+                assert client.call(commands.Clear("p", gone), again=True)[0] == len(gone)
+        if chance.random() < 0.1:
+            if (thread := client.ledger._shortening) is not None:
+                thread.join()
+            client.again()
+    for each in (client, whole):
+        if (thread := each.ledger._shortening) is not None:
+            thread.join()
+    client.again()
+    assert client.state() == whole.state()
+    assert client.ledger.payload() == whole.ledger.payload()
+    assert client.ledger.next_number == whole.ledger.next_number
+    blobs = [name for name in os.listdir(client.folder) if name.startswith("snap")]
+    assert blobs, "no snapshot was written"
+    assert len(blobs) <= 2, "earlier snapshots are deleted"
+
+
+def test_an_outcome_outlives_the_record_that_it_is_of(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.put("a", "b")
+    assert client.claim("t1") == ["a", "b"]
+    other = Client.__new__(Client)
+    other.folder, other.name, other.serial, other.ledger = client.folder, "other", 0, client.ledger
+    monkeypatch.setattr("dataplane_core.backends.journal_shortening._TAIL_BYTES", 100)
+    for turn in range(50):
+        other.put(f"s{turn}")
+        if (thread := client.ledger._shortening) is not None:
+            thread.join()
+    assert sum(1 for _ in client.ledger._file.read(0)) < 20
+    client.again()
+    assert client.claim("t1", again=True) == ["a", "b"]
+
+
+def test_a_lease_has_what_was_left_of_it(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time in which no process runs is not counted, whatever the clock of the next one says."""
+    now = 1000.0
+
+    class Clock:
+        monotonic = staticmethod(lambda: now)
+
+    monkeypatch.setattr(journal_file, "time", Clock)
+    client.again()
+    client.put("a", "b")
+    client.claim("t1", lease_s=10.0, count=1)
+    now += 6.0
+    client.put("c")
+    now = 5.0  # another machine, which started just now
+    client.again()
+    now += 3.0
+    client.call(commands.Renew("p", "train", ["a"], ["t1"], 4.0))
+    now += 3.0
+    client.again()
+    now += 3.0
+    client.call(commands.Ack("p", "train", ["a"], ["t1"]))
+    client.claim("t2", lease_s=10.0, count=1)
+    now += 11.0
+    client.again()
+    assert client.claim("t3", count=1) == ["c"], "the time since the last record is not counted"
+    now += 11.0
+    assert client.claim("t4", count=1) == ["b"]
+    with pytest.raises(LeaseExpiredError):
+        client.call(commands.Ack("p", "train", ["b"], ["t2"]))
+
+
+def test_a_frame_that_is_not_whole_was_never_answered(client: Client) -> None:
+    client.put("a")
+    path = client.folder / "journal"
+    data = path.read_bytes()
+    client.put("b")
+    more = path.read_bytes()
+    for cut in (len(data) + 1, len(data) + 20, len(more) - 1):
+        path.write_bytes(more[:cut])
+        client.again()
+        left = client.call(commands.ListSamples("p")).sample_ids
+        assert left == ["a"]
+        client.put(f"c{cut}")
+        client.again()
+        assert client.call(commands.ListSamples("p")).sample_ids == ["a", f"c{cut}"]
+    path.write_bytes(more + bytes(100))
+    client.again()
+    assert client.call(commands.ListSamples("p")).sample_ids == ["a", "b"]
+    path.write_bytes(data[:100] + b"?" + data[101:])
+    with pytest.raises(CorruptDataError, match="damaged at byte"):
+        client.again()
+
+
+def test_only_the_newest_process_answers(client: Client) -> None:
+    """The journal is taken from a process that still runs, as on a node that was cut off."""
+    client.put("a")
+    late = client.ledger
+    client.again()
+    late.call(commands.Clear("p", None))
+    with pytest.raises(TakenError):
+        late.commit()
+    assert client.call(commands.ListSamples("p")).sample_ids == ["a"]
+    client.again()
+    assert client.call(commands.ListSamples("p")).sample_ids == ["a"]
+
+
+def test_a_process_that_ends_while_it_opens_the_journal_loses_nothing(client: Client) -> None:
+    client.put("a")
+    os.rename(client.folder / "journal", client.folder / "journal.taken")
+    (client.folder / "journal.new").write_bytes(b"half")
+    client.again()
+    assert client.call(commands.ListSamples("p")).sample_ids == ["a"]
+
+
+def test_a_folder_without_a_journal_is_not_a_ledger_without_samples(tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailableError, match="there is no journal"):
+        RecordedLedger(tmp_path / "not here", must_exist=True)
+
+
+def test_a_full_disk_refuses_the_command(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = client.state()
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(BackendUnavailableError, match="No space left"):
+        patch.setattr(journal_file.os, "write", full)
+        client.put("a")
+    assert client.state() == before
+    client.put("a")
+    client.again()
+    assert client.call(commands.ListSamples("p")).sample_ids == ["a"]
+
+
+def test_capacity_and_abandoned_puts_are_as_without_a_journal(tmp_path: Path) -> None:
+    ledger = RecordedLedger(tmp_path, 20)
+    ledger.call(commands.Register("p", ["x"], None, ["train"], None, {}, "e"))
+    first = ledger.call(commands.BeginPut("p", ["a"], X, [16], write_id=ledger.take_ids(1), ttl_s=0.05))
+    with pytest.raises(DataPlaneError, match="16 of 20 bytes are held"):
+        ledger.call(commands.BeginPut("p", ["b"], X, [16], write_id=ledger.take_ids(1), ttl_s=60.0))
+    time.sleep(0.1)
+    ledger.call(commands.BeginPut("p", ["b"], X, [16], write_id=ledger.take_ids(1), ttl_s=60.0))
+    with pytest.raises(StalePartitionError):
+        ledger.call(commands.CommitPut(first))

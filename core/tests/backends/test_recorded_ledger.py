@@ -44,6 +44,11 @@ class Client:
         self.ledger.commit()
         return found
 
+    @property
+    def file(self) -> Path:
+        """The journal of the newest process."""
+        return max(self.folder.glob("*/journal"), key=lambda path: int(path.parent.name))
+
     def register(self) -> Any:
         return self.call(commands.Register("p", ["x"], None, ["train"], None, {}, "e"))
 
@@ -153,7 +158,8 @@ def test_a_snapshot_keeps_all_of_it(client: Client, monkeypatch: pytest.MonkeyPa
         first, second = client.put(f"s{turn}", f"r{turn}"), whole.put(f"s{turn}", f"r{turn}")
         assert first == second
         token = f"t{turn}"
-        assert client.claim(token, count=3) == (given := whole.claim(token, count=3))
+        given = whole.claim(token, count=3)
+        assert client.claim(token, count=3) == given
         held += given
         for sample_id in chance.sample(given, min(1, len(given))):
             for each in (client, whole):
@@ -177,7 +183,7 @@ def test_a_snapshot_keeps_all_of_it(client: Client, monkeypatch: pytest.MonkeyPa
     assert client.state() == whole.state()
     assert client.ledger.payload() == whole.ledger.payload()
     assert client.ledger.next_number == whole.ledger.next_number
-    blobs = [name for name in os.listdir(client.folder) if name.startswith("snap")]
+    blobs = [path.name for path in client.folder.glob("*/snap*")]
     assert blobs, "no snapshot was written"
     assert len(blobs) <= 2, "earlier snapshots are deleted"
 
@@ -230,22 +236,21 @@ def test_a_lease_has_what_was_left_of_it(client: Client, monkeypatch: pytest.Mon
 
 def test_a_frame_that_is_not_whole_was_never_answered(client: Client) -> None:
     client.put("a")
-    path = client.folder / "journal"
-    data = path.read_bytes()
+    data = client.file.read_bytes()
     client.put("b")
-    more = path.read_bytes()
+    more = client.file.read_bytes()
     for cut in (len(data) + 1, len(data) + 20, len(more) - 1):
-        path.write_bytes(more[:cut])
+        client.file.write_bytes(more[:cut])
         client.again()
         left = client.call(commands.ListSamples("p")).sample_ids
         assert left == ["a"]
         client.put(f"c{cut}")
         client.again()
         assert client.call(commands.ListSamples("p")).sample_ids == ["a", f"c{cut}"]
-    path.write_bytes(more + bytes(100))
+    client.file.write_bytes(more + bytes(100))
     client.again()
     assert client.call(commands.ListSamples("p")).sample_ids == ["a", "b"]
-    path.write_bytes(data[:100] + b"?" + data[101:])
+    client.file.write_bytes(data[:100] + b"?" + data[101:])
     with pytest.raises(CorruptDataError, match="damaged at byte"):
         client.again()
 
@@ -265,10 +270,81 @@ def test_only_the_newest_process_answers(client: Client) -> None:
 
 def test_a_process_that_ends_while_it_opens_the_journal_loses_nothing(client: Client) -> None:
     client.put("a")
-    os.rename(client.folder / "journal", client.folder / "journal.taken")
-    (client.folder / "journal.new").write_bytes(b"half")
+    (client.folder / "2").mkdir()
+    (client.folder / "2" / "journal.new").write_bytes(b"half")
     client.again()
+    assert client.file.parent.name == "3"
     assert client.call(commands.ListSamples("p")).sample_ids == ["a"]
+
+
+def test_a_late_process_that_shortens_the_journal_destroys_nothing(client: Client) -> None:
+    """The journal is taken from it after it saw that it has it, and before it replaces its file."""
+    client.put("a")
+    late = client.ledger._file
+
+    def look() -> None:
+        client.again()
+        client.put("b")
+
+    late._refuse_if_taken = look  # type: ignore[method-assign]
+    late.trim(2)
+    assert client.call(commands.ListSamples("p")).sample_ids == ["a", "b"]
+    client.again()
+    assert client.call(commands.ListSamples("p")).sample_ids == ["a", "b"]
+
+
+def test_a_journal_that_is_shortened_while_it_is_taken_is_taken_whole(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that had it deletes a snapshot after the new one has read that the journal names it."""
+    monkeypatch.setattr("dataplane_core.backends.journal_shortening._TAIL_BYTES", 500)
+    late, listdir = client.ledger, os.listdir
+
+    def shorten() -> None:
+        if (thread := late._shortening) is not None:
+            thread.join()
+
+    for turn in range(6):
+        client.put(f"s{turn}")
+        shorten()
+    monkeypatch.setattr(late._file, "_refuse_if_taken", lambda: None)
+    turns = iter(range(6, 12))
+
+    def list_late(path: Any) -> Any:
+        """What the new process does after it has read the journal, and before it copies the snapshot."""
+        if path == late._file._folder:
+            for turn in turns:
+                late.call(commands.BeginPut("p", [f"s{turn}"], X, [8], write_id=late.take_ids(1), ttl_s=60.0))
+                shorten()
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", list_late)
+    client.again()
+    assert client.call(commands.ListSamples("p")).sample_ids == [f"s{turn}" for turn in range(6)]
+
+
+def test_a_journal_of_another_version_is_refused(client: Client) -> None:
+    data = client.file.read_bytes()
+    for version in (0, 2):
+        client.file.write_bytes(journal_file._pack({"at": 0.0, "v": version, "head": {"notes": {}}}) + data)
+        with pytest.raises(CorruptDataError, match=f"of version {version}. Expected 1"):
+            client.again()
+        client.file.write_bytes(data)
+    client.file.write_bytes(b"")
+    with pytest.raises(CorruptDataError, match="is empty"):
+        client.again()
+
+
+def test_a_journal_that_cannot_be_opened_leaves_no_descriptor(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_file.os, "rename", refuse)
+        with pytest.raises(BackendUnavailableError, match="Read-only"):
+            client.again()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_folder_without_a_journal_is_not_a_ledger_without_samples(tmp_path: Path) -> None:
@@ -277,18 +353,36 @@ def test_a_folder_without_a_journal_is_not_a_ledger_without_samples(tmp_path: Pa
 
 
 def test_a_full_disk_refuses_the_command(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = client.state()
+    """Half a frame is on the disk, and cannot even be cut off."""
+    before, pwrite = client.state(), os.pwrite
 
-    def full(fd: int, data: bytes) -> int:
+    def full(fd: int, data: bytes, offset: int) -> int:
+        pwrite(fd, data[: len(data) - 3], offset)
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(BackendUnavailableError, match="No space left"):
-        patch.setattr(journal_file.os, "write", full)
-        client.put("a")
+    def refuse(fd: int, size: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_file.os, "pwrite", full)
+        with pytest.raises(BackendUnavailableError, match="No space left"):
+            client.put("a")
+        assert client.state() == before, "a read does not meet the half frame"
+        patch.setattr(journal_file.os, "ftruncate", refuse)
+        with pytest.raises(BackendUnavailableError, match="Input/output"):
+            client.put("a")
     assert client.state() == before
     client.put("a")
     client.again()
     assert client.call(commands.ListSamples("p")).sample_ids == ["a"]
+
+
+def test_a_note_can_be_dropped(client: Client) -> None:
+    client.ledger.note("a", b"1")
+    client.ledger.note("b", b"2")
+    client.ledger.note("a", None)
+    client.again()
+    assert client.ledger.notes == {"b": b"2"}
 
 
 def test_capacity_and_abandoned_puts_are_as_without_a_journal(tmp_path: Path) -> None:

@@ -1,17 +1,19 @@
 """A journal in a folder: what a `RecordedLedger` did, so that it can be started again elsewhere.
 
-One process writes it. The file ``journal`` is a sequence of frames: a length of 4 bytes, a digest, a msgpack map. A frame
-holds one of
+One process writes it. The file ``journal`` is a sequence of frames: a length of 4 bytes, a digest, a msgpack map. A
+frame holds one of
 
-    head        in the first frame only: what the frames held that were dropped when the file was shortened
+    head        the first frame, and only it: the version of this format, and what the frames held that were dropped
+                when the file was shortened
     record      a record of the journal (`dataplane_core.backends.journal_records`)
     note        a value under a name, which replaces an earlier one
 
-with its time, and with the id of the call that it is of. Times are on a clock of the journal's own. It stands still while
-no process has the journal open, so what is left of a lease is left of it after a restart.
+with its time, and with the id of the call that it is of. Times are on a clock of the journal's own. It stands still
+while no process has the journal open, so what is left of a lease is left of it after a restart.
 
-A process that opens the journal first takes it away from the one that had it, and then copies it. The other one finds
-that out before it answers anyone: see `JournalFile.commit`.
+Each process that opens the journal has a folder of its own in the folder: 1, 2, 3, ... It first makes its folder. From
+then on, the process before it answers nobody: see `JournalFile.commit`. Then it copies what that one wrote. No process
+writes into the folder of another, so one that is late destroys nothing. The numbered folders stay, without files.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ _log = logging.getLogger(__name__)
 _VERSION: Final = 1
 _LENGTH: Final = struct.Struct(">I")
 _NAME: Final = "journal"
+_OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or bootstrap the instance again."
 
 
 class CallId(NamedTuple):
@@ -90,11 +93,11 @@ class JournalFile:
     """
 
     def __init__(self, folder: Path, *, sync: bool = True, must_exist: bool = False) -> None:
-        self._folder = folder
-        self._path = folder / _NAME
+        self._root = folder
         self._sync = sync
         self._lock = threading.Lock()
         self._dirty = False
+        self._torn = False  # whether a part of a frame may follow the last whole one
         self._next_seq = 0
         self._last = b""
         self._last_entry = Entry(0.0, None)
@@ -104,42 +107,89 @@ class JournalFile:
         self.head: dict[str, Any] = {}
         self.make_head: Callable[[], dict[str, Any]] = dict
         try:
-            self._fd = self._take_over(must_exist)
+            if must_exist and self._earlier() is None:
+                raise BackendUnavailableError(
+                    f"there is no journal in {folder}.",
+                    retryable=False,
+                    hint="Name a folder that every node sees, on which the process may be started again.",
+                )
+            number = max(self._numbers(), default=0) + 1
+            self._folder, self._next = self._root / str(number), self._root / str(number + 1)
+            self._folder.mkdir(parents=True)  # from now on, the process that had the journal answers nobody
+            self._path = self._folder / _NAME
+            self._fd, self._end = self._take_over(self._earlier())
+            self._clear_before(number)
         except OSError as error:
             raise BackendUnavailableError(
                 f"the journal in {folder} cannot be opened: {error}.",
                 hint="Every node on which the process may run must see this folder and may write there.",
             ) from error
 
-    def _take_over(self, must_exist: bool) -> int:
-        taken, new = self._folder / f"{_NAME}.taken", self._folder / f"{_NAME}.new"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            os.rename(self._path, taken)  # from now on, the process that had it answers nobody
-        data = taken.read_bytes() if taken.exists() else b""
-        if not data and must_exist:
-            raise BackendUnavailableError(
-                f"there is no journal in {self._folder}.",
-                retryable=False,
-                hint="Name a folder that every node sees, on which the process may be started again.",
-            )
+    def _numbers(self) -> list[int]:
+        try:
+            return sorted(int(name) for name in os.listdir(self._root) if name.isdecimal())
+        except FileNotFoundError:
+            return []
+
+    def _earlier(self) -> Path | None:
+        """The folder with the newest journal. The folder of a process that ended while it opened one has none."""
+        folders = [self._root / str(number) for number in self._numbers()]
+        return next((each for each in reversed(folders) if (each / _NAME).exists()), None)
+
+    def _take_over(self, earlier: Path | None) -> tuple[int, int]:
+        """Copies an earlier journal, or begins one. Returns a file descriptor, and the size."""
+        data = _pack({"at": 0.0, "v": _VERSION, "head": {"notes": {}}}) if earlier is None else self._copy(earlier)
         last_at, end = 0.0, 0
         for frame, after in self._frames(data):
+            if not end:
+                self._check_version(frame)
             last_at, end = frame["at"], after
             if "head" in frame:
                 self.head = frame["head"]
                 self.notes.update(self.head["notes"])
             elif "note" in frame:
-                self.notes[frame["note"]] = frame["value"]
+                self._take_note(frame["note"], frame["value"])
             else:
                 self._next_seq, self._last = frame["seq"] + 1, frame["record"]
                 self._last_entry = _entry(frame)
+        if not end:
+            raise CorruptDataError(f"the journal in {self._root} is empty.", hint="Bootstrap the instance again.")
         self._clock_ahead_s = last_at - time.monotonic()
-        fd = self._begin(new, data[:end])
-        os.rename(new, self._path)
-        self._sync_folder()
-        taken.unlink(missing_ok=True)
-        return fd
+        fd = self._begin(self._folder / f"{_NAME}.new", data[:end])
+        try:
+            os.rename(self._folder / f"{_NAME}.new", self._path)
+            self._sync_folder()
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, end
+
+    def _copy(self, earlier: Path) -> bytes:
+        """Copies the blobs of an earlier journal. Returns the journal."""
+        while True:  # the process that had it may still be shortening it
+            with open(earlier / _NAME, "rb") as file:
+                data = file.read()
+                for name in os.listdir(earlier):
+                    if name != _NAME and not name.endswith(".new"):
+                        with suppress(FileNotFoundError):
+                            self.put(name, (earlier / name).read_bytes())
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(earlier / _NAME)):
+                    return data
+
+    def _check_version(self, first: dict[str, Any]) -> None:
+        if first.get("v") != _VERSION or "head" not in first:
+            raise CorruptDataError(
+                f"the journal in {self._root} is of version {first.get('v')}. Expected {_VERSION}.",
+                hint=_OTHER_VERSION_HINT,
+            )
+
+    def _clear_before(self, number: int) -> None:
+        """Deletes the files of earlier processes. Their folders stay: each tells the one before it that it is late."""
+        for each in self._numbers():
+            if each < number:
+                for entry in os.scandir(self._root / str(each)):
+                    with suppress(OSError):
+                        os.unlink(entry.path)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -166,7 +216,7 @@ class JournalFile:
             if from_seq >= self._next_seq - 1:
                 self.entry = self._last_entry
                 return iter([self._last] if from_seq < self._next_seq else [])
-            data = self._path.read_bytes()
+            data = self._read()
         return self._records(data, from_seq)
 
     def _records(self, data: bytes, from_seq: int) -> Iterator[bytes]:
@@ -181,16 +231,20 @@ class JournalFile:
         with self._lock:
             head = {**self.make_head(), "notes": self.notes}
             kept = bytearray(_pack({"at": self.now(), "v": _VERSION, "head": head}))
-            data, start = self._path.read_bytes(), 0
+            data, start = self._read(), 0
             for frame, end in self._frames(data):
                 if frame.get("seq", -1) >= before_seq:
                     kept += data[start:end]
                 start = end
             self._refuse_if_taken()
             fd = self._begin(new, bytes(kept))
-            os.rename(new, self._path)
+            try:
+                os.rename(new, self._path)
+            except BaseException:
+                os.close(fd)
+                raise
             os.close(self._fd)
-            self._fd, self._dirty, self.head = fd, False, head
+            self._fd, self._end, self._torn, self._dirty, self.head = fd, len(kept), False, False, head
         self._sync_folder()
 
     def put(self, key: str, data: bytes) -> None:
@@ -213,16 +267,22 @@ class JournalFile:
 
     # --- more than a store --------------------------------------------------------------------------------------------
 
-    def note(self, name: str, value: bytes, call: CallId | None = None, outcome: bytes | None = None) -> None:
-        """Keeps a value under a name. It may be the work of a call; then with its outcome."""
+    def note(self, name: str, value: bytes | None, call: CallId | None = None, outcome: bytes | None = None) -> None:
+        """Keeps a value under a name; None: no longer. It may be the work of a call; then with its outcome."""
         with self._lock:
             self._write({"note": name, "value": value, "outcome": outcome}, Entry(self.now(), call))
+            self._take_note(name, value)
+
+    def _take_note(self, name: str, value: bytes | None) -> None:
+        if value is None:
+            self.notes.pop(name, None)
+        else:
             self.notes[name] = value
 
     def outcomes(self) -> Iterator[tuple[Entry, bytes]]:
         """The calls whose work was a note, with their outcomes, since the head."""
         with self._lock:
-            data = self._path.read_bytes()
+            data = self._read()
         for frame, _ in self._frames(data):
             if frame.get("outcome") is not None and frame.get("call") is not None:
                 yield _entry(frame), frame["outcome"]
@@ -250,25 +310,30 @@ class JournalFile:
     def _write(self, frame: dict[str, Any], entry: Entry) -> None:
         call = {} if entry.call is None else {"call": list(entry.call)}
         data = _pack({"at": entry.at, **frame, **call})
-        end = os.lseek(self._fd, 0, os.SEEK_END)
-        self._dirty = True
         try:
-            if os.write(self._fd, data) != len(data):
+            if self._torn:
+                os.ftruncate(self._fd, self._end)
+                self._torn = False
+            self._dirty = True
+            self._torn = True
+            if os.pwrite(self._fd, data, self._end) != len(data):
                 raise OSError("only a part was written")
+            self._torn = False
+            self._end += len(data)
         except OSError as error:
-            os.ftruncate(self._fd, end)
             raise BackendUnavailableError(
-                f"the journal in {self._folder} cannot be written: {error}. Nothing was done.",
+                f"the journal in {self._root} cannot be written: {error}. Nothing was done.",
                 hint="Make room on the disk, or mend the mount.",
             ) from error
 
+    def _read(self) -> bytes:
+        """All whole frames."""
+        return self._path.read_bytes()[: self._end]
+
     def _refuse_if_taken(self) -> None:
-        try:
-            mine = os.stat(self._path).st_ino == os.fstat(self._fd).st_ino
-        except FileNotFoundError:
-            mine = False
-        if not mine:
-            raise TakenError(f"another process has taken the journal in {self._folder}.")
+        with suppress(FileNotFoundError):
+            os.stat(self._next)
+            raise TakenError(f"another process has taken the journal in {self._root}.")
 
     def _begin(self, path: Path, data: bytes) -> int:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -302,10 +367,10 @@ class JournalFile:
             if packed is None:
                 if end < len(data) and any(data[start:]):
                     raise CorruptDataError(
-                        f"the journal in {self._folder} is damaged at byte {start} of {len(data)}.",
+                        f"the journal in {self._root} is damaged at byte {start} of {len(data)}.",
                         hint="Bootstrap the instance again.",
                     )
-                _log.warning("the last frame of the journal in %s is not whole, and is left out", self._folder)
+                _log.warning("the last frame of the journal in %s is not whole, and is left out", self._root)
                 return
             yield unpack_msgpack(packed), end
             start = end

@@ -3,8 +3,8 @@
 The process records each command that changes something in a journal in a folder, before it answers. The process that is
 started in its place replays the journal: every put, claim and ack is as it was, and each lease has what was left of it.
 
-The answer may be lost with the process, so clients repeat a call until they have one. Each call has an id. A call that was
-recorded is not done again: it gets its first answer.
+The answer may be lost with the process, so clients repeat a call until they have one. Each call has an id. A call that
+was recorded is not done again: it gets its first answer.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class RecordedLedger:
 
     def take_ids(self, num_ids: int) -> int:
         """The first of some write ids that are not used yet, for a ledger whose writes are numbered."""
-        return _NUMBERED + self._journal.take_numbers(num_ids)
+        number: int = self._journal.take_numbers(num_ids)
+        return _NUMBERED + number
 
     def commit(self) -> None:
         """Returns when everything that was done is kept.
@@ -132,11 +133,11 @@ class RecordedLedger:
         """Name -> what `note` was given last."""
         return self._file.notes
 
-    def note(self, name: str, value: bytes) -> None:
-        """Keeps a value beside the ledger, in place of the one with that name."""
+    def note(self, name: str, value: bytes | None) -> None:
+        """Keeps a value beside the ledger, in place of the one with that name. None: no longer."""
         self._file.note(name, value)
 
-    def note_outcome(self, name: str, value: bytes, outcome: object) -> None:
+    def note_outcome(self, name: str, value: bytes | None, outcome: object) -> None:
         """As `note`, as the work of the call that `once` was given, with what came of it."""
         call, packed = self._journal.calling, _packed(outcome)
         self._file.note(name, value, call, packed)
@@ -175,7 +176,7 @@ class _HostJournal(Journal):
         head = self._file.head
         self.outcomes: dict[tuple[str, int], tuple[CallId, float, object]] = {}
         self._num_kept = 0
-        self.next_number = head.get("next_number", 1)
+        self.next_number: int = head.get("next_number", 1)
         for client, lane, serial, kept_s, until, outcome in head.get("outcomes", ()):
             self.outcomes[client, lane] = (CallId(client, lane, serial, kept_s), until, outcome)
         for entry, outcome in self._file.outcomes():

@@ -30,7 +30,8 @@ from dataplane_mooncake.machine import (
     check_memory,
     check_rdma,
 )
-from dataplane_tq_simple._cluster import Instance, get_within
+from dataplane_tq_simple._actors import get_within
+from dataplane_tq_simple._cluster import Instance
 from dataplane_tq_simple.addresses import announced_address
 
 __all__ = ["MooncakeInstance", "SegmentHost", "check_machine", "this_nodes_address"]

@@ -25,7 +25,7 @@ from dataplane_mooncake._cluster import MooncakeInstance, check_machine, this_no
 from dataplane_mooncake._master import MasterWatch
 from dataplane_mooncake._store import FULL, UNREACHABLE, EngineError, RowsMissing, Store, StoreSettings
 from dataplane_mooncake.machine import available_memory_bytes
-from dataplane_tq_simple._cluster import ActorWatch
+from dataplane_tq_simple._actors import ActorWatch
 from dataplane_tq_simple._queue import QueueEngine
 
 __all__ = ["Engine"]

@@ -13,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import socket
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -23,37 +21,24 @@ from typing import Any, ClassVar, Self
 import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from transfer_queue.controller import TransferQueueController
 
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendError,
     BackendUnavailableError,
-    ConfigError,
     DataPlaneError,
     OperationTimeoutError,
     preview,
 )
-from dataplane_tq_simple._book import Started
+from dataplane_tq_simple._actors import NAMESPACE, ActorWatch, data_plane_error, get_within, lookup
+from dataplane_tq_simple._controller import Controller
 from dataplane_tq_simple._exchange import Peer
-from dataplane_tq_simple._ray_calls import end_within, refuse_fork
+from dataplane_tq_simple._ray_calls import end_within
 from dataplane_tq_simple._sampler import LedgerSampler
 from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig
 
-__all__ = [
-    "NAMESPACE",
-    "ActorWatch",
-    "Instance",
-    "RaySession",
-    "check_cpus",
-    "cpu_error",
-    "get_within",
-    "lookup",
-    "nodes_for_units",
-]
-
-NAMESPACE = "dataplane"
+__all__ = ["Instance", "check_cpus", "cpu_error", "nodes_for_units"]
 
 # Environment variables of the processes that an instance starts. A value in the bootstrapping client's environment
 # wins.
@@ -66,135 +51,9 @@ _ACTOR_ENV = {"TQ_NUM_THREADS": "1", "TQ_PERF_LOG_FLUSH_INTERVAL": "1000000000",
 # Seconds after the end of a process in which Ray may still count its CPUs or its name as used.
 _SETTLE_S = 5.0
 
-# Seconds that Ray may take to end actors, and to end a connection. After that, this process goes on without an answer:
-# the calls would wait for a dead head node.
+# Seconds that Ray may take to end actors. After that, this process goes on without an answer: the calls would wait for
+# a dead head node.
 _END_ACTORS_S = 2 * _SETTLE_S
-_DISCONNECT_S = 15.0
-# The same for a Ray that this process started. Ray then ends its processes too, and waits up to 30 s for each.
-_SHUTDOWN_S = 60.0
-
-
-_BaseController: Any = TransferQueueController.__ray_metadata__.modified_class
-
-
-class Controller(_BaseController):  # type: ignore[misc]  # has no types
-    """TransferQueue's controller as an importable class.
-
-    A worker process that imports it imports dataplane_core first, which keeps torch's compiler from loading.
-    """
-
-    _keeper: Any = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _BaseController.__init__(self, *args, **kwargs)  # Ray makes other classes of this one, which super() refuses
-        self._line = self.sampler.open_line(self._node_ip)
-
-    def line(self) -> tuple[int, bytes]:
-        """Where this process answers calls: the port, and the token that clients must know."""
-        return self._line.port, self._line.token
-
-    def keep_units(self, instance: type[Instance], config: Any, units: list[tuple[str, str, Started]]) -> None:
-        """Starts to watch the storage units of the instance: names, actors, and what they said."""
-        from dataplane_tq_simple._keeper import Keeper
-
-        self._keeper = Keeper(instance, config, self.sampler)
-        self._keeper.begin(units)
-
-
-class RaySession:
-    """This process's connection to Ray, shared by the engines in it.
-
-    The first engine initialises Ray if it is not initialised. The last engine to release that connection shuts it down.
-    A connection that other code made is never shut down.
-    """
-
-    _lock = threading.Lock()
-    _ours: tuple[str, str] | None = None  # the connection that an engine made
-    _local = False  # whether it also started Ray
-    _num_users = 0
-
-    def __init__(self, *, started: bool, ours: bool) -> None:
-        self.started = started
-        self._counted = ours
-
-    @classmethod
-    def acquire(cls, config: QueueConfig, *, bootstrap: bool, timeout_s: float) -> RaySession:
-        """Connects to Ray, or starts it, unless this process is connected already.
-
-        Raises:
-            BackendUnavailableError: There is no Ray to connect to, or this process is a fork of one that used Ray.
-            ConfigError: This process is connected to another cluster than the configured one.
-        """
-        refuse_fork()
-        with cls._lock:
-            started = False
-            if not ray.is_initialized():
-                address = config.ray_address or os.environ.get("RAY_ADDRESS") or ("local" if bootstrap else None)
-                if address is None:
-                    raise BackendUnavailableError(
-                        f"cannot attach to instance {config.instance!r}: Ray is not initialised in this process and no "
-                        "address of a cluster is configured.",
-                        retryable=False,
-                        hint="Set ray_address (host:port, as the bootstrapping side logs it; or 'auto' for a cluster "
-                        "on this machine) or RAY_ADDRESS, or call ray.init first.",
-                    )
-                started = address == "local"
-                cls._connect(address, config, timeout_s)
-                cls._ours, cls._local, cls._num_users = _connection(), started, 0
-            else:
-                _check_same_cluster(config)
-            ours = cls._ours is not None and cls._ours == _connection()
-            cls._num_users += ours
-            return cls(started=started, ours=ours)
-
-    @staticmethod
-    def _connect(address: str, config: QueueConfig, timeout_s: float) -> None:
-        options: dict[str, Any] = {"address": address, "configure_logging": False}
-        if address == "local":
-            options.update(num_cpus=config.ray_num_cpus, include_dashboard=False)
-        try:
-            if address not in ("local", "auto"):
-                # Ray itself keeps trying an address where nobody listens, for longer than callers want to wait.
-                host, _, port = address.rpartition(":")
-                socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
-            ray.init(**options)
-        except Exception as error:
-            raise BackendUnavailableError(
-                f"cannot connect to Ray at {address!r}: {type(error).__name__}: {error}",
-                hint="Expected the host:port of a running cluster's GCS, 'auto', or 'local'.",
-            ) from error
-
-    def release(self) -> None:
-        """Gives the connection back. Idempotent."""
-        with RaySession._lock:
-            if not self._counted:
-                return
-            self._counted = False
-            RaySession._num_users -= 1
-            if RaySession._num_users == 0 and ray.is_initialized() and RaySession._ours == _connection():
-                RaySession._ours = None
-                # wait for its processes, so that none is left behind
-                shutdown = functools.partial(ray.shutdown, wait_for_processes=True)
-                limit_s = _SHUTDOWN_S if RaySession._local else _DISCONNECT_S
-                end_within(limit_s, "end its connection", shutdown)
-
-
-def _connection() -> tuple[str, str]:
-    """Identifies this process's connection to Ray: another connection has another job id."""
-    context = ray.get_runtime_context()
-    return str(context.gcs_address), str(context.get_job_id())
-
-
-def _check_same_cluster(config: QueueConfig) -> None:
-    _, _, wanted = (config.ray_address or "").rpartition(":")
-    here = ray.get_runtime_context().gcs_address
-    # A host has many names, so only the ports are compared: another port is certainly another cluster.
-    if wanted.isdigit() and not here.endswith(f":{wanted}"):
-        raise ConfigError(
-            f"ray_address is {config.ray_address!r}, but this process is connected to the Ray cluster at {here!r}. "
-            "Expected one cluster per process.",
-            hint="Leave ray_address out to use the connection that is there.",
-        )
 
 
 class Instance(ABC):
@@ -363,7 +222,7 @@ class Instance(ABC):
         try:
             infos = {ref: ray.get(ref, timeout=0) for ref in started}
         except ray.exceptions.RayError as error:
-            raise _data_plane_error(error) or BackendUnavailableError(
+            raise data_plane_error(error) or BackendUnavailableError(
                 f"a process of instance {config.instance!r} failed to start: {str(error).strip()}",
                 hint=f"{cls.distribution} must be installed, in this version, on every node of the Ray cluster.",
             ) from error
@@ -485,96 +344,11 @@ class Instance(ABC):
         return ActorWatch(self.config.instance, [(peer, self._handles[peer.actor]) for peer in peers])
 
 
-class ActorWatch:
-    """Asks Ray whether actors are alive, while an exchange waits for their replies."""
-
-    def __init__(self, instance: str, actors: Sequence[tuple[Peer, Any]]) -> None:
-        self._instance = instance
-        self._asked: dict[Peer, Any] = {}
-        self._alive: list[Peer] = []
-        self._connected = ray.is_initialized()
-        if self._connected:
-            with contextlib.suppress(ray.exceptions.RayError):  # then only the deadline ends the wait
-                self._asked = {peer: handle.__ray_ready__.remote() for peer, handle in actors}
-
-    def check(self) -> None:
-        """Raises `BackendUnavailableError` if one of them is dead. Does not block."""
-        if not self._asked or not ray.is_initialized():
-            return
-        answered, _ = ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)
-        for peer in [peer for peer, ref in self._asked.items() if ref in answered]:
-            try:
-                ray.get(self._asked.pop(peer), timeout=0)
-                self._alive.append(peer)
-            except ray.exceptions.ActorUnavailableError:
-                continue  # it may come back before the deadline
-            except ray.exceptions.RayActorError as error:
-                raise BackendUnavailableError(
-                    f"the {peer.name} of instance {self._instance!r} is dead: {_cause(error)}",
-                    retryable=False,
-                    hint="What it held is lost. Close this client and bootstrap the instance again.",
-                ) from error
-            except ray.exceptions.RayError:
-                continue  # says nothing about the actor
-
-    @property
-    def all_alive(self) -> bool:
-        """Whether all of them have answered."""
-        return self._connected and not self._asked
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-    def describe(self) -> str:
-        """What is known, as a sentence."""
-        if not self._connected:
-            return "This process is no longer connected to Ray, so it cannot tell whether they are alive."
-        if self._asked:
-            names = ", ".join(peer.name for peer in self._asked)
-            return f"The {names} did not answer Ray either: stopped, overloaded, or on an unreachable node."
-        if not self._alive:
-            return "Ray knows nothing about them at the moment."
-        names = ", ".join(peer.name for peer in self._alive)
-        return f"The process of the {names} is alive, but busy with other requests or not reachable from this process."
-
-
 # --- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def _actor_env() -> dict[str, Any]:
     return {"env_vars": {name: os.environ.get(name, value) for name, value in _ACTOR_ENV.items()}}
-
-
-def _cause(error: BaseException) -> str:
-    """The line of a Ray error that gives the reason. The other lines repeat names and advice."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return f"{type(error.cause).__name__}: {error.cause}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    why = [line for line in lines if line.startswith("The actor is dead because")]
-    return (why or lines or [type(error).__name__])[0]
-
-
-def _data_plane_error(error: BaseException) -> DataPlaneError | None:
-    """The `DataPlaneError` that an actor's method raised, or None if it raised another exception."""
-    cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, DataPlaneError) else None
-
-
-def lookup(name: str) -> Any | None:
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return None
-
-
-def get_within(ref: Any, what: str, deadline: float) -> Any:
-    """``ray.get`` of one or several references before the deadline. Raises `DataPlaneError`s."""
-    try:
-        return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
-    except ray.exceptions.GetTimeoutError as error:
-        raise OperationTimeoutError(f"{what}: no answer in time.") from error
-    except ray.exceptions.RayError as error:
-        raise _data_plane_error(error) or BackendUnavailableError(f"{what}: {_cause(error)}") from error
 
 
 def nodes_for_units() -> list[str]:

@@ -69,7 +69,8 @@ def _local(config: QueueConfig) -> Finding:
 def _running(config: QueueConfig, deadline: float) -> Iterator[Finding]:
     import ray
 
-    from dataplane_tq_simple._cluster import RaySession, check_cpus
+    from dataplane_tq_simple._cluster import check_cpus
+    from dataplane_tq_simple._session import RaySession
 
     try:
         session = RaySession.acquire(config, bootstrap=False, timeout_s=max(0.0, deadline - time.monotonic()))

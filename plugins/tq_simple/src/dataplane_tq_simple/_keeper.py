@@ -23,8 +23,9 @@ import zmq as _zmq
 from transfer_queue.utils.zmq_utils import create_zmq_socket
 from zmq.utils.monitor import recv_monitor_message
 
+from dataplane_tq_simple._actors import lookup
 from dataplane_tq_simple._book import Started, UnitBook
-from dataplane_tq_simple._cluster import Instance, lookup, nodes_for_units
+from dataplane_tq_simple._cluster import Instance, nodes_for_units
 from dataplane_tq_simple._sampler import LedgerSampler
 
 __all__ = ["Keeper"]

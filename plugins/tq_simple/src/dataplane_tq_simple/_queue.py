@@ -19,9 +19,10 @@ import ray
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_tq_simple import _wire
-from dataplane_tq_simple._cluster import Instance, RaySession
+from dataplane_tq_simple._cluster import Instance
 from dataplane_tq_simple._exchange import Exchange, Peer, Request, Watch
 from dataplane_tq_simple._sampler import PING, decode_reply, encode_call
+from dataplane_tq_simple._session import RaySession
 
 __all__ = ["QueueEngine"]
 

@@ -1,0 +1,106 @@
+"""Finds actors, asks them, and watches whether they live.
+
+Importing this module imports Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import ray
+import ray.exceptions
+
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
+from dataplane_tq_simple._exchange import Peer
+
+__all__ = ["NAMESPACE", "ActorWatch", "cause", "data_plane_error", "get_within", "lookup"]
+
+NAMESPACE: Final = "dataplane"
+
+
+def cause(error: BaseException) -> str:
+    """The line of a Ray error that gives the reason. The other lines repeat names and advice."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    why = [line for line in lines if line.startswith("The actor is dead because")]
+    return (why or lines or [type(error).__name__])[0]
+
+
+def data_plane_error(error: BaseException) -> DataPlaneError | None:
+    """The `DataPlaneError` that an actor's method raised, or None if it raised another exception."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, DataPlaneError) else None
+
+
+def lookup(name: str) -> Any | None:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def get_within(ref: Any, what: str, deadline: float) -> Any:
+    """``ray.get`` of one or several references before the deadline. Raises `DataPlaneError`s."""
+    try:
+        return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+    except ray.exceptions.GetTimeoutError as error:
+        raise OperationTimeoutError(f"{what}: no answer in time.") from error
+    except ray.exceptions.RayError as error:
+        raise data_plane_error(error) or BackendUnavailableError(f"{what}: {cause(error)}") from error
+
+
+class ActorWatch:
+    """Asks Ray whether actors are alive, while an exchange waits for their replies."""
+
+    def __init__(self, instance: str, actors: Sequence[tuple[Peer, Any]]) -> None:
+        self._instance = instance
+        self._asked: dict[Peer, Any] = {}
+        self._alive: list[Peer] = []
+        self._connected = ray.is_initialized()
+        if self._connected:
+            with contextlib.suppress(ray.exceptions.RayError):  # then only the deadline ends the wait
+                self._asked = {peer: handle.__ray_ready__.remote() for peer, handle in actors}
+
+    def check(self) -> None:
+        """Raises `BackendUnavailableError` if one of them is dead. Does not block."""
+        if not self._asked or not ray.is_initialized():
+            return
+        answered, _ = ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)
+        for peer in [peer for peer, ref in self._asked.items() if ref in answered]:
+            try:
+                ray.get(self._asked.pop(peer), timeout=0)
+                self._alive.append(peer)
+            except ray.exceptions.ActorUnavailableError:
+                continue  # it may come back before the deadline
+            except ray.exceptions.RayActorError as error:
+                raise BackendUnavailableError(
+                    f"the {peer.name} of instance {self._instance!r} is dead: {cause(error)}",
+                    retryable=False,
+                    hint="What it held is lost. Close this client and bootstrap the instance again.",
+                ) from error
+            except ray.exceptions.RayError:
+                continue  # says nothing about the actor
+
+    @property
+    def all_alive(self) -> bool:
+        """Whether all of them have answered."""
+        return self._connected and not self._asked
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def describe(self) -> str:
+        """What is known, as a sentence."""
+        if not self._connected:
+            return "This process is no longer connected to Ray, so it cannot tell whether they are alive."
+        if self._asked:
+            names = ", ".join(peer.name for peer in self._asked)
+            return f"The {names} did not answer Ray either: stopped, overloaded, or on an unreachable node."
+        if not self._alive:
+            return "Ray knows nothing about them at the moment."
+        names = ", ".join(peer.name for peer in self._alive)
+        return f"The process of the {names} is alive, but busy with other requests or not reachable from this process."

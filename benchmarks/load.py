@@ -1,7 +1,7 @@
 """A store under many connections: rates, latencies, and what its server takes.
 
 Run:  python benchmarks/load.py --backend tq_simple [--connections 1024] [--period 40] [--seconds 30] [--size 16]
-      [--fields 8] [--processes 4] [--partitions 1] [--ledgers 1] [--json]
+      [--fields 8] [--processes 4] [--partitions 1] [--ledgers 1] [--options '{"journal": "/a/folder"}'] [--json]
 
 Every connection is a client of its own, with its own thread, in one of a few processes. Each puts samples, claims as
 many with a lease, gets them, acks them and clears them, and does so once per ``--period`` seconds; with 0, again at
@@ -208,10 +208,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="for which it measures")
     parser.add_argument("--partitions", type=int, default=1)
     parser.add_argument("--ledgers", type=int, default=1)
+    parser.add_argument("--options", type=json.loads, default={}, help="more options of the backend, as JSON")
     parser.add_argument("--json", action="store_true", help="prints one line of JSON")
     arguments = parser.parse_args()
     allow_open_files()
-    options = OPTIONS.get(arguments.backend, {})
+    options = OPTIONS.get(arguments.backend, {}) | arguments.options
     config = {"backend": arguments.backend, "options": options, "op_timeout_s": LONG_S}
     config["num_ledgers"] = arguments.ledgers
     with connect(config, bootstrap=True) as client:

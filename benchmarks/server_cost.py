@@ -1,7 +1,7 @@
 """The CPU time that a store's own processes take for each sample.
 
 Run:  python benchmarks/server_cost.py [--backends redis_store tq_simple shm_store] [--sizes 1 16 512] [--seconds 3]
-      [--fields 8] [--values 16] [--out figures.json]
+      [--fields 8] [--values 16] [--options '{"journal": "/a/folder"}'] [--out figures.json]
 
 One client puts, claims with a lease, gets, acks and clears samples, in calls of 1, 16 and 512 samples, and each sample
 goes through all five. A field is a row of 16 float32 (``--values``), and each sample has two tags. Shown is the CPU
@@ -118,13 +118,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--fields", type=int, default=8)
     parser.add_argument("--values", type=int, default=ROW_VALUES, help="float32 of each field of each sample")
+    parser.add_argument("--options", type=json.loads, default={}, help="more options of the backends, as JSON")
     parser.add_argument("--out", help="also writes the figures here as JSON, for benchmarks/scaling.py")
     arguments = parser.parse_args()
     figures: dict[str, dict[str, dict[str, float]]] = {}
     print(f"CPU us of the server for each sample, {arguments.fields} fields of {arguments.values} float32")
     print(f"{'':26}{'samples':>8}" + "".join(f"{step:>9}" for step in (*STEPS, "together")))
     for backend in arguments.backends:
-        with connect({"backend": backend, "options": OPTIONS.get(backend, {})}, bootstrap=True) as client:
+        options = OPTIONS.get(backend, {}) | arguments.options
+        with connect({"backend": backend, "options": options}, bootstrap=True) as client:
             pids = server_pids(client)
             for size in arguments.sizes:
                 found = measure(client, pids, size, arguments.fields, arguments.values, arguments.seconds)

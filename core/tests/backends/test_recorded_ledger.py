@@ -234,6 +234,13 @@ def test_a_lease_has_what_was_left_of_it(client: Client, monkeypatch: pytest.Mon
         client.call(commands.Ack("p", "train", ["b"], ["t2"]))
 
 
+def test_a_lease_that_has_ended_is_not_shown(client: Client) -> None:
+    client.put("a")
+    client.claim("t1", lease_s=0.01)
+    time.sleep(0.05)
+    assert client.call(commands.Inspect("p")).tasks["train"].num_leased == 0
+
+
 def test_a_frame_that_is_not_whole_was_never_answered(client: Client) -> None:
     client.put("a")
     data = client.file.read_bytes()

@@ -115,7 +115,8 @@ class JournalFile:
                 )
             number = max(self._numbers(), default=0) + 1
             self._folder, self._next = self._root / str(number), self._root / str(number + 1)
-            self._folder.mkdir(parents=True)  # from now on, the process that had the journal answers nobody
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700)  # from now on, the process that had the journal answers nobody
             self._path = self._folder / _NAME
             self._fd, self._end = self._take_over(self._earlier())
             self._clear_before(number)
@@ -159,6 +160,7 @@ class JournalFile:
         try:
             os.rename(self._folder / f"{_NAME}.new", self._path)
             self._sync_folder()
+            self._sync_folder(self._root)
         except BaseException:
             os.close(fd)
             raise
@@ -348,9 +350,9 @@ class JournalFile:
             raise
         return fd
 
-    def _sync_folder(self) -> None:
+    def _sync_folder(self, folder: Path | None = None) -> None:
         if self._sync:
-            fd = os.open(self._folder, os.O_RDONLY)
+            fd = os.open(folder or self._folder, os.O_RDONLY)
             try:
                 os.fsync(fd)
             finally:

@@ -120,7 +120,7 @@ class MooncakeInstance(Instance):
 
     prefix = "tqm-"
     distribution = "dataplane-mooncake"
-    protocol = 2
+    protocol = 3
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

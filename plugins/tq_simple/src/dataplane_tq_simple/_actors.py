@@ -8,17 +8,33 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import ray
 import ray.exceptions
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
-from dataplane_tq_simple._exchange import Peer
+from dataplane_tq_simple._exchange import LineBrokenError, Peer
 
-__all__ = ["NAMESPACE", "ActorWatch", "cause", "data_plane_error", "get_within", "lookup"]
+if TYPE_CHECKING:
+    from dataplane_tq_simple._cluster import Instance
+
+__all__ = [
+    "NAMESPACE",
+    "ActorWatch",
+    "ControllerWatch",
+    "cause",
+    "controller_dead",
+    "data_plane_error",
+    "get_within",
+    "lookup",
+    "named_actors",
+]
 
 NAMESPACE: Final = "dataplane"
+#: Seconds between two questions to a controller, and to one that does not run.
+_ASK_S: Final = 1.0
+_ASK_SOON_S: Final = 0.1
 
 
 def cause(error: BaseException) -> str:
@@ -26,6 +42,8 @@ def cause(error: BaseException) -> str:
     if isinstance(error, ray.exceptions.RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if "error raised in its creation task" in str(error):
+        return lines[-1]
     why = [line for line in lines if line.startswith("The actor is dead because")]
     return (why or lines or [type(error).__name__])[0]
 
@@ -41,6 +59,12 @@ def lookup(name: str) -> Any | None:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
+
+
+def named_actors(prefix: str) -> list[str]:
+    """The names of our actors that begin so."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [each["name"] for each in actors if each["namespace"] == NAMESPACE and each["name"].startswith(prefix)]
 
 
 def get_within(ref: Any, what: str, deadline: float) -> Any:
@@ -104,3 +128,65 @@ class ActorWatch:
             return "Ray knows nothing about them at the moment."
         names = ", ".join(peer.name for peer in self._alive)
         return f"The process of the {names} is alive, but busy with other requests or not reachable from this process."
+
+
+def controller_dead(instance: str, error: BaseException) -> BackendUnavailableError:
+    """The error of a controller with a journal that Ray does not start again."""
+    return BackendUnavailableError(
+        f"the controller of instance {instance!r} is dead for good: {cause(error)}",
+        retryable=False,
+        hint="Close this client and bootstrap the instance again.",
+    )
+
+
+class ControllerWatch:
+    """Asks Ray where a controller that keeps a journal is, while an exchange waits for it.
+
+    Args:
+        instance: The instance.
+        peers: Where the exchange takes the controller to be; other actors are not watched.
+    """
+
+    def __init__(self, instance: Instance, peers: Sequence[Peer]) -> None:
+        self._instance = instance
+        self._peers = [peer for peer in peers if peer.actor == instance.controller.actor]
+        self._asked: Any = None
+        self._ask_at = time.monotonic()
+        self._says = "The controller did not answer Ray either: stopped, overloaded, or on an unreachable node."
+
+    def check(self) -> None:
+        """Does not block.
+
+        Raises:
+            LineBrokenError: The controller was started again, and is elsewhere.
+            BackendUnavailableError: It is dead for good.
+        """
+        now = time.monotonic()
+        if self._asked is None:
+            if now >= self._ask_at and ray.is_initialized():
+                self._asked = self._instance.ask_line()
+            return
+        if not ray.wait([self._asked], timeout=0)[0]:
+            return
+        asked, self._asked, self._ask_at = self._asked, None, now + _ASK_S
+        try:
+            line = self._instance.line_in(ray.get(asked, timeout=0))
+        except ray.exceptions.ActorUnavailableError:
+            self._ask_at = now + _ASK_SOON_S
+            self._says = "The controller died, and Ray starts it again."
+        except ray.exceptions.RayActorError as error:
+            raise controller_dead(self._instance.config.instance, error) from error
+        except ray.exceptions.RayError:
+            return  # says nothing about the controller
+        else:
+            self._says = "The process of the controller is alive, but busy with other requests."
+            here = (line, self._instance.controller)
+            if any(peer not in here for peer in self._peers):
+                raise LineBrokenError("the controller was started again, and is elsewhere.")
+
+    def describe(self) -> str:
+        """What is known, as a sentence."""
+        return self._says
+
+    def close(self) -> None:
+        """Nothing to give back."""

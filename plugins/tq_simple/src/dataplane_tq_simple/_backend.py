@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, RefsGoneError, RowStoreBackend
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger import Command, LedgerService, Ref, Reply, commands
-from dataplane_core.spec import Capability, ChangeUnitsRequest, ListUnitsRequest, PutRequest, Scope, UnitList
+from dataplane_core.spec import Capability, ChangeUnitsRequest, ListUnitsRequest, PutRequest, Scope, UnitList, new_id
 from dataplane_tq_simple._diagnosis import diagnose
 from dataplane_tq_simple._errors import RowsGoneError, UnitsGoneError
 from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from dataplane_core.backends import Bundle
     from dataplane_tq_simple._engine import Engine
     from dataplane_tq_simple._queue import QueueEngine
+    from dataplane_tq_simple._recorded import RecordedService
 
 __all__ = ["QueueBackend", "TQSimpleBackend", "left_s"]
 
@@ -47,6 +50,7 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._engine: _Engine | None = None
+        self._journal: Path | None = None  # of the instance that this client started
 
     @classmethod
     @abstractmethod
@@ -57,6 +61,13 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
     def _service_class(cls) -> type[LedgerService]:
         """The class of the ledger in the controller."""
         return LedgerService
+
+    @classmethod
+    def _recorded_class(cls) -> type[RecordedService]:
+        """The same for a controller that keeps a journal."""
+        from dataplane_tq_simple._recorded import RecordedService
+
+        return RecordedService
 
     @classmethod
     def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
@@ -77,8 +88,12 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
         """Starts the instance on Ray, or attaches to it."""
         engine_class = self._engine_class()
         if bootstrap:
-            service = functools.partial(self._service_class(), self.config.capacity_bytes)
-            self._engine = engine_class.bootstrap(self.config, service, timeout_s=left_s(deadline))
+            service = self._make_service()
+            try:
+                self._engine = engine_class.bootstrap(self.config, service, timeout_s=left_s(deadline))
+            except BaseException:
+                self._delete_journal()
+                raise
         else:
             # the engine waits itself: each new try would connect this process to Ray again
             wait_s = self.attach_wait_s
@@ -89,6 +104,20 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+            self._delete_journal()
+
+    def _make_service(self) -> Callable[..., object]:
+        config = self.config
+        if config.journal is None:
+            return functools.partial(self._service_class(), config.capacity_bytes)
+        # of this instance alone: its units hold nothing of an earlier one
+        self._journal = Path(config.journal, f"{config.instance}-{new_id()}")
+        return functools.partial(self._recorded_class(), self._journal, config.capacity_bytes, config.journal_sync)
+
+    def _delete_journal(self) -> None:
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            shutil.rmtree(journal, ignore_errors=True)
 
     def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
         reply: Reply = self._connected().call("call", command, timeout_s=left_s(deadline))
@@ -120,6 +149,12 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         from dataplane_tq_simple._service import PlacingLedgerService
 
         return PlacingLedgerService
+
+    @classmethod
+    def _recorded_class(cls) -> type[RecordedService]:
+        from dataplane_tq_simple._recorded import PlacingRecordedService
+
+        return PlacingRecordedService
 
     def _begin(self, begin: commands.BeginPut, bundles: Sequence[Bundle], deadline: float) -> int:
         engine = self._connected()

@@ -7,8 +7,9 @@ alone says where its row is: `life_of`. Layouts never change. When a unit ends o
 
 from __future__ import annotations
 
+import pickle
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
@@ -17,7 +18,7 @@ from dataplane_core.ledger import Ref, commands
 from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple._errors import UnitsGoneError
 
-__all__ = ["FIRST_LAYOUT", "LAYOUT_BITS", "Life", "Started", "UnitBook", "View", "life_of"]
+__all__ = ["FIRST_LAYOUT", "LAYOUT_BITS", "UNITS_NOTE", "Life", "Started", "UnitBook", "View", "life_of"]
 
 #: A handle is ``layout << LAYOUT_BITS | number``. The ledger's own numbers stay below ``1 << LAYOUT_BITS``.
 LAYOUT_BITS: Final = 40
@@ -26,6 +27,11 @@ FIRST_LAYOUT: Final = 0
 #: Units of an instance.
 _MOST_UNITS: Final = 1024
 _NUMBER: Final = (1 << LAYOUT_BITS) - 1
+
+#: The notes of a journal: the units and their lives; the number of the next layout; each layout, by its number.
+UNITS_NOTE: Final = "units"
+_NEXT_LAYOUT_NOTE: Final = "next layout"
+_LAYOUT_NOTE: Final = "layout "
 
 #: A unit gets rows of a put although others hold less, if it is ahead by less than the put and this share of the mean.
 _SLACK: Final = 1 / 8
@@ -86,6 +92,10 @@ def life_of(handle: int, layout: Sequence[int]) -> int:
     return layout[(handle & _NUMBER) % len(layout)]
 
 
+def _layout_note(layout: int) -> str:
+    return f"{_LAYOUT_NOTE}{layout}"
+
+
 @dataclass(slots=True)
 class _Unit:
     name: str
@@ -140,6 +150,9 @@ class UnitBook:
     _next_number: int = 1
     _actor_prefix: str = ""
     _failures: list[str] = field(default_factory=list)
+    _revision: int = 0  # grows with every change but those of the layouts
+    _saved_revision: int = 0
+    _unsaved_layouts: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
 
     # --- the keeper ---------------------------------------------------------------------------------------------------
 
@@ -151,8 +164,7 @@ class UnitBook:
                 self._units[name] = unit = _Unit(name, actor)
                 self._start(unit, started)
             self._next_unit = len(units)
-            self._layouts[self._next_layout] = tuple(self._lives)
-            self._next_layout += 1
+            self._new_layout(tuple(self._lives))
 
     def new_unit(self) -> tuple[str, str] | None:
         """The name and actor of a unit that is to be created now, or None."""
@@ -160,6 +172,7 @@ class UnitBook:
             for unit in self._units.values():
                 if not unit.created:
                     unit.created = True
+                    self._revision += 1
                     return unit.name, unit.actor
             return None
 
@@ -266,9 +279,7 @@ class UnitBook:
             chosen = tuple(sorted(life for held, life in lives if held <= most))
             layout = self._current.get(chosen)
             if layout is None:
-                layout = self._current[chosen] = self._next_layout
-                self._layouts[layout] = chosen
-                self._next_layout += 1
+                layout = self._current[chosen] = self._new_layout(chosen)
                 self._version += 1
             write_id = layout << LAYOUT_BITS | self._next_number
             self._next_number += num_ids
@@ -371,8 +382,7 @@ class UnitBook:
             for name in names:
                 self._units[name] = _Unit(name, f"{self._actor_prefix}{name}", created=False)
             self._next_unit += count
-            self._version += 1
-            self.changed.set()
+            self._changes()
             return names
 
     def remove_unit(self, name: str, now: bool) -> None:
@@ -394,10 +404,128 @@ class UnitBook:
             if now and unit.life is not None:
                 self._end(unit)
             unit.state = "draining"
-            self._version += 1
-            self.changed.set()
+            self._changes()
+
+    # --- a journal ----------------------------------------------------------------------------------------------------
+
+    def pack(self) -> bytes:
+        """The units and their lives, for `restore`."""
+        with self._lock:
+            return self._pack()
+
+    def unsaved(self) -> tuple[int, dict[str, bytes | None]]:
+        """What changed since `saved`: a mark for it, and name -> note. None: it is no longer needed.
+
+        Keep the notes in this order: then no layout that is kept has a life that is not.
+        """
+        with self._lock:
+            changed = self._unsaved_layouts.items()
+            notes: dict[str, bytes | None] = {_layout_note(each): None for each, lives in changed if lives is None}
+            if self._revision != self._saved_revision:
+                notes[UNITS_NOTE] = self._pack()
+            if changed:
+                notes[_NEXT_LAYOUT_NOTE] = pickle.dumps((self._next_layout, self._version))
+            notes |= {_layout_note(each): pickle.dumps(lives) for each, lives in changed if lives is not None}
+            return self._revision, notes
+
+    def saved(self, mark: int, notes: Mapping[str, bytes | None]) -> None:
+        """What `unsaved` returned is kept."""
+        with self._lock:
+            self._saved_revision = mark
+            for layout, lives in list(self._unsaved_layouts.items()):
+                name = _layout_note(layout)
+                if name in notes and (notes[name] is None) == (lives is None):
+                    del self._unsaved_layouts[layout]
+
+    def restore(
+        self,
+        notes: Mapping[str, bytes],
+        payload: Mapping[int, tuple[Sequence[int] | None, Sequence[int]]],
+        next_number: int,
+    ) -> None:
+        """Is where another book was.
+
+        Args:
+            notes: What that one gave to be noted.
+            payload: Write id -> the bytes of all its rows, if known, and the rows that the units may still hold.
+            next_number: The first number for handles that was never used.
+        """
+        with self._lock:
+            packed = pickle.loads(notes[UNITS_NOTE])
+            self._actor_prefix, self._next_unit, self._next_life, self._version = packed["next"]
+            self._failures = packed["failures"]
+            self._units = {each[0]: _Unit(*each) for each in packed["units"]}
+            for number, (name, started, alive) in packed["lives"].items():
+                unit = self._units.get(name) or _Unit(name, "", state="removed")
+                self._lives[number] = _Held(unit, Started(*started), alive)
+            self._next_layout, version = pickle.loads(notes[_NEXT_LAYOUT_NOTE])
+            self._version = max(self._version, version) + 1
+            for name, note in notes.items():
+                if name.startswith(_LAYOUT_NOTE):
+                    layout = int(name.removeprefix(_LAYOUT_NOTE))
+                    self._layouts[layout] = pickle.loads(note)
+                    if layout != FIRST_LAYOUT and all(self._lives[life].alive for life in self._layouts[layout]):
+                        self._current[self._layouts[layout]] = layout
+            self._next_number = next_number
+            for write_id, (row_bytes, positions) in payload.items():
+                self._hold_again(write_id, row_bytes, positions)
+
+    def _hold_again(self, write_id: int, row_bytes: Sequence[int] | None, positions: Sequence[int]) -> None:
+        layout = write_id >> LAYOUT_BITS
+        if layout not in self._layouts or not positions:
+            return
+        sizes = row_bytes or [0] * (max(positions) + 1)  # of what was freed, the ledger does not know the size
+        self._stored[write_id] = _Stored(sizes, len(positions))
+        self._rows_of_layout[layout] = self._rows_of_layout.get(layout, 0) + len(positions)
+        for position in positions:
+            held = self._lives[life_of(write_id + position, self._layouts[layout])]
+            held.num_rows += 1
+            held.size_bytes += sizes[position]
+
+    def come_back(self, running: Iterable[str]) -> None:
+        """After `restore`: the actors that run. The units of others ended, or were never created."""
+        actors = set(running)
+        with self._lock:
+            for unit in self._units.values():
+                if unit.state == "removed":
+                    continue
+                if unit.actor in actors:
+                    unit.created = True
+                elif unit.num_starts == 0 and unit.state == "starting":
+                    unit.created = False
+                else:
+                    self._failures = [*self._failures[-9:], f"{unit.name}: its actor ended"]
+                    self._end(unit)
+                    unit.state = "removed"
+            self._forget()
+            self._changes()
+
+    def actors(self) -> dict[str, str]:
+        """The units that are not removed: name -> actor."""
+        with self._lock:
+            return {each.name: each.actor for each in self._units.values() if each.state != "removed"}
 
     # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _changes(self) -> None:
+        self._version += 1
+        self._revision += 1
+        self.changed.set()
+
+    def _new_layout(self, lives: tuple[int, ...]) -> int:
+        layout = self._next_layout
+        self._layouts[layout] = self._unsaved_layouts[layout] = lives
+        self._next_layout += 1
+        return layout
+
+    def _pack(self) -> bytes:
+        units = [
+            (each.name, each.actor, each.life, each.state, each.created, each.num_starts)
+            for each in self._units.values()
+        ]
+        lives = {number: (held.unit.name, tuple(held.started), held.alive) for number, held in self._lives.items()}
+        after = (self._actor_prefix, self._next_unit, self._next_life, self._version)
+        return pickle.dumps({"units": units, "lives": lives, "next": after, "failures": self._failures})
 
     def _start(self, unit: _Unit, started: Started) -> None:
         self._lives[self._next_life] = _Held(unit, started)
@@ -405,13 +533,11 @@ class UnitBook:
         unit.state = "serving"
         unit.num_starts += 1
         self._next_life += 1
-        self._version += 1
-        self.changed.set()
+        self._changes()
 
     def _end(self, unit: _Unit) -> None:
         """Ends the life of a unit, if it has one: its rows are lost."""
-        self._version += 1
-        self.changed.set()
+        self._changes()
         if unit.life is None:
             return
         life, unit.life = unit.life, None
@@ -431,10 +557,13 @@ class UnitBook:
         for layout in [each for each in self._layouts if each not in current and each != FIRST_LAYOUT]:
             if not self._rows_of_layout.get(layout):
                 del self._layouts[layout]
+                self._unsaved_layouts[layout] = None
                 self._rows_of_layout.pop(layout, None)
         used = {life for lives in self._layouts.values() for life in lives}
         for life in [each for each, held in self._lives.items() if not held.alive and each not in used]:
             del self._lives[life]
+            self._revision += 1
         for name in [each for each, unit in self._units.items() if unit.state == "removed"]:
             if not any(held.num_rows for held in self._lives.values() if held.unit.name == name):
                 del self._units[name]
+                self._revision += 1

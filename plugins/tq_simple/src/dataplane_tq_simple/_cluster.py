@@ -2,8 +2,9 @@
 
 An instance is one TransferQueue controller and its storage units. They are named Ray actors in the namespace
 ``dataplane``, owned by the process that bootstrapped them. They are not detached: Ray ends them when that process
-closes its client, exits or crashes. Other jobs reach them by name. A subclass of `Instance` says what a storage unit
-is, so a package with another storage can build on this one.
+closes its client, exits or crashes. Only units that were added to an instance with a journal are detached: their owner
+would be the controller, and Ray would end them when it dies. Other jobs reach the actors by name. A subclass of
+`Instance` says what a storage unit is, so a package with another storage can build on this one.
 
 Importing this module imports Ray and TransferQueue.
 """
@@ -26,11 +27,21 @@ from dataplane_core.errors import (
     AlreadyRunningError,
     BackendError,
     BackendUnavailableError,
+    ClientClosedError,
     DataPlaneError,
     OperationTimeoutError,
     preview,
 )
-from dataplane_tq_simple._actors import NAMESPACE, ActorWatch, data_plane_error, get_within, lookup
+from dataplane_tq_simple._actors import (
+    NAMESPACE,
+    ActorWatch,
+    ControllerWatch,
+    controller_dead,
+    data_plane_error,
+    get_within,
+    lookup,
+    named_actors,
+)
 from dataplane_tq_simple._controller import Controller
 from dataplane_tq_simple._exchange import Peer
 from dataplane_tq_simple._ray_calls import end_within
@@ -50,6 +61,10 @@ _ACTOR_ENV = {"TQ_NUM_THREADS": "1", "TQ_PERF_LOG_FLUSH_INTERVAL": "1000000000",
 
 # Seconds after the end of a process in which Ray may still count its CPUs or its name as used.
 _SETTLE_S = 5.0
+
+# Seconds that a controller which may be starting again has to answer, and between two questions to it.
+_ASK_S = 1.0
+_ASK_AGAIN_S = 0.1
 
 # Seconds that Ray may take to end actors. After that, this process goes on without an answer: the calls would wait for
 # a dead head node.
@@ -127,13 +142,16 @@ class Instance(ABC):
         """
         check_cpus(config, deadline)
         cls._refuse_if_running_or_broken(config, deadline)
-        common = {"namespace": NAMESPACE, "max_restarts": 0, "runtime_env": _actor_env()}
+        common = {"namespace": NAMESPACE, "runtime_env": _actor_env()}
         handles: dict[str, Any] = {}
         try:
             sampler = LedgerSampler(service_factory)
             name = cls._controller_name(config)
-            controller = ray.remote(Controller).options(name=name, num_cpus=config.controller_num_cpus, **common)
-            create = functools.partial(controller.remote, sampler=sampler, polling_mode=True)
+            journal = config.journal is not None
+            controller = ray.remote(Controller).options(
+                name=name, num_cpus=config.controller_num_cpus, max_restarts=-1 if journal else 0, **common
+            )
+            create = functools.partial(controller.remote, sampler=sampler, polling_mode=True, keeps_journal=journal)
             handles[name] = _create(config, name, create, deadline)
             nodes = nodes_for_units()
             for index in range(config.num_storage_units):
@@ -170,14 +188,20 @@ class Instance(ABC):
         return f"{cls._controller_name(config)}/"
 
     @classmethod
-    def create_unit(cls, config: Any, name: str, node: str) -> Any:
-        """Creates the actor of a storage unit, which its creator owns.
+    def create_unit(cls, config: Any, name: str, node: str, *, added: bool = False) -> Any:
+        """Creates the actor of a storage unit. Its creator owns it.
 
         Args:
             config: The options of the instance.
             name: The name of the actor.
             node: The id of the node for it. A unit that reserves CPUs, or is started again, may get another one.
+            added: Whether the controller creates it. If that keeps a journal, nobody owns the unit: it outlives the
+                controller's process, and ends when the controller has ended for good.
         """
+        arguments = dict(cls._unit_arguments(config))
+        detached = added and config.journal is not None
+        if detached:
+            arguments["follows"] = (cls._controller_name(config), ray.get_runtime_context().get_actor_id())
         unit = ray.remote(cls._unit_class()).options(
             name=name,
             namespace=NAMESPACE,
@@ -185,10 +209,11 @@ class Instance(ABC):
             # Ray starts an actor that reserves nothing on any node, unless the strategy is strict: reserve one byte.
             memory=1,
             max_restarts=-1 if cls.keeps_units else 0,
+            lifetime="detached" if detached else None,
             runtime_env=_actor_env(),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=cls.keeps_units or config.unit_num_cpus > 0),
         )
-        return unit.remote(**cls._unit_arguments(config))
+        return unit.remote(**arguments)
 
     @classmethod
     def _refuse_if_running_or_broken(cls, config: QueueConfig, deadline: float) -> None:
@@ -201,7 +226,7 @@ class Instance(ABC):
         if controller is not None and not _is_dead(controller, deadline):
             raise _already_running(config)
         wait_until = min(deadline, time.monotonic() + _SETTLE_S)
-        while lookup(f"{name}/unit-0") is not None:
+        while lookup(f"{name}/unit-0") is not None or (config.journal is not None and named_actors(f"{name}/")):
             if time.monotonic() >= wait_until:
                 raise AlreadyRunningError(
                     f"instance {config.instance!r} is broken: its controller is dead, but its storage units still run, "
@@ -254,18 +279,54 @@ class Instance(ABC):
 
     # --- attaching ---------------------------------------------------------------------------------------------------
 
-    def find_line(self, *, deadline: float) -> Peer:
+    def find_line(self, *, deadline: float, closed: Callable[[], bool] = lambda: False) -> Peer:
         """Asks the controller, over Ray, where it answers calls over plain connections.
+
+        Waits while a controller that keeps a journal is started again.
+
+        Args:
+            deadline: On `time.monotonic`'s clock, in seconds.
+            closed: Whether nobody waits for the answer any more.
 
         Raises:
             BackendUnavailableError: The controller is dead, or this process is no longer connected to Ray.
             OperationTimeoutError: It does not answer in time.
+            ClientClosedError: Nobody waits any more.
         """
+        what = "ask the controller where it answers calls"
+        if self.config.journal is None:
+            return self.line_in(get_within(self.ask_line(), what, deadline))
+        while not closed():
+            try:
+                return self.line_in(get_within(self.ask_line(), what, min(deadline, time.monotonic() + _ASK_S)))
+            except (OperationTimeoutError, BackendUnavailableError) as error:
+                if isinstance(error.__cause__, ray.exceptions.ActorDiedError):
+                    raise controller_dead(self.config.instance, error.__cause__) from error
+                if not error.retryable:
+                    raise
+                if time.monotonic() + _ASK_AGAIN_S >= deadline:
+                    raise self._still_away() from error
+            time.sleep(_ASK_AGAIN_S)
+        raise ClientClosedError(f"{what}: this client is closed.")
+
+    def ask_line(self) -> Any:
+        """Asks the controller where it answers. Returns a Ray reference to the answer, for `line_in`."""
         if not ray.is_initialized():
             raise BackendUnavailableError("this process is no longer connected to Ray.", retryable=False)
-        asked = self._handles[self.controller.actor].line.remote()
-        port, token = get_within(asked, "ask the controller where it answers calls", deadline)
+        return self._handles[self.controller.actor].line.remote()
+
+    def line_in(self, answer: Any) -> Peer:
+        """The line in that answer. The address of the controller is then also what it is now."""
+        port, token, ip, request_port = answer
+        self.controller = self.controller._replace(ip=ip, port=request_port)
         return self.controller._replace(port=port, token=token)
+
+    def _still_away(self) -> BackendUnavailableError:
+        return BackendUnavailableError(
+            f"the controller of instance {self.config.instance!r} died, and was not back by the deadline. What was "
+            "called may have been done or not.",
+            hint="Ray starts it again, and it finds its ledger in its journal: try again, or raise op_timeout_s.",
+        )
 
     @classmethod
     def find(cls, config: Any, *, deadline: float, wait_s: float = 0.0) -> Self:
@@ -290,9 +351,12 @@ class Instance(ABC):
                 try:
                     description = get_within(controller.get_config.remote(), what, deadline)
                     wait_until = deadline  # it exists: wait for the bootstrapping client to publish it
-                except BackendUnavailableError:
-                    controller = None  # it has just died: Ray keeps its name a little longer
-                    wait_until = give_up  # the bootstrapping client may be dead too
+                except BackendUnavailableError as error:
+                    if isinstance(error.__cause__, ray.exceptions.ActorUnavailableError):
+                        wait_until = deadline  # Ray may start it again
+                    else:
+                        controller = None  # it has just died: Ray keeps its name a little longer
+                        wait_until = give_up  # the bootstrapping client may be dead too
             if description is not None:
                 break
             if time.monotonic() >= wait_until:
@@ -339,8 +403,10 @@ class Instance(ABC):
     def _controller_name(cls, config: QueueConfig) -> str:
         return f"{cls.prefix}{config.instance}"
 
-    def watch(self, peers: Sequence[Peer]) -> ActorWatch:
+    def watch(self, peers: Sequence[Peer]) -> ActorWatch | ControllerWatch:
         """A watch over some of the actors, for an exchange that waits for them."""
+        if self.config.journal is not None and any(peer.actor == self.controller.actor for peer in peers):
+            return ControllerWatch(self, peers)
         return ActorWatch(self.config.instance, [(peer, self._handles[peer.actor]) for peer in peers])
 
 
@@ -441,8 +507,7 @@ def _kill_all(handles: dict[str, Any], prefix: str | None) -> None:
         with contextlib.suppress(Exception):  # dead already
             ray.kill(handle, no_restart=True)
     if prefix is not None:
-        actors = [each for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
-        for name in [each["name"] for each in actors if each["name"].startswith(prefix)]:
+        for name in named_actors(prefix):
             with contextlib.suppress(Exception):
                 ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
             names.append(name)

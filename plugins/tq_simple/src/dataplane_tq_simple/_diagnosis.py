@@ -25,6 +25,7 @@ def diagnose(config: QueueConfig, deadline: float) -> Iterator[Finding]:
     yield from packages
     if any(finding.level is Level.ERROR for finding in packages):
         return
+    yield _journal(config)
     address = config.ray_address or os.environ.get("RAY_ADDRESS")
     if address is None:
         yield _local(config)
@@ -52,6 +53,24 @@ def _packages() -> Iterator[Finding]:
         )
     else:
         yield Finding.ok(f"{_ENGINE} {found} on Ray {metadata.version('ray')}.")
+
+
+def _journal(config: QueueConfig) -> Finding:
+    folder = config.journal
+    if folder is None:
+        return Finding.ok("The controller keeps no journal: if it dies, the instance is lost.")
+    hint = "Set `journal` to a folder that all nodes of the Ray cluster share, and make it first."
+    if not os.path.isdir(folder):
+        return Finding.error(
+            f"There is no folder {folder} on this node, in which the controller is to keep a journal.", hint
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return Finding.error(f"This user may not write in {folder}, where the controller is to keep a journal.", hint)
+    when = "when the disk has it" if config.journal_sync else "before the disk has it (journal_sync is false)"
+    return Finding.ok(
+        f"The controller keeps a journal in {folder}, and answers {when}. If it dies, Ray starts it again on any node: "
+        "all of them must see this folder."
+    )
 
 
 def _local(config: QueueConfig) -> Finding:

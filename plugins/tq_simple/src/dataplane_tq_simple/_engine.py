@@ -54,11 +54,9 @@ class Engine(QueueEngine):
         self._places.refresh(deadline - time.monotonic())
 
     def _watch_peers(self, peers: Sequence[Peer]) -> Watch:
-        controller = self._instance.controller
-        if any(peer.actor == controller.actor for peer in peers):
+        if any(peer.actor == self._instance.controller.actor for peer in peers):
             return super()._watch_peers(peers)
-        watch_controller = functools.partial(super()._watch_peers, [controller])
-        return UnitWatch(self._places, self._exchange, controller, peers, watch_controller)
+        return UnitWatch(self._places, self._exchange, lambda: self._instance.controller, peers, super()._watch_peers)
 
     def _ask_book(self, method: str, *args: Any, timeout_s: float) -> Any:
         return self.call(UNITS, method, *args, timeout_s=timeout_s)

@@ -24,7 +24,7 @@ from transfer_queue.utils.zmq_utils import STORAGE_MANAGER_IDENTITY_PREFIX, crea
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
 from dataplane_tq_simple._line import Line
 
-__all__ = ["PATIENCE_S", "Exchange", "Peer", "Question", "Request", "Watch"]
+__all__ = ["PATIENCE_S", "Exchange", "LineBrokenError", "Peer", "Question", "Request", "Watch"]
 
 zmq: Any = _zmq  # its type stubs are partial
 
@@ -39,6 +39,10 @@ _BROKEN_S = 5.0
 _BROKEN_POLL_S = 0.02
 # Idle sockets kept per peer.
 _MAX_IDLE = 8
+
+
+class LineBrokenError(BackendUnavailableError):
+    """A connection for calls broke, or leads to a process that is the controller no longer."""
 
 
 class Peer(NamedTuple):
@@ -114,6 +118,7 @@ class Exchange:
         *,
         timeout_s: float,
         patience_s: float = PATIENCE_S,
+        find_cause: bool = True,
     ) -> None:
         """Sends each peer its requests in order, and waits for all replies.
 
@@ -122,8 +127,10 @@ class Exchange:
             requests: The peers, each at most once, with the requests to each.
             timeout_s: For the whole exchange, in seconds.
             patience_s: Seconds without a reply after which it starts to watch the peers.
+            find_cause: Whether to find out why a connection for calls broke, before it raises.
 
         Raises:
+            LineBrokenError: A connection for calls broke, and the cause is not known.
             OperationTimeoutError: Not all replies arrived in time. The requests may have been executed or not.
             BackendUnavailableError: A peer is dead, or cannot be reached.
             ClientClosedError: `close` was called before or during the exchange.
@@ -146,6 +153,8 @@ class Exchange:
                 raise
             except OSError as error:
                 peers = [lane.peer for lane in lanes if lane.peer.token]
+                if not find_cause:
+                    raise _line_broken(what, peers, error) from error
                 raise self._broken(what, peers, deadline, error) from error
 
     def _pump(self, what: str, lanes: list[_Lane], deadline: float, timeout_s: float, patience_s: float) -> None:
@@ -197,10 +206,7 @@ class Exchange:
             watch.close()
         if self._closed:
             return _closed_error(what)
-        names = ", ".join(peer.name for peer in peers)
-        return BackendUnavailableError(
-            f"{what} failed: the connection to the {names} broke: {error}. It may have been executed or not."
-        )
+        return _line_broken(what, peers, error)
 
     def _out_of_time(self, what: str, waiting: list[_Lane], watch: Watch | None, timeout_s: float) -> Exception:
         names = ", ".join(lane.peer.name for lane in waiting)
@@ -396,6 +402,13 @@ class _LineLane(_Lane):
             self._num_answered += 1
             self.send()
             request.on_reply([reply])
+
+
+def _line_broken(what: str, peers: Sequence[Peer], error: OSError) -> LineBrokenError:
+    names = ", ".join(peer.name for peer in peers)
+    return LineBrokenError(
+        f"{what} failed: the connection to the {names} broke: {error}. It may have been executed or not."
+    )
 
 
 def _closed_error(what: str) -> ClientClosedError:

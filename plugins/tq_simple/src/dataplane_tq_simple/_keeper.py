@@ -23,7 +23,7 @@ import zmq as _zmq
 from transfer_queue.utils.zmq_utils import create_zmq_socket
 from zmq.utils.monitor import recv_monitor_message
 
-from dataplane_tq_simple._actors import lookup
+from dataplane_tq_simple._actors import lookup, named_actors
 from dataplane_tq_simple._book import Started, UnitBook
 from dataplane_tq_simple._cluster import Instance, nodes_for_units
 from dataplane_tq_simple._sampler import LedgerSampler
@@ -86,6 +86,21 @@ class Keeper:
         """Takes over the units that run, and starts the thread."""
         self._handles = {actor: lookup(actor) for _, actor, _ in units}
         self._book.begin(self._instance.unit_prefix(self._config), units)
+        self._start()
+
+    def come_back(self) -> None:
+        """Goes on with the units of the book, in a controller that was started again."""
+        prefix = self._instance.unit_prefix(self._config)
+        found = {actor: lookup(actor) for actor in named_actors(prefix)}
+        running = {actor: handle for actor, handle in found.items() if handle is not None}
+        self._book.come_back(running)
+        mine = set(self._book.actors().values())
+        self._handles = {actor: handle for actor, handle in running.items() if actor in mine}
+        for actor in running.keys() - mine:  # the controller died while it created or ended this one
+            ray.kill(running[actor], no_restart=True)
+        self._start()
+
+    def _start(self) -> None:
         threading.Thread(target=self._keep, name="dataplane-units", daemon=True).start()
 
     def _keep(self) -> None:
@@ -190,7 +205,7 @@ class Keeper:
             try:
                 count = collections.Counter(started.node for _, _, started in self._book.live())
                 node = min(nodes_for_units(), key=lambda each: count[each])
-                self._handles[actor] = self._instance.create_unit(self._config, actor, node)
+                self._handles[actor] = self._instance.create_unit(self._config, actor, node, added=True)
             except Exception as error:
                 _logger.exception("creating %s failed", actor)
                 self._book.failed(name, f"{type(error).__name__}: {error}")

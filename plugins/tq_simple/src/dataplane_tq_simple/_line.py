@@ -12,6 +12,7 @@ and its data. Replies come in the order of the calls.
 
 from __future__ import annotations
 
+import functools
 import hmac
 import logging
 import secrets
@@ -161,14 +162,17 @@ class CallServer:
     Args:
         ip: The address at which it listens, on a free port.
         answer: Answers a call. It must not raise or block.
+        settle: Called before replies are sent, once for all calls that had arrived together. It must not raise.
 
     Attributes:
         port: The port.
         token: What clients must know.
     """
 
-    def __init__(self, ip: str, answer: Callable[[bytes], bytes]) -> None:
+    def __init__(self, ip: str, answer: Callable[[bytes], bytes], settle: Callable[[], None] = lambda: None) -> None:
         self._answer = answer
+        self._settle = settle
+        self._replies: list[tuple[Line, bytes]] = []  # that are not sent yet
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         self._listener = socket.create_server((ip, 0), family=family, backlog=1024)
         self._listener.setblocking(False)
@@ -201,15 +205,34 @@ class CallServer:
                     self._selector.close()
                     return
                 line: Line = key.fileobj  # type: ignore[assignment]
-                try:
-                    self._serve(line, events)
-                except OSError:
-                    self._drop(line)
-                except Exception:  # this thread must survive every client
-                    _logger.exception("a connection for calls failed")
-                    self._drop(line)
+                self._try(line, functools.partial(self._serve, line, events))
+            self._reply()
             if wait_s is not None:
                 self._look()
+
+    def _try(self, line: Line, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError:
+            self._drop(line)
+        except Exception:  # this thread must survive every client
+            _logger.exception("a connection for calls failed")
+            self._drop(line)
+
+    def _reply(self) -> None:
+        """Sends the replies to all calls that had arrived together."""
+        if not self._replies:
+            return
+        self._settle()
+        replies, self._replies = self._replies, []
+        for line, reply in replies:
+            if line.fileno() >= 0:  # else it was dropped
+                self._try(line, functools.partial(self._send, line, reply))
+
+    def _send(self, line: Line, reply: bytes) -> None:
+        line.send(reply)
+        if line.unsent:
+            self._selector.modify(line, selectors.EVENT_WRITE)
 
     def _accept(self) -> None:
         try:
@@ -254,9 +277,7 @@ class CallServer:
     def _answer_all(self, line: Line) -> None:
         """Answers what has arrived, until the client takes no more replies."""
         while not line.unsent and (call := line.message()) is not None:
-            line.send(self._answer(call))
-        if line.unsent:
-            self._selector.modify(line, selectors.EVENT_WRITE)
+            self._replies.append((line, self._answer(call)))
 
     def _drop(self, line: Line) -> None:
         self._selector.unregister(line)

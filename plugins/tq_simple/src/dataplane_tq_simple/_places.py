@@ -14,7 +14,7 @@ from dataplane_core.errors import preview
 from dataplane_tq_simple import _wire
 from dataplane_tq_simple._book import LAYOUT_BITS, View
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._exchange import PATIENCE_S, Exchange, Peer, Question, Watch
+from dataplane_tq_simple._exchange import PATIENCE_S, Exchange, LineBrokenError, Peer, Question, Watch
 from dataplane_tq_simple._sampler import UNITS, decode_reply, encode_call
 
 __all__ = ["NOWHERE", "UNIT_PATIENCE_S", "Places", "UnitWatch"]
@@ -118,7 +118,7 @@ class UnitWatch:
     Args:
         places: Gets the answers.
         exchange: Sends the questions.
-        controller: The controller.
+        controller: Gives the controller.
         peers: The units.
         watch_controller: Makes a watch of the controller, which is used if it does not answer.
     """
@@ -127,13 +127,14 @@ class UnitWatch:
         self,
         places: Places,
         exchange: Exchange,
-        controller: Peer,
+        controller: Callable[[], Peer],
         peers: Sequence[Peer],
-        watch_controller: Callable[[], Watch],
+        watch_controller: Callable[[Sequence[Peer]], Watch],
     ) -> None:
         self._places = places
         self._exchange = exchange
-        self._controller = controller
+        self._find_controller = controller
+        self._controller = controller()
         self._peers = list(peers)
         self._lives = np.array([peer.life for peer in peers], dtype=np.int64)
         self._watch_controller = watch_controller
@@ -161,8 +162,12 @@ class UnitWatch:
             self._places.take(view)
             self.check()
         elif now - self._answered_at >= PATIENCE_S:
-            self._watch = self._watch or self._watch_controller()
-            self._watch.check()
+            self._watch = self._watch or self._watch_controller([self._controller])
+            try:
+                self._watch.check()
+            except LineBrokenError:  # it was started again: ask it there
+                self.close()
+                self._watch, self._controller, self._answered_at = None, self._find_controller(), now
 
     def describe(self) -> str:
         """What is known, as a sentence."""

@@ -11,22 +11,29 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Final, NoReturn, Self
 
 import ray
 
-from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
+from dataplane_core.spec import new_id
 from dataplane_tq_simple import _wire
 from dataplane_tq_simple._cluster import Instance
-from dataplane_tq_simple._exchange import Exchange, Peer, Request, Watch
+from dataplane_tq_simple._exchange import Exchange, LineBrokenError, Peer, Request, Watch
 from dataplane_tq_simple._sampler import PING, decode_reply, encode_call
 from dataplane_tq_simple._session import RaySession
 
 __all__ = ["QueueEngine"]
 
 _logger = logging.getLogger(__name__)
+
+#: Seconds before a call is repeated whose line broke.
+_REPEAT_S: Final = 0.02
+#: Seconds, beyond its deadline, for which the controller keeps the outcome of a call.
+_KEPT_S: Final = 30.0
 
 
 class QueueEngine:
@@ -57,6 +64,9 @@ class QueueEngine:
         self._exchange = Exchange(self._watch_peers)
         self._clock = _ControllerClock()
         self._line: Peer | None = None  # where the controller answers calls
+        self._finding = threading.Lock()
+        # a controller with a journal may die: calls are repeated, and it does each once
+        self._lanes = None if self.config.journal is None else _Lanes()
         self._close_lock = threading.Lock()
         self._closed = False
 
@@ -119,7 +129,7 @@ class QueueEngine:
             raise
         try:
             engine.call(PING, timeout_s=max(0.0, deadline - time.monotonic()))
-            engine._line = instance.find_line(deadline=deadline)
+            engine._line = engine._line or instance.find_line(deadline=deadline)
             engine._join(deadline)
         except BaseException:
             engine.close()
@@ -148,7 +158,7 @@ class QueueEngine:
             "opening the controller", [(self._instance.controller, [request])], timeout_s=deadline - time.monotonic()
         )
         self.call(PING, timeout_s=deadline - time.monotonic())
-        self._line = self._instance.find_line(deadline=deadline)
+        self._line = self._line or self._instance.find_line(deadline=deadline)
 
     def close(self) -> None:
         """Ends this connection. Idempotent.
@@ -186,8 +196,9 @@ class QueueEngine:
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         """Calls a method of the service in the controller. Atomic: calls of all clients run one after the other.
 
-        A call is executed at most once: it is not repeated after a failure. If ``timeout_s`` has passed when the
-        controller receives the call, it does not execute it. The two clocks are compared to within a round trip.
+        A call is executed at most once. It is not repeated after a failure, unless the controller keeps a journal: then
+        it is repeated when the controller was started again, until ``timeout_s`` has passed. A call that the controller
+        receives after that is not executed. The two clocks are compared to within a round trip.
 
         Args:
             method: Name of a public method.
@@ -201,15 +212,39 @@ class QueueEngine:
         Raises:
             DataPlaneError: What the method raised; any other exception as a `BackendError` with its traceback.
             OperationTimeoutError: No answer in time. The call may have been executed or not.
-            BackendUnavailableError: The controller is dead.
+            BackendUnavailableError: The controller is dead, or has died and was not back in time.
             ClientClosedError: This engine is closed.
         """
         deadline = time.monotonic() + timeout_s
+        if self._lanes is None:
+            return self._call(method, args, kwargs, None, deadline, timeout_s)
+        with self._lanes.lease(timeout_s) as call_id:
+            while True:
+                try:
+                    return self._call(method, args, kwargs, call_id, deadline, timeout_s)
+                except LineBrokenError:  # Ray may start the controller again
+                    if self._closed:
+                        raise ClientClosedError(f"call {method!r}: this client is closed.") from None
+                    if time.monotonic() + _REPEAT_S >= deadline:
+                        raise
+                    time.sleep(_REPEAT_S)
+
+    def _call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call_id: tuple[str, int, int, float] | None,
+        deadline: float,
+        timeout_s: float,
+    ) -> Any:
         while True:
-            call = encode_call(method, args, kwargs, self._clock.at_controller(deadline))
-            reply = self._send_call(method, call, deadline)
+            line = None if method == PING and call_id is None else self._find_line(deadline)
+            clock = self._clock
+            call = encode_call(method, args, kwargs, clock.at_controller(deadline), call_id)
+            reply = self._send_call(method, call, line, deadline)
             executed, result, controller_time_s = decode_reply(reply)
-            self._clock.observe(controller_time_s)
+            clock.observe(controller_time_s)
             if executed:
                 return result
             # The controller took the call for late. The reply has corrected our clock bound, so send the call again.
@@ -218,24 +253,67 @@ class QueueEngine:
                     f"call {method!r}: the controller received it only after {timeout_s:g} s, and did not execute it.",
                 )
 
-    def _send_call(self, method: str, call: bytes, deadline: float) -> bytes:
-        """Sends a call, and returns the reply."""
+    def _find_line(self, deadline: float) -> Peer:
+        """Where the controller answers calls. Only one thread asks Ray."""
+        line = self._line
+        if line is not None:
+            return line
+        if not self._finding.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise BackendUnavailableError("the controller was not found by the deadline. Nothing was sent.")
+        try:
+            if self._line is None:
+                found: Peer = self._instance.find_line(deadline=deadline, closed=lambda: self._closed)
+                self._clock = _ControllerClock()  # it may be another process, on another node
+                self._line = found
+            return self._line
+        finally:
+            self._finding.release()
+
+    def _send_call(self, method: str, call: bytes, line: Peer | None, deadline: float) -> bytes:
+        """Sends a call, and returns the reply. Without a line, over TransferQueue's socket."""
         replies: list[list[Any]] = []
         what = f"call {method!r}"
-        if method == PING:
+        if line is None:
             peer = self._instance.controller
             request = Request(functools.partial(_wire.call_request, peer.name, call), replies.append)
             self._exchange.run(what, [(peer, [request])], timeout_s=deadline - time.monotonic())
             return _wire.read_call_reply(peer.name, replies[0])
-        line = self._line = self._line or self._instance.find_line(deadline=deadline)
         request = Request(lambda: [call], replies.append)
+        timeout_s, find_cause = deadline - time.monotonic(), self._lanes is None
         try:
-            self._exchange.run(what, [(line, [request])], timeout_s=deadline - time.monotonic())
+            self._exchange.run(what, [(line, [request])], timeout_s=timeout_s, find_cause=find_cause)
         except BackendUnavailableError as error:
-            if error.retryable:  # the controller lives: it may answer elsewhere
+            if error.retryable and self._line is line:  # the controller lives: it may answer elsewhere
                 self._line = None
             raise
         return bytes(replies[0][0])
+
+
+class _Lanes:
+    """Gives each call an id. Calls that are under way at a time have different lanes."""
+
+    def __init__(self) -> None:
+        self._client = new_id()
+        self._lock = threading.Lock()
+        self._idle: list[int] = []
+        self._serials: list[int] = []  # of each lane
+
+    @contextmanager
+    def lease(self, timeout_s: float) -> Iterator[tuple[str, int, int, float]]:
+        """The id of a call that is repeated for at most ``timeout_s``. See `CallId`."""
+        with self._lock:
+            if self._idle:
+                lane = self._idle.pop()
+            else:
+                lane = len(self._serials)
+                self._serials.append(0)
+            self._serials[lane] += 1
+            serial = self._serials[lane]
+        try:
+            yield self._client, lane, serial, timeout_s + _KEPT_S
+        finally:
+            with self._lock:
+                self._idle.append(lane)
 
 
 class _ControllerClock:

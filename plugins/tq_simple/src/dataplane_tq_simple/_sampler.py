@@ -13,13 +13,14 @@ Importing this module imports TransferQueue.
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transfer_queue.sampler import BaseSampler
 
@@ -28,6 +29,9 @@ from dataplane_core.ledger import Ref
 from dataplane_tq_simple._book import UnitBook
 from dataplane_tq_simple._line import CallServer
 from dataplane_tq_simple._pickles import dumps
+
+if TYPE_CHECKING:
+    from dataplane_tq_simple._recorded import Recorder
 
 __all__ = [
     "CALL_FIELD",
@@ -68,21 +72,44 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
     Args:
         service_factory: Picklable. Called without arguments in the controller's process, it returns the service, whose
             public methods can be called. Their results and `DataPlaneError`s must pickle. If the service has a method
-            ``use_book``, it is called with the book of storage units first.
+            ``use_book``, it is called with the book of storage units first. If it keeps a journal, it has an attribute
+            ``recorder``, and in a controller that was started again the factory is called with ``must_exist=True``.
 
     Attributes:
         book: The book of storage units of this process.
     """
 
-    def __init__(self, service_factory: Callable[[], object]) -> None:
+    def __init__(self, service_factory: Callable[..., object]) -> None:
         super().__init__()
         self._service_factory = service_factory
         self._service: object | None = None
+        self._recorder: Recorder | None = None
         self._lock = threading.Lock()
         self.book = UnitBook()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._service_factory,)
+
+    def open_again(self) -> None:
+        """Makes the service in a controller that was started again. Its state is in its journal.
+
+        Raises:
+            BackendUnavailableError: The journal is not there, or cannot be used.
+            CorruptDataError: The journal is damaged.
+        """
+        with self._lock:
+            self._make_service(must_exist=True)
+
+    def note(self, name: str, value: bytes) -> None:
+        """Keeps a value for a controller that is started again. Nothing happens without a journal."""
+        with self._lock:
+            if self._recorder is not None:
+                self._recorder.note(name, value)
+                self._recorder.commit()
+
+    def noted(self, name: str) -> bytes | None:
+        """What `note` was given last, also by an earlier process."""
+        return None if self._recorder is None else self._recorder.noted(name)
 
     def open_line(self, ip: str) -> CallServer:
         """Also answers calls over plain connections to this address. Called once, in the controller's process.
@@ -90,7 +117,7 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
         Returns:
             The server. Its owner tells clients its port and token, and keeps it.
         """
-        return CallServer(ip, self._answer)
+        return CallServer(ip, functools.partial(self._answer, settled=False), self._settle)
 
     def garbage(self) -> list[Ref]:
         """The refs that the service holds as free, for the keeper of the units."""
@@ -116,37 +143,62 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
         partition.custom_meta[_REPLY_ROW] = {CALL_KEY: self._answer(call)}
         return [_REPLY_ROW], []
 
-    def _answer(self, call: bytes) -> bytes:
+    def _settle(self) -> None:
+        """Returns when all that was answered is kept."""
+        if self._recorder is not None:
+            with self._lock:
+                self._recorder.commit()
+
+    def _answer(self, call: bytes, *, settled: bool = True) -> bytes:
+        """Answers a call. If not ``settled``, `_settle` must be called before the reply is sent."""
         name: Any = "?"
         try:
-            name, args, kwargs, expires_at = pickle.loads(call)
+            name, args, kwargs, expires_at, call_id = pickle.loads(call)
             if expires_at is not None and time.monotonic() > expires_at:
                 return pickle.dumps((_EXPIRED, None, time.monotonic()))
             with self._lock:
-                result = self._execute(name, args, kwargs)
+                try:
+                    result = self._execute(name, args, kwargs, call_id)
+                    if self._recorder is not None:
+                        self._recorder.save()
+                finally:
+                    if self._recorder is not None and settled:
+                        self._recorder.commit()
             return dumps((_OK, result, time.monotonic()))
         except BaseException as error:  # the controller's only thread must survive every call
             return pickle.dumps((_ERROR, _pickle_error(name, error), time.monotonic()))
 
-    def _execute(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _execute(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], call_id: Any) -> Any:
         if name == UNITS:
-            return self._ask_book(*args, **kwargs)
+            return self._once(call_id, self._ask_book, args, kwargs)
         if self._service is None:
-            service = self._service_factory()
-            use_book = getattr(service, "use_book", None)
-            if use_book is not None:
-                use_book(self.book)
-            self._service = service
+            self._make_service()
         if name == PING:
             return {"pid": os.getpid(), "service": type(self._service).__qualname__}
         if name.startswith("_"):
             raise AttributeError(f"{name!r} is private")
-        return getattr(self._service, name)(*args, **kwargs)
+        return self._once(call_id, getattr(self._service, name), args, kwargs)
+
+    def _once(self, call_id: Any, work: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._recorder is None or call_id is None:
+            return work(*args, **kwargs)
+        return self._recorder.once(call_id, lambda: work(*args, **kwargs))
+
+    def _make_service(self, **how: Any) -> None:
+        service = self._service_factory(**how)
+        use_book = getattr(service, "use_book", None)
+        if use_book is not None:
+            use_book(self.book)
+        self._recorder = getattr(service, "recorder", None)
+        self._service = service
 
     def _ask_book(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if method not in ("view", "records", "add_units", "remove_unit"):
             raise AttributeError(f"the book of storage units has no {method!r} for clients")
-        return getattr(self.book, method)(*args, **kwargs)
+        found = getattr(self.book, method)(*args, **kwargs)
+        if self._recorder is not None and method in ("add_units", "remove_unit"):
+            self._recorder.save_change(found)
+        return found
 
 
 def _pickle_error(name: object, error: BaseException) -> bytes:
@@ -164,7 +216,13 @@ def _pickle_error(name: object, error: BaseException) -> bytes:
     )
 
 
-def encode_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], expires_at: float | None) -> bytes:
+def encode_call(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    expires_at: float | None,
+    call_id: tuple[str, int, int, float] | None = None,
+) -> bytes:
     """Packs one call.
 
     Args:
@@ -173,8 +231,9 @@ def encode_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], exp
         kwargs: Keyword arguments; they must pickle.
         expires_at: Time on the controller's monotonic clock, in seconds. After it the call is not executed, since its
             caller no longer waits. None: never.
+        call_id: For a controller with a journal: the same whenever the call is repeated. See `CallId`.
     """
-    return dumps((name, args, dict(kwargs), expires_at))
+    return dumps((name, args, dict(kwargs), expires_at, call_id))
 
 
 def decode_reply(reply: bytes) -> tuple[bool, Any, float]:

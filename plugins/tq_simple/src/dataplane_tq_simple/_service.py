@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -10,11 +12,11 @@ from dataplane_core.ledger import Command, LedgerService, Reply, commands
 from dataplane_tq_simple._book import UnitBook
 from dataplane_tq_simple._errors import UnitsGoneError
 
-__all__ = ["PlacingLedgerService"]
+__all__ = ["Placing", "PlacingLedgerService"]
 
 
-class PlacingLedgerService(LedgerService):
-    """A `LedgerService` that places puts on storage units, and refuses to commit one of whose units has ended."""
+class Placing(ABC):
+    """Places puts on storage units, and refuses to commit one of whose units has ended."""
 
     _book: UnitBook
 
@@ -34,9 +36,10 @@ class PlacingLedgerService(LedgerService):
             try:
                 self._book.check(command.write_id)
             except UnitsGoneError:
-                super().call(commands.AbortPut(command.write_id))
+                with self._aside():
+                    self._pass_on(commands.AbortPut(command.write_id))
                 raise
-        reply = super().call(command, wake)
+        reply = self._pass_on(command, wake)
         if isinstance(command, commands.Collected):
             self._book.collected(command.refs)
         return reply
@@ -44,6 +47,25 @@ class PlacingLedgerService(LedgerService):
     def begin_put(self, begin: commands.BeginPut, node: str | None) -> int:
         """Begins a put, and places its rows: on units of ``node``, if one is given and has units. Raises as `call`."""
         write_id = self._book.place(begin.num_ids, begin.size_bytes, node)
-        super().call(replace(begin, write_id=write_id))
+        self._before_put()
+        self._pass_on(replace(begin, write_id=write_id))
         self._book.add(commands.writes_of(write_id, begin.specs, begin.row_bytes, begin.splits))
         return write_id
+
+    @abstractmethod
+    def _pass_on(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
+        """Sends a command to the ledger."""
+
+    def _before_put(self) -> None:  # noqa: B027  (most have nothing to do)
+        """Called when a put was placed and is not begun yet."""
+
+    def _aside(self) -> AbstractContextManager[None]:
+        """What is done in this context is not the work of the call under way."""
+        return nullcontext()
+
+
+class PlacingLedgerService(Placing, LedgerService):
+    """A `LedgerService` that places puts."""
+
+    def _pass_on(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
+        return LedgerService.call(self, command, wake)

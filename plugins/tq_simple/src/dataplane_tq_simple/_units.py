@@ -5,13 +5,16 @@ Importing this module imports Ray and TransferQueue.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import ray
 from transfer_queue.storage.simple_storage import SimpleStorageUnit
 from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
+from dataplane_tq_simple._actors import NAMESPACE, lookup
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._cluster import Instance
 from dataplane_tq_simple._wire import LIFE_KEY, OTHER_LIFE
@@ -19,6 +22,9 @@ from dataplane_tq_simple.config import TQSimpleConfig
 
 __all__ = ["SimpleStorageInstance", "StorageUnit"]
 
+
+#: Seconds between two looks of a unit that no process owns whether its instance still runs.
+_FOLLOW_S: Final = 1.0
 
 _TransferQueueUnit: Any = SimpleStorageUnit.__ray_metadata__.modified_class
 
@@ -31,7 +37,18 @@ class StorageUnit(_TransferQueueUnit):  # type: ignore[misc]  # has no types
 
     Each start is a new life of the unit, without rows. It refuses requests that are meant for an earlier one, which
     reach it if it got the same port.
+
+    Args:
+        config: TransferQueue's settings of a unit.
+        follows: The name and the id of the actor of the controller, for a unit that no process owns: it ends when that
+            actor has ended for good.
     """
+
+    def __init__(self, config: Any, follows: tuple[str, str] | None = None) -> None:
+        _TransferQueueUnit.__init__(self, config)
+        if follows is not None:
+            own = ray.get_runtime_context().get_actor_name()
+            threading.Thread(target=_follow, args=(own, *follows), name="dataplane-follow", daemon=True).start()
 
     def started(self) -> Started:
         """Where it is reached, and its life."""
@@ -60,12 +77,25 @@ class StorageUnit(_TransferQueueUnit):  # type: ignore[misc]  # has no types
         )
 
 
+def _follow(own: str, controller: str, actor_id: str) -> None:
+    """Ends a unit when the controller has ended for good. An actor that Ray starts again keeps its id."""
+    num_missed = 0
+    while num_missed < 2:
+        time.sleep(_FOLLOW_S)
+        try:
+            found = lookup(controller)
+        except Exception:  # Ray does not answer: says nothing about the controller
+            continue
+        num_missed = 0 if found is not None and found._actor_id.hex() == actor_id else num_missed + 1
+    ray.kill(ray.get_actor(own, namespace=NAMESPACE), no_restart=True)
+
+
 class SimpleStorageInstance(Instance):
     """An instance of ``tq_simple``."""
 
     prefix = "tq-"
     distribution = "dataplane-tq-simple"
-    protocol = 3
+    protocol = 4
     keeps_units = True
 
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from pydantic import Field, field_validator
 
 from dataplane_core.backends import CapacityOptions
@@ -35,6 +37,21 @@ class QueueConfig(CapacityOptions):
 
     unit_num_cpus: float = Field(default=0, ge=0)
     """Logical CPUs that Ray reserves for each storage unit."""
+
+    journal: str | None = None
+    """A folder that every node of the cluster sees. The controller records there what it does, so that Ray can start it
+    again if it dies, and it goes on. Default: none; if the controller dies, the instance is lost."""
+
+    journal_sync: bool = True
+    """Whether the controller answers only when the disk has what it recorded. If not, the record survives the end of
+    the process, but not that of its machine."""
+
+    @field_validator("journal")
+    @classmethod
+    def _is_an_absolute_folder(cls, value: str | None) -> str | None:
+        if value is not None and not os.path.isabs(value):
+            raise ValueError(f"journal {value!r} is not an absolute path. Expected a folder that every node sees.")
+        return value
 
     @field_validator("ray_address")
     @classmethod

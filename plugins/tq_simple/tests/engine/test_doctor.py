@@ -29,6 +29,18 @@ def test_a_local_ray_of_too_few_cpus_is_an_error_with_the_numbers():
     assert findings(Level.ERROR, ray_num_cpus=0) == []
 
 
+def test_it_says_whether_the_controller_keeps_a_journal(tmp_path):
+    def said(level, **options):
+        return " ".join(f"{what} {hint}" for what, hint in findings(level, ray_num_cpus=2, **options))
+
+    assert "keeps no journal: if it dies, the instance is lost" in said(Level.OK)
+    assert f"keeps a journal in {tmp_path}, and answers when the disk has it" in said(Level.OK, journal=str(tmp_path))
+    assert "before the disk has it" in said(Level.OK, journal=str(tmp_path), journal_sync=False)
+    assert f"There is no folder {tmp_path}/nowhere" in said(Level.ERROR, journal=f"{tmp_path}/nowhere")
+    with pytest.raises(ValueError, match="not an absolute path"):
+        TQSimpleConfig(journal="here")
+
+
 def test_a_running_cluster_of_too_few_cpus_is_an_error_with_the_numbers(ray_cluster):
     options = {"ray_address": ray_cluster, "num_storage_units": 3}
     ((what, _),) = findings(Level.ERROR, **options, unit_num_cpus=3)

@@ -264,8 +264,6 @@ def test_a_folder_that_cannot_be_used_is_an_error_at_the_start(ray_address: str,
     with pytest.raises(BackendUnavailableError, match=r"there is no folder .*nowhere") as error:
         connect(options(ray_address, tmp_path / "nowhere"), bootstrap=True)
     assert not error.value.retryable
-    with pytest.raises(BackendUnavailableError, match=r"journal in /proc/.* cannot be opened"):
-        connect(options(ray_address, Path("/proc")), bootstrap=True)
 
 
 class Owner:

@@ -172,5 +172,7 @@ def test_without_units_the_ledger_numbers_writes(tmp_path: Path) -> None:
 def test_a_folder_that_no_node_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailableError, match="there is no folder"):
         Controller(tmp_path / "nowhere" / "journal")
+    with pytest.raises(BackendUnavailableError, match=r"journal in /proc/.* cannot be opened"):
+        RecordedService(Path("/proc/journal"), None, False)
     with pytest.raises(BackendUnavailableError, match="there is no journal"):
         RecordedService(tmp_path / "journal", None, False, must_exist=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 __all__ = [
+    "AlreadyDoneError",
     "AlreadyRunningError",
     "BackendError",
     "BackendUnavailableError",
@@ -27,9 +28,11 @@ __all__ = [
     "InvalidTypeError",
     "LeaseExpiredError",
     "LeaseHolder",
+    "LostReplyError",
     "LostSamplesError",
     "MissingDataError",
     "OperationTimeoutError",
+    "Outcome",
     "PluginError",
     "PluginImportError",
     "PluginSignatureError",
@@ -313,10 +316,22 @@ class LeaseExpiredError(DataPlaneError, RuntimeError):
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
+#: Whether an operation that failed was carried out, as far as the store can tell.
+Outcome: TypeAlias = Literal["done", "not_done", "unknown"]
+
+
 class OperationTimeoutError(DataPlaneError, TimeoutError):
-    """The deadline passed. A put may or may not have happened. A read or claim returned nothing."""
+    """The deadline passed. A put, ack, nack or renew may have happened or not. A read or claim returned nothing.
+
+    Attributes:
+        outcome: Whether it was carried out: ``done``, ``not_done``, or ``unknown``.
+    """
 
     default_retryable = True
+
+    def __init__(self, message: str, *, outcome: Outcome = "unknown", **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.outcome: Outcome = outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,9 +414,29 @@ class ClientClosedError(DataPlaneError, RuntimeError):
 
 
 class BackendUnavailableError(DataPlaneError, ConnectionError):
-    """The backend cannot be reached, or died."""
+    """The backend cannot be reached, or died.
+
+    Attributes:
+        outcome: Whether the operation was carried out: ``done``, ``not_done``, or ``unknown``.
+    """
 
     default_retryable = True
+
+    def __init__(self, message: str, *, outcome: Outcome = "unknown", **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.outcome: Outcome = outcome
+
+
+class LostReplyError(BackendUnavailableError):
+    """The operation was sent and its reply was lost: it may have happened or not.
+
+    A hook raises it as soon as it knows. The client repeats the operation until its deadline, if the backend declares
+    ``repeatable``, and raises it at the deadline.
+    """
+
+
+class AlreadyDoneError(DataPlaneError):
+    """An earlier request with the same id was carried out. A backend answers as it did then; no user sees this."""
 
 
 class BackendError(DataPlaneError, RuntimeError):

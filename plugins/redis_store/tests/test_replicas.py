@@ -120,7 +120,8 @@ def test_a_failover_under_load_loses_nothing_acknowledged(start_server, connect,
     told = load.end()
     assert check_told(client, [told]) == (set(), {})
     assert told["acked"]
-    assert told["errors"]  # the failover was noticed
+    failed = {name for name, _, text in told["errors"] if "put_samples(" in text or "ack(" in text}
+    assert failed <= {"LeaseExpiredError"}  # those under way were repeated; a lease that no replica had is lost
 
 
 def test_waiting_for_the_sync_needs_a_server_that_can(start_server, connect):

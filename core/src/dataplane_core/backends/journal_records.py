@@ -51,9 +51,9 @@ __all__ = [
 ]
 
 #: The version of the format that this module writes.
-VERSION: Final = 5
+VERSION: Final = 6
 #: The versions that it reads.
-READABLE: Final = (3, 4, VERSION)
+READABLE: Final = (3, 4, 5, VERSION)
 #: Length of a digest.
 DIGEST_BYTES: Final = 16
 _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or begin a new store."
@@ -159,6 +159,14 @@ _ABSENT: Final[Mapping[int, Mapping[str, Mapping[str, Any]]]] = {
             "batch_index": 0,
             "batch_epoch": None,
         },
+    },
+    5: {
+        commands.BeginPut.op: {"request_id": None},
+        **{
+            each.op: {"request_id": None, "left_s": 0.0}
+            for each in (commands.PutTags, commands.Ack, commands.Nack, commands.Renew)
+        },
+        commands.Expire.op: {"done": []},
     },
 }
 

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dataplane_core.backends.base import Backend
 from dataplane_core.backends.bundles import APART_SHARE, Bundle, bundles_of
 from dataplane_core.errors import (
+    AlreadyDoneError,
     BackendError,
     CapacityExceededError,
     DataPlaneError,
@@ -82,6 +83,7 @@ __all__ = ["LEDGER_CAPABILITIES", "CapacityOptions", "LedgerBackend", "RefsGoneE
 LEDGER_CAPABILITIES: Final[frozenset[Capability]] = (OPERATIONS - {Capability.CLIENTS, Capability.UNITS}) | {
     Capability.FENCED,
     Capability.ATOMIC_OVERWRITE,
+    Capability.REPEATABLE,
 }
 
 #: Seconds beyond its deadline after which a put that was not committed counts as abandoned.
@@ -94,6 +96,7 @@ _LATE_UNDO_S: Final = 1.0
 _STILL_WAITS_S: Final = 15.0
 #: Errors of `BeginPut` after which nothing is reserved. After any other error, bytes may be reserved.
 _REFUSALS: Final = (
+    AlreadyDoneError,
     CapacityExceededError,
     InvalidRequestError,
     StalePartitionError,
@@ -215,8 +218,12 @@ class LedgerBackend(Backend, ABC):
 
     def put_samples(self, request: PutRequest) -> PutReply:
         """Reserves, stores and commits. If there is no room, tries again, unless ``on_full`` is ``raise``."""
+        with suppress(AlreadyDoneError):
+            self._put_samples(request)
+        return PutReply(num_samples=len(request.sample_ids))
+
+    def _put_samples(self, request: PutRequest) -> None:
         num_samples = len(request.sample_ids)
-        reply = PutReply(num_samples=num_samples)
         if request.columns.keys() != request.specs.keys():
             raise BackendError(
                 f"put_samples('{request.partition_id}', {num_samples} samples) refused: the request holds columns "
@@ -226,15 +233,18 @@ class LedgerBackend(Backend, ABC):
             )
         if not request.columns:
             tags = request.tags or [{}] * num_samples
-            put = commands.PutTags(request.partition_id, request.sample_ids, tags, request.epoch)
+            put = commands.PutTags(
+                *(request.partition_id, request.sample_ids, tags, request.epoch),
+                request_id=request.request_id,
+                left_s=_left_s(request.deadline),
+            )
             self._ledger(request.deadline, put)
-            return reply
+            return
         self._finish_undoing(request.deadline)
         columns = {name: request.columns[name] for name in request.specs}  # in the ledger's order of slots
         bundles = bundles_of(columns, num_samples, self.row_cost_bytes, self.apart_share)
         freed = self._put_when_there_is_room(request, bundles)
         self._collect(freed, request.deadline)
-        return reply
 
     def get_samples(self, request: GetRequest) -> WireBatch:
         """Locates the cells and fetches them. Repeats both if the cells were overwritten in between."""
@@ -434,6 +444,7 @@ class LedgerBackend(Backend, ABC):
                         f"put_samples('{request.partition_id}', {len(request.sample_ids)} samples) timed out waiting "
                         f"for room. Nothing was written. {error.message}",
                         hint=error.hint,
+                        outcome="not_done",
                     ) from error
                 if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
                     ticket.queued_at, ticket.waited = now, True
@@ -459,7 +470,8 @@ class LedgerBackend(Backend, ABC):
             write_id=drawn,
             splits=splits,
             ticket=None if ticket is None else ticket.id,
-            ttl_s=max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S,
+            ttl_s=_left_s(request.deadline) + _ABANDON_GRACE_S,
+            request_id=request.request_id,
         )
         try:
             write_id = self._begin(begin, bundles, request.deadline)
@@ -509,8 +521,13 @@ class LedgerBackend(Backend, ABC):
 
     def _settle(self, request: Any, kind: Callable[..., commands.Settle], *extra: float) -> SettleReply:
         leased = (request.partition_id, request.task_name, request.sample_ids, request.lease_tokens)
-        self._ledger(request.deadline, kind(*leased, *extra))
+        settle = kind(*leased, *extra, request_id=request.request_id, left_s=_left_s(request.deadline))
+        self._ledger(request.deadline, settle)
         return SettleReply(num_samples=len(request.sample_ids))
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def _size_bytes(bundles: Sequence[Bundle]) -> int:

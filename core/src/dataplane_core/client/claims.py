@@ -309,5 +309,9 @@ class Claims(Overview):
                 deadline=self._deadline(),
                 **extra,
             )
-            reply = self._call(operation, request, SettleReply)
+
+            def copied() -> Any:
+                return replace(request, sample_ids=list(tokens), lease_tokens=list(tokens.values()))
+
+            reply = self._call_once(operation, copied, SettleReply, request.deadline)
             check_counts(f"{operation}('{meta.partition_id}')", len(tokens), rows=reply.num_samples)

@@ -166,7 +166,8 @@ class DataPlaneClient(Claims):
                 null among numbers.
             UnknownPartitionError: Not registered.
             CapacityExceededError: The store is full.
-            OperationTimeoutError: The write may have happened or not.
+            LostReplyError: The store was lost before it answered, and did not come back before the deadline.
+            OperationTimeoutError: Its ``outcome`` says whether the write happened, if the store could tell.
 
         Examples:
             >>> ids = ["p0_g0", "p0_g1", "p1_g0", "p1_g1"]
@@ -439,14 +440,18 @@ class DataPlaneClient(Claims):
 
     def _commit(self, where: str, request: PutRequest) -> None:
         """Calls the hook with a copy, since middleware changes the requests that it is given."""
-        copied = replace(
-            request,
-            sample_ids=list(request.sample_ids),
-            columns={name: list(each) if isinstance(each, list) else each for name, each in request.columns.items()},
-            specs=dict(request.specs),
-            tags=None if request.tags is None else [dict(row) for row in request.tags],
-        )
-        reply = self._call("put_samples", copied, PutReply)
+
+        def copied() -> PutRequest:
+            columns = {name: list(each) if isinstance(each, list) else each for name, each in request.columns.items()}
+            return replace(
+                request,
+                sample_ids=list(request.sample_ids),
+                columns=columns,
+                specs=dict(request.specs),
+                tags=None if request.tags is None else [dict(row) for row in request.tags],
+            )
+
+        reply = self._call_once("put_samples", copied, PutReply, request.deadline)
         check_counts(where, len(request.sample_ids), rows=reply.num_samples)
 
     def _epoch(self, request: PutRequest) -> str:

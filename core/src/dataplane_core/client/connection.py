@@ -14,6 +14,7 @@ import pluggy
 from dataplane_core.backends import Backend
 from dataplane_core.client.announcing import Announcer, RunningCall
 from dataplane_core.client.forks import fork_hint, open_clients
+from dataplane_core.client.repeating import carry_out_once
 from dataplane_core.client.waiting import Waiters
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import (
@@ -248,6 +249,19 @@ class Connection:
                 f"{what} refused: backend '{self.backend_name}' does not declare '{capability}'.",
                 hint=f"It declares: {', '.join(sorted(self._capabilities)) or 'nothing'}.",
             )
+
+    def _call_once(self, operation: str, request: Callable[[], Any], reply_type: type[_R], deadline: float) -> _R:
+        """Calls a hook that has request ids. Repeats the call if its reply was lost. See `carry_out_once`.
+
+        Args:
+            operation: The hook.
+            request: Makes a copy of the request, since middleware changes the requests that it is given.
+            reply_type: The type of its reply.
+            deadline: That of the request.
+        """
+        return carry_out_once(
+            lambda: self._call(operation, request(), reply_type), deadline, Capability.REPEATABLE in self._capabilities
+        )
 
     def _call(self, operation: str, request: Any, reply_type: type[_R]) -> _R:
         hook: Callable[..., Any] = getattr(self._hooks, operation)

@@ -21,6 +21,8 @@ __all__ = ["check_command"]
 _MOST_BYTES: Final = 1 << 50
 _MOST_RANKS: Final = 1 << 20
 _MOST_IDS: Final = 1 << 128
+#: The most characters of the id of a request.
+_MOST_CHARACTERS: Final = 64
 
 
 def check_command(command: Command[Any]) -> None:
@@ -44,6 +46,7 @@ def check_command(command: Command[Any]) -> None:
             _expect(command, not math.isnan(command.wait_s), "wait_s")
         case commands.PutTags():
             _check_rows(command, command.sample_ids, command.tags)
+            _check_request(command, command.request_id, command.left_s)
         case commands.Locate():
             _expect(command, len(command.fields) > 0, "fields")
         case commands.ListSamples():
@@ -54,6 +57,7 @@ def check_command(command: Command[Any]) -> None:
             _check_claim(command.claim)
         case commands.Settle():
             _expect(command, len(command.sample_ids) == len(command.tokens), "tokens")
+            _check_request(command, command.request_id, command.left_s)
             if isinstance(command, commands.Renew):
                 _expect(command, math.isfinite(command.lease_s) and command.lease_s > 0, "lease_s")
         case commands.Expire():
@@ -74,7 +78,7 @@ def _check_put(put: commands.BeginPut) -> None:
     sizes = [put.row_bytes, *(split.row_bytes for split in put.splits)]
     _expect(put, all(min(each, default=0) >= 0 for each in sizes) and put.size_bytes <= _MOST_BYTES, "row_bytes")
     _expect(put, put.write_id is None or 0 <= put.write_id < _MOST_IDS - put.num_ids, "write_id")
-    _expect(put, math.isfinite(put.ttl_s), "ttl_s")
+    _check_request(put, put.request_id, put.ttl_s, "ttl_s")
 
 
 def _check_claim(claim: commands.ClaimSamples) -> None:
@@ -88,6 +92,11 @@ def _check_claim(claim: commands.ClaimSamples) -> None:
 
 def _check_rows(command: Command[Any], sample_ids: Sequence[str], aligned: Sequence[Any]) -> None:
     _expect(command, len(set(sample_ids)) == len(sample_ids) == len(aligned), "sample_ids")
+
+
+def _check_request(command: Command[Any], request_id: str | None, left_s: float, name: str = "left_s") -> None:
+    _expect(command, request_id is None or len(request_id) <= _MOST_CHARACTERS, "request_id")
+    _expect(command, math.isfinite(left_s), name)
 
 
 def _is_lease(lease: Sequence[Any]) -> bool:

@@ -181,6 +181,8 @@ def size_of(row_bytes: Sequence[int], splits: Sequence[Split]) -> int:
 class BeginPut(Command[int]):
     """Validates a put and reserves its bytes. Reply: the write id. Raises as the hook ``put_samples``.
 
+    Also raises `AlreadyDoneError`: a put of the same ``request_id`` is committed.
+
     Attributes:
         partition_id: The partition.
         sample_ids: Unique ids.
@@ -192,6 +194,7 @@ class BeginPut(Command[int]):
         splits: The fields whose payload is apart. See `writes_of`.
         ticket: The id of the put in the queue for room (`WaitForRoom`). None: it does not queue.
         ttl_s: Seconds after which the put, if not committed, counts as abandoned.
+        request_id: The id of the request, the same when it is repeated. None: it is not repeated.
     """
 
     op = "begin_put"
@@ -206,6 +209,7 @@ class BeginPut(Command[int]):
     splits: Sequence[Split] = ()
     ticket: str | None = None
     ttl_s: float
+    request_id: str | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -260,6 +264,7 @@ class CommitPut(Command[list[Ref]]):
             Nothing is visible, and the put's own refs are free.
         SchemaMismatchError, InvalidRequestError, UnsupportedOperationError: A put that committed since `BeginPut` fixed
             another schema, filled the group, or wrote the cells. Nothing is visible, and the put's refs are free.
+        AlreadyDoneError: A put with the same request id committed since `BeginPut`. The put's refs are free.
     """
 
     op = "commit_put"
@@ -276,13 +281,16 @@ class AbortPut(Command[list[Ref]]):
 
 @dataclass(frozen=True, slots=True)
 class PutTags(Command[None]):
-    """A put without payload, in one step. Raises as `BeginPut`."""
+    """A put without payload, in one step. Raises as `BeginPut`. `Settle` says what its last two fields are."""
 
     op = "put_tags"
     partition_id: str
     sample_ids: Sequence[str]
     tags: Sequence[Mapping[str, TagValue]]
     epoch: str | None = None
+    _: KW_ONLY
+    request_id: str | None = None
+    left_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +445,15 @@ class MayClaim(Command[bool]):
 class Settle(Command[None]):
     """The base of `Ack`, `Nack` and `Renew`: samples that a task holds on lease, each with its token.
 
+    Attributes:
+        partition_id: The partition.
+        task_name: The task.
+        sample_ids: The samples.
+        tokens: Their tokens.
+        request_id: The id of the request. If one with this id was carried out, nothing is changed. None: it is not
+            repeated.
+        left_s: Seconds until its deadline. The ledger knows the id for a minute longer.
+
     Raises:
         UnknownPartitionError, UnknownTaskError: Not registered.
         LeaseExpiredError: Some token is no longer valid. Nothing changed.
@@ -447,6 +464,9 @@ class Settle(Command[None]):
     task_name: str
     sample_ids: Sequence[str]
     tokens: Sequence[str]
+    _: KW_ONLY
+    request_id: str | None = None
+    left_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,16 +503,18 @@ class Consumed(Command[bool]):
 
 @dataclass(frozen=True, slots=True)
 class Expire(Command[None]):
-    """Ends leases and aborts unfinished puts. Ignores those that no longer exist.
+    """Ends leases, aborts unfinished puts, forgets ids of requests. Ignores those that no longer exist.
 
     Attributes:
         leases: Partition, task, token and sample ids of each.
         writes: Unfinished puts.
+        done: The ids of requests whose time is over; see `DoneRequests.forget`.
     """
 
     op = "expire"
     leases: Sequence[Sequence[Any]]
     writes: Sequence[WriteId]
+    done: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from itertools import repeat
 from typing import Any, Final, NoReturn
 
 from dataplane_core.errors import (
+    AlreadyDoneError,
     CapacityExceededError,
     InvalidRequestError,
     MissingDataError,
@@ -41,6 +42,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.commands import Command, Located, Part, Reply
+from dataplane_core.ledger.done import DoneRequests
 from dataplane_core.ledger.partition import Partition, PutWrites, Task
 from dataplane_core.ledger.room import RoomQueue
 from dataplane_core.ledger.rows import Cells, Ref, Row, group_of
@@ -58,6 +60,9 @@ from dataplane_core.spec import (
 )
 
 __all__ = ["Ledger"]
+
+#: A journal records that the ids of requests are forgotten if they are at least so many.
+_FORGOTTEN_TOGETHER: Final = 1000
 
 
 @lru_cache(maxsize=4096)
@@ -95,6 +100,8 @@ class Pending:
     tags: list[dict[str, TagValue]] | None
     known: list[Row | None]
     expires_at: float
+    ttl_s: float
+    request_id: str | None
 
     def writes(self, write_id: int) -> list[commands.Write]:
         """Its writes."""
@@ -145,6 +152,7 @@ class Ledger:
         self._garbage: dict[Ref, int | None] = {}  # ref -> the first write of its put, if it was abandoned
         self.held_bytes = 0
         self._room = RoomQueue()
+        self._done = DoneRequests()
         self._next_write = 1
         self._next_seq = 1
 
@@ -202,6 +210,8 @@ class Ledger:
             tags=None if command.tags is None else [dict(row) for row in command.tags],
             known=known,
             expires_at=now + command.ttl_s,
+            ttl_s=command.ttl_s,
+            request_id=command.request_id,
         )
         return write_id
 
@@ -231,6 +241,7 @@ class Ledger:
             )
         partition = self._partitions.get(pending.partition_id)
         try:
+            self._refuse_done(pending.partition_id, pending.request_id)
             if partition is None or partition.info.epoch != pending.epoch:
                 self._refuse_stale(pending, "the partition was cleared or registered again")
             if partition.version != pending.version:
@@ -243,6 +254,7 @@ class Ledger:
             self._abandon(write_id, pending)
             raise
         partition.version += 1
+        self._note_done(pending.request_id, pending.ttl_s, now)
         return self._apply_put(partition, write_id, pending, now)
 
     @_apply.register
@@ -255,10 +267,15 @@ class Ledger:
     @_apply.register
     def _put_tags(self, command: commands.PutTags, now: float) -> None:
         ids = command.sample_ids
-        put = commands.BeginPut(command.partition_id, ids, {}, [0] * len(ids), command.tags, command.epoch, ttl_s=1.0)
+        put = commands.BeginPut(
+            *(command.partition_id, ids, {}, [0] * len(ids), command.tags, command.epoch),
+            ttl_s=max(1.0, command.left_s),
+            request_id=command.request_id,
+        )
         self._commit_put(commands.CommitPut(self._begin_put(put, now)), now)
 
     def _check_begin(self, put: commands.BeginPut, bound: int | None, now: float) -> tuple[Partition, list[Row | None]]:
+        self._refuse_done(put.partition_id, put.request_id)
         partition = self._partition(put.partition_id)
         if put.epoch is not None and put.epoch != partition.info.epoch:
             raise StalePartitionError(
@@ -349,6 +366,17 @@ class Ledger:
             freed += partition.write_row(put, index, sample_id, seq + index, tags, now)
         self._next_seq += len(pending.sample_ids)
         return self._free(partition, freed)
+
+    def _refuse_done(self, partition_id: str, request_id: str | None) -> None:
+        if request_id in self._done:
+            raise AlreadyDoneError(f"put_samples('{partition_id}') is done already. Nothing was written again.")
+
+    def _note_done(self, request_id: str | None, left_s: float, now: float) -> None:
+        """Keeps the id of a request that was carried out."""
+        if request_id is not None:
+            looks = self._done.add(request_id, left_s, now)
+            if looks and self._self_expiring:
+                self._done.forget(self._done.due(now))
 
     def _refuse_stale(self, pending: Pending, what: str) -> NoReturn:
         raise StalePartitionError(
@@ -466,7 +494,9 @@ class Ledger:
 
     @_apply.register
     def _settle(self, command: commands.Settle, now: float) -> None:
-        self._partition(command.partition_id).settle(command, now)
+        if command.request_id not in self._done:
+            self._partition(command.partition_id).settle(command, now)
+            self._note_done(command.request_id, command.left_s, now)
 
     @_apply.register
     def _consumed(self, command: commands.Consumed, now: float) -> bool:
@@ -493,8 +523,8 @@ class Ledger:
         leases = [
             (partition.partition_id, *lease) for partition in self._partitions.values() for lease in partition.due(now)
         ]
-        writes = self._abandoned(now)
-        return commands.Expire(leases, writes) if leases or writes else None
+        writes, done = self._abandoned(now), self._done.due(now, _FORGOTTEN_TOGETHER)
+        return commands.Expire(leases, writes, done) if leases or writes or done else None
 
     @_apply.register
     def _expire(self, command: commands.Expire, now: float) -> None:
@@ -503,6 +533,7 @@ class Ledger:
             if partition is not None and task_name in partition.tasks:
                 partition.end_lease(task_name, token, sample_ids)
         self._give_up(command.writes)
+        self._done.forget(command.done)
 
     # --- clearing -----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ The state is a sequence of sections. Each is a map for msgpack with its kind und
       rows      the rows in order of first write, column by column
     pending     a put that is not yet committed
     garbage     refs that are free and not yet collected; and their put, if it was abandoned
+    done        ids of requests that were carried out
 
 Times are seconds left. What can be derived is not saved: views, groups, counts, the heap of leases. The queue for room
 is not saved either, since waiting puts report again and again.
@@ -94,12 +95,15 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "tags": Sequence[Mapping[str, TagValue]] | None,
         "known_seqs": Sequence[int | None],
         "left_s": float,
+        "ttl_s": float,
+        "request_id": str | None,
     },
     "garbage": {"refs": Sequence[tuple[bytes, Sequence[int]]], "put": bytes | None},
+    "done": {"kept": int, "first": int, "request_ids": Sequence[str], "left_s": float},
 }
 #: What earlier versions of the format lack.
 _ABSENT: Final = {("writes", "num_sharers"), ("partition", "num_cleared"), ("partition", "held_bytes")} | {
-    *(("rows", "ages_s"), ("pending", "splits"), ("garbage", "put"))
+    *(("rows", "ages_s"), ("pending", "splits"), ("pending", "ttl_s"), ("pending", "request_id"), ("garbage", "put"))
 }
 _HOLD: Final[Mapping[str, Any]] = {
     "task_name": str,
@@ -156,6 +160,8 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
             "tags": pending.tags,
             "known_seqs": [None if row is None else row.seq for row in pending.known],
             "left_s": max(0.0, pending.expires_at - now),
+            "ttl_s": pending.ttl_s,
+            "request_id": pending.request_id,
         }
     garbage: dict[int | None, list[Ref]] = {}
     for ref, put in ledger._garbage.items():
@@ -163,6 +169,8 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
     for put, all_refs in garbage.items():
         for refs in _portions(all_refs):
             yield {"part": "garbage", "refs": pack_refs(refs), "put": None if put is None else pack_write_id(put)}
+    for kept, first, ids, left_s in ledger._done.portions(_SECTION_ITEMS, now):
+        yield {"part": "done", "kept": kept, "first": first, "request_ids": ids, "left_s": left_s}
 
 
 class StateReader:
@@ -219,6 +227,9 @@ class StateReader:
             ledger._garbage.update(
                 dict.fromkeys(unpack_refs(section["refs"]), None if put is None else unpack_write_id(put))
             )
+        elif part == "done":
+            done = (section["kept"], section["first"], section["request_ids"], section["left_s"])
+            ledger._done.restore(*done, now)
         else:
             raise ValueError(f"section {part!r} does not belong here")
 
@@ -413,6 +424,8 @@ def _restore_pending(ledger: Ledger, section: Mapping[str, Any], now: float) -> 
         tags=section["tags"],
         known=known,
         expires_at=now + section["left_s"],
+        ttl_s=section.get("ttl_s", section["left_s"]),  # none in version 5 of the format, and no id
+        request_id=section.get("request_id"),
     )
 
 

@@ -54,6 +54,9 @@ class Capability(StrEnum):
     """A read that overlaps an overwrite sees, per sample, all old or all new cells."""
     WAKES = "wakes"
     """A claim that waits, and a put that waits for room, is woken when it may go on."""
+    REPEATABLE = "repeatable"
+    """A put, ack, nack or renew repeated with the same ``request_id`` is carried out once, and gives the first outcome,
+    until at least 60 s after its deadline."""
     NO_PICKLE = "no_pickle"
     """Neither core nor the engine unpickles bytes from outside the process."""
 

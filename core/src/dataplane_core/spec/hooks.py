@@ -200,6 +200,8 @@ class PutRequest:
         tags: One dict per row, merged key by key into the tags that the sample has, or None.
         epoch: The registration that the client checked the put against, or None. If another one is current, the
             backend raises `StalePartitionError` and writes nothing.
+        request_id: The id of this put: random bits drawn by the client (`new_id`). The client repeats a put whose reply
+            was lost with the same id. Middleware leaves it as it is.
         deadline: On `time.monotonic`'s clock, in seconds.
     """
 
@@ -209,6 +211,7 @@ class PutRequest:
     specs: dict[str, FieldSpec]
     tags: list[dict[str, TagValue]] | None
     epoch: str | None = None
+    request_id: str = field(default_factory=new_id)
     deadline: float
 
 
@@ -276,35 +279,38 @@ class ClaimRequest:
 
 @dataclass(slots=True, kw_only=True)
 class AckRequest:
-    """Settle leased samples as consumed."""
+    """Settle leased samples as consumed. ``request_id`` is as that of `PutRequest`."""
 
     partition_id: str
     task_name: str
     sample_ids: list[str]
     lease_tokens: list[str]
+    request_id: str = field(default_factory=new_id)
     deadline: float
 
 
 @dataclass(slots=True, kw_only=True)
 class NackRequest:
-    """Give leased samples back to the pool."""
+    """Give leased samples back to the pool. ``request_id`` is as that of `PutRequest`."""
 
     partition_id: str
     task_name: str
     sample_ids: list[str]
     lease_tokens: list[str]
+    request_id: str = field(default_factory=new_id)
     deadline: float
 
 
 @dataclass(slots=True, kw_only=True)
 class RenewRequest:
-    """Extend leases to ``lease_s`` seconds from now."""
+    """Extend leases to ``lease_s`` seconds from now. ``request_id`` is as that of `PutRequest`."""
 
     partition_id: str
     task_name: str
     sample_ids: list[str]
     lease_tokens: list[str]
     lease_s: float
+    request_id: str = field(default_factory=new_id)
     deadline: float
 
 
@@ -814,7 +820,9 @@ class DataPlaneSpec:
             InvalidRequestError: An id has no ``_g``, or a group would have too many members. Nothing is written.
             StalePartitionError: ``epoch`` is not the current registration. Nothing is written.
             CapacityExceededError: The store is full and configured to raise.
-            OperationTimeoutError: The put may or may not be written.
+            LostReplyError: The put was sent and its reply is lost. The client calls the hook again with the same
+                ``request_id``, if the backend declares ``repeatable``.
+            OperationTimeoutError: Its ``outcome`` says whether the put is written.
         """
 
     @hookspec(firstresult=True)

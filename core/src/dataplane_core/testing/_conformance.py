@@ -37,6 +37,7 @@ from dataplane_core.testing.suites.put import PutSuite
 from dataplane_core.testing.suites.put_refusals import PutRefusalSuite
 from dataplane_core.testing.suites.races import RaceSuite
 from dataplane_core.testing.suites.registration import RegistrationSuite
+from dataplane_core.testing.suites.repeats import RepeatSuite
 from dataplane_core.testing.suites.room import RoomSuite
 from dataplane_core.testing.suites.samplers import SamplerSuite
 from dataplane_core.testing.suites.smoke import SmokeSuite
@@ -71,6 +72,7 @@ class BackendConformance(
     ClientSuite,
     UnitSuite,
     WakeSuite,
+    RepeatSuite,
     TagFilterSuite,
     LeaseSuite,
     GroupSuite,

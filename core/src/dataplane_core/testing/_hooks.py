@@ -41,6 +41,7 @@ from dataplane_core.spec import (
     UnitList,
     WireBatch,
     check_tag_filter,
+    new_id,
 )
 
 __all__ = ["Hooks"]
@@ -100,6 +101,7 @@ class Hooks:
         tags: Sequence[Mapping[str, Any]] | None = None,
         *,
         epoch: str | None = None,
+        request_id: str | None = None,
     ) -> PutReply:
         """``put_samples``, with the fields encoded in the backend's wire format."""
         columns, specs = ({}, {}) if fields is None else encode_columns(fields, len(sample_ids), self._wire)
@@ -110,6 +112,7 @@ class Hooks:
             specs=specs,
             tags=None if tags is None else [dict(row) for row in tags],
             epoch=epoch,
+            request_id=request_id or new_id(),
             deadline=self._deadline(),
         )
         return self._call("put_samples", request, PutReply)
@@ -153,16 +156,28 @@ class Hooks:
         return self._call("claim", request, Claim)
 
     def ack(
-        self, partition_id: str, sample_ids: Sequence[str], tokens: Sequence[str], task: str = "train"
+        self,
+        partition_id: str,
+        sample_ids: Sequence[str],
+        tokens: Sequence[str],
+        task: str = "train",
+        *,
+        request_id: str | None = None,
     ) -> SettleReply:
         """``ack``."""
-        return self._settle("ack", AckRequest, partition_id, sample_ids, tokens, task)
+        return self._settle("ack", AckRequest, partition_id, sample_ids, tokens, task, request_id)
 
     def nack(
-        self, partition_id: str, sample_ids: Sequence[str], tokens: Sequence[str], task: str = "train"
+        self,
+        partition_id: str,
+        sample_ids: Sequence[str],
+        tokens: Sequence[str],
+        task: str = "train",
+        *,
+        request_id: str | None = None,
     ) -> SettleReply:
         """``nack``."""
-        return self._settle("nack", NackRequest, partition_id, sample_ids, tokens, task)
+        return self._settle("nack", NackRequest, partition_id, sample_ids, tokens, task, request_id)
 
     def renew(
         self,
@@ -171,9 +186,11 @@ class Hooks:
         tokens: Sequence[str],
         lease_s: float,
         task: str = "train",
+        *,
+        request_id: str | None = None,
     ) -> SettleReply:
         """``renew``."""
-        return self._settle("renew", RenewRequest, partition_id, sample_ids, tokens, task, lease_s=lease_s)
+        return self._settle("renew", RenewRequest, partition_id, sample_ids, tokens, task, request_id, lease_s=lease_s)
 
     def consumed(self, partition_id: str, tasks: Sequence[str] = ("train",)) -> ConsumptionReply:
         """``check_consumption``."""
@@ -222,6 +239,7 @@ class Hooks:
         sample_ids: Sequence[str],
         tokens: Sequence[str],
         task: str,
+        request_id: str | None,
         **extra: Any,
     ) -> SettleReply:
         request = request_type(
@@ -229,6 +247,7 @@ class Hooks:
             task_name=task,
             sample_ids=list(sample_ids),
             lease_tokens=list(tokens),
+            request_id=request_id or new_id(),
             deadline=self._deadline(),
             **extra,
         )

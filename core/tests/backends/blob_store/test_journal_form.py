@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 from blob_stores import Clock, journaled, open_client, trimmed
 
 from dataplane_core.backends.journal_records import DIGEST_BYTES, OPS, Record, seal
-from dataplane_core.errors import CorruptDataError, LeaseExpiredError
+from dataplane_core.errors import AlreadyDoneError, CorruptDataError, LeaseExpiredError
+from dataplane_core.ledger import commands
 
 _GOLDEN = {
-    version: json.loads((Path(__file__).parent / "golden" / f"v{version}.json").read_text()) for version in (3, 4, 5)
+    version: json.loads((Path(__file__).parent / "golden" / f"v{version}.json").read_text()) for version in (3, 4, 5, 6)
 }
 RECORDS = {version: [base64.b64decode(text) for text in file["records"]] for version, file in _GOLDEN.items()}
 BLOBS = {
@@ -21,23 +23,23 @@ BLOBS = {
 }
 FIELDS = {
     "begin": "store",
-    "expire": "leases writes",
+    "expire": "leases writes done",
     "plan": "snapshot",
     "snapshot": "store snapshot chunks nbytes digest records garbage",
     "register": "partition_id fields num_samples consumer_tasks grpo_group_size enums epoch if_exists",
-    "begin_put": "partition_id sample_ids specs row_bytes tags epoch write_id splits ticket ttl_s",
+    "begin_put": "partition_id sample_ids specs row_bytes tags epoch write_id splits ticket ttl_s request_id",
     "wait_for_room": "ticket size_bytes wait_s",
     "commit_put": "write_id",
     "abort_put": "write_id",
-    "put_tags": "partition_id sample_ids tags epoch",
+    "put_tags": "partition_id sample_ids tags epoch request_id left_s",
     "claim": (
         "partition_id task_name required_fields batch_size all_or_nothing lease_s tag_filter token holder sampler "
         "dp_rank dp_size batch_index batch_epoch"
     ),
     "set_cursor": "partition_id task_name sample_ids create",
-    "ack": "partition_id task_name sample_ids tokens",
-    "nack": "partition_id task_name sample_ids tokens",
-    "renew": "partition_id task_name sample_ids tokens lease_s",
+    "ack": "partition_id task_name sample_ids tokens request_id left_s",
+    "nack": "partition_id task_name sample_ids tokens request_id left_s",
+    "renew": "partition_id task_name sample_ids tokens request_id left_s lease_s",
     "clear": "partition_id sample_ids",
     "collected": "refs",
 }
@@ -58,7 +60,7 @@ def test_the_ops_and_their_fields_are_these():
 
 def test_the_file_holds_every_op_and_is_written_again_byte_for_byte():
     seen = set()
-    for seq, data in enumerate(RECORDS[5]):
+    for seq, data in enumerate(RECORDS[6]):
         record = Record.from_bytes(data, seq)
         held = msgpack.unpackb(data[DIGEST_BYTES:])
         assert list(held) == ["v", "seq", "prev", "op", *FIELDS[record.command.op].split()]
@@ -67,7 +69,7 @@ def test_the_file_holds_every_op_and_is_written_again_byte_for_byte():
     assert seen == set(FIELDS)
 
 
-@pytest.mark.parametrize("version", [3, 4, 5])
+@pytest.mark.parametrize("version", [3, 4, 5, 6])
 @pytest.mark.parametrize("way", ["all records", "snapshot"])
 def test_the_file_replays_to_what_it_was(way, version):
     cls = journaled() if way == "all records" else trimmed()
@@ -112,7 +114,7 @@ def test_the_file_replays_to_what_it_was(way, version):
         assert not [key for key in client._backend.blobs if key.startswith("row")]
 
 
-@pytest.mark.parametrize("version", [4, 5])
+@pytest.mark.parametrize("version", [4, 5, 6])
 @pytest.mark.parametrize("way", ["all records", "snapshot"])
 def test_a_row_that_samples_share_is_freed_with_the_last_of_them(way, version):
     cls = journaled() if way == "all records" else trimmed()
@@ -138,10 +140,10 @@ def test_what_ranks_were_given_is_kept(way):
     first = 0
     if way == "snapshot":
         first = next(
-            seq for seq, data in enumerate(RECORDS[5]) if Record.from_bytes(data, seq).command.op == "snapshot"
+            seq for seq, data in enumerate(RECORDS[6]) if Record.from_bytes(data, seq).command.op == "snapshot"
         )
         cls.trims.append(first)
-    with stored(cls, 5, first) as client:
+    with stored(cls, 6, first) as client:
         claimed = [
             client.claim_meta("ranks", "t", ["x"], 1, rank, blocking=False, sampler="balanced", dp_size=2, lease_s=1.0)
             for rank in (0, 1)
@@ -153,13 +155,29 @@ def test_what_ranks_were_given_is_kept(way):
         assert client.describe("p").info.consumer_tasks == ("t", "u", "v")
 
 
+@pytest.mark.parametrize("way", ["all records", "snapshot"])
+def test_the_ids_of_requests_that_were_carried_out_are_kept(way):
+    cls = journaled() if way == "all records" else trimmed()
+    first = 0
+    if way == "snapshot":
+        first = next(
+            seq for seq, data in enumerate(RECORDS[6]) if Record.from_bytes(data, seq).command.op == "snapshot"
+        )
+        cls.trims.append(first)
+    with stored(cls, 6, first) as client:
+        again = commands.PutTags("p", ["k_g0"], [{"n": 77}], request_id="d0" * 16, left_s=60.0)
+        with pytest.raises(AlreadyDoneError):
+            client._backend._ledger(time.monotonic() + 60, again)
+        assert client.list_samples("p").tags[0]["n"] == 0
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_versions_before_the_fields_had_names_are_refused_with_the_reason(version):
     cls = journaled()
     with open_client(cls) as client:
         cls.journal[0] = msgpack.packb([version, 0.0, "clear", ["p", None], {}])
         with pytest.raises(
-            CorruptDataError, match=rf"of version {version}\. Expected 3, 4 or 5\. Another dataplane-core wrote it"
+            CorruptDataError, match=rf"of version {version}\. Expected 3, 4, 5 or 6\. Another dataplane-core wrote it"
         ):
             client.list_samples("p")
 
@@ -167,6 +185,6 @@ def test_versions_before_the_fields_had_names_are_refused_with_the_reason(versio
 def test_a_later_version_is_refused_with_the_reason():
     cls = journaled()
     with open_client(cls) as client:
-        cls.journal[0] = seal(msgpack.packb({"v": 6, "anything": "else"}))
-        with pytest.raises(CorruptDataError, match=r"record 0 is of version 6\. Expected 3, 4 or 5\."):
+        cls.journal[0] = seal(msgpack.packb({"v": 7, "anything": "else"}))
+        with pytest.raises(CorruptDataError, match=r"record 0 is of version 7\. Expected 3, 4, 5 or 6\."):
             client.list_samples("p")

@@ -9,7 +9,7 @@ from broken import Broken
 from dataplane_core.errors import (
     LeaseExpiredError,
 )
-from dataplane_core.spec import SettleReply
+from dataplane_core.spec import SettleReply, new_id
 from dataplane_noop import NoopBackend
 
 BROKEN = Broken()
@@ -56,7 +56,7 @@ class SettlesRowByRow(NoopBackend):
 
     def nack(self, request):
         for sample_id, token in sorted(zip(request.sample_ids, request.lease_tokens, strict=True), reverse=True):
-            super().nack(replace(request, sample_ids=[sample_id], lease_tokens=[token]))
+            super().nack(replace(request, sample_ids=[sample_id], lease_tokens=[token], request_id=new_id()))
         return SettleReply(num_samples=len(request.sample_ids))
 
 

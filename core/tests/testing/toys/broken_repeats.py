@@ -12,6 +12,7 @@ from dataplane_core.errors import (
     LeaseExpiredError,
 )
 from dataplane_core.ledger import commands
+from dataplane_core.spec import new_id
 from dataplane_noop import NoopBackend
 
 BROKEN = Broken()
@@ -68,3 +69,64 @@ class HasItsOwnWordForLate(NoopBackend):
         if time.monotonic() > request.deadline:
             raise RuntimeError("late")
         return super().put_samples(request)
+
+
+@breaks("test_a_put_repeated_after_an_overwrite_leaves_the_newer_value[small]")
+class PutsEachTime(NoopBackend):
+    """Declares that requests are repeatable, and does not look at their ids."""
+
+    def put_samples(self, request):
+        return super().put_samples(replace(request, request_id=new_id()))
+
+
+@breaks("test_a_put_repeated_after_a_clear_writes_nothing[small-partition]")
+class ForgetsIdsWithThePartition(NoopBackend):
+    """Keeps the ids of requests in the partition, which a clear drops."""
+
+    def clear_samples(self, request):
+        self.generation = self.__dict__.get("generation", 0) + (request.sample_ids is None)
+        return super().clear_samples(request)
+
+    def put_samples(self, request):
+        return super().put_samples(
+            replace(request, request_id=f"{request.request_id}{self.__dict__.get('generation', 0)}")
+        )
+
+
+@breaks("test_puts_with_the_same_id_at_the_same_time_are_carried_out_once[small]")
+class LooksForTheIdTooEarly(NoopBackend):
+    """Looks for the id of a put when it begins, and keeps it when it has ended."""
+
+    def put_samples(self, request):
+        begun, done = self.__dict__.setdefault("begun", []), self.__dict__.setdefault("done", {})
+        if request.request_id in done:
+            return done[request.request_id]
+        begun.append(request.request_id)
+        time.sleep(0.05 * (begun.count(request.request_id) - 1))
+        reply = done[request.request_id] = super().put_samples(replace(request, request_id=new_id()))
+        return reply
+
+
+@breaks("test_a_refused_put_repeated_is_tried_anew")
+class KeepsRefusals(NoopBackend):
+    """A request that was refused stays refused."""
+
+    def put_samples(self, request):
+        refused = self.__dict__.setdefault("refused", {})
+        if request.request_id in refused:
+            raise refused[request.request_id]
+        try:
+            return super().put_samples(request)
+        except InvalidRequestError as error:
+            refused[request.request_id] = error
+            raise
+
+
+@breaks("test_a_repeated_nack_leaves_the_next_holder_its_leases[4]")
+class NacksById(NoopBackend):
+    """A nack gives samples back whoever holds them."""
+
+    def nack(self, request):
+        rows = self._service._ledger._partitions[request.partition_id].rows
+        tokens = [rows[each].holds[request.task_name].token for each in request.sample_ids]
+        return super().nack(replace(request, lease_tokens=tokens, request_id=new_id()))

@@ -14,7 +14,7 @@ from dataplane_core.errors import (
     DataPlaneError,
 )
 from dataplane_core.ledger import commands
-from dataplane_core.spec import Capability, PutReply
+from dataplane_core.spec import Capability, PutReply, new_id
 from dataplane_noop import NoopBackend
 
 BROKEN = Broken()
@@ -95,7 +95,7 @@ class WritesFieldByField(NoopBackend):
         reply = PutReply(num_samples=len(request.sample_ids))
         for name, column in request.columns.items():
             super().put_samples(
-                replace(request, columns={name: column}, specs={name: request.specs[name]}, tags=request.tags)
+                replace(request, columns={name: column}, specs={name: request.specs[name]}, request_id=new_id())
             )
             time.sleep(0.001)
         return reply if request.columns else super().put_samples(request)
@@ -119,7 +119,7 @@ class WritesTheGoodColumns(NoopBackend):
     def put_samples(self, request):
         for name in list(request.columns):
             one = {name: request.columns[name]}
-            super().put_samples(replace(request, columns=one, specs={name: request.specs[name]}))
+            super().put_samples(replace(request, columns=one, specs={name: request.specs[name]}, request_id=new_id()))
         return PutReply(num_samples=len(request.sample_ids))
 
 
@@ -155,7 +155,9 @@ class OverwritesFieldByField(NoopBackend):
         if not known & set(request.sample_ids):
             return super().put_samples(request)
         for name, column in request.columns.items():
-            super().put_samples(replace(request, columns={name: column}, specs={name: request.specs[name]}))
+            super().put_samples(
+                replace(request, columns={name: column}, specs={name: request.specs[name]}, request_id=new_id())
+            )
             time.sleep(0.0005)
         return PutReply(num_samples=len(request.sample_ids))
 
@@ -170,7 +172,9 @@ class WritesRowByRow(NoopBackend):
                 name: [c[place]] if isinstance(c, list) else c[place : place + 1] for name, c in request.columns.items()
             }
             tags = None if request.tags is None else [request.tags[place]]
-            super().put_samples(replace(request, sample_ids=[sample_id], columns=columns, tags=tags))
+            super().put_samples(
+                replace(request, sample_ids=[sample_id], columns=columns, tags=tags, request_id=new_id())
+            )
             time.sleep(0.0002)
         return PutReply(num_samples=len(request.sample_ids))
 

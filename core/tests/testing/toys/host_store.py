@@ -23,7 +23,7 @@ from dataplane_core.errors import (
     StalePartitionError,
 )
 from dataplane_core.ledger import LedgerService, commands
-from dataplane_core.spec import Capability, Claim, PutReply, Scope, SettleReply
+from dataplane_core.spec import Capability, Claim, PutReply, Scope, SettleReply, new_id
 
 _KEY = b"a toy"
 _FAMILY = "AF_UNIX"
@@ -252,7 +252,7 @@ class DiesBadly(HostStore):
 
     def _write(self, request):
         for name, column in request.columns.items():
-            one = replace(request, columns={name: column}, specs={name: request.specs[name]})
+            one = replace(request, columns={name: column}, specs={name: request.specs[name]}, request_id=new_id())
             super().put_samples(one)
             time.sleep(0.02)
         self._ask(request.deadline, "release", request.sample_ids)

@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn
 import redis
 
 from dataplane_core.errors import (
-    BackendUnavailableError,
+    LostReplyError,
     OperationTimeoutError,
     StalePartitionError,
     preview,
@@ -185,7 +185,7 @@ class Acknowledgements:
 
         Raises:
             OperationTimeoutError: The server has the change, but too few replicas have it.
-            BackendUnavailableError: The server became a replica while the call waited.
+            LostReplyError: The server was lost, or became a replica, while the call waited.
         """
         for reply in receipt.replies:
             if isinstance(reply, (redis.TimeoutError, TimeoutError)):
@@ -212,6 +212,7 @@ class Acknowledgements:
             f"{what} timed out waiting for replicas: {link.label} has made the change, but {count} of "
             f"{self._replicas} replicas {has} {kept}{where}. If that server dies now, the change may be lost.",
             hint="Call again once the replicas are back: a repeated put or ack does no harm. Else lower wait_replicas.",
+            outcome="done",
         )
 
     def _raise_refused_wait(self, what: str, link: Link, reply: Exception) -> NoReturn:
@@ -222,7 +223,7 @@ class Acknowledgements:
             then = "it became a replica of another server, which may lack it"
         else:
             link.raise_error(what, reply)
-        raise BackendUnavailableError(
+        raise LostReplyError(
             f"{what} failed: {link.label} made the change, but then {then}.",
             hint="Call again: a repeated put or ack does no harm.",
         ) from reply
@@ -247,6 +248,7 @@ class Acknowledgements:
                     f"{what} timed out waiting for replicas: {count} of {self._replicas} replicas of a node of "
                     f"{link.label} {'has' if count == 1 else 'have'} the payload. Nothing was written.",
                     hint="Call again once the replicas are back. Else lower wait_replicas.",
+                    outcome="not_done",
                 )
 
     @property

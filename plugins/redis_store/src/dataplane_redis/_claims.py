@@ -18,7 +18,7 @@ from dataplane_core.ledger import group_of
 from dataplane_core.spec import AckRequest, Claim, ClaimRequest, NackRequest, RenewRequest, SettleReply
 from dataplane_redis import _refusals
 from dataplane_redis._acknowledged import Acknowledged
-from dataplane_redis._session import Session
+from dataplane_redis._session import KEPT_S, Session
 from dataplane_redis._wakes import Wakes
 from dataplane_redis._wire import pack_filter, pack_layout, pack_request, text_of, to_bytes, unpack_tags
 
@@ -248,6 +248,8 @@ class Claims:
                 lease_s,
                 leases,
                 _GIVE_ROWS,
+                "" if mode == "finish" else request.request_id,
+                max(0.0, request.deadline - time.monotonic()) + KEPT_S,
                 confirms=call if mode in ("all", "commit") else None,
             )
 
@@ -285,6 +287,8 @@ def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[s
     """
     while True:
         reply = run("check", "", [], [])
+        if reply[0] == b"done":
+            return run("commit", "", [], [])
         if reply[0] != b"ok":
             return reply
         _, epoch, group_size, _ = reply

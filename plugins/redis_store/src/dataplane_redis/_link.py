@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, Protocol, TypeVar
 
+from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 
-from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError, LostReplyError, OperationTimeoutError
 from dataplane_redis._protocol import is_moving, is_temporary_refusal, pack
 from dataplane_redis._route import MAX_REDIRECTIONS, POLL_S, REFUSED_POLL_S, Route, Watch, is_early, left_s
 from dataplane_redis._rows import ArrayReader
@@ -237,9 +238,14 @@ class Link(Route):
 
         Raises:
             OperationTimeoutError: The deadline passed; the commands may have run or not.
-            BackendUnavailableError: The server cannot be reached, or the connection was lost.
+            LostReplyError: The connection was lost; the commands may have run or not.
+            BackendUnavailableError: The server cannot be reached. Nothing was sent.
         """
-        connection = self._acquire(what, deadline)
+        try:
+            connection = self._acquire(what, deadline)
+        except (BackendUnavailableError, OperationTimeoutError) as error:
+            error.outcome = "not_done"
+            raise
         complete = False
         if rider is not None:
             rider.history = connection.dataplane_history
@@ -266,10 +272,18 @@ class Link(Route):
             else:
                 complete = rider.follows(replies[-1]) and self._read_replies_of(rider, connection, deadline)
         except (RedisError, OSError) as error:
-            self.raise_error(what, error)
+            raise self._to_lost(self.to_error(what, error), error) from error
         finally:
             self._release(connection, complete)
         return replies
+
+    @staticmethod
+    def _to_lost(failure: DataPlaneError, error: Exception) -> DataPlaneError:
+        """A `LostReplyError` if the connection was lost, else the failure as it is."""
+        lost = isinstance(error, (LostConnectionError, OSError)) and isinstance(failure, BackendUnavailableError)
+        if not (lost and failure.retryable):
+            return failure
+        return LostReplyError(failure.message)
 
     @staticmethod
     def _read_reply(connection: Any, deadline: float) -> Any:

@@ -84,6 +84,7 @@ class Puts:
             "" if request.tags is None else [pack_tags(row) for row in request.tags],
             instance.capacity_bytes or 0,
             left_s + _ABANDON_GRACE_S,
+            request.request_id,
         )
         small = num_samples <= INLINE_ROWS and total + 32 * num_samples * len(request.columns) <= INLINE_BYTES
         placing = self._session.placing
@@ -121,6 +122,9 @@ class Puts:
         begin = pack_request("begin", *common, write, b"", wait_s, b"")
         with self._undone_on_error(write, request.deadline):
             reply = self._reserve(what, request, total, write, begin, ())
+            if reply[0] == b"done":
+                self._confirm(what, request, common, write)
+                return
             commit = pack_request("commit", common[0], reply[1], *common[2:], write, reply[2])
             self._write(what, write, bundles, commit, request)
 
@@ -142,6 +146,9 @@ class Puts:
             try:
                 with self._undone_on_error(write, request.deadline):
                     reply = self._reserve(what, request, total, write, begin, ())
+                    if reply[0] == b"done":
+                        self._confirm(what, request, common, write)
+                        return
                     commit = pack_request("commit", common[0], reply[1], *common[2:], write, reply[2])
                     self._payload.write(what, write, bundles, request.deadline, _ABANDON_GRACE_S)
                     reply = self._session.script(what, request.deadline, "put", commit, confirms=_call_of(request))
@@ -164,14 +171,22 @@ class Puts:
         rows: Sequence[memoryview],
         confirms: Acknowledged | None = None,
     ) -> Any:
-        """Runs the put script. While the store is full, waits for room and runs it again."""
+        """Runs the put script. While the store is full, waits for room and runs it again. The reply begins with "ok",
+        or with "done" if the put was to begin and its request was carried out before."""
         while True:
             reply = self._session.script(what, request.deadline, "put", packed, *rows, confirms=confirms)
-            if reply[0] == b"ok":
+            if reply[0] in (b"ok", b"done"):
                 return reply
             if reply[0] != b"full":
                 _refusals.raise_put(what, request, reply)
             self._wait_for_room(what, request, total, write, reply)
+
+    def _confirm(self, what: str, request: PutRequest, common: Sequence[Any], write: bytes) -> None:
+        """Confirms a put that an earlier request with the same id has carried out."""
+        again = pack_request("again", *common, write)
+        reply = self._session.script(what, request.deadline, "put", again, confirms=_call_of(request))
+        if reply[0] != b"ok":
+            _refusals.raise_put(what, request, reply)
 
     def _wait_for_room(self, what: str, request: PutRequest, total: int, write: bytes, reply: Any) -> None:
         """Waits in the store's queue of puts until there is room. The store wakes it then, and says when to ask anyway.
@@ -192,7 +207,9 @@ class Puts:
                 if left_s <= 0:
                     error = instance.full_error(what, total, held, num_before)
                     raise OperationTimeoutError(
-                        f"{what} timed out waiting for room. Nothing was written. {error.message}", hint=error.hint
+                        f"{what} timed out waiting for room. Nothing was written. {error.message}",
+                        hint=error.hint,
+                        outcome="not_done",
                     ) from error
                 listener = self._wakes.listener(request.deadline)
                 if listener == told:

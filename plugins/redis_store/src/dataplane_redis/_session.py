@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_redis import _refusals
@@ -16,8 +16,10 @@ from dataplane_redis._placing import Placing, base_of
 from dataplane_redis._scripts import SCRIPTS
 from dataplane_redis._wire import pack_request
 
-__all__ = ["Confirms", "Session"]
+__all__ = ["KEPT_S", "Confirms", "Session"]
 
+#: Seconds after the deadline of a request for which the server keeps its id, if it was carried out.
+KEPT_S: Final = 60.0
 
 #: What a call acknowledges, or what it acknowledges by its reply, if anything.
 Confirms: TypeAlias = Acknowledged | Callable[[Any], Acknowledged | None]

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 #: Clients and the ledger's process speak the same version.
-VERSION: Final = 2
+VERSION: Final = 3
 
 Reply = TypeVar("Reply", covariant=True)
 

@@ -131,7 +131,7 @@ class CapabilitySuite(Suite, chapter="capabilities"):
 
     def test_declarations_are_readable_without_connecting(self, store: Store) -> None:
         """Contract: "Guarantees, tested only where declared: scope (process, host, cluster), durable, fenced,
-        atomic_overwrite, wakes, no_pickle."
+        atomic_overwrite, wakes, repeatable, no_pickle."
 
         Check first: wire, capabilities, scope and Config must be class attributes of the right types.
         """

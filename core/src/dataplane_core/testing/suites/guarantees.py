@@ -87,7 +87,7 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
     @proves(Capability.DURABLE)
     def test_committed_puts_survive_a_crash(self, store: Store) -> None:
         """Contract: "Guarantees, tested only where declared: scope (process, host, cluster), durable, fenced,
-        atomic_overwrite, wakes, no_pickle."
+        atomic_overwrite, wakes, repeatable, no_pickle."
 
         Check first: the persistence of the engine must be switched on and synchronous. Check also that restart of your
         test class kills the store's processes with kill -9.

@@ -67,6 +67,15 @@ local function leave_mark()
   end
 end
 
+-- The ids of requests that were carried out. They are kept, with what the request changed, until nobody repeats it. A
+-- request without an id is not repeated.
+local function is_done(request) return request ~= '' and call('EXISTS', BASE .. ':done:' .. request) == 1 end
+
+local function keep_done(request, seconds)
+  if request == '' then return end
+  call('SET', BASE .. ':done:' .. request, '', 'PX', string.format('%.0f', 1000 * seconds))
+end
+
 -- The time of the store in seconds. It never goes back. Each client gets it when it connects, and adds the seconds of
 -- its own monotonic clock; the store takes the largest. So a step of a host's clock neither ends nor prolongs leases.
 -- The server's own clock is used only for how long nobody was connected (instance.lua).

@@ -1,10 +1,11 @@
 -- Request: {mode, partition, epoch ("" for any), ids, parts, {field, spec, ...}, tags ("" or one msgpack map or "" per
--- row), capacity (0: none), ttl_s, write (16 bytes), known, how long to wait for room, the client that listens or ""}. A
+-- row), capacity (0: none), ttl_s, request id, write (16 bytes), known, how long to wait for room, the client that listens or ""}. A
 -- part is some fields of the put, which have rows of their own: {layout, sizes of its rows, for each id its row, from 0
 -- ("": row i)}. Mode "begin" checks and reserves; "commit" checks again what may have changed and makes the rows visible;
 -- "inline" does both, with the rows in ARGV[2...]. A put is identified by its random write id. So if the server restarted
--- from a state without the begin, the commit is refused; and no seq is used twice.
-local mode, name, epoch, ids, parts, specs, tags, capacity, ttl_s, write, known, wait_s, client =
+-- from a state without the begin, the commit is refused; and no seq is used twice. A put whose request id is kept was
+-- carried out: "begin" replies {"done"}, the others as if they had done it. Mode "again" only asks for that reply.
+local mode, name, epoch, ids, parts, specs, tags, capacity, ttl_s, request, write, known, wait_s, client =
   unpack(cmsgpack.unpack(ARGV[1]))
 local total, num_rows = 0, 0
 for _, part in ipairs(parts) do
@@ -26,6 +27,13 @@ local function refuse(...)
 end
 
 reap()
+if is_done(request) then
+  if mode == 'begin' then return {'done'} end
+  leave_mark()
+  if mode == 'commit' and call('ZSCORE', BASE .. ':pending', write) then return refuse('ok', '', SPREAD and 1 or 0) end
+  return {'ok', '', 0}
+end
+if mode == 'again' then return {'abandoned'} end
 if mode == 'commit' then
   if not call('ZSCORE', BASE .. ':pending', write) then return {'abandoned'} end
 end
@@ -101,6 +109,7 @@ elseif num_rows > 0 then
 end
 
 leave_mark()
+keep_done(request, ttl_s + 60)
 local new_sig = ''
 if num_rows > 0 then
   batched('HSET', P.at .. 's', new_specs)

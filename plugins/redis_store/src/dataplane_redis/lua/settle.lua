@@ -1,4 +1,5 @@
--- Request: {mode, action, partition, task, epoch ("": any), ids, tokens, lease_s, leases, most rows to give back}.
+-- Request: {mode, action, partition, task, epoch ("": any), ids, tokens, lease_s, leases, most rows to give back,
+-- request id or "", for how many seconds to keep it}.
 -- Settles all of the rows or none. Mode "all" does it at once. Many rows take several calls: "check", for each chunk of
 -- ids, changes nothing; "split" moves rows that are only a part of a lease to a new lease, which nobody notices;
 -- "commit" settles whole leases, all of them or none; "finish" returns more of the nacked rows to the pool.
@@ -9,7 +10,14 @@
 -- commit -> `leases`: {lease, its token, its rows, ...}; {"ok", rows are left to give back}, or {"changed"}: check
 --           again
 -- all    -> as commit, or refused as check is
-local mode, action, name, task_name, epoch, ids, tokens, lease_s, leases, budget = unpack(cmsgpack.unpack(ARGV[1]))
+-- A request whose id is kept was carried out: check replies {"done"}, and all and commit reply {"ok", 0}.
+local mode, action, name, task_name, epoch, ids, tokens, lease_s, leases, budget, request, kept_s =
+  unpack(cmsgpack.unpack(ARGV[1]))
+if is_done(request) then
+  if mode ~= 'all' and mode ~= 'commit' then return {'done'} end
+  leave_mark()
+  return {'ok', 0}
+end
 local P, task = open_partition(name, task_name)
 if not P then return unknown_partition() end
 if not task then return unknown_task(P) end
@@ -101,6 +109,7 @@ if mode == 'commit' then
     end
   end
   for i = 1, #leases, 3 do commit(read_lease(P, leases[i])) end
+  keep_done(request, kept_s)
   return finish()
 end
 local order, rows_of, lost = look_up()
@@ -134,4 +143,5 @@ for _, lease in ipairs(order) do
   local rows = rows_of[lease]
   commit(#rows == lease.rows and lease or split(lease, '', rows))
 end
+keep_done(request, kept_s)
 return finish()

@@ -1,6 +1,6 @@
-"""Writes ``v5.json``: a journal with every op and a snapshot, as version 5 of the records has them.
+"""Writes ``v6.json``: a journal with every op and a snapshot, as version 6 of the records has them.
 
-Run it only with the core that made version 5: the file shows that later ones still read it. The other files were
+Run it only with the core that made version 6: the file shows that later ones still read it. The other files were
 written so, each by the core that made its version.
 """
 
@@ -68,6 +68,8 @@ def fill(client):
     shared = ["shared", ["a", "b", "c"], {"x": _INT64, "y": _INT64}, [8, 8, 8]]
     put = commands.BeginPut(*shared, write_id=1 << 100, splits=[split], ttl_s=30.0)
     client._backend._ledger(deadline, commands.CommitPut(client._backend._ledger(deadline, put)))
+    done = commands.PutTags("p", ["k_g0"], [{"n": 0}], request_id="d0" * 16, left_s=60.0)
+    client._backend._ledger(deadline, done)
 
 
 def main():
@@ -81,7 +83,7 @@ def main():
         blobs = {key: base64.b64encode(data).decode() for key, data in client._backend.blobs.items()}
         records = [base64.b64encode(Untrimmed.journal[seq]).decode() for seq in sorted(Untrimmed.journal)]
     text = json.dumps({"records": records, "blobs": blobs}, indent=1)
-    Path(__file__).with_name("v5.json").write_text(text + "\n")
+    Path(__file__).with_name("v6.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,138 @@
+"""A client repeats what lost its reply, and says at the end whether it was carried out."""
+
+import time
+
+import pytest
+import torch
+
+from dataplane_core import DataPlaneConfig
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    CapacityExceededError,
+    LeaseExpiredError,
+    LostReplyError,
+    OperationTimeoutError,
+)
+from dataplane_core.plugins import connect_backend
+from dataplane_core.spec import Capability
+from dataplane_noop import NoopBackend
+
+
+class Fails(NoopBackend):
+    """Raises the next of ``errors`` for each put or ack: a lost reply after it was carried out, others instead."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.errors, self.requests = [], []
+
+    def put_samples(self, request):
+        return self._act(super().put_samples, request)
+
+    def ack(self, request):
+        return self._act(super().ack, request)
+
+    def _act(self, act, request):
+        self.requests.append(request.request_id)
+        error = self.errors.pop(0) if self.errors else None
+        if error is None or type(error) is LostReplyError:
+            reply = act(request)
+        if error is not None:
+            raise error
+        return reply
+
+
+class FailsForGood(Fails):
+    capabilities = NoopBackend.capabilities - {Capability.REPEATABLE}
+
+
+def opened(cls=Fails, **config):
+    client = connect_backend(cls, DataPlaneConfig(backend="fails", op_timeout_s=60.0, **config), bootstrap=True)
+    client.register_partition("p", ["x"], None, ["t"])
+    return client
+
+
+def put(client, name="a"):
+    return client.put_samples([name], "p", {"x": torch.ones(1)})
+
+
+def test_a_lost_reply_is_repeated_with_the_same_id_however_the_store_fails_meanwhile():
+    with opened() as client:
+        backend = client._backend
+        backend.errors = [LostReplyError("lost"), BackendUnavailableError("down"), LostReplyError("lost"), None]
+        put(client)
+        held = client.claim_meta("p", "t", ["x"], 1, lease_s=60.0)
+        backend.errors = [LostReplyError("lost")]
+        client.ack(held)
+        put(client, "b")
+        puts, acks = backend.requests[:4], backend.requests[4:6]
+        assert (len(set(puts)), len(set(acks)), len(set(backend.requests))) == (1, 1, 3)
+        assert all(len(each) == 32 for each in backend.requests)
+
+
+def test_what_was_not_sent_or_may_not_be_repeated_is_not_repeated():
+    for cls, error in (
+        (Fails, BackendUnavailableError("down", outcome="not_done")),
+        (Fails, OperationTimeoutError("slow")),
+        (FailsForGood, LostReplyError("lost")),
+    ):
+        with opened(cls) as client:
+            client._backend.errors = [error]
+            with pytest.raises(type(error)) as caught:
+                put(client)
+            assert caught.value is error
+            assert len(client._backend.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("errors", "raised", "outcome", "words"),
+    [
+        ([BackendUnavailableError("down.")], BackendUnavailableError, "unknown", "It may have been done or not."),
+        ([OperationTimeoutError("x.", outcome="done")], OperationTimeoutError, "done", "It was done."),
+        ([OperationTimeoutError("x.", outcome="not_done")], OperationTimeoutError, "not_done", "It was not done."),
+        (
+            [LostReplyError("gone."), OperationTimeoutError("late.", outcome="not_done")],
+            LostReplyError,
+            "unknown",
+            "gone. It may have been done or not. It was repeated: late.",
+        ),
+        (
+            [LostReplyError("gone."), OperationTimeoutError("x.", outcome="done")],
+            OperationTimeoutError,
+            "done",
+            "done.",
+        ),
+        ([LostReplyError("gone."), LeaseExpiredError("refused.")], LeaseExpiredError, None, "refused."),
+    ],
+)
+def test_the_error_at_the_end_says_what_is_known(errors, raised, outcome, words):
+    with opened() as client:
+        client._backend.errors = errors
+        with pytest.raises(raised) as caught:
+            put(client)
+        assert type(caught.value) is raised
+        assert words in str(caught.value)
+        assert getattr(caught.value, "outcome", None) == outcome
+
+
+def test_a_put_that_waited_for_room_after_a_lost_reply_is_not_done():
+    late = OperationTimeoutError("waited for room. Nothing was written.", outcome="not_done")
+    late.__cause__ = CapacityExceededError("full")
+    with opened() as client:
+        client._backend.errors = [LostReplyError("gone."), late]
+        with pytest.raises(OperationTimeoutError) as caught:
+            put(client)
+        assert caught.value is late
+        assert caught.value.outcome == "not_done"
+
+
+def test_the_deadline_ends_it():
+    class Down(Fails):
+        def put_samples(self, request):
+            raise LostReplyError("gone.")
+
+    client = connect_backend(Down, DataPlaneConfig(backend="fails", op_timeout_s=0.3), bootstrap=True)
+    with client:
+        start = time.monotonic()
+        with pytest.raises(LostReplyError):
+            put(client)
+        assert time.monotonic() - start < 30

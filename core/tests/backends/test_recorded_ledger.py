@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -257,9 +258,21 @@ def test_a_frame_that_is_not_whole_was_never_answered(client: Client) -> None:
     client.file.write_bytes(more + bytes(100))
     client.again()
     assert client.call(commands.ListSamples("p")).sample_ids == ["a", "b"]
-    client.file.write_bytes(data[:100] + b"?" + data[101:])
-    with pytest.raises(CorruptDataError, match="damaged at byte"):
-        client.again()
+
+
+def test_a_damaged_byte_is_refused_wherever_it_lies(client: Client) -> None:
+    """Also in the length of a frame: the frames after it would be lost in silence. The last frame may be unfinished."""
+    client.put("a")
+    answered = client.file.read_bytes()
+    client.put("b")
+    data, path = client.file.read_bytes(), client.file
+    for at in range(len(answered)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :])
+        with pytest.raises(CorruptDataError, match="damaged at byte"):
+            RecordedLedger(client.folder, must_exist=True)
+        for later in client.folder.glob("*"):
+            if later != path.parent:
+                shutil.rmtree(later)
 
 
 def test_only_the_newest_process_answers(client: Client) -> None:

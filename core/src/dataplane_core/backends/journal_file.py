@@ -1,7 +1,7 @@
 """A journal in a folder: what a `RecordedLedger` did, so that it can be started again elsewhere.
 
-One process writes it. The file ``journal`` is a sequence of frames: a length of 4 bytes, a digest, a msgpack map. A
-frame holds one of
+One process writes it. The file ``journal`` is a sequence of frames: a length of 4 bytes, the CRC-32 of these 4
+bytes, a digest, a msgpack map. A frame holds one of
 
     head        the first frame, and only it: the version of this format, and what the frames held that were dropped
                 when the file was shortened
@@ -23,6 +23,7 @@ import os
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +40,8 @@ __all__ = ["CallId", "Entry", "JournalFile", "TakenError"]
 _log = logging.getLogger(__name__)
 
 _VERSION: Final = 1
-_LENGTH: Final = struct.Struct(">I")
+#: The length of what follows, and its CRC-32: a damaged length must not make the frames after it look unfinished.
+_LENGTH: Final = struct.Struct(">II")
 _NAME: Final = "journal"
 _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or bootstrap the instance again."
 
@@ -363,7 +365,7 @@ class JournalFile:
         start = 0
         while start < len(data):
             body = start + _LENGTH.size
-            size = _LENGTH.unpack_from(data, start)[0] if body <= len(data) else 0
+            size = _size(data[start:body])
             end = body + size
             packed = unseal(data[body:end]) if DIGEST_BYTES < size <= len(data) - body else None
             if packed is None:
@@ -385,4 +387,16 @@ def _entry(frame: dict[str, Any]) -> Entry:
 
 def _pack(frame: dict[str, Any]) -> bytes:
     body = seal(msgpack.packb(frame))
-    return _LENGTH.pack(len(body)) + body
+    return _LENGTH.pack(len(body), _check(len(body))) + body
+
+
+def _size(head: bytes) -> int:
+    """The length that the head of a frame gives; 0 if the head is not whole."""
+    if len(head) < _LENGTH.size:
+        return 0
+    size, check = _LENGTH.unpack(head)
+    return int(size) if check == _check(size) else 0
+
+
+def _check(size: int) -> int:
+    return zlib.crc32(size.to_bytes(4, "big"))

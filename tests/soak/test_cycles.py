@@ -47,8 +47,20 @@ def seen(client: DataPlaneClient, store: list[psutil.Process]) -> dict[str, floa
     if hasattr(backend, "statistics"):
         found["extents"] = backend.statistics(time.monotonic() + 60.0).num_extents
     if hasattr(backend, "_session"):
-        found["keys"] = backend._session.command("DBSIZE", time.monotonic() + 60.0, b"DBSIZE")
+        found["keys"] = len([key for key in _ask(backend, b"KEYS", b"*") if b":done:" not in key])
     return found
+
+
+def _ask(backend: Any, *command: bytes) -> Any:
+    return backend._session.command(command[0].decode(), time.monotonic() + 60.0, *command)
+
+
+def check_ids_end(client: DataPlaneClient, kept_s: float) -> None:
+    """The ids of requests stay until a while after their deadline, and no longer."""
+    backend = client._backend
+    ids = [key for key in _ask(backend, b"KEYS", b"*") if b":done:" in key]
+    left = [_ask(backend, b"TTL", key) for key in ids]
+    assert left and min(left) >= 0 and max(left) <= kept_s
 
 
 def check_flat(name: str, options: dict[str, Any], cycles: int) -> None:
@@ -65,6 +77,8 @@ def check_flat(name: str, options: dict[str, Any], cycles: int) -> None:
         for what, value in first.items():
             allowed = ALLOWED_BYTES if what.startswith("bytes") else 2 if "descriptors" in what else 0
             assert last[what] <= value + allowed, f"{what}: {value} after {cycles // 4} cycles, then {last[what]}"
+        if "keys" in last:
+            check_ids_end(client, 2 * 90.0)
 
 
 @pytest.mark.parametrize("name", ["noop", "shm_store", "redis_store"])

@@ -23,7 +23,7 @@ class NoOptions(BaseModel):
 class Backend:
     """Stores and moves the bytes of one store, for one client.
 
-    A subclass implements the operations of `dataplane_core.spec.hooks.DataPlaneSpec` as plain methods, each with one
+    A subclass implements the operations of `dataplane_core.spec.DataPlaneSpec` as plain methods, each with one
     argument named ``request``: always `REQUIRED_OPERATIONS`, and those that its capabilities require
     (`required_operations`). Core checks names and signatures when the backend is registered. `LedgerBackend` (for an
     engine that can host a `Ledger`) and `BlobStore` (for plain blob stores) already implement every operation.

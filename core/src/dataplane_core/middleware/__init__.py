@@ -4,7 +4,7 @@ A config lists them by entry-point name, outermost first. The client starts and 
 of the metrics.
 """
 
-from dataplane_core.middleware.base import Middleware, MiddlewareContext
+from dataplane_core.middleware.base import Middleware, MiddlewareContext, OperationMiddleware
 from dataplane_core.middleware.events import EventFile, OperationEvent, log_event
 from dataplane_core.middleware.metrics import Metrics
 from dataplane_core.middleware.trackers import TensorBoardListener, WandbListener
@@ -16,6 +16,7 @@ __all__ = [
     "Middleware",
     "MiddlewareContext",
     "OperationEvent",
+    "OperationMiddleware",
     "TensorBoardListener",
     "WandbListener",
     "WireGuard",

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
 from dataplane_core.backends import NoOptions
-from dataplane_core.spec import WireFormat
+from dataplane_core.spec import WireFormat, hookimpl
 
-__all__ = ["Middleware", "MiddlewareContext"]
+__all__ = ["Middleware", "MiddlewareContext", "OperationMiddleware"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +55,52 @@ class Middleware:
 
     def stop(self) -> None:
         """Called once when the client closes."""
+
+
+def _wrapped(operation: str) -> Any:
+    def wrapper(self: OperationMiddleware, request: Any) -> Generator[None, Any, Any]:
+        return (yield from self.around(operation, request))
+
+    wrapper.__name__ = operation
+    wrapper.__doc__ = "See `OperationMiddleware.around`."
+    return hookimpl(wrapper=True)(wrapper)
+
+
+class OperationMiddleware(Middleware):
+    """Base of middleware that wraps all operations alike, in `around`. A subclass may wrap some of them by themselves.
+
+    Calls by which clients announce themselves, and those about storage units, are not wrapped.
+
+    Examples:
+        >>> class Printed(OperationMiddleware):
+        ...     def around(self, operation, request):
+        ...         reply = yield
+        ...         print(operation)
+        ...         return reply
+    """
+
+    register_partition = _wrapped("register_partition")
+    describe_partition = _wrapped("describe_partition")
+    put_samples = _wrapped("put_samples")
+    get_samples = _wrapped("get_samples")
+    claim = _wrapped("claim")
+    ack = _wrapped("ack")
+    nack = _wrapped("nack")
+    renew = _wrapped("renew")
+    check_consumption = _wrapped("check_consumption")
+    clear_samples = _wrapped("clear_samples")
+    list_samples = _wrapped("list_samples")
+    list_partitions = _wrapped("list_partitions")
+    inspect_partition = _wrapped("inspect_partition")
+    list_fields = _wrapped("list_fields")
+    export_partition = _wrapped("export_partition")
+    set_cursor = _wrapped("set_cursor")
+
+    def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
+        """Wraps an operation, as the body of a wrapper of pluggy: ``reply = yield``, then ``return reply``.
+
+        Args:
+            operation: The name of the hook, such as ``"put_samples"``.
+            request: Its request.
+        """
+        return (yield)

@@ -15,42 +15,21 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from dataplane_core.codec import cell_nbytes
-from dataplane_core.middleware.base import Middleware, MiddlewareContext
+from dataplane_core.codec import cell_nbytes, row_nbytes
+from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
 from dataplane_core.middleware.events import EventFile, OperationEvent
 from dataplane_core.spec import (
-    AckRequest,
     Claim,
-    ClaimRequest,
     ClearReply,
     ClearRequest,
-    ConsumptionReply,
-    ConsumptionRequest,
-    DescribeRequest,
-    ExportRequest,
-    FieldList,
-    FieldsRequest,
-    GetRequest,
-    InspectRequest,
-    ListPartitionsRequest,
-    ListRequest,
-    NackRequest,
-    PartitionDescription,
-    PartitionInfo,
-    PartitionList,
-    PartitionState,
-    PutReply,
     PutRequest,
     RegisterRequest,
-    RenewRequest,
     SampleList,
-    SetCursorRequest,
-    SettleReply,
     WireBatch,
     hookimpl,
 )
@@ -72,9 +51,6 @@ class _Held:
     cells: dict[str, dict[str, int]] = field(default_factory=dict)  # sample -> field -> bytes
     live_bytes: int = 0
     peak_bytes: int = 0
-
-
-_Steps: TypeAlias = Generator[None, Any, Any]
 
 
 class MetricsConfig(BaseModel):
@@ -105,7 +81,7 @@ class MetricsConfig(BaseModel):
         return found
 
 
-class Metrics(Middleware):
+class Metrics(OperationMiddleware):
     """Measures the operations of one client.
 
     Args:
@@ -174,25 +150,55 @@ class Metrics(Middleware):
                 "last_put_bytes_per_key": self._last_bytes_per_key,
             }
 
-    # --- one wrapper per hook -----------------------------------------------------------------------------------------
+    # --- the operations -----------------------------------------------------------------------------------------------
+
+    def around(self, operation: str, request: Any, n_bytes: int = 0) -> Generator[None, Any, Any]:
+        """Counts an operation. A waiting claim makes one event each time it asks."""
+        start = time.perf_counter()
+        status = "ok"
+        drops_all = getattr(request, "if_exists", "") == "replace"
+        sample_ids: Sequence[str] = getattr(request, "sample_ids", None) or ()
+        n_keys = len(sample_ids)
+        fields: Iterable[str] = getattr(request, "columns", getattr(request, "fields", ()))
+        try:
+            reply = yield
+            if isinstance(reply, (Claim, SampleList)):
+                sample_ids = reply.sample_ids
+                n_keys = len(sample_ids)
+            elif isinstance(reply, ClearReply) and request.sample_ids is None:
+                drops_all, n_keys = True, reply.num_samples
+            elif isinstance(reply, WireBatch):
+                n_bytes = sum(row_nbytes(reply.columns, n_keys))
+            return reply
+        except BaseException as error:
+            status = type(error).__name__
+            raise
+        finally:
+            event = OperationEvent(
+                op=operation,
+                partition_id=getattr(request, "partition_id", ""),  # a listing of partitions names none
+                n_keys=n_keys,
+                n_bytes=n_bytes,
+                wall_ms=(time.perf_counter() - start) * 1e3,
+                status=status,
+                task=getattr(request, "task_name", ""),
+                fields=tuple(fields),
+                sample_ids=sample_ids,
+                drops_all=drops_all,
+            )
+            self._count(event)
 
     @hookimpl(wrapper=True)
-    def register_partition(self, request: RegisterRequest) -> Generator[None, PartitionInfo, PartitionInfo]:
+    def register_partition(self, request: RegisterRequest) -> Generator[None, Any, Any]:
         """Counts. The live bytes of a new partition start at zero."""
-        info: PartitionInfo = yield from self._measure("register_partition", request, 0)
+        info = yield from self.around("register_partition", request)
         if request.if_exists == "replace":
             with self._lock:
                 self._drop(request.partition_id, None)
         return info
 
     @hookimpl(wrapper=True)
-    def describe_partition(self, request: DescribeRequest) -> Generator[None, PartitionInfo, PartitionInfo]:
-        """Counts."""
-        info: PartitionInfo = yield from self._measure("describe_partition", request, 0)
-        return info
-
-    @hookimpl(wrapper=True)
-    def put_samples(self, request: PutRequest) -> Generator[None, PutReply, PutReply]:
+    def put_samples(self, request: PutRequest) -> Generator[None, Any, Any]:
         """Counts keys and bytes, and remembers the bytes of every cell."""
         num_samples = len(request.sample_ids)
         sizes = {
@@ -201,7 +207,7 @@ class Metrics(Middleware):
         }
         rows = [sum(row) for row in zip(*sizes.values(), strict=True)]
         n_bytes = sum(rows)
-        reply: PutReply = yield from self._measure("put_samples", request, num_samples, n_bytes)
+        reply = yield from self.around("put_samples", request, n_bytes)
         with self._lock:
             held = self._held.setdefault(request.partition_id, _Held())
             before = held.live_bytes
@@ -219,121 +225,12 @@ class Metrics(Middleware):
         return reply
 
     @hookimpl(wrapper=True)
-    def get_samples(self, request: GetRequest) -> Generator[None, WireBatch, WireBatch]:
-        """Counts keys and bytes."""
-        batch: WireBatch = yield from self._measure("get_samples", request, len(request.sample_ids))
-        return batch
-
-    @hookimpl(wrapper=True)
-    def claim(self, request: ClaimRequest) -> Generator[None, Claim, Claim]:
-        """Counts the samples handed out. A waiting claim makes one event each time it asks."""
-        claim: Claim = yield from self._measure("claim", request, 0)
-        return claim
-
-    @hookimpl(wrapper=True)
-    def ack(self, request: AckRequest) -> Generator[None, SettleReply, SettleReply]:
-        """Counts keys."""
-        reply: SettleReply = yield from self._measure("ack", request, len(request.sample_ids))
-        return reply
-
-    @hookimpl(wrapper=True)
-    def nack(self, request: NackRequest) -> Generator[None, SettleReply, SettleReply]:
-        """Counts keys."""
-        reply: SettleReply = yield from self._measure("nack", request, len(request.sample_ids))
-        return reply
-
-    @hookimpl(wrapper=True)
-    def renew(self, request: RenewRequest) -> Generator[None, SettleReply, SettleReply]:
-        """Counts keys."""
-        reply: SettleReply = yield from self._measure("renew", request, len(request.sample_ids))
-        return reply
-
-    @hookimpl(wrapper=True)
-    def check_consumption(self, request: ConsumptionRequest) -> Generator[None, ConsumptionReply, ConsumptionReply]:
-        """Counts."""
-        reply: ConsumptionReply = yield from self._measure("check_consumption", request, 0)
-        return reply
-
-    @hookimpl(wrapper=True)
-    def clear_samples(self, request: ClearRequest) -> Generator[None, ClearReply, ClearReply]:
+    def clear_samples(self, request: ClearRequest) -> Generator[None, Any, Any]:
         """Counts keys, and subtracts the rows' bytes from the live bytes."""
-        named = 0 if request.sample_ids is None else len(request.sample_ids)
-        reply: ClearReply = yield from self._measure("clear_samples", request, named)
+        reply = yield from self.around("clear_samples", request)
         with self._lock:
             self._drop(request.partition_id, request.sample_ids)
         return reply
-
-    @hookimpl(wrapper=True)
-    def list_samples(self, request: ListRequest) -> Generator[None, SampleList, SampleList]:
-        """Counts the samples listed."""
-        listed: SampleList = yield from self._measure("list_samples", request, 0)
-        return listed
-
-    @hookimpl(wrapper=True)
-    def list_partitions(self, request: ListPartitionsRequest) -> Generator[None, PartitionList, PartitionList]:
-        """Counts."""
-        listed: PartitionList = yield from self._measure("list_partitions", request, 0)
-        return listed
-
-    @hookimpl(wrapper=True)
-    def inspect_partition(self, request: InspectRequest) -> Generator[None, PartitionDescription, PartitionDescription]:
-        """Counts."""
-        found: PartitionDescription = yield from self._measure("inspect_partition", request, 0)
-        return found
-
-    @hookimpl(wrapper=True)
-    def list_fields(self, request: FieldsRequest) -> Generator[None, FieldList, FieldList]:
-        """Counts keys."""
-        found: FieldList = yield from self._measure("list_fields", request, len(request.sample_ids))
-        return found
-
-    @hookimpl(wrapper=True)
-    def export_partition(self, request: ExportRequest) -> Generator[None, PartitionState, PartitionState]:
-        """Counts."""
-        state: PartitionState = yield from self._measure("export_partition", request, 0)
-        return state
-
-    @hookimpl(wrapper=True)
-    def set_cursor(self, request: SetCursorRequest) -> Generator[None, SettleReply, SettleReply]:
-        """Counts keys."""
-        reply: SettleReply = yield from self._measure("set_cursor", request, len(request.sample_ids))
-        return reply
-
-    def _measure(self, op: str, request: Any, n_keys: int, n_bytes: int = 0) -> _Steps:
-        start = time.perf_counter()
-        status = "ok"
-        drops_all = getattr(request, "if_exists", "") == "replace"
-        sample_ids: Sequence[str] = getattr(request, "sample_ids", None) or ()
-        fields: Iterable[str] = getattr(request, "columns", getattr(request, "fields", ()))
-        try:
-            reply = yield
-            if isinstance(reply, (Claim, SampleList)):
-                sample_ids = reply.sample_ids
-                n_keys = len(sample_ids)
-            elif isinstance(reply, ClearReply) and request.sample_ids is None:
-                drops_all, n_keys = True, reply.num_samples
-            elif isinstance(reply, WireBatch):
-                n_bytes = int(
-                    sum(np.broadcast_to(cell_nbytes(column, n_keys), n_keys).sum() for column in reply.columns.values())
-                )
-            return reply
-        except BaseException as error:
-            status = type(error).__name__
-            raise
-        finally:
-            event = OperationEvent(
-                op=op,
-                partition_id=getattr(request, "partition_id", ""),  # a listing of partitions names none
-                n_keys=n_keys,
-                n_bytes=n_bytes,
-                wall_ms=(time.perf_counter() - start) * 1e3,
-                status=status,
-                task=getattr(request, "task_name", ""),
-                fields=tuple(fields),
-                sample_ids=sample_ids,
-                drops_all=drops_all,
-            )
-            self._count(event)
 
     def _count(self, event: OperationEvent) -> None:
         with self._lock:

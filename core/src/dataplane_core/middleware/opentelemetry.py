@@ -12,11 +12,10 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from dataplane_core.codec import cell_nbytes
-from dataplane_core.middleware.base import Middleware, MiddlewareContext
+from dataplane_core.codec import row_nbytes
+from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
 from dataplane_core.spec import Claim, SampleList, TagValue, WireBatch, hookimpl
 
 try:
@@ -45,18 +44,7 @@ class OpenTelemetryConfig(BaseModel):
     """The most puts that the span of a claim links to: those of the first samples."""
 
 
-def _spanned(op: str) -> Any:
-    """The wrapper of a hook."""
-
-    def wrapper(self: OpenTelemetry, request: Any) -> Generator[None, Any, Any]:
-        return (yield from self._span(op, request))
-
-    wrapper.__name__ = op
-    wrapper.__doc__ = f"A span ``dataplane.{op}``."
-    return hookimpl(wrapper=True)(wrapper)
-
-
-class OpenTelemetry(Middleware):
+class OpenTelemetry(OperationMiddleware):
     """Records a span for each operation of a client.
 
     A span is named ``dataplane.`` and the hook, such as ``dataplane.put_samples``. Its parent is the current span of
@@ -90,19 +78,16 @@ class OpenTelemetry(Middleware):
         self._backend = context.backend
         self._tracer = trace.get_tracer("dataplane_core")
 
-    register_partition = _spanned("register_partition")
-    describe_partition = _spanned("describe_partition")
-    get_samples = _spanned("get_samples")
-    ack = _spanned("ack")
-    nack = _spanned("nack")
-    renew = _spanned("renew")
-    check_consumption = _spanned("check_consumption")
-    clear_samples = _spanned("clear_samples")
-    list_partitions = _spanned("list_partitions")
-    inspect_partition = _spanned("inspect_partition")
-    list_fields = _spanned("list_fields")
-    export_partition = _spanned("export_partition")
-    set_cursor = _spanned("set_cursor")
+    def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
+        """A span."""
+        with self._begin(operation, request) as span:
+            reply = yield
+            if span.is_recording():
+                if isinstance(reply, WireBatch):
+                    span.set_attribute("dataplane.bytes", sum(row_nbytes(reply.columns, len(request.sample_ids))))
+                elif isinstance(reply, SampleList):
+                    span.set_attribute("dataplane.samples", len(reply.sample_ids))
+            return reply
 
     @hookimpl(wrapper=True)
     def put_samples(self, request: Any) -> Generator[None, Any, Any]:
@@ -110,7 +95,7 @@ class OpenTelemetry(Middleware):
         with self._begin("put_samples", request, kind=SpanKind.PRODUCER) as span:
             context = span.get_span_context()
             if span.is_recording():
-                span.set_attribute("dataplane.bytes", _num_bytes(request.columns, len(request.sample_ids)))
+                span.set_attribute("dataplane.bytes", sum(row_nbytes(request.columns, len(request.sample_ids))))
             if context.is_valid and context.trace_flags.sampled:
                 mark = {_TAG + min(request.columns, default=""): _traceparent(context)}
                 rows: Iterable[Mapping[str, TagValue]] = request.tags or [{}] * len(request.sample_ids)
@@ -138,7 +123,7 @@ class OpenTelemetry(Middleware):
     @hookimpl(wrapper=True)
     def list_samples(self, request: Any) -> Generator[None, SampleList, SampleList]:
         """A span. The tags that carry contexts are left out."""
-        listed: SampleList = yield from self._span("list_samples", request)
+        listed: SampleList = yield from self.around("list_samples", request)
         return replace(listed, tags=_without_marks(listed.tags))
 
     # --- how it is done -----------------------------------------------------------------------------------------------
@@ -146,16 +131,6 @@ class OpenTelemetry(Middleware):
     def _begin(self, op: str, request: Any, **options: Any) -> Any:
         """A context manager for the span of an operation."""
         return self._tracer.start_as_current_span(f"dataplane.{op}", attributes=self._attributes(request), **options)
-
-    def _span(self, op: str, request: Any) -> Generator[None, Any, Any]:
-        with self._begin(op, request) as span:
-            reply = yield
-            if span.is_recording():
-                if isinstance(reply, WireBatch):
-                    span.set_attribute("dataplane.bytes", _num_bytes(reply.columns, len(request.sample_ids)))
-                elif isinstance(reply, SampleList):
-                    span.set_attribute("dataplane.samples", len(reply.sample_ids))
-            return reply
 
     def _end_claim(self, request: Any, start: int, claim: Claim | None, error: BaseException | None) -> None:
         with self._lock:
@@ -182,10 +157,6 @@ class OpenTelemetry(Middleware):
         if ids is not None:
             attributes["dataplane.samples"] = len(ids)
         return attributes
-
-
-def _num_bytes(columns: Mapping[str, Any], num_samples: int) -> int:
-    return int(sum(np.broadcast_to(cell_nbytes(column, num_samples), num_samples).sum() for column in columns.values()))
 
 
 def _traceparent(context: SpanContext) -> str:

@@ -94,7 +94,7 @@ class Prometheus(Metrics):
     @hookimpl(wrapper=True)
     def claim(self, request: ClaimRequest) -> Generator[None, Claim, Claim]:
         """Counts a claim when it is answered, or gives up."""
-        claim: Claim = yield from self._measure("claim", request, 0)
+        claim: Claim = yield from self.around("claim", request)
         with self._lock:
             if _waits(request, claim):
                 self._waiting[request.token] = time.monotonic()
@@ -102,11 +102,12 @@ class Prometheus(Metrics):
                 self._waiting.pop(request.token, None)
         return claim
 
-    def _measure(self, op: str, request: Any, n_keys: int, n_bytes: int = 0) -> Generator[None, Any, Any]:
+    def around(self, operation: str, request: Any, n_bytes: int = 0) -> Generator[None, Any, Any]:
+        """Counts an operation, and that it is under way."""
         assert self._endpoint is not None
-        in_flight = self._endpoint.in_flight.labels(self._backend, op)
+        in_flight = self._endpoint.in_flight.labels(self._backend, operation)
         with in_flight.track_inprogress():
-            return (yield from super()._measure(op, request, n_keys, n_bytes))
+            return (yield from super().around(operation, request, n_bytes))
 
     def _count(self, event: OperationEvent) -> None:
         super()._count(event)

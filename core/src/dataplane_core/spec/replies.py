@@ -1,0 +1,369 @@
+"""What the hooks answer. Replies are frozen."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from dataplane_core.errors import LeaseHolder, Shortfall
+from dataplane_core.spec.columns import SharedRows, WireColumn
+from dataplane_core.spec.field_spec import FieldSpec
+from dataplane_core.spec.tags import TagValue
+
+__all__ = [
+    "AnnounceReply",
+    "CallInfo",
+    "Claim",
+    "ClearReply",
+    "ClientInfo",
+    "ClientList",
+    "ConsumptionReply",
+    "FieldList",
+    "PartitionDescription",
+    "PartitionInfo",
+    "PartitionList",
+    "PartitionState",
+    "PutReply",
+    "SampleList",
+    "SettleReply",
+    "TaskDescription",
+    "UnitInfo",
+    "UnitList",
+    "WireBatch",
+]
+
+#: What `PartitionInfo` has besides its epoch.
+_REGISTRATION: Final = ("fields", "num_samples", "consumer_tasks", "grpo_group_size", "enums")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionInfo:
+    """A partition's registration.
+
+    Attributes:
+        epoch: The id of the registration, from `RegisterRequest.epoch`. No other registration has it.
+        fields: As registered.
+        num_samples: As registered.
+        consumer_tasks: As registered.
+        grpo_group_size: As registered.
+        enums: As registered.
+    """
+
+    epoch: str
+    fields: tuple[str, ...]
+    num_samples: int | None
+    consumer_tasks: tuple[str, ...]
+    grpo_group_size: int | None
+    enums: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, epoch: str, registration: Mapping[str, Any]) -> PartitionInfo:
+        """A registration from what `registration` returned. Further keys are ignored."""
+        return cls(
+            epoch=epoch,
+            fields=tuple(registration["fields"]),
+            num_samples=registration["num_samples"],
+            consumer_tasks=tuple(registration["consumer_tasks"]),
+            grpo_group_size=registration["grpo_group_size"],
+            enums={name: tuple(words) for name, words in registration["enums"].items()},
+        )
+
+    @classmethod
+    def requested(cls, request: Any) -> PartitionInfo:
+        """The registration that a `RegisterRequest`, or an object with the same attributes, asks for."""
+        return cls.of(request.epoch, {name: getattr(request, name) for name in _REGISTRATION})
+
+    def registration(self) -> dict[str, Any]:
+        """The arguments of ``register_partition`` besides the id, as values that JSON and msgpack can keep."""
+        return {
+            "fields": list(self.fields),
+            "num_samples": self.num_samples,
+            "consumer_tasks": list(self.consumer_tasks),
+            "grpo_group_size": self.grpo_group_size,
+            "enums": {name: list(words) for name, words in self.enums.items()},
+        }
+
+    def extended(
+        self, fields: Sequence[str], consumer_tasks: Sequence[str], enums: Mapping[str, Sequence[str]]
+    ) -> PartitionInfo:
+        """This registration with further fields, tasks and strings of enums, as ``if_exists="keep"`` adds them."""
+        return replace(
+            self,
+            fields=tuple(dict.fromkeys((*self.fields, *fields))),
+            consumer_tasks=tuple(dict.fromkeys((*self.consumer_tasks, *consumer_tasks))),
+            enums={
+                name: tuple(dict.fromkeys((*self.enums.get(name, ()), *enums.get(name, ()))))
+                for name in dict.fromkeys((*self.enums, *enums))
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutReply:
+    """The put is committed and visible to every client.
+
+    Attributes:
+        num_samples: Rows written.
+    """
+
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireBatch:
+    """Columns read back, one row per requested id, in the order asked for.
+
+    Attributes:
+        columns: Field -> encoded column. Core takes ownership.
+        specs: Field -> the spec fixed by the field's first write.
+    """
+
+    columns: Mapping[str, WireColumn | SharedRows]
+    specs: Mapping[str, FieldSpec]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Samples handed out.
+
+    Attributes:
+        sample_ids: In order of first write. May be empty.
+        tags: One dict per id.
+        lease_tokens: One per id if a lease was asked for, else None.
+        exhausted: The partition can give this task no more than this.
+        num_ready: How many samples were ready (if ``explain`` was set).
+        shortfall: Why the other samples are not handed out (if ``explain`` was set and this claim hands out none).
+        epoch: The registration, if the claim has a ``dp_rank``.
+        version: A claim that waits sends it back as `ClaimRequest.since`. Opaque to the client.
+        ask_again_s: The least number of seconds until a waiting client asks again. A store with many waiting clients
+            limits its load in this way.
+    """
+
+    sample_ids: Sequence[str] = ()
+    tags: Sequence[Mapping[str, TagValue]] = ()
+    lease_tokens: Sequence[str] | None = None
+    exhausted: bool = False
+    num_ready: int = 0
+    shortfall: Shortfall | None = None
+    epoch: str | None = None
+    version: str | None = None
+    ask_again_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettleReply:
+    """The leases are settled or renewed."""
+
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumptionReply:
+    """Whether every task has been given every sample that the partition holds, and has acked the leased ones."""
+
+    consumed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClearReply:
+    """The samples are gone.
+
+    Attributes:
+        num_samples: How many were there.
+    """
+
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleList:
+    """Ids in order of first write, with their tags."""
+
+    sample_ids: Sequence[str]
+    tags: Sequence[Mapping[str, TagValue]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionList:
+    """The names of all registered partitions, in any order."""
+
+    partition_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallInfo:
+    """An operation that a client has under way.
+
+    Attributes:
+        operation: The name of the client's method.
+        partition_id: The partition, or empty.
+        running_s: Seconds since it began, as of the announcement.
+    """
+
+    operation: str
+    partition_id: str
+    running_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientInfo:
+    """A client of a store, as it announced itself.
+
+    Attributes:
+        client_id: Random bits. No other client has them.
+        host: The name of its host.
+        pid: Its process.
+        role: The config's ``role``, or the name of its program.
+        open_s: Seconds since it was opened, as of the announcement.
+        num_calls: How many operations it has under way.
+        calls: Those that began first, the first one first.
+        heard_s: Seconds since it was announced.
+        metrics_address: ``host:port`` where its process serves metrics, or empty.
+    """
+
+    client_id: str
+    host: str
+    pid: int
+    role: str
+    open_s: float
+    num_calls: int = 0
+    calls: Sequence[CallInfo] = ()
+    heard_s: float = 0.0
+    metrics_address: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceReply:
+    """The client is listed, or no longer.
+
+    Attributes:
+        num_clients: How many clients are listed. The more there are, the less often each announces itself.
+    """
+
+    num_clients: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientList:
+    """The clients that were announced and whose time is not over, in any order."""
+
+    clients: Sequence[ClientInfo]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitInfo:
+    """A storage unit: a process that holds payload.
+
+    Attributes:
+        name: Its name.
+        state: ``serving``; ``starting``, for the first time or again; ``draining``: it gets no more rows, and ends when
+            it has none; ``removed``: it ended, and samples that it held are not cleared yet.
+        node: The node that it runs on, or empty.
+        address: ``host:port`` where it is reached, or empty.
+        num_rows: Rows that it holds. One put writes one row of a sample, or a few.
+        size_bytes: Their payload.
+        num_lost: Rows that ended with it, or with an earlier life of it, and are not cleared yet.
+        num_starts: How often it was started.
+    """
+
+    name: str
+    state: Literal["serving", "starting", "draining", "removed"]
+    node: str = ""
+    address: str = ""
+    num_rows: int = 0
+    size_bytes: int = 0
+    num_lost: int = 0
+    num_starts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitList:
+    """All storage units, in order of their first start."""
+
+    units: Sequence[UnitInfo]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldList:
+    """Which fields samples have.
+
+    Attributes:
+        patterns: Sets of fields, each in any order.
+        index: For each sample, the place of its set in ``patterns``.
+    """
+
+    patterns: Sequence[Sequence[str]]
+    index: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskDescription:
+    """What a consumer task was given of a partition.
+
+    Attributes:
+        num_ready: Samples that a claim of all registered fields could give it now.
+        num_leased: Samples that it holds under a lease.
+        num_consumed: Samples that it was given for good: without a lease, or acked.
+        oldest_lease: Who has held a sample longest under its present lease. None if the task holds none.
+    """
+
+    num_ready: int
+    num_leased: int
+    num_consumed: int
+    oldest_lease: LeaseHolder | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionDescription:
+    """What a partition holds.
+
+    Attributes:
+        info: Its registration.
+        specs: Field -> kind, dtype, rank and trailing shape of its cells, for each field that was written.
+        num_samples: How many samples it holds.
+        num_cleared: How many samples of this registration were cleared.
+        held_bytes: Payload bytes of the samples that it holds, as counted for ``capacity_bytes``.
+        oldest_s: Seconds since the first write of the oldest sample that it holds, or None if it holds none.
+        tasks: Task -> what it was given.
+    """
+
+    info: PartitionInfo
+    specs: Mapping[str, FieldSpec]
+    num_samples: int
+    num_cleared: int
+    held_bytes: int
+    oldest_s: float | None
+    tasks: Mapping[str, TaskDescription]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the tasks and the fields as tables."""
+        tasks = [(name, task.num_ready, task.num_leased, task.num_consumed) for name, task in self.tasks.items()]
+        fields = [(name, spec.describe()) for name, spec in self.specs.items()]
+        return (
+            f"{self.num_samples} samples, {self.num_cleared} cleared, {self.held_bytes:,} bytes"
+            + _html_table(("task", "ready", "leased", "consumed"), tasks)
+            + _html_table(("field", "cells"), fields)
+        )
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = ["".join(f"<th>{name}</th>" for name in head)]
+    lines += ["".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionState:
+    """What a partition knows besides its registration and its rows.
+
+    Attributes:
+        consumed: Task -> the samples that it was given for good, in order of first write.
+        cleared_ids: Samples that were cleared and count for ``num_samples``. Empty if ``num_samples`` is None.
+        broken_groups: Groups that lost a member.
+    """
+
+    consumed: Mapping[str, Sequence[str]]
+    cleared_ids: Sequence[str]
+    broken_groups: Sequence[str]

@@ -1,0 +1,363 @@
+"""What the hooks are asked. Requests are mutable, so that middleware can change them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from dataplane_core.spec.columns import SharedRows, WireColumn
+from dataplane_core.spec.field_spec import FieldSpec
+from dataplane_core.spec.replies import ClientInfo
+from dataplane_core.spec.tags import TagValue
+
+__all__ = [
+    "AckRequest",
+    "AnnounceRequest",
+    "ChangeUnitsRequest",
+    "ClaimRequest",
+    "ClearRequest",
+    "ConsumptionRequest",
+    "DescribeRequest",
+    "ExportRequest",
+    "FieldsRequest",
+    "GetRequest",
+    "IfExists",
+    "InspectRequest",
+    "ListClientsRequest",
+    "ListPartitionsRequest",
+    "ListRequest",
+    "ListUnitsRequest",
+    "NackRequest",
+    "PartitionRequest",
+    "PutRequest",
+    "RegisterRequest",
+    "RenewRequest",
+    "Request",
+    "Sampler",
+    "SetCursorRequest",
+    "SettleRequest",
+    "Wake",
+    "new_id",
+    "this_process",
+]
+
+#: Which ready samples a claim gives. ``first_write``: in order of first write. ``freshest``: the last written first.
+#: ``balanced``: in order of first write, divided among the ranks so that each gets about as many tokens.
+Sampler: TypeAlias = Literal["first_write", "freshest", "balanced"]
+#: What a registration does with a partition of the same name: drops it, or keeps it.
+IfExists: TypeAlias = Literal["replace", "keep"]
+
+
+class Wake:
+    """Wakes a claim that waits. The client makes it; a backend that declares ``wakes`` keeps it and calls it.
+
+    Args:
+        notify: Tells the client to ask again. Does not block.
+
+    Attributes:
+        at_end: Called once when the claim no longer waits, unless it is None. The backend sets it; it must not block.
+    """
+
+    __slots__ = ("_ended", "_notify", "at_end")
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+        self._ended = False
+        self.at_end: Callable[[], None] | None = None
+
+    def __call__(self) -> bool:
+        """Tells the client to ask again. Any thread may call it. False: the claim no longer waits."""
+        if self._ended:
+            return False
+        self._notify()
+        return True
+
+    def end(self) -> None:
+        """The claim no longer waits."""
+        self._ended = True
+        at_end, self.at_end = self.at_end, None
+        if at_end is not None:
+            at_end()
+
+
+def new_id() -> str:
+    """128 random bits in hex: an id that is not given twice, even by a store that lost its state."""
+    return secrets.token_hex(16)
+
+
+def this_process() -> str:
+    """This process, for messages: ``process 4711 on host-a``."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """The base of all requests.
+
+    Attributes:
+        deadline: On `time.monotonic`'s clock, in seconds.
+    """
+
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class PartitionRequest(Request):
+    """A request about a partition.
+
+    Attributes:
+        partition_id: Its name.
+    """
+
+    partition_id: str
+
+
+@dataclass(slots=True, kw_only=True)
+class RegisterRequest(PartitionRequest):
+    """Open a partition.
+
+    Attributes:
+        fields: Fields that producers are expected to write.
+        num_samples: Number of distinct ids that will be written, or None if unknown.
+        consumer_tasks: The tasks that get a cursor.
+        grpo_group_size: Samples per group, or None.
+        enums: Field -> the strings that it may hold.
+        if_exists: What becomes of an earlier registration of the same name. ``replace``: it is dropped, with its rows.
+            ``keep``: it stays, with rows, tags, cursors, schema, epoch and ``num_samples``. Only the new ``fields``,
+            ``consumer_tasks`` and ``enums`` are added to it.
+        epoch: The id of the registration, if it is a new one: random bits drawn by the client (`new_id`).
+    """
+
+    fields: list[str]
+    num_samples: int | None
+    consumer_tasks: list[str]
+    grpo_group_size: int | None
+    enums: dict[str, list[str]]
+    if_exists: IfExists = "replace"
+    epoch: str = field(default_factory=new_id)
+
+
+@dataclass(slots=True, kw_only=True)
+class DescribeRequest(PartitionRequest):
+    """Read a partition's registration."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PutRequest(PartitionRequest):
+    """Write cells, tags, or both.
+
+    Attributes:
+        sample_ids: Unique ids, one per row.
+        columns: Field -> encoded column. It may alias the caller's memory. A backend that keeps it after the hook
+            returns must copy it.
+        specs: Field -> its spec; the same keys as ``columns``.
+        tags: One dict per row, merged key by key into the tags that the sample has, or None.
+        epoch: The registration that the client checked the put against, or None. If another one is current, the
+            backend raises `StalePartitionError` and writes nothing.
+        request_id: The id of this put: random bits drawn by the client (`new_id`). The client repeats a put whose reply
+            was lost with the same id. Middleware leaves it as it is.
+    """
+
+    sample_ids: list[str]
+    columns: dict[str, WireColumn | SharedRows]
+    specs: dict[str, FieldSpec]
+    tags: list[dict[str, TagValue]] | None
+    epoch: str | None = None
+    request_id: str = field(default_factory=new_id)
+
+
+@dataclass(slots=True, kw_only=True)
+class GetRequest(PartitionRequest):
+    """Read cells."""
+
+    sample_ids: list[str]
+    fields: list[str]
+
+
+@dataclass(slots=True, kw_only=True)
+class ClaimRequest(PartitionRequest):
+    """Hand out ready samples to a task. The hook never waits: the client asks again until its deadline.
+
+    Attributes:
+        task_name: The consumer task.
+        required_fields: Fields that must be produced.
+        batch_size: The most samples to hand out.
+        all_or_nothing: Hand out ``batch_size`` samples or none; but hand out the rest if the partition can give no more
+            than that.
+        lease_s: Seconds after which samples that were not acked return to the pool. None: each sample is handed out at
+            most once.
+        tag_filter: Full-form predicate on tags, or None.
+        explain: Fill `Claim.num_ready` and `Claim.shortfall`.
+        token: The lease token of the samples that this claim hands out: random bits drawn by the client (`new_id`). A
+            claim that waits asks repeatedly with the same token.
+        holder: Who claims, for the error messages of other clients (`this_process`).
+        sampler: Which ready samples it gives.
+        dp_rank: The data-parallel rank that claims, or None. All claims of a task with the same rank and
+            ``batch_index`` are given the same samples.
+        dp_size: The number of ranks. Required by ``balanced``, whose claims choose ``batch_size`` samples for each.
+        batch_index: Which batch of this rank it asks for. 0 if ``batch_epoch`` is not the current registration.
+        batch_epoch: The registration that ``batch_index`` counts in, or None for the current one.
+        since: `Claim.version` of the last answer to the same waiting claim, or None. If nothing changed since then, a
+            backend may give the same answer without looking again.
+        wake: Given by a claim that waits, for a backend that declares ``wakes``. If this call hands out nothing, the
+            backend calls it when the claim can be answered. `Claim.ask_again_s` then says when the claim asks again
+            without being called.
+    """
+
+    task_name: str
+    required_fields: list[str]
+    batch_size: int
+    all_or_nothing: bool
+    lease_s: float | None = None
+    tag_filter: dict[str, tuple[str, Any]] | None = None
+    explain: bool = False
+    token: str = field(default_factory=new_id)
+    holder: str = field(default_factory=this_process)
+    sampler: Sampler = "first_write"
+    dp_rank: int | None = None
+    dp_size: int | None = None
+    batch_index: int = 0
+    batch_epoch: str | None = None
+    since: str | None = None
+    wake: Wake | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class SettleRequest(PartitionRequest):
+    """A request about samples that a task has leased.
+
+    Attributes:
+        task_name: The consumer task.
+        sample_ids: Unique ids.
+        lease_tokens: One per id.
+        request_id: As `PutRequest.request_id`.
+    """
+
+    task_name: str
+    sample_ids: list[str]
+    lease_tokens: list[str]
+    request_id: str = field(default_factory=new_id)
+
+
+@dataclass(slots=True, kw_only=True)
+class AckRequest(SettleRequest):
+    """Settle leased samples as consumed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class NackRequest(SettleRequest):
+    """Give leased samples back to the pool."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RenewRequest(SettleRequest):
+    """Extend leases to ``lease_s`` seconds from now."""
+
+    lease_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ConsumptionRequest(PartitionRequest):
+    """Ask whether tasks have been given all samples that the partition holds."""
+
+    task_names: list[str]
+
+
+@dataclass(slots=True, kw_only=True)
+class ClearRequest(PartitionRequest):
+    """Drop samples, or the whole partition if ``sample_ids`` is None."""
+
+    sample_ids: list[str] | None
+
+
+@dataclass(slots=True, kw_only=True)
+class ListRequest(PartitionRequest):
+    """List ids and tags.
+
+    Attributes:
+        tag_filter: Full-form predicate on tags, or None.
+        sample_ids: Unique ids: list only these, in this order, as far as they are there. None: all samples.
+    """
+
+    tag_filter: dict[str, tuple[str, Any]] | None
+    sample_ids: list[str] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ListPartitionsRequest(Request):
+    """List the registered partitions."""
+
+
+@dataclass(slots=True, kw_only=True)
+class InspectRequest(PartitionRequest):
+    """Count what a partition holds."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FieldsRequest(PartitionRequest):
+    """Ask which fields samples have."""
+
+    sample_ids: list[str]
+
+
+@dataclass(slots=True, kw_only=True)
+class ExportRequest(PartitionRequest):
+    """Read what a partition knows besides its rows, to save it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SetCursorRequest(PartitionRequest):
+    """Set which samples a task has been given.
+
+    Attributes:
+        task_name: The consumer task.
+        sample_ids: The samples that it has been given for good, in place of those before. Ids that are not there are
+            ignored. Leases of the task end.
+        create: Whether to add the task if the partition does not have it.
+    """
+
+    task_name: str
+    sample_ids: list[str]
+    create: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class AnnounceRequest(Request):
+    """Say that a client uses the store, and what it does.
+
+    Attributes:
+        client: The client. Its ``heard_s`` is 0.
+        ttl_s: Seconds for which the store lists it, unless it is announced again. 0: the client closes.
+    """
+
+    client: ClientInfo
+    ttl_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ListClientsRequest(Request):
+    """List the clients that use the store."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ListUnitsRequest(Request):
+    """List the storage units."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ChangeUnitsRequest(Request):
+    """Start storage units, or end one.
+
+    Attributes:
+        add: How many to start. 0: none.
+        remove: The one to end, or None.
+        now: Whether it ends at once, and its rows are lost. If not, it gets no more rows, and ends when it has none.
+    """
+
+    add: int = 0
+    remove: str | None = None
+    now: bool = False

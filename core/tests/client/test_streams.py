@@ -100,10 +100,10 @@ def test_a_batch_can_be_acked_by_hand(client):
 
 
 def test_leases_are_renewed_while_a_batch_is_worked_on_and_while_it_is_read_ahead(client):
-    with stream(client, "p", "t", ["x"], 4, lease_s=0.3, prefetch=2) as batches:
+    with stream(client, "p", "t", ["x"], 4, lease_s=3.0, prefetch=2) as batches:
         seen = []
         for batch in batches:
-            time.sleep(0.7)
+            time.sleep(1.8)
             seen += batch.meta.sample_ids
     assert seen == [f"s{i}" for i in range(NUM)]
     assert len(_consumed(client)) == NUM
@@ -216,7 +216,7 @@ def test_a_cancelled_async_loop_loses_nothing(prefetch):
             await client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
 
             async def work():
-                async with stream(client, "p", "t", ["x"], 1, prefetch=prefetch, lease_s=0.3) as batches:
+                async with stream(client, "p", "t", ["x"], 1, prefetch=prefetch) as batches:
                     async for _ in batches:
                         await asyncio.sleep(0)
 

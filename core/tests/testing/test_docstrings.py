@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataplane_core.backends import blob_store
-from dataplane_core.spec import hooks
+from dataplane_core.spec import hooks, replies, requests
 from dataplane_core.testing import BackendConformance
 from dataplane_core.testing._marks import chapter_of, needs_of, rule_of
 
@@ -24,7 +24,7 @@ def _plain(text: str) -> str:
 
 _SOURCES = {
     "Contract": _plain(_CONTRACT.read_text(encoding="utf-8")),
-    "Hook spec": _plain(inspect.getsource(hooks)),
+    "Hook spec": _plain("".join(map(inspect.getsource, (hooks, requests, replies)))),
     "Blob store": _plain(inspect.getsource(blob_store)),
 }
 

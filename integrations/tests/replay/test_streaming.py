@@ -90,7 +90,7 @@ def test_a_lease_outlives_its_time_as_long_as_the_consumer_lives(stream: DataPla
         renewed.release()
 
     stream.renew = counted
-    batch = next(iter(consumer_of(stream, lease_s=2.0)))
+    batch = next(iter(consumer_of(stream, lease_s=3.0)))
     with batch:
         for _ in range(4):  # at a third of a lease each
             assert renewed.acquire(timeout=WAIT_S)

@@ -13,7 +13,7 @@ import torch
 from dataplane_core.batch import stack_or_nest
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, MissingDataError
-from dataplane_integrations.replay import StreamingConsumer
+from dataplane_integrations.replay import StreamingConsumer, _consumer
 
 WAIT_S = 30.0
 LENGTHS = [3, 1, 4, 2, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -143,7 +143,10 @@ def test_an_iterator_that_is_closed_leaves_nothing_running(stream: Any, depth: i
     all_rows_are_free(stream)
 
 
-def test_a_batch_whose_lease_was_lost_before_its_turn_is_claimed_again(stream: Any) -> None:
+def test_a_batch_whose_lease_was_lost_before_its_turn_is_claimed_again(
+    stream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_consumer, "_RENEWALS_PER_LEASE", 3000.0)
     renew, lost, found = stream.renew, threading.Event(), []
 
     def lose(meta: Any, lease_s: float) -> None:
@@ -153,7 +156,7 @@ def test_a_batch_whose_lease_was_lost_before_its_turn_is_claimed_again(stream: A
         renew(meta, lease_s)
 
     stream.renew = lose
-    for batch in consumer_of(stream, 2, lease_s=1.5):
+    for batch in consumer_of(stream, 2):
         with batch:
             assert lost.wait(WAIT_S)
             found.append(batch.read()["input_ids"][:, 0].tolist())

@@ -62,7 +62,8 @@ class Repeats:
 
 def same_memory(rows: Sequence[Any]) -> Repeats | None:
     """Rows that are the same object or, if they are tensors, the same memory. None: there are none."""
-    return Repeats.by_key([_memory_of(row) for row in rows])
+    starts = {row.data_ptr() if type(row) is torch.Tensor and row.numel() else id(row) for row in rows}
+    return None if len(starts) == len(rows) else Repeats.by_key([_memory_of(row) for row in rows])
 
 
 def _memory_of(row: Any) -> Hashable:

@@ -404,11 +404,12 @@ class Ledger:
                 each, numbers = entry
                 each.rows.append(index)
                 positions = row.positions
-                each.positions += (
-                    repeat(positions, len(numbers))
-                    if isinstance(positions, int)
-                    else [positions[number] for number in numbers]
-                )
+                if not isinstance(positions, int):
+                    each.positions += [positions[number] for number in numbers]
+                elif len(numbers) == 1:
+                    each.positions.append(positions)
+                else:
+                    each.positions += repeat(positions, len(numbers))
         except KeyError:
             self._refuse_missing(partition_id, partition, sample_ids, fields)
         parts: list[Part] = []

@@ -97,22 +97,37 @@ class PutWrites:
         changes: The cells that rows had -> what the put changes in these rows. None: in new rows.
     """
 
-    __slots__ = ("_positions", "_simple", "changes", "writes")
+    __slots__ = ("_of_new_rows", "_positions", "_simple", "changes", "writes")
 
     def __init__(self, writes: Sequence[commands.Write]) -> None:
         self.writes = [(write.write_id, tuple(write.fields)) for write in writes]
         self.changes: dict[Cells | None, _Change] = {}
         self._positions = [write.positions for write in writes]
         self._simple = all(each is None for each in self._positions)
+        self._of_new_rows: Sequence[int | tuple[int, ...]] | None = None
 
     def positions(self, row: Row, index: int, sources: Sequence[int]) -> int | tuple[int, ...]:
         """The positions of a row of the put, as `Row.positions`, before the row gets its new cells."""
         before, num_before = row.positions, len(row.cells.write_ids)
         if self._simple and (not num_before or before == index):
             return index
+        if not num_before and len(sources) == len(self.writes):
+            if self._of_new_rows is None:
+                self._of_new_rows = self._new_positions()
+            return self._of_new_rows[index]
         all_before = [before] * num_before if isinstance(before, int) else list(before)
         found = [*all_before, *(index if each is None else each[index] for each in self._positions)]
         return packed_positions([found[number] for number in sources])
+
+    def _new_positions(self) -> Sequence[int | tuple[int, ...]]:
+        """The positions of all rows of the put, as those of rows that have no other cells."""
+        if len(self._positions) == 1:
+            return self._positions[0] or ()
+        num_rows = next(len(each) for each in self._positions if each is not None)
+        return [
+            packed_positions(each)
+            for each in zip(*(range(num_rows) if each is None else each for each in self._positions), strict=True)
+        ]
 
 
 @dataclass(slots=True)

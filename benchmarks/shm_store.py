@@ -4,7 +4,8 @@ Run:  python benchmarks/shm_store.py [--seconds 5]
 
 Prints how many MB a second one process and four processes put (batch B of `batches.py`); how many claims of one sample
 a second four processes make; microseconds of a put, a read and a claim of one sample with one scalar, on noop and on
-shm_store; and how far the memory of a process grows in a put and in a read, beyond the tensors that it gets.
+shm_store; the time of a read of batch B as views; and how far the memory of a process grows in a put and in a read,
+beyond the tensors that it gets.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
 
-CONFIG = {"backend": "shm_store", "options": {"namespace": "benchmark"}}
+CONFIG: dict[str, Any] = {"backend": "shm_store", "options": {"namespace": "benchmark"}}
 
 
 def many_puts(number: int, seconds: float, start: Any, results: Any) -> None:
@@ -143,6 +144,10 @@ def main() -> None:
         print(f"\npeak memory of a put of {payload / 1e6:.0f} MB: {grown / payload:.2f} payloads")
         grown, _ = peak_growth(lambda: client.get_samples(ids, "bench", list(columns.keys())))
         print(f"peak memory of its read: {grown / payload - 1:.2f} payloads beyond the tensors")
+        viewing = {**CONFIG, "options": {**CONFIG["options"], "views": True}}
+        with connect(viewing, bootstrap=False) as viewer:
+            took_us = median_us(lambda _: viewer.get_samples(ids, "bench", list(columns.keys())))
+        print(f"its read as views, again and again: {took_us / 1e3:.2f} ms")
         client.clear_samples(ids, "bench")
 
         (one,) = together(many_puts, 1, options.seconds)

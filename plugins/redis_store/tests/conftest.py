@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -60,7 +61,8 @@ class Server:
                 if not probe.recv(64).startswith(b"-LOADING"):
                     return self
             assert time.monotonic() < give_up, "the server does not answer"
-            assert self.process.poll() is None, "the server ended at its start"
+            if self.process.poll() is not None:
+                raise _Ended(f"the server ended at its start, with {words}")
             time.sleep(0.01)
 
     @property
@@ -123,9 +125,15 @@ def _wait_until(condition, timeout_s=60.0):
 
 
 def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody uses. It is none of those that the kernel gives to connections, so that it stays free."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", random.randrange(20_000, 32_768)))
+            return probe.getsockname()[1]
+
+
+class _Ended(AssertionError):
+    """A server ended at its start."""
 
 
 @contextlib.contextmanager
@@ -133,6 +141,10 @@ def _starting():
     servers = []
 
     def start(*settings, **options):
+        for _ in range(2):
+            servers.append(Server(*settings, **options))
+            with contextlib.suppress(_Ended):  # another process took the port meanwhile
+                return servers[-1].start()
         servers.append(Server(*settings, **options))
         return servers[-1].start()
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -136,7 +135,7 @@ def test_a_url_that_redis_does_not_read_is_refused(connect, url):
     assert _SECRET not in told(caught.value)
 
 
-def test_tls(start_server, connect, tmp_path):
+def test_tls(start_server, connect, tmp_path, free_port):
     if shutil.which("openssl") is None:
         pytest.skip("not run: this machine has no openssl")
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
@@ -145,9 +144,7 @@ def test_tls(start_server, connect, tmp_path):
     subprocess.run([*words, "-keyout", key, "-out", certificate], check=True, capture_output=True)
     tls = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate)]
     server = start_server("--tls-port", "0", *tls, "--tls-auth-clients", "no")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server.admin("CONFIG", "SET", "tls-port", str(port))
     round_trip(connect(url=f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"))
     with pytest.raises(BackendUnavailableError, match="certificate"):
@@ -240,13 +237,10 @@ def test_nothing_listens(connect):
 
 
 def test_a_cluster_node_that_serves_the_namespace(start_server, connect):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        bus_port = probe.getsockname()[1]
-    server = start_server("--cluster-enabled", "yes", "--cluster-port", str(bus_port))
+    server = start_server(cluster=True)
     server.admin("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
     give_up = time.monotonic() + 20
-    while b"cluster_state:ok" not in server.admin("CLUSTER", "INFO"):
+    while not server.is_in_cluster():
         assert time.monotonic() < give_up
         time.sleep(0.02)
     round_trip(connect(url=server.url))  # all keys of a namespace lie in one slot, else the server refuses

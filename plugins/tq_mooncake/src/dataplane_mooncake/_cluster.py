@@ -206,6 +206,11 @@ class MooncakeInstance(Instance):
         if self._master is not None and self._keeper is None:
             self._keeper = MasterKeeper(self._master, self._unmount, self._mount_again, self.config.master_start_s)
 
+    def refresh(self, *, deadline: float) -> None:
+        """Asks the controller for the details anew: segments may have been mounted again."""
+        description = get_within(self._handles[self.controller.actor].get_config.remote(), "ask for details", deadline)
+        self.details = description["details"]
+
     def _unmount(self, deadline: float) -> None:
         closing = [self._handles[unit.actor].close.remote() for unit in self.units]
         get_within(closing, "unmount the segments of a dead master", deadline)

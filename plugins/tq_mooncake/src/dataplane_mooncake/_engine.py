@@ -5,6 +5,7 @@ Importing this module imports Ray and TransferQueue.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
@@ -23,14 +24,19 @@ from dataplane_core.errors import (
 from dataplane_mooncake._calls import Call, bounded
 from dataplane_mooncake._cluster import MooncakeInstance, check_machine, this_nodes_address
 from dataplane_mooncake._master import MasterWatch
-from dataplane_mooncake._store import FULL, UNREACHABLE, EngineError, RowsMissing, Store, StoreSettings
+from dataplane_mooncake._store import FULL, NOT_FOUND, UNREACHABLE, EngineError, RowsMissing, Store, StoreSettings
 from dataplane_mooncake.machine import available_memory_bytes
 from dataplane_tq_simple._actors import ActorWatch
+from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._queue import QueueEngine
 
 __all__ = ["Engine"]
 
 _MIB: Final = 1024 * 1024
+#: Seconds between two looks whether a master is back.
+_COMES_BACK_S: Final = 0.1
+#: Seconds to ask for the units' addresses, before connections to them are ended.
+_REFRESH_S: Final = 5.0
 #: Seconds that a failed call checks whether a dead storage unit is the cause.
 _FIND_CAUSE_S: Final = 3.0
 
@@ -46,10 +52,10 @@ class Engine(QueueEngine):
         self._master: MasterWatch | None = None
 
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
-        """As `QueueEngine.call`, but first checks the master: the ledger survives it, but the rows are then lost.
+        """As `QueueEngine.call`, but first checks a master that is not started again: without it, the rows are lost.
 
         Raises:
-            BackendUnavailableError: Also if the master is dead.
+            BackendUnavailableError: Also if that master is dead.
         """
         if self._master is not None:
             self._master.check()
@@ -74,10 +80,22 @@ class Engine(QueueEngine):
             config.local_buffer_size_bytes,
             config.store_memcpy,
         )
-        watch = MasterWatch(self.config.instance, master)
-        watch.check()
-        self._store = Store.acquire(settings, self._instance.details["listening"], deadline=deadline)
-        self._master = watch
+        listening = self._instance.details["listening"]
+        if self._instance.details["signs"] is None:
+            watch = MasterWatch(self.config.instance, master)
+            watch.check()
+            self._store = Store.acquire(settings, listening, deadline=deadline)
+            self._master = watch
+            return
+        while True:
+            try:
+                self._store = Store.acquire(settings, listening, deadline=deadline)
+                return
+            except BackendUnavailableError:  # it may be starting again
+                self._watch().check()
+                if time.monotonic() + _COMES_BACK_S >= deadline:
+                    raise
+                time.sleep(_COMES_BACK_S)
 
     def _leave(self) -> None:
         store, self._store = self._store, None
@@ -101,6 +119,7 @@ class Engine(QueueEngine):
         Raises:
             CapacityExceededError: No segment has room for the rows.
             BackendError: Mooncake failed.
+            UnitsGoneError: The master died meanwhile, and is back. Nothing was stored. Put the rows under other handles.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
         keys = self._keys(handles)
@@ -164,18 +183,62 @@ class Engine(QueueEngine):
         *,
         undo: Callable[[Any], None] | None = None,
     ) -> Any:
-        try:
-            return bounded(
-                what,
-                work,
-                deadline,
-                undo=undo,
-                watch=self._watch,
-                closed=lambda: self._closed,
-                on_give_up=store.end_given_up,
-            )
-        except EngineError as error:
-            self._raise_cause(what, error, deadline)
+        """Makes a call. Repeats it, but for a put, when the master has died meanwhile and is back."""
+        while True:
+            try:
+                return bounded(
+                    what,
+                    work,
+                    deadline,
+                    undo=undo,
+                    watch=self._watch,
+                    closed=lambda: self._closed,
+                    on_give_up=lambda: self._end_given_up(store),
+                )
+            except EngineError as error:
+                if not self._master_came_back(store, what, error, deadline):
+                    self._raise_cause(what, error, deadline)
+                if undo is not None:
+                    raise UnitsGoneError(
+                        f"{what}: the mooncake_master died, and was started again. Nothing was stored."
+                    ) from error
+                time.sleep(_COMES_BACK_S)
+
+    def _master_came_back(self, store: Store, what: str, error: EngineError, deadline: float) -> bool:
+        """Whether a call failed because the master had died. If so, waits until it is back and has its segments.
+
+        Raises:
+            BackendUnavailableError: It is not back by the deadline, or the instance is dead.
+        """
+        signs = self._instance.details["signs"]
+        if signs is None:
+            return False
+        waits = False
+        while not bounded(what, lambda call: store.there(call, signs), deadline, closed=lambda: self._closed):
+            waits = True
+            self._watch().check()
+            if time.monotonic() + 2 * _COMES_BACK_S >= deadline:
+                raise BackendUnavailableError(
+                    f"{what} failed: the mooncake_master at {self._instance.details['master']} of instance "
+                    f"{self.config.instance!r} died, and was not back by the deadline ({error}).",
+                    hint="The process that bootstrapped the instance starts it again: try again, or raise "
+                    "op_timeout_s.",
+                ) from error
+            time.sleep(_COMES_BACK_S)
+        # the first request to a new master may fail; and it does not know what a put began with the old one
+        return waits or error.code in (NOT_FOUND, UNREACHABLE)
+
+    def _end_given_up(self, store: Store) -> None:
+        """Ends the connections of calls that were given up, in the background."""
+
+        def end(_: Call) -> None:
+            if self._instance.details["signs"] is not None:  # segments may have been mounted again
+                with contextlib.suppress(Exception):
+                    self._instance.refresh(deadline=time.monotonic() + _REFRESH_S)
+                    store.add_units(self._instance.details["listening"])
+            store.end_given_up()
+
+        Call().start(end)
 
     def _watch(self) -> _Watch:
         return _Watch(self._instance.watch(self._instance.units), self._master)

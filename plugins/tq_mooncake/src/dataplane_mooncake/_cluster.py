@@ -194,7 +194,9 @@ class MooncakeInstance(Instance):
         }
 
     def _mount(self, master: str, signs: Sequence[str], deadline: float) -> list[Any]:
-        opening = [self._handles[unit.actor].open.remote(master, sign) for unit, sign in zip(self.units, signs, strict=True)]
+        opening = [
+            self._handles[unit.actor].open.remote(master, sign) for unit, sign in zip(self.units, signs, strict=True)
+        ]
         return list(get_within(opening, "mount the segments", deadline))
 
     def _listening(self, mounted: Sequence[Any]) -> list[tuple[str, int]]:

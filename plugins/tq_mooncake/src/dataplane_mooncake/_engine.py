@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -57,7 +58,7 @@ class Engine(QueueEngine):
         Raises:
             BackendUnavailableError: Also if that master is dead.
         """
-        if self._master is not None:
+        if self._master is not None and not self._master_is_kept:
             self._master.check()
         return super().call(method, *args, timeout_s=timeout_s, **kwargs)
 
@@ -81,21 +82,22 @@ class Engine(QueueEngine):
             config.store_memcpy,
         )
         listening = self._instance.details["listening"]
-        if self._instance.details["signs"] is None:
-            watch = MasterWatch(self.config.instance, master)
-            watch.check()
-            self._store = Store.acquire(settings, listening, deadline=deadline)
-            self._master = watch
-            return
-        while True:
+        self._master = MasterWatch(self.config.instance, master)
+        if not self._master_is_kept:
+            self._master.check()
+        while self._store is None:
             try:
                 self._store = Store.acquire(settings, listening, deadline=deadline)
-                return
-            except BackendUnavailableError:  # it may be starting again
+            except BackendUnavailableError:
                 self._watch().check()
-                if time.monotonic() + _COMES_BACK_S >= deadline:
+                if not self._master_is_kept or time.monotonic() + _COMES_BACK_S >= deadline:
                     raise
                 time.sleep(_COMES_BACK_S)
+
+    @property
+    def _master_is_kept(self) -> bool:
+        """Whether the process that bootstrapped the instance starts its master again."""
+        return self._instance.details["signs"] is not None
 
     def _leave(self) -> None:
         store, self._store = self._store, None
@@ -119,7 +121,7 @@ class Engine(QueueEngine):
         Raises:
             CapacityExceededError: No segment has room for the rows.
             BackendError: Mooncake failed.
-            UnitsGoneError: The master died meanwhile, and is back. Nothing was stored. Put the rows under other handles.
+            UnitsGoneError: The master died meanwhile, and is back. Nothing was stored: use other handles.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
         keys = self._keys(handles)
@@ -210,11 +212,19 @@ class Engine(QueueEngine):
         Raises:
             BackendUnavailableError: It is not back by the deadline, or the instance is dead.
         """
-        signs = self._instance.details["signs"]
-        if signs is None:
+        if not self._master_is_kept:
             return False
+        signs = self._instance.details["signs"]
+        there = partial(
+            bounded,
+            what,
+            lambda call: store.there(call, signs),
+            deadline,
+            watch=self._watch,
+            closed=lambda: self._closed,
+        )
         waits = False
-        while not bounded(what, lambda call: store.there(call, signs), deadline, closed=lambda: self._closed):
+        while not there():
             waits = True
             self._watch().check()
             if time.monotonic() + 2 * _COMES_BACK_S >= deadline:
@@ -232,7 +242,7 @@ class Engine(QueueEngine):
         """Ends the connections of calls that were given up, in the background."""
 
         def end(_: Call) -> None:
-            if self._instance.details["signs"] is not None:  # segments may have been mounted again
+            if self._master_is_kept:  # segments may have been mounted again
                 with contextlib.suppress(Exception):
                     self._instance.refresh(deadline=time.monotonic() + _REFRESH_S)
                     store.add_units(self._instance.details["listening"])
@@ -241,7 +251,7 @@ class Engine(QueueEngine):
         Call().start(end)
 
     def _watch(self) -> _Watch:
-        return _Watch(self._instance.watch(self._instance.units), self._master)
+        return _Watch(self._instance.watch(self._instance.units), self._master, self._master_is_kept)
 
     def _raise_cause(self, what: str, error: EngineError, deadline: float) -> NoReturn:
         """Finds out why Mooncake failed, and raises that error."""
@@ -252,7 +262,7 @@ class Engine(QueueEngine):
                 f"({error}).",
                 hint="Clear samples, or raise segment_size_bytes or num_storage_units.",
             ) from error
-        if self._master is not None:
+        if self._master is not None and not self._master_is_kept:
             self._master.check(every_s=0)
         if error.code == UNREACHABLE:
             raise BackendUnavailableError(
@@ -272,13 +282,14 @@ class Engine(QueueEngine):
 class _Watch:
     """Checks that the storage units and the master are alive, while a call takes long."""
 
-    def __init__(self, units: ActorWatch, master: MasterWatch | None) -> None:
+    def __init__(self, units: ActorWatch, master: MasterWatch | None, master_is_kept: bool) -> None:
         self._units = units
         self._master = master
+        self._master_is_kept = master_is_kept
 
     def check(self) -> None:
-        """Raises `BackendUnavailableError` if one of them is dead."""
-        if self._master is not None:
+        """Raises `BackendUnavailableError` if one of them is dead, and not started again."""
+        if self._master is not None and not self._master_is_kept:
             self._master.check(every_s=0.25)
         self._units.check()
 
@@ -286,5 +297,10 @@ class _Watch:
         """Nothing to give back."""
 
     def describe(self) -> str:
-        """What is known about the units, as a sentence."""
+        """What is known about the master and the units, as a sentence."""
+        if self._master is not None:
+            try:
+                self._master.check(every_s=0)
+            except BackendUnavailableError as error:
+                return f"{error.message[0].upper()}{error.message[1:]}"
         return self._units.describe()

@@ -19,7 +19,7 @@ import ray
 
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_mooncake._ending import listening_ports
-from dataplane_mooncake._master import Master
+from dataplane_mooncake._master import Master, MasterKeeper
 from dataplane_mooncake._store import StoreSettings, open_engine
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import (
@@ -36,7 +36,7 @@ from dataplane_tq_simple.addresses import announced_address
 
 __all__ = ["MooncakeInstance", "SegmentHost", "check_machine", "this_nodes_address"]
 
-_PROBE_BYTES: Final = 64
+_SIGN_BYTES: Final = 64
 
 
 def check_machine(config: TQMooncakeConfig) -> None:
@@ -83,8 +83,18 @@ class SegmentHost:
             "available_bytes": available_memory_bytes(),
         }
 
-    def open(self, master: str) -> tuple[str, str, list[int]]:
-        """Mounts the segment.
+    def close(self) -> None:
+        """Unmounts the segment and frees its memory. Has no effect if none is mounted."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def open(self, master: str, sign: str) -> tuple[str, str, list[int]]:
+        """Mounts a segment.
+
+        Args:
+            master: ``host:port`` of the master.
+            sign: The key of a row that it leaves in the store: the segment is mounted as long as the row exists.
 
         Returns:
             Its name, which a put may ask for; its endpoint, which identifies it as the place of a row; and the ports on
@@ -99,14 +109,14 @@ class SegmentHost:
         name = engine.get_hostname()
         replicas = check_library().ReplicateConfig()
         replicas.preferred_segments = [name]
-        key, probe = f"~probe/{uuid4().hex}", np.zeros(_PROBE_BYTES, dtype=np.uint8)
-        engine.register_buffer(probe.ctypes.data, probe.nbytes)
-        (code,) = engine.batch_put_from([key], [probe.ctypes.data], [probe.nbytes], replicas)
-        engine.unregister_buffer(probe.ctypes.data)
+        replicas.with_hard_pin = True
+        row = np.zeros(_SIGN_BYTES, dtype=np.uint8)
+        engine.register_buffer(row.ctypes.data, row.nbytes)
+        (code,) = engine.batch_put_from([sign], [row.ctypes.data], [row.nbytes], replicas)
+        engine.unregister_buffer(row.ctypes.data)
         if code != 0:
             raise BackendUnavailableError(f"the segment {name} takes no rows (Mooncake's code {code}).")
-        (replica,) = engine.get_replica_desc(key)
-        engine.remove(key, True)
+        (replica,) = engine.get_replica_desc(sign)
         return name, replica.get_memory_descriptor().buffer_descriptor.transport_endpoint, ports
 
 
@@ -114,17 +124,19 @@ class MooncakeInstance(Instance):
     """An instance of ``tq_mooncake``.
 
     ``details`` holds ``master`` (host:port), ``prefix`` (of this instance's keys), ``segments`` (the units' segments by
-    name, with their endpoints; None if the instance started the master), and ``listening`` (the addresses and ports on
-    which the units' engines listen).
+    name, with their endpoints; None if the instance started the master), ``signs`` (keys of rows that exist while all
+    segments are mounted; None if the instance did not start the master, and so does not start it again), and
+    ``listening`` (the addresses and ports on which the units' engines listen).
     """
 
     prefix = "tqm-"
     distribution = "dataplane-mooncake"
-    protocol = 3
+    protocol = 4
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._master: Master | None = None
+        self._keeper: MasterKeeper | None = None
 
     @property
     def master_pid(self) -> int | None:
@@ -167,22 +179,53 @@ class MooncakeInstance(Instance):
                 self._master = Master(this_nodes_address(config))
                 self._master.start(min(deadline, time.monotonic() + config.master_start_s))
                 address = self._master.address
-            handles = [self._handles[unit.actor] for unit in self.units]
-            mounted = get_within([handle.open.remote(address) for handle in handles], "mount the segments", deadline)
+            prefix = f"{config.instance}/{uuid4().hex}/"
+            signs = [f"{prefix}~{unit.name}" for unit in self.units]
+            mounted = self._mount(address, signs, deadline)
         except BaseException:
             self._stop_master()
             raise
         self.details = {
             "master": address,
-            "prefix": f"{config.instance}/{uuid4().hex}/",
+            "prefix": prefix,
             "segments": None if self._master is not None else {name: endpoint for name, endpoint, _ in mounted},
-            "listening": [
-                (unit.ip, port) for unit, (_, _, ports) in zip(self.units, mounted, strict=True) for port in ports
-            ],
+            "signs": None if self._master is None else signs,
+            "listening": self._listening(mounted),
         }
+
+    def _mount(self, master: str, signs: Sequence[str], deadline: float) -> list[Any]:
+        opening = [
+            self._handles[unit.actor].open.remote(master, sign) for unit, sign in zip(self.units, signs, strict=True)
+        ]
+        return list(get_within(opening, "mount the segments", deadline))
+
+    def _listening(self, mounted: Sequence[Any]) -> list[tuple[str, int]]:
+        return [(unit.ip, port) for unit, (_, _, ports) in zip(self.units, mounted, strict=True) for port in ports]
+
+    def publish(self, *, deadline: float) -> None:
+        """Also starts the master again from now on, if this process has started it."""
+        super().publish(deadline=deadline)
+        if self._master is not None and self._keeper is None:
+            self._keeper = MasterKeeper(self._master, self._unmount, self._mount_again, self.config.master_start_s)
+
+    def refresh(self, *, deadline: float) -> None:
+        """Asks the controller for the details anew: segments may have been mounted again."""
+        description = get_within(self._handles[self.controller.actor].get_config.remote(), "ask for details", deadline)
+        self.details = description["details"]
+
+    def _unmount(self, deadline: float) -> None:
+        closing = [self._handles[unit.actor].close.remote() for unit in self.units]
+        get_within(closing, "unmount the segments of a dead master", deadline)
+
+    def _mount_again(self, deadline: float) -> None:
+        mounted = self._mount(self.details["master"], self.details["signs"], deadline)
+        self.details = {**self.details, "listening": self._listening(mounted)}
+        self.publish(deadline=deadline)
 
     def stop(self) -> None:
         """Ends the units, then the master."""
+        if self._keeper is not None:
+            self._keeper.stop()
         try:
             super().stop()
         finally:

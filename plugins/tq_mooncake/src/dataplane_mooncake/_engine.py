@@ -5,8 +5,10 @@ Importing this module imports Ray and TransferQueue.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -23,14 +25,19 @@ from dataplane_core.errors import (
 from dataplane_mooncake._calls import Call, bounded
 from dataplane_mooncake._cluster import MooncakeInstance, check_machine, this_nodes_address
 from dataplane_mooncake._master import MasterWatch
-from dataplane_mooncake._store import FULL, UNREACHABLE, EngineError, RowsMissing, Store, StoreSettings
+from dataplane_mooncake._store import FULL, NOT_FOUND, UNREACHABLE, EngineError, RowsMissing, Store, StoreSettings
 from dataplane_mooncake.machine import available_memory_bytes
 from dataplane_tq_simple._actors import ActorWatch
+from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._queue import QueueEngine
 
 __all__ = ["Engine"]
 
 _MIB: Final = 1024 * 1024
+#: Seconds between two looks whether a master is back.
+_COMES_BACK_S: Final = 0.1
+#: Seconds to ask for the units' addresses, before connections to them are ended.
+_REFRESH_S: Final = 5.0
 #: Seconds that a failed call checks whether a dead storage unit is the cause.
 _FIND_CAUSE_S: Final = 3.0
 
@@ -46,12 +53,12 @@ class Engine(QueueEngine):
         self._master: MasterWatch | None = None
 
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
-        """As `QueueEngine.call`, but first checks the master: the ledger survives it, but the rows are then lost.
+        """As `QueueEngine.call`, but first checks a master that is not started again: without it, the rows are lost.
 
         Raises:
-            BackendUnavailableError: Also if the master is dead.
+            BackendUnavailableError: Also if that master is dead.
         """
-        if self._master is not None:
+        if self._master is not None and not self._master_is_kept:
             self._master.check()
         return super().call(method, *args, timeout_s=timeout_s, **kwargs)
 
@@ -74,10 +81,23 @@ class Engine(QueueEngine):
             config.local_buffer_size_bytes,
             config.store_memcpy,
         )
-        watch = MasterWatch(self.config.instance, master)
-        watch.check()
-        self._store = Store.acquire(settings, self._instance.details["listening"], deadline=deadline)
-        self._master = watch
+        listening = self._instance.details["listening"]
+        self._master = MasterWatch(self.config.instance, master)
+        if not self._master_is_kept:
+            self._master.check()
+        while self._store is None:
+            try:
+                self._store = Store.acquire(settings, listening, deadline=deadline)
+            except BackendUnavailableError:
+                self._watch().check()
+                if not self._master_is_kept or time.monotonic() + _COMES_BACK_S >= deadline:
+                    raise
+                time.sleep(_COMES_BACK_S)
+
+    @property
+    def _master_is_kept(self) -> bool:
+        """Whether the process that bootstrapped the instance starts its master again."""
+        return self._instance.details["signs"] is not None
 
     def _leave(self) -> None:
         store, self._store = self._store, None
@@ -101,6 +121,7 @@ class Engine(QueueEngine):
         Raises:
             CapacityExceededError: No segment has room for the rows.
             BackendError: Mooncake failed.
+            UnitsGoneError: The master died meanwhile, and is back. Nothing was stored: use other handles.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
         keys = self._keys(handles)
@@ -164,21 +185,73 @@ class Engine(QueueEngine):
         *,
         undo: Callable[[Any], None] | None = None,
     ) -> Any:
-        try:
-            return bounded(
-                what,
-                work,
-                deadline,
-                undo=undo,
-                watch=self._watch,
-                closed=lambda: self._closed,
-                on_give_up=store.end_given_up,
-            )
-        except EngineError as error:
-            self._raise_cause(what, error, deadline)
+        """Makes a call. Repeats it, but for a put, when the master has died meanwhile and is back."""
+        while True:
+            try:
+                return bounded(
+                    what,
+                    work,
+                    deadline,
+                    undo=undo,
+                    watch=self._watch,
+                    closed=lambda: self._closed,
+                    on_give_up=lambda: self._end_given_up(store),
+                )
+            except EngineError as error:
+                if not self._master_came_back(store, what, error, deadline):
+                    self._raise_cause(what, error, deadline)
+                if undo is not None:
+                    raise UnitsGoneError(
+                        f"{what}: the mooncake_master died, and was started again. Nothing was stored."
+                    ) from error
+                time.sleep(_COMES_BACK_S)
+
+    def _master_came_back(self, store: Store, what: str, error: EngineError, deadline: float) -> bool:
+        """Whether a call failed because the master had died. If so, waits until it is back and has its segments.
+
+        Raises:
+            BackendUnavailableError: It is not back by the deadline, or the instance is dead.
+        """
+        if not self._master_is_kept:
+            return False
+        signs = self._instance.details["signs"]
+        there = partial(
+            bounded,
+            what,
+            lambda call: store.there(call, signs),
+            deadline,
+            watch=self._watch,
+            closed=lambda: self._closed,
+        )
+        waits = False
+        while not there():
+            waits = True
+            self._watch().check()
+            if time.monotonic() + 2 * _COMES_BACK_S >= deadline:
+                raise BackendUnavailableError(
+                    f"{what} failed: the mooncake_master at {self._instance.details['master']} of instance "
+                    f"{self.config.instance!r} died, and was not back by the deadline ({error}).",
+                    hint="The process that bootstrapped the instance starts it again: try again, or raise "
+                    "op_timeout_s.",
+                ) from error
+            time.sleep(_COMES_BACK_S)
+        # the first request to a new master may fail; and it does not know what a put began with the old one
+        return waits or error.code in (NOT_FOUND, UNREACHABLE)
+
+    def _end_given_up(self, store: Store) -> None:
+        """Ends the connections of calls that were given up, in the background."""
+
+        def end(_: Call) -> None:
+            if self._master_is_kept:  # segments may have been mounted again
+                with contextlib.suppress(Exception):
+                    self._instance.refresh(deadline=time.monotonic() + _REFRESH_S)
+                    store.add_units(self._instance.details["listening"])
+            store.end_given_up()
+
+        Call().start(end)
 
     def _watch(self) -> _Watch:
-        return _Watch(self._instance.watch(self._instance.units), self._master)
+        return _Watch(self._instance.watch(self._instance.units), self._master, self._master_is_kept)
 
     def _raise_cause(self, what: str, error: EngineError, deadline: float) -> NoReturn:
         """Finds out why Mooncake failed, and raises that error."""
@@ -189,7 +262,7 @@ class Engine(QueueEngine):
                 f"({error}).",
                 hint="Clear samples, or raise segment_size_bytes or num_storage_units.",
             ) from error
-        if self._master is not None:
+        if self._master is not None and not self._master_is_kept:
             self._master.check(every_s=0)
         if error.code == UNREACHABLE:
             raise BackendUnavailableError(
@@ -209,13 +282,14 @@ class Engine(QueueEngine):
 class _Watch:
     """Checks that the storage units and the master are alive, while a call takes long."""
 
-    def __init__(self, units: ActorWatch, master: MasterWatch | None) -> None:
+    def __init__(self, units: ActorWatch, master: MasterWatch | None, master_is_kept: bool) -> None:
         self._units = units
         self._master = master
+        self._master_is_kept = master_is_kept
 
     def check(self) -> None:
-        """Raises `BackendUnavailableError` if one of them is dead."""
-        if self._master is not None:
+        """Raises `BackendUnavailableError` if one of them is dead, and not started again."""
+        if self._master is not None and not self._master_is_kept:
             self._master.check(every_s=0.25)
         self._units.check()
 
@@ -223,5 +297,10 @@ class _Watch:
         """Nothing to give back."""
 
     def describe(self) -> str:
-        """What is known about the units, as a sentence."""
+        """What is known about the master and the units, as a sentence."""
+        if self._master is not None:
+            try:
+                self._master.check(every_s=0)
+            except BackendUnavailableError as error:
+                return f"{error.message[0].upper()}{error.message[1:]}"
         return self._units.describe()

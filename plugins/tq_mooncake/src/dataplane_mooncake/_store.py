@@ -29,6 +29,7 @@ from dataplane_mooncake.machine import check_library
 
 __all__ = [
     "FULL",
+    "NOT_FOUND",
     "UNREACHABLE",
     "EngineError",
     "RowsMissing",
@@ -39,14 +40,14 @@ __all__ = [
 
 _Bytes = npt.NDArray[np.uint8]
 
-#: Codes that the engine returns: no segment has room; the master does not answer.
+#: Codes that the engine returns: no segment has room; no such row; the master does not answer.
 FULL: Final = -200
+NOT_FOUND: Final = -704
 UNREACHABLE: Final = -900
 #: The transfer of a row failed. On a loaded machine this happened to 204 of 1,500 small rows although nothing was
 #: broken, so a transfer is tried twice.
 _TRANSFER_FAILED: Final = -800
 _NOT_READY: Final = -703
-_NOT_FOUND: Final = -704
 
 #: The variable that holds the lowest severity that glog writes; 3 is fatal.
 _LOG_THRESHOLD: Final = "_ZN3fLI17FLAGS_minloglevelE"
@@ -196,10 +197,14 @@ class Store:
                 add_peers(master=parse_endpoint(settings.master))
                 store = bounded(what, lambda call: cls(settings), deadline, undo=_close_late)
                 cls._shared[key] = store
-            add_peers(units=units)
-            store._units.update(units)
+            store.add_units(units)
             store._num_users += 1
             return store
+
+    def add_units(self, units: Collection[Endpoint]) -> None:
+        """Adds addresses on which storage units listen."""
+        add_peers(units=units)
+        self._units.update(units)
 
     def release(self) -> None:
         """Releases the engine. The last release closes it in the background, which takes about a second."""
@@ -323,7 +328,7 @@ class Store:
                         codes = engine.batch_get_into(list(keys[first:stop]), starts, expected)
                     if codes != expected:
                         failed = [code for code, size in zip(codes, expected, strict=True) if code != size]
-                        if set(failed) == {_NOT_FOUND}:
+                        if set(failed) == {NOT_FOUND}:
                             raise RowsMissing
                         raise EngineError("batch_get_into", failed)
                     target[offsets[first] : offsets[stop]] = region
@@ -347,9 +352,14 @@ class Store:
             for part in _requests(keys):
                 call.check()
                 codes = engine.batch_remove(part, True)  # forced: does not wait for readers, see `get`
-                failed = [code for code in codes if code not in (0, _NOT_FOUND, _NOT_READY)]
+                failed = [code for code in codes if code not in (0, NOT_FOUND, _NOT_READY)]
                 if failed:
                     raise EngineError("batch_remove", failed)
+
+    def there(self, call: Call, keys: Sequence[str]) -> bool:
+        """Whether all rows exist. False if the master does not answer."""
+        with self._in_call(call) as engine:
+            return all(code == 1 for code in engine.batch_is_exist(list(keys)))
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 

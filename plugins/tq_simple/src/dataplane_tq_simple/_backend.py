@@ -123,6 +123,16 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
         reply: Reply = self._connected().call("call", command, timeout_s=left_s(deadline))
         return reply
 
+    def _put(self, request: PutRequest, bundles: Sequence[Bundle], ticket: Any) -> Sequence[Ref]:
+        """Tries a put again where storage units ended before it was committed: others take it, or they come back."""
+        while True:
+            try:
+                return super()._put(request, bundles, ticket)
+            except UnitsGoneError:
+                if left_s(request.deadline) <= 2 * _AGAIN_S:
+                    raise
+                time.sleep(_AGAIN_S)
+
     def _new_write_id(self, num_ids: int) -> None:
         """None: the ledger numbers the writes. Handles have only 64 bits, and no write outlives the ledger."""
 
@@ -161,16 +171,6 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         node = engine.node if self.config.near_writer else None
         write_id: int = engine.call("begin_put", begin, node, timeout_s=left_s(deadline))
         return write_id
-
-    def _put(self, request: PutRequest, bundles: Sequence[Bundle], ticket: Any) -> Sequence[Ref]:
-        """Tries a put again on other units where one of its units ended before it was committed."""
-        while True:
-            try:
-                return super()._put(request, bundles, ticket)
-            except UnitsGoneError:
-                if left_s(request.deadline) <= 2 * _AGAIN_S:
-                    raise
-                time.sleep(_AGAIN_S)
 
     def list_units(self, request: ListUnitsRequest) -> UnitList:
         """Asks the controller."""

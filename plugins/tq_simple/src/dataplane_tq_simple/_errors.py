@@ -33,5 +33,5 @@ class RowsGoneError(DataPlaneError, KeyError):
 class UnitsGoneError(BackendUnavailableError):
     """A storage unit has ended, and a request to it was not carried out; or no unit takes rows.
 
-    Ray starts units again, and others take new rows meanwhile: try again.
+    Units are started again, and others take new rows meanwhile: try again.
     """

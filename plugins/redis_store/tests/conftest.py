@@ -219,13 +219,17 @@ def plain():
 
 @pytest.fixture
 def connect():
-    """Connects clients, closed at the end of the test."""
+    """Connects clients, closed at the end of the test. They do not announce themselves: tests count and cut calls."""
     clients = []
 
     def make(bootstrap=True, op_timeout_s=10.0, attach_wait_s=0.2, **options):
         options.setdefault("namespace", f"test-{uuid.uuid4().hex[:8]}")
         config = DataPlaneConfig(
-            backend="redis_store", options=options, op_timeout_s=op_timeout_s, attach_wait_s=attach_wait_s
+            backend="redis_store",
+            options=options,
+            op_timeout_s=op_timeout_s,
+            attach_wait_s=attach_wait_s,
+            announce_s=None,
         )
         clients.append(connect_backend(RedisBackend, config, bootstrap=bootstrap))
         return clients[-1]

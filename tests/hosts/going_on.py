@@ -1,0 +1,213 @@
+"""A process of a run: bootstraps an instance, or puts, claims or reads again and again. Tests of deaths start it.
+
+Usage: going_on.py ACT CONFIG RAY_ADDRESS ADDRESS_OF_THIS_HOST
+
+ACT is ``own``, or one of what `Worker` does. It prints a line when it is connected. Then it answers each line of
+standard input, a list in JSON, with one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import torch
+
+from dataplane_core import connect
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import DataPlaneError, LostSamplesError
+
+ROWS = 6
+NAMESPACE = "dataplane"
+_REST_S = 0.02
+#: Longer than any cut: a claim whose outcome stays unknown may have leased samples to nobody.
+CLAIM_S = 180.0
+_PLACE = lambda _: (os.getpid(), ray.util.get_node_ip_address())  # noqa: E731  (by value: workers cannot import this)
+
+
+def rows(ids: list[str]) -> torch.Tensor:
+    """The cells of samples: different ones have different cells."""
+    return torch.tensor([[int(each.rpartition("-")[2]), len(each), *map(ord, each.rjust(12))] for each in ids])
+
+
+def put(client: DataPlaneClient, ids: list[str]) -> None:
+    """Puts samples."""
+    client.put_samples(ids, "p", {"x": rows(ids)})
+
+
+def read(client: DataPlaneClient, ids: list[str]) -> list[str]:
+    """Reads samples. Returns those that are lost; the others have the right cells."""
+    try:
+        got = client.get_samples(ids, "p", ["x"])["x"]
+    except LostSamplesError as error:
+        lost = list(error.missing_samples)
+        rest = [each for each in ids if each not in lost]
+        return lost + (read(client, rest) if rest else [])
+    assert torch.equal(got, rows(ids)), f"wrong cells of {ids}"
+    return []
+
+
+class Worker:
+    """Does one thing again and again, in a thread.
+
+    Attributes:
+        done: The samples that it put, or that it was given and acked, or read.
+        rounds: How often it has done its thing.
+        refused: The errors to retry that it met.
+        slowest_s: How long the longest call took, in seconds.
+        failure: Why it ended.
+    """
+
+    def __init__(self, client: DataPlaneClient, act: str) -> None:
+        self.done: list[str] = []
+        self.rounds = 0
+        self.refused: list[str] = []
+        self.slowest_s = 0.0
+        self.failure: str | None = None
+        self._client = client
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(getattr(self, f"_{act}"),))
+        self._thread.start()
+
+    def _run(self, act: Callable[[], None]) -> None:
+        while not self._stop.is_set():
+            try:
+                act()
+                self.rounds += 1
+            except BaseException as error:
+                self.failure = f"{type(error).__name__}: {error}"
+                return
+            time.sleep(_REST_S)
+
+    def _try(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Makes a call until it is done, or until the end."""
+        while True:
+            begun = time.monotonic()
+            try:
+                return call(*args, **options)
+            except DataPlaneError as error:
+                if not error.retryable:
+                    raise
+                self.refused.append(f"{type(error).__name__}: {error}")
+                if self._stop.is_set():
+                    return None
+            finally:
+                self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
+
+    def _put(self) -> None:
+        ids = [f"a{self.rounds}-{row}" for row in range(ROWS)]
+        self.done += ids  # from now on it may be there
+        self._try(put, self._client, ids)
+
+    def _claim(self, task: str, lease_s: float | None) -> None:
+        meta = self._try(self._client.claim_meta, "p", task, ["x"], ROWS, lease_s=lease_s, timeout_s=CLAIM_S)
+        if meta is None:
+            return
+        self._try(read, self._client, list(meta.sample_ids))
+        if lease_s is not None:
+            try:
+                self._try(self._client.ack, meta)
+            except DataPlaneError as error:
+                raise AssertionError(f"ack: {type(error).__name__}: {error}") from error
+        self.done += meta.sample_ids
+
+    def _lease(self) -> None:
+        self._claim("leased", 600.0)
+
+    def _take(self) -> None:
+        self._claim("taken", None)
+
+    def _read(self) -> None:
+        known = set(self.done)
+        ids = [each for each in self._try(self._client.list_samples, "p") or [] if each not in known][:50]
+        if ids:
+            self._try(read, self._client, ids)
+            self.done += ids
+
+    def state(self) -> dict[str, Any]:
+        """How far it is."""
+        return {
+            "rounds": self.rounds,
+            "failure": self.failure,
+            "refused": self.refused[-20:],
+            "num_refused": len(self.refused),
+            "slowest_s": self.slowest_s,
+        }
+
+    def stop(self) -> dict[str, Any]:
+        """Ends it."""
+        self._stop.set()
+        self._thread.join()
+        return {"done": self.done, **self.state()}
+
+
+class Owner:
+    """Bootstraps an instance, and looks at it."""
+
+    def __init__(self, client: DataPlaneClient) -> None:
+        self._client = client
+        client.register_partition("p", ["x"], None, ["leased", "taken"])
+
+    def put(self, ids: list[str]) -> None:
+        """Puts samples."""
+        put(self._client, ids)
+
+    def lost(self, ids: list[str]) -> list[str]:
+        """Reads samples; those that are lost."""
+        return read(self._client, ids)
+
+    def samples(self) -> list[str]:
+        """All samples."""
+        return list(self._client.list_samples("p"))
+
+    def rest(self, task: str) -> list[str]:
+        """The samples that nobody was given."""
+        return list(self._client.claim_meta("p", task, ["x"], 10**6, blocking=False).sample_ids)
+
+    def states_of_units(self) -> list[str]:
+        """The states of the storage units."""
+        return [each.state for each in self._client.list_units()]
+
+    def controller(self) -> tuple[int, str]:
+        """The process id of the controller, and the address of its host."""
+        (name,) = [each for each in _actors() if "/" not in each]
+        handle = ray.get_actor(name, namespace=NAMESPACE)
+        found: tuple[int, str] = ray.get(handle.__ray_call__.remote(_PLACE), timeout=60)
+        return found
+
+    def num_nodes(self) -> int:
+        """How many nodes Ray takes for alive."""
+        return sum(each["Alive"] for each in ray.nodes())
+
+
+def _actors() -> list[str]:
+    return [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+
+
+def main(act: str, config: str, ray_address: str, own_address: str) -> None:
+    """The program."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # Ray prints what it sees
+    # Without the address, Ray takes the first raylet of this machine, which may be that of the other host.
+    ray.init(address=ray_address, _node_ip_address=own_address, log_to_driver=False, logging_level="ERROR")
+    with connect(json.loads(config), bootstrap=act == "own") as client:
+        one: Any = Owner(client) if act == "own" else Worker(client, act)
+        print(json.dumps("connected"), file=answers, flush=True)
+        for line in sys.stdin:
+            method, *args = json.loads(line)
+            if method == "close":
+                break
+            print(json.dumps(getattr(one, method)(*args)), file=answers, flush=True)
+        if act != "own":
+            one.stop()
+    ray.shutdown()
+    print(json.dumps("closed"), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

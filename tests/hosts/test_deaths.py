@@ -1,0 +1,244 @@
+"""Ray's head, a node, and the network between two hosts go and come back, while four processes put, claim and read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+_PROGRAM = Path(__file__).with_name("going_on.py")
+_STARTS_S = 60.0
+#: Ray takes a node that does not answer for dead after about 30 s.
+_OP_TIMEOUT_S = 180.0
+_ACTS = ("put", "lease", "take", "read")
+
+
+def eventually(holds: Callable[[], Any], what: str, limit_s: float = 2 * _STARTS_S) -> Any:
+    give_up = time.monotonic() + limit_s
+    while not (found := holds()):
+        assert time.monotonic() < give_up, what
+        time.sleep(0.1)
+    return found
+
+
+class Process:
+    """A process on a host that runs `going_on.py`."""
+
+    def __init__(self, pair: Any, host: Any, act: str, config: dict[str, Any], log: Path) -> None:
+        words = [sys.executable, str(_PROGRAM), act, json.dumps(config), pair.ray_address, host.address]
+        self.what = act
+        self._log = log
+        with log.open("w") as err:
+            pipe = subprocess.PIPE
+            self._process = host.start(*words, stdin=pipe, stdout=pipe, stderr=err)
+
+    def hear(self) -> Any:
+        """The next line that it prints."""
+        line = self._process.stdout.readline()
+        assert line, f"{self.what} ended: {self._log.read_text()[-4000:]}"
+        return json.loads(line)
+
+    def tell(self, *words: Any) -> None:
+        """Calls a method. Its value is the next line."""
+        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.flush()
+
+    def ask(self, *words: Any) -> Any:
+        """Calls a method, and returns its value."""
+        self.tell(*words)
+        return self.hear()
+
+    def has_ended(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        """Has it close its client, and end."""
+        assert self.ask("close") == "closed"
+        assert self._process.wait(_STARTS_S) == 0
+
+    def end(self) -> None:
+        """Ends it."""
+        if not self.has_ended():
+            self._process.kill()
+        self._process.communicate()
+
+
+class Run:
+    """An instance, and four processes on the given hosts that put, claim and read."""
+
+    def __init__(self, pair: Any, folder: Path, hosts: dict[str, Any], backend: str, **options: Any) -> None:
+        self._pair = pair
+        self._folder = folder
+        self._stack = contextlib.ExitStack()
+        own = {"instance": "goes-on", "num_storage_units": 2, "journal_sync": False, **options}
+        if backend == "tq_mooncake":
+            own |= {"segment_size_bytes": 32 << 20, "local_buffer_size_bytes": 4 << 20}
+        self._config = {"backend": backend, "op_timeout_s": _OP_TIMEOUT_S, "options": own}
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._stack.close)
+            self.owner = self.start("own", hosts["own"])
+            assert self.owner.hear() == "connected"
+            self.workers = [self.start(act, hosts[act]) for act in _ACTS]
+            for each in self.workers:
+                assert each.hear() == "connected"
+            stack.pop_all()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, act: str, host: Any) -> Process:
+        """Starts a process."""
+        process = Process(self._pair, host, act, self._config, self._folder / f"{act}.err")
+        self._stack.callback(process.end)
+        return process
+
+    def all_go_on(self, workers: Sequence[Process] | None = None) -> None:
+        """All, or these, do their thing some more times."""
+        workers = self.workers if workers is None else workers
+
+        def rounds() -> list[int]:
+            states = [each.ask("state") for each in workers]
+            assert [each["failure"] for each in states if each["failure"]] == []
+            return [each["rounds"] for each in states]
+
+        before = rounds()
+        eventually(
+            lambda: all(now > then + 2 for now, then in zip(rounds(), before, strict=True)),
+            "a process does not go on",
+            _OP_TIMEOUT_S,
+        )
+
+    def eventually_nodes(self, count: int) -> None:
+        """Waits until Ray takes so many nodes for alive."""
+        eventually(lambda: self.owner.ask("num_nodes") == count, "Ray does not notice")
+
+    def eventually_two_units(self) -> None:
+        """Waits until both storage units serve."""
+        eventually(lambda: self.owner.ask("states_of_units") == ["serving"] * 2, "a storage unit does not start again")
+
+    def check(self) -> list[str]:
+        """Stops the processes. Each committed sample is there or lost, and was given once. Returns the lost ones."""
+        for each in self.workers:
+            each.tell("stop")
+        end = [f"end-{row}" for row in range(6)]
+        self.owner.ask("put", end)  # for a claim that waits
+        states = {each.what: each.hear() for each in self.workers}
+        assert [each["failure"] for each in states.values() if each["failure"]] == []
+        mine = states["put"]["done"] + end
+        assert sorted(self.owner.ask("samples")) == sorted(mine)
+        assert set(states["read"]["done"]) <= set(mine)
+        for task, act in (("leased", "lease"), ("taken", "take")):
+            rest = self.owner.ask("rest", task)
+            assert sorted([*states[act]["done"], *rest]) == sorted(mine), f"{task}: each is given once"
+        lost: list[str] = self.owner.ask("lost", mine)
+        return lost
+
+    def close(self) -> None:
+        """Has all processes close their clients."""
+        for each in (*self.workers, self.owner):
+            each.close()
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[str]:
+    """A folder for the journals of controllers, which is empty at the end."""
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    yield str(folder)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("backend", ["tq_simple", "tq_mooncake"])
+def test_the_head_dies_and_comes_back(mortal_pair: Any, tmp_path: Path, journal: str, backend: str) -> None:
+    """With its state in a Redis. Meanwhile all go on; but a controller that dies then starts only when it is back."""
+    pair = mortal_pair
+    redis = pair.start_redis(pair.there)
+    pair.start_head(num_cpus=0, redis=redis)
+    pair.start_node(pair.there)
+    hosts = dict.fromkeys(("own", *_ACTS), pair.there)
+    with Run(pair, tmp_path, hosts, backend, journal=journal, controller_num_cpus=1) as run:
+        run.all_go_on()
+        pid, address = run.owner.ask("controller")
+        assert address == pair.there.address
+        pair.here.kill()
+        run.all_go_on()
+        os.kill(pid, signal.SIGKILL)
+        pair.start_head(num_cpus=0, redis=redis)
+        run.all_go_on()
+        late = run.start("read", pair.there)
+        assert late.hear() == "connected"
+        eventually(lambda: late.ask("state")["rounds"], "the new process does nothing")
+        late.close()
+        assert run.check() == []
+        run.close()
+
+
+def test_a_node_dies_with_the_controller_and_a_unit(mortal_pair: Any, tmp_path: Path, journal: str) -> None:
+    """The controller waits for a node with CPUs for it. What only that unit held is lost and named."""
+    pair = mortal_pair
+    pair.start_head()
+    pair.start_node(pair.there, num_cpus=2)
+    hosts = dict.fromkeys(("own", *_ACTS), pair.here)
+    with Run(pair, tmp_path, hosts, "tq_simple", journal=journal, controller_num_cpus=2) as run:
+        run.all_go_on()
+        old, address = run.owner.ask("controller")
+        assert address == pair.there.address
+        put_before = run.owner.ask("samples")
+        pair.there.kill()
+        run.eventually_nodes(1)
+        pair.start_node(pair.there, num_cpus=2)
+        run.all_go_on()
+        assert run.owner.ask("controller")[0] != old
+        run.eventually_two_units()
+        lost = run.check()
+        assert 0 < len(set(lost) & set(put_before)) < len(put_before)
+        run.close()
+
+
+@pytest.mark.parametrize("controller", ["here", "there"])
+def test_the_network_is_cut_and_joined(mortal_pair: Any, tmp_path: Path, journal: str, controller: str) -> None:
+    """Cut for seconds, all wait. Cut for longer, Ray gives the second host up: the first one goes on with what it has,
+    and the second one when it is joined again. A controller that was given up gives nothing any longer.
+    """
+    pair = mortal_pair
+    pair.start_head(num_cpus=2 if controller == "here" else 1)
+    pair.start_node(pair.there, num_cpus=2 if controller == "there" else 1)
+    hosts = {"own": pair.here, "put": pair.here, "lease": pair.here, "take": pair.there, "read": pair.there}
+    with Run(pair, tmp_path, hosts, "tq_simple", journal=journal, controller_num_cpus=2) as run:
+        run.all_go_on()
+        old, address = run.owner.ask("controller")
+        assert address == getattr(pair, controller).address
+        pair.cut()
+        time.sleep(5)
+        pair.join()
+        run.all_go_on()
+        assert run.owner.ask("num_nodes") == 2
+        if controller == "there":
+            pair.start_node(pair.here, num_cpus=2)  # for a new controller
+        put_before = run.owner.ask("samples")
+        pair.cut()
+        run.eventually_nodes(2 if controller == "there" else 1)
+        near = [each for each in run.workers if hosts[each.what] is pair.here]
+        run.all_go_on(near)
+        assert (run.owner.ask("controller")[0] == old) == (controller == "here")
+        pair.join()
+        run.all_go_on()
+        run.eventually_two_units()
+        lost = run.check()
+        assert 0 < len(set(lost) & set(put_before)) < len(put_before)
+        run.close()

@@ -390,16 +390,3 @@ def test_a_killed_owner_leaves_neither_master_nor_units(ray_address, runs, wait_
         owner.stdout.close()
     wait_until(lambda: not runs(pid))
     wait_until(lambda: not [a for a in ray.util.list_named_actors(all_namespaces=True) if "orphan" in a["name"]])
-
-
-def test_a_dead_storage_unit_is_named(connect, ray_address, runs):
-    client = connect(instance="mortal", ray_address=ray_address)
-    client.register_partition("p", ["x"], None, ["train"])
-    client.put_samples(ids(4), "p", rows(4, 1000))
-    os.kill(unit_pid(client), signal.SIGKILL)
-    for attempt in (lambda: client.get_samples(ids(4), "p", ["x"]), lambda: client.put_samples(["b"], "p", rows(1, 9))):
-        with pytest.raises(BackendUnavailableError, match="storage unit-0 of instance 'mortal' is dead"):
-            attempt()
-    pid = master_pid(client)
-    client.close()
-    assert not runs(pid)

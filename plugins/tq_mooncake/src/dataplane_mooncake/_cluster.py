@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
-from uuid import uuid4
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import ray
 
 from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.spec import new_id
 from dataplane_mooncake._ending import listening_ports
-from dataplane_mooncake._master import Master, MasterKeeper
+from dataplane_mooncake._keeper import Keeper
+from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import StoreSettings, open_engine
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import (
@@ -34,9 +35,27 @@ from dataplane_tq_simple._actors import get_within
 from dataplane_tq_simple._cluster import Instance
 from dataplane_tq_simple.addresses import announced_address
 
-__all__ = ["MooncakeInstance", "SegmentHost", "check_machine", "this_nodes_address"]
+__all__ = ["MooncakeInstance", "Segment", "SegmentHost", "check_machine", "this_nodes_address"]
 
 _SIGN_BYTES: Final = 64
+#: How often a storage unit may be given the endpoint of a dead one, before it is an error.
+_NUM_OPENS: Final = 5
+
+
+class Segment(NamedTuple):
+    """A segment that a storage unit has mounted.
+
+    Attributes:
+        name: Its name, which a put may ask for.
+        endpoint: Identifies it as the place of a row.
+        listening: Where the engine listens for transfers.
+        sign: The key of a row in it: the segment is mounted as long as the row exists.
+    """
+
+    name: str
+    endpoint: str
+    listening: list[tuple[str, int]]
+    sign: str
 
 
 def check_machine(config: TQMooncakeConfig) -> None:
@@ -69,19 +88,26 @@ class SegmentHost:
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = TQMooncakeConfig(**config)
         self._engine: Any = None
+        self._life = new_id()
 
     def describe(self) -> dict[str, Any]:
-        """Checks its machine. Returns its node, its address, and the memory available there in bytes.
+        """Checks its machine. Returns an id of its process, its node, its address, and the memory available there in
+        bytes.
 
         Raises:
             ConfigError: As `check_machine`; or other nodes cannot reach its address.
         """
         check_machine(self._config)
         return {
+            "life": self._life,
             "node": ray.get_runtime_context().get_node_id(),
             "ip": this_nodes_address(self._config),
             "available_bytes": available_memory_bytes(),
         }
+
+    def life(self) -> str:
+        """The id of its process."""
+        return self._life
 
     def close(self) -> None:
         """Unmounts the segment and frees its memory. Has no effect if none is mounted."""
@@ -89,59 +115,72 @@ class SegmentHost:
         if engine is not None:
             engine.close()
 
-    def open(self, master: str, sign: str) -> tuple[str, str, list[int]]:
-        """Mounts a segment.
+    def open(self, master: str, sign: str, dead: Collection[str]) -> Segment:
+        """Mounts a segment, instead of one that is mounted.
 
         Args:
             master: ``host:port`` of the master.
-            sign: The key of a row that it leaves in the store: the segment is mounted as long as the row exists.
-
-        Returns:
-            Its name, which a put may ask for; its endpoint, which identifies it as the place of a row; and the ports on
-            which the engine listens for transfers.
+            sign: The key of a row that it leaves in the store.
+            dead: Endpoints that it must not have: the master may still list segments of dead units there.
         """
         config = self._config
         address = this_nodes_address(config)
         settings = StoreSettings(master, address, config.protocol, config.rdma_devices, 0, config.store_memcpy)
-        others = listening_ports()
-        self._engine = engine = open_engine(settings, segment_size_bytes=config.segment_size_bytes)
-        ports = sorted(listening_ports() - others)
-        name = engine.get_hostname()
-        replicas = check_library().ReplicateConfig()
+        library = check_library()
+        self.close()
+        row = np.zeros(_SIGN_BYTES, dtype=np.uint8)
+        for _ in range(_NUM_OPENS):
+            others = listening_ports()
+            self._engine = engine = open_engine(settings, segment_size_bytes=config.segment_size_bytes)
+            listening = [(address, port) for port in sorted(listening_ports() - others)]
+            name = engine.get_hostname()
+            if name not in dead:
+                break
+            self.close()
+        else:
+            raise BackendUnavailableError(f"a segment got the endpoint {name} of a dead one, {_NUM_OPENS} times.")
+        replicas = library.ReplicateConfig()
         replicas.preferred_segments = [name]
         replicas.with_hard_pin = True
-        row = np.zeros(_SIGN_BYTES, dtype=np.uint8)
         engine.register_buffer(row.ctypes.data, row.nbytes)
         (code,) = engine.batch_put_from([sign], [row.ctypes.data], [row.nbytes], replicas)
         engine.unregister_buffer(row.ctypes.data)
         if code != 0:
             raise BackendUnavailableError(f"the segment {name} takes no rows (Mooncake's code {code}).")
         (replica,) = engine.get_replica_desc(sign)
-        return name, replica.get_memory_descriptor().buffer_descriptor.transport_endpoint, ports
+        endpoint = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+        return Segment(name, endpoint, listening, sign)
 
 
 class MooncakeInstance(Instance):
     """An instance of ``tq_mooncake``.
 
-    ``details`` holds ``master`` (host:port), ``prefix`` (of this instance's keys), ``segments`` (the units' segments by
-    name, with their endpoints; None if the instance started the master), ``signs`` (keys of rows that exist while all
-    segments are mounted; None if the instance did not start the master, and so does not start it again), and
-    ``listening`` (the addresses and ports on which the units' engines listen).
+    ``details`` holds ``master`` (host:port), ``prefix`` (of this instance's keys), ``owns_master`` (whether the
+    instance started the master, and starts it again), ``segments`` (each `Segment` that is mounted, as a tuple), and
+    ``chosen`` (whether puts must name a segment, because the master lists others too).
     """
 
     prefix = "tqm-"
     distribution = "dataplane-mooncake"
-    protocol = 4
+    protocol = 5
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._master: Master | None = None
-        self._keeper: MasterKeeper | None = None
+        self._keeper: Keeper | None = None
+        self._mounted: dict[str, Segment] = {}  # by actor
+        self._dead: set[str] = set()  # names of segments of dead units
+        self._lives: dict[str, str] = {}  # by actor: the id of its process
 
     @property
     def master_pid(self) -> int | None:
         """Process id of the master, or None if this process did not start it."""
         return None if self._master is None else self._master.pid
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments that are mounted, as far as this process knows. See `refresh`."""
+        return [Segment(*each) for each in self.details["segments"]]
 
     @classmethod
     def _unit_class(cls) -> type:
@@ -162,6 +201,27 @@ class MooncakeInstance(Instance):
     def _prepare(self, answers: Sequence[Any], deadline: float) -> None:
         """Checks that the memory suffices, starts the master, and has the units mount their segments."""
         config = self.config
+        self._check_memory(answers)
+        address = config.master_address
+        try:
+            if address is None:
+                self._master = Master(this_nodes_address(config))
+                self._master.start(min(deadline, time.monotonic() + config.master_start_s))
+                address = self._master.address
+            self.details = {
+                "master": address,
+                "prefix": f"{config.instance}/{new_id()}/",
+                "owns_master": self._master is not None,
+                "chosen": self._master is None,
+            }
+            self._mount([unit.actor for unit in self.units], deadline)
+        except BaseException:
+            self._stop_master()
+            raise
+        self._lives = {unit.actor: answer["life"] for unit, answer in zip(self.units, answers, strict=True)}
+
+    def _check_memory(self, answers: Sequence[Any]) -> None:
+        config = self.config
         num_units = collections.Counter(answer["node"] for answer in answers)
         nodes = {
             answer["node"]: NodeMemory(f"node {answer['ip']}", answer["available_bytes"], num_units[answer["node"]])
@@ -173,53 +233,71 @@ class MooncakeInstance(Instance):
             local_buffer_size_bytes=config.local_buffer_size_bytes,
             clients_per_node=config.clients_per_node,
         )
-        address = config.master_address
-        try:
-            if address is None:
-                self._master = Master(this_nodes_address(config))
-                self._master.start(min(deadline, time.monotonic() + config.master_start_s))
-                address = self._master.address
-            prefix = f"{config.instance}/{uuid4().hex}/"
-            signs = [f"{prefix}~{unit.name}" for unit in self.units]
-            mounted = self._mount(address, signs, deadline)
-        except BaseException:
-            self._stop_master()
-            raise
-        self.details = {
-            "master": address,
-            "prefix": prefix,
-            "segments": None if self._master is not None else {name: endpoint for name, endpoint, _ in mounted},
-            "signs": None if self._master is None else signs,
-            "listening": self._listening(mounted),
-        }
 
-    def _mount(self, master: str, signs: Sequence[str], deadline: float) -> list[Any]:
+    def _mount(self, actors: Sequence[str], deadline: float) -> None:
+        """Has units mount new segments."""
+        prefix, dead = self.details["prefix"], sorted(self._dead)
         opening = [
-            self._handles[unit.actor].open.remote(master, sign) for unit, sign in zip(self.units, signs, strict=True)
+            self._handles[actor].open.remote(self.details["master"], f"{prefix}~{new_id()}", dead) for actor in actors
         ]
-        return list(get_within(opening, "mount the segments", deadline))
+        self._mounted.update(zip(actors, get_within(opening, "mount the segments", deadline), strict=True))
+        self._list_segments()
 
-    def _listening(self, mounted: Sequence[Any]) -> list[tuple[str, int]]:
-        return [(unit.ip, port) for unit, (_, _, ports) in zip(self.units, mounted, strict=True) for port in ports]
+    def _list_segments(self) -> None:
+        self.details = {**self.details, "segments": [tuple(each) for each in self._mounted.values()]}
 
     def publish(self, *, deadline: float) -> None:
-        """Also starts the master again from now on, if this process has started it."""
+        """Also watches the units and the master from now on, and starts a master that dies again."""
         super().publish(deadline=deadline)
-        if self._master is not None and self._keeper is None:
-            self._keeper = MasterKeeper(self._master, self._unmount, self._mount_again, self.config.master_start_s)
+        if self._keeper is None:
+            units = {actor: (self._handles[actor], life) for actor, life in self._lives.items()}
+            self._keeper = Keeper(self, self._master, units, self.config.master_start_s)
 
     def refresh(self, *, deadline: float) -> None:
-        """Asks the controller for the details anew: segments may have been mounted again."""
+        """Asks the controller for the details anew: segments may have been mounted, or their units died.
+
+        Has no effect in the process that keeps them.
+        """
+        if self._keeper is not None:
+            return
         description = get_within(self._handles[self.controller.actor].get_config.remote(), "ask for details", deadline)
         self.details = description["details"]
 
-    def _unmount(self, deadline: float) -> None:
-        closing = [self._handles[unit.actor].close.remote() for unit in self.units]
-        get_within(closing, "unmount the segments of a dead master", deadline)
+    # --- called by the keeper ----------------------------------------------------------------------------------------
 
-    def _mount_again(self, deadline: float) -> None:
-        mounted = self._mount(self.details["master"], self.details["signs"], deadline)
-        self.details = {**self.details, "listening": self._listening(mounted)}
+    def unmount_all(self, deadline: float) -> None:
+        """Has all units let go of their segments. A dead unit counts as having done so."""
+        closing = {actor: self._handles[actor].close.remote() for actor in self._mounted}
+        for actor, ref in closing.items():
+            try:
+                get_within(ref, "unmount the segments of a dead master", deadline)
+            except BackendUnavailableError as error:
+                if not isinstance(error.__cause__, ray.exceptions.RayActorError):
+                    raise
+                del self._mounted[actor]
+
+    def mount_all(self, deadline: float) -> None:
+        """Has all units that had a segment mount a new one, at a master that knows of no others."""
+        self._dead.clear()
+        self.details = {**self.details, "chosen": False}
+        self._mount(list(self._mounted), deadline)
+        self.publish(deadline=deadline)
+
+    def unit_died(self, actor: str, deadline: float) -> None:
+        """Tells clients that the segment of a unit is gone. The master lists it for a while."""
+        segment = self._mounted.pop(actor, None)
+        if segment is not None:
+            self._dead.add(segment.name)
+            self.details = {**self.details, "chosen": True}
+            self._list_segments()
+            self.publish(deadline=deadline)
+
+    def unit_came_back(self, actor: str, deadline: float) -> None:
+        """Has a unit that was started again mount a segment."""
+        self.unit_died(actor, deadline)
+        answer = get_within(self._handles[actor].describe.remote(), "describe a storage unit", deadline)
+        self._check_memory([answer])
+        self._mount([actor], deadline)
         self.publish(deadline=deadline)
 
     def stop(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -21,11 +20,21 @@ from dataplane_core.errors import (
     CapacityExceededError,
     ClientClosedError,
     ConfigError,
+    OperationTimeoutError,
 )
 from dataplane_mooncake._calls import Call, bounded
 from dataplane_mooncake._cluster import MooncakeInstance, check_machine, this_nodes_address
 from dataplane_mooncake._master import MasterWatch
-from dataplane_mooncake._store import FULL, NOT_FOUND, UNREACHABLE, EngineError, RowsMissing, Store, StoreSettings
+from dataplane_mooncake._store import (
+    FULL,
+    NOT_FOUND,
+    TRANSFER_FAILED,
+    UNREACHABLE,
+    EngineError,
+    RowsMissing,
+    Store,
+    StoreSettings,
+)
 from dataplane_mooncake.machine import available_memory_bytes
 from dataplane_tq_simple._actors import ActorWatch
 from dataplane_tq_simple._errors import UnitsGoneError
@@ -81,13 +90,12 @@ class Engine(QueueEngine):
             config.local_buffer_size_bytes,
             config.store_memcpy,
         )
-        listening = self._instance.details["listening"]
         self._master = MasterWatch(self.config.instance, master)
         if not self._master_is_kept:
             self._master.check()
         while self._store is None:
             try:
-                self._store = Store.acquire(settings, listening, deadline=deadline)
+                self._store = Store.acquire(settings, self._listening(), deadline=deadline)
             except BackendUnavailableError:
                 self._watch().check()
                 if not self._master_is_kept or time.monotonic() + _COMES_BACK_S >= deadline:
@@ -97,7 +105,12 @@ class Engine(QueueEngine):
     @property
     def _master_is_kept(self) -> bool:
         """Whether the process that bootstrapped the instance starts its master again."""
-        return self._instance.details["signs"] is not None
+        owns: bool = self._instance.details["owns_master"]
+        return owns
+
+    def _listening(self) -> list[tuple[str, int]]:
+        """Where the storage units listen for transfers."""
+        return [place for segment in self._instance.segments for place in segment.listening]
 
     def _leave(self) -> None:
         store, self._store = self._store, None
@@ -121,17 +134,29 @@ class Engine(QueueEngine):
         Raises:
             CapacityExceededError: No segment has room for the rows.
             BackendError: Mooncake failed.
-            UnitsGoneError: The master died meanwhile, and is back. Nothing was stored: use other handles.
+            UnitsGoneError: The master or a storage unit died meanwhile. Nothing was stored: use other handles.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
         keys = self._keys(handles)
         store = self._require_store()
-        segments = self._instance.details["segments"]
+        what = f"put_rows({len(keys)} rows, {int(offsets[-1])} bytes)"
+        segments = self._instance.segments
+        if not segments:
+            self._refresh(deadline)
+            raise UnitsGoneError(f"{what}: no storage unit has a segment at the moment. Nothing was stored.")
+        chosen = {each.name: each.endpoint for each in segments} if self._instance.details["chosen"] else None
+
+        def a_unit_died() -> bool:
+            if self._instance.segments == segments:
+                return False
+            raise UnitsGoneError(f"{what}: a storage unit died, or was started again. Nothing was stored.")
+
         self._run(
             store,
-            f"put_rows({len(keys)} rows, {int(offsets[-1])} bytes)",
-            lambda call: store.put(call, keys, buffer, offsets, segments=segments),
+            what,
+            lambda call: store.put(call, keys, buffer, offsets, segments=chosen),
             deadline,
+            a_unit_died,
             undo=lambda _: store.delete(Call(), keys),
         )
 
@@ -149,8 +174,24 @@ class Engine(QueueEngine):
         keys = self._keys(handles)
         store = self._require_store()
         what = f"get_rows({len(keys)} rows)"
+
+        used: set[str] = set()
+
+        def get(call: Call) -> list[memoryview]:
+            used.clear()
+            used.update(each.endpoint for each in self._instance.segments)
+            return store.get(call, keys, endpoints=used if self._instance.details["chosen"] else None)
+
+        def a_unit_died() -> bool:
+            endpoints = {each.endpoint for each in self._instance.segments}
+            lost = set(self._bounded(what, lambda call: store.elsewhere(call, keys, endpoints), deadline))
+            if lost:
+                gone = [handle for handle, key in zip(handles, keys, strict=True) if key in lost]
+                raise RefsGoneError(f"{what}: the storage unit of {len(gone)} rows died.", handles=gone)
+            return endpoints != used
+
         try:
-            rows: list[memoryview] = self._run(store, what, lambda call: store.get(call, keys), deadline)
+            rows: list[memoryview] = self._run(store, what, get, deadline, a_unit_died)
             return rows
         except RowsMissing:
             raise RefsGoneError(f"{what}: some rows do not exist.") from None
@@ -182,10 +223,15 @@ class Engine(QueueEngine):
         what: str,
         work: Callable[[Call], Any],
         deadline: float,
+        a_unit_died: Callable[[], bool] = lambda: False,
         *,
         undo: Callable[[Any], None] | None = None,
     ) -> Any:
-        """Makes a call. Repeats it, but for a put, when the master has died meanwhile and is back."""
+        """Makes a call. Repeats it, but for a put, when the master has died meanwhile and is back.
+
+        ``a_unit_died`` is asked when a transfer failed: it raises if a storage unit has died, and says whether there
+        are other segments than before, so that the call is worth another try.
+        """
         while True:
             try:
                 return bounded(
@@ -199,7 +245,9 @@ class Engine(QueueEngine):
                 )
             except EngineError as error:
                 if not self._master_came_back(store, what, error, deadline):
-                    self._raise_cause(what, error, deadline)
+                    if error.code != TRANSFER_FAILED or not self._await(a_unit_died, deadline):
+                        self._raise_cause(what, error, deadline)
+                    continue
                 if undo is not None:
                     raise UnitsGoneError(
                         f"{what}: the mooncake_master died, and was started again. Nothing was stored."
@@ -214,19 +262,17 @@ class Engine(QueueEngine):
         """
         if not self._master_is_kept:
             return False
-        signs = self._instance.details["signs"]
-        there = partial(
-            bounded,
-            what,
-            lambda call: store.there(call, signs),
-            deadline,
-            watch=self._watch,
-            closed=lambda: self._closed,
-        )
+
+        def there() -> bool:
+            signs = [each.sign for each in self._instance.segments]
+            found: bool = self._bounded(what, lambda call: store.there(call, signs), deadline)
+            return found
+
         waits = False
         while not there():
             waits = True
             self._watch().check()
+            self._refresh(deadline)
             if time.monotonic() + 2 * _COMES_BACK_S >= deadline:
                 raise BackendUnavailableError(
                     f"{what} failed: the mooncake_master at {self._instance.details['master']} of instance "
@@ -242,16 +288,35 @@ class Engine(QueueEngine):
         """Ends the connections of calls that were given up, in the background."""
 
         def end(_: Call) -> None:
-            if self._master_is_kept:  # segments may have been mounted again
-                with contextlib.suppress(Exception):
-                    self._instance.refresh(deadline=time.monotonic() + _REFRESH_S)
-                    store.add_units(self._instance.details["listening"])
+            with contextlib.suppress(Exception):  # segments may have been mounted again
+                self._refresh(time.monotonic() + _REFRESH_S)
+                store.add_units(self._listening())
             store.end_given_up()
 
         Call().start(end)
 
+    def _refresh(self, deadline: float) -> None:
+        """Asks for the segments anew. If the controller does not answer, what is known stays."""
+        with contextlib.suppress(OperationTimeoutError, BackendUnavailableError):
+            self._instance.refresh(deadline=min(deadline, time.monotonic() + _REFRESH_S))
+
+    def _bounded(self, what: str, work: Callable[[Call], Any], deadline: float) -> Any:
+        """Makes a call that changes nothing."""
+        return bounded(what, work, deadline, watch=self._watch, closed=lambda: self._closed)
+
     def _watch(self) -> _Watch:
         return _Watch(self._instance.watch(self._instance.units), self._master, self._master_is_kept)
+
+    def _await(self, a_unit_died: Callable[[], bool], deadline: float) -> bool:
+        """Waits a little for news of the segments. Returns what ``a_unit_died`` says, or raises what it raises."""
+        give_up = min(deadline, time.monotonic() + _FIND_CAUSE_S)
+        while True:
+            self._refresh(deadline)
+            if a_unit_died():
+                return True
+            if time.monotonic() >= give_up:
+                return False
+            time.sleep(_COMES_BACK_S)
 
     def _raise_cause(self, what: str, error: EngineError, deadline: float) -> NoReturn:
         """Finds out why Mooncake failed, and raises that error."""

@@ -1,20 +1,15 @@
-"""`Master` is a `mooncake_master` of this process. `MasterKeeper` starts it again when it has died.
-
-`MasterWatch` notices that the master of somebody else is dead.
-"""
+"""`Master` is a `mooncake_master` of this process. `MasterWatch` notices that the master of somebody else is dead."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import select
 import shutil
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -25,20 +20,13 @@ from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_mooncake._ending import parse_endpoint
 from dataplane_mooncake.machine import check_master, master_path
 
-__all__ = ["Master", "MasterKeeper", "MasterWatch"]
-
-_logger = logging.getLogger(__name__)
+__all__ = ["Master", "MasterWatch"]
 
 _POLL_S: Final = 0.02
 #: Number of starts, each on other ports: another process may take a port between our check and the master's bind.
 _NUM_STARTS: Final = 3
 #: Seconds to wait for the answer of the master's host: more than a round trip in the cluster's network.
 _PROBE_S: Final = 0.05
-#: Seconds between two looks of a keeper at its master, and after a failed start.
-_LOOK_S: Final = 0.1
-_START_AGAIN_S: Final = 1.0
-#: Seconds that the storage units have to let go of a dead master.
-_LET_GO_S: Final = 30.0
 
 # Only clients delete rows: the master must evict nothing. ``client_ttl``: a storage unit may be suspended for so many
 # seconds before the master takes it for dead.
@@ -165,55 +153,6 @@ class Master:
         process, self._process = self._process, None
         if process is not None:
             process.end()
-
-
-class MasterKeeper:
-    """Starts a master again when it has died, in a thread.
-
-    A put that began with the dead master may still write, late, to memory that the new one has given to other rows. So
-    the segments are unmounted and their memory is freed before the new master starts, and new ones are mounted: late
-    writes find nobody.
-
-    Args:
-        master: A master that runs.
-        unmount: Has the storage units let go of their segments. Gets its deadline.
-        mount: Has them mount new segments. Gets its deadline.
-        start_s: Seconds that the start of the master, and the mounting, may take.
-    """
-
-    def __init__(
-        self, master: Master, unmount: Callable[[float], None], mount: Callable[[float], None], start_s: float
-    ) -> None:
-        self._master = master
-        self._unmount = unmount
-        self._mount = mount
-        self._start_s = start_s
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="keeper of a mooncake_master", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Lets the master be. Waits until a start under way has ended."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _keep(self) -> None:
-        mounted = True
-        while not self._stopped.wait(_LOOK_S if mounted else _START_AGAIN_S):
-            if mounted and not self._master.ended:
-                continue
-            mounted = False
-            try:
-                self._unmount(time.monotonic() + _LET_GO_S)
-                if self._stopped.is_set():
-                    return
-                self._master.start_again(time.monotonic() + self._start_s)
-                self._mount(time.monotonic() + self._start_s)
-            except Exception as error:
-                _logger.warning("the mooncake_master at %s is not back: %s", self._master.address, error)
-                continue
-            mounted = True
-            _logger.warning("the mooncake_master at %s died, and was started again", self._master.address)
 
 
 class MasterWatch:

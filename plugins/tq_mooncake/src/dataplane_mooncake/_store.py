@@ -30,6 +30,7 @@ from dataplane_mooncake.machine import check_library
 __all__ = [
     "FULL",
     "NOT_FOUND",
+    "TRANSFER_FAILED",
     "UNREACHABLE",
     "EngineError",
     "RowsMissing",
@@ -46,7 +47,7 @@ NOT_FOUND: Final = -704
 UNREACHABLE: Final = -900
 #: The transfer of a row failed. On a loaded machine this happened to 204 of 1,500 small rows although nothing was
 #: broken, so a transfer is tried twice.
-_TRANSFER_FAILED: Final = -800
+TRANSFER_FAILED: Final = -800
 _NOT_READY: Final = -703
 
 #: The variable that holds the lowest severity that glog writes; 3 is fatal.
@@ -166,6 +167,7 @@ class Store:
         for slot in range(_NUM_SLOTS):
             self._slots.put(slot)
         self._register(self._buffer)
+        self._turns = itertools.count()  # of the segments, where puts name one
         self._num_users = 0
         self._calls: set[Call] = set()
         self._units: set[Endpoint] = set()
@@ -284,17 +286,17 @@ class Store:
         source = np.frombuffer(buffer, dtype=np.uint8)
         names = list(segments or ())
         with self._in_call(call) as engine:
-            for number, (first, stop) in enumerate(self._parts(np.diff(offsets))):
+            for first, stop in self._parts(np.diff(offsets)):
                 rows = source[offsets[first] : offsets[stop]]
                 with self._registered(len(rows), call) as region:
                     region[:] = rows
                     starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
                     sizes = np.diff(offsets[first : stop + 1]).tolist()
                     part = list(keys[first:stop])
-                    config = self._replicas(names[number % len(names)] if names else None)
+                    config = self._replicas(names[next(self._turns) % len(names)] if names else None)
                     codes = engine.batch_put_from(part, starts, sizes, config)
                     again = [row for row, code in enumerate(codes) if code]
-                    if again and all(codes[row] == _TRANSFER_FAILED for row in again):
+                    if again and all(codes[row] == TRANSFER_FAILED for row in again):
                         call.check()
                         each = [[column[row] for row in again] for column in (part, starts, sizes)]
                         codes = engine.batch_put_from(*each, config)
@@ -303,8 +305,14 @@ class Store:
                 if segments is not None:
                     self._check_placed(part, set(segments.values()))
 
-    def get(self, call: Call, keys: Sequence[str]) -> list[memoryview]:
+    def get(self, call: Call, keys: Sequence[str], *, endpoints: Collection[str] | None = None) -> list[memoryview]:
         """Reads rows, in the order of the keys.
+
+        Args:
+            call: The call that this runs in.
+            keys: The keys.
+            endpoints: Of the segments that are mounted: rows elsewhere count as failed without a try, which would take
+                a second. None: not checked.
 
         Returns:
             Views of one new buffer.
@@ -314,7 +322,7 @@ class Store:
             EngineError: Some rows could not be read.
         """
         with self._in_call(call) as engine:
-            sizes = self._sizes(keys)
+            sizes = self._sizes(keys, endpoints)
             offsets = np.zeros(len(keys) + 1, dtype=np.int64)
             np.cumsum(sizes, out=offsets[1:])
             target: _Bytes = np.empty(int(offsets[-1]), dtype=np.uint8)
@@ -323,7 +331,7 @@ class Store:
                     starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
                     expected = sizes[first:stop].tolist()
                     codes = engine.batch_get_into(list(keys[first:stop]), starts, expected)
-                    if _TRANSFER_FAILED in codes:
+                    if TRANSFER_FAILED in codes:
                         call.check()
                         codes = engine.batch_get_into(list(keys[first:stop]), starts, expected)
                     if codes != expected:
@@ -355,6 +363,12 @@ class Store:
                 failed = [code for code in codes if code not in (0, NOT_FOUND, _NOT_READY)]
                 if failed:
                     raise EngineError("batch_remove", failed)
+
+    def elsewhere(self, call: Call, keys: Sequence[str], endpoints: Collection[str]) -> list[str]:
+        """The keys of rows that exist, but in none of these segments."""
+        with self._in_call(call) as engine:
+            found = {key: rows for part in _requests(keys) for key, rows in engine.batch_get_replica_desc(part).items()}
+        return [key for key in keys if key in found and _endpoint(found[key]) not in endpoints]
 
     def there(self, call: Call, keys: Sequence[str]) -> bool:
         """Whether all rows exist. False if the master does not answer."""
@@ -408,13 +422,15 @@ class Store:
             config.preferred_segments = [segment]
         return config
 
-    def _sizes(self, keys: Sequence[str]) -> npt.NDArray[np.int64]:
+    def _sizes(self, keys: Sequence[str], endpoints: Collection[str] | None) -> npt.NDArray[np.int64]:
         found: dict[str, Any] = {}
         for part in _requests(keys):
             found.update(self._engine.batch_get_replica_desc(part))
         if len(found) != len(keys):
             self._check_there([key for key in keys if key not in found])
             raise RowsMissing  # they exist now, but did not at the first question
+        if endpoints is not None and not all(_endpoint(replicas) in endpoints for replicas in found.values()):
+            raise EngineError("batch_get_replica_desc, for rows in segments that are gone,", [TRANSFER_FAILED])
         descriptors = (found[key][0].get_memory_descriptor().buffer_descriptor for key in keys)
         return np.fromiter((each.size for each in descriptors), dtype=np.int64, count=len(keys))
 
@@ -431,8 +447,13 @@ class Store:
         """Refuses rows that the master put into segments of other instances, because ours had no room."""
         placed = self._engine.batch_get_replica_desc(list(keys))
         for replicas in placed.values():
-            if replicas[0].get_memory_descriptor().buffer_descriptor.transport_endpoint not in endpoints:
+            if _endpoint(replicas) not in endpoints:
                 raise EngineError("batch_put_from, with rows in another instance's segments,", [FULL])
+
+
+def _endpoint(replicas: Any) -> str:
+    endpoint: str = replicas[0].get_memory_descriptor().buffer_descriptor.transport_endpoint
+    return endpoint
 
 
 def _close_late(store: Store | None) -> None:

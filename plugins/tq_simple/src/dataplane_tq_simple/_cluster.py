@@ -87,7 +87,7 @@ class Instance(ABC):
     distribution: ClassVar[str]
     #: A number that changes when clients of different versions of the distribution cannot share an instance.
     protocol: ClassVar[int]
-    #: Whether the controller watches the units: Ray starts one that died again, and units come and go while it runs.
+    #: Whether the controller watches the units: they come and go while it runs.
     keeps_units: ClassVar[bool] = False
 
     def __init__(self, config: Any, controller: Peer, units: Sequence[Peer], handles: dict[str, Any]):
@@ -208,10 +208,10 @@ class Instance(ABC):
             num_cpus=config.unit_num_cpus,
             # Ray starts an actor that reserves nothing on any node, unless the strategy is strict: reserve one byte.
             memory=1,
-            max_restarts=-1 if cls.keeps_units else 0,
+            max_restarts=-1,
             lifetime="detached" if detached else None,
             runtime_env=_actor_env(),
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=cls.keeps_units or config.unit_num_cpus > 0),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
         )
         return unit.remote(**arguments)
 

@@ -1,4 +1,4 @@
-"""The master of an instance is killed. Its owner starts it again, and the storage units mount new segments."""
+"""The master of an instance is killed, or a storage unit. They are started again, and new segments are mounted."""
 
 import contextlib
 import json
@@ -13,7 +13,8 @@ import pytest
 import ray
 import torch
 
-from dataplane_core.errors import BackendUnavailableError, DataPlaneError, LostSamplesError
+from dataplane_core.errors import DataPlaneError, LostSamplesError
+from dataplane_mooncake._master import Master
 
 NAMES = [f"s{row}" for row in range(8)]
 
@@ -24,6 +25,10 @@ def values(number, names=NAMES):
 
 def instance(client):
     return client._backend._engine._instance
+
+
+def listening(client):
+    return {place for segment in instance(client).segments for place in segment.listening}
 
 
 def kill_master(client):
@@ -43,7 +48,7 @@ def test_lost_samples_are_named_and_work_goes_on(two, runs, wait_until):
     owner, client = two
     client.put_samples(NAMES, "p", values(1))
     held = client.claim_meta("p", "train", ["x"], 4, lease_s=600.0)
-    places = instance(owner).details["listening"]
+    places = listening(owner)
 
     kill_master(owner)
 
@@ -59,8 +64,8 @@ def test_lost_samples_are_named_and_work_goes_on(two, runs, wait_until):
     client.clear_samples(NAMES, "p")
     client.put_samples(NAMES, "p", values(3))
     assert torch.equal(owner.get_samples(NAMES, "p", ["x"])["x"], values(3)["x"])
-    wait_until(lambda: instance(owner).details["listening"] != places)  # late writes to the old segments find nobody
-    assert not set(places) & set(instance(owner).details["listening"])
+    wait_until(lambda: listening(owner) != places)  # late writes to the old segments find nobody
+    assert not places & listening(owner)
     master = instance(owner).master_pid
     owner.close()
     assert not runs(master)
@@ -109,15 +114,14 @@ def test_puts_and_reads_under_way_go_on(two):
 def away(two, monkeypatch):
     """The master of ``two`` dies, and is away until ``away`` is called."""
     owner, _ = two
-    keeper = instance(owner)._keeper
-    unmount = keeper._unmount
+    unmount = instance(owner).unmount_all
 
     def refuse(deadline):
         raise RuntimeError("not now")
 
-    monkeypatch.setattr(keeper, "_unmount", refuse)
+    monkeypatch.setattr(instance(owner), "unmount_all", refuse)
     kill_master(owner)
-    return lambda: monkeypatch.setattr(keeper, "_unmount", unmount)
+    return lambda: monkeypatch.setattr(instance(owner), "unmount_all", unmount)
 
 
 _ATTACHES = """
@@ -160,12 +164,72 @@ def test_a_master_that_stays_away_is_named_and_worth_another_try(two, away, conn
     assert torch.equal(owner.get_samples(["t"], "p", ["x"])["x"], values(1, ["t"])["x"])
 
 
-def test_a_unit_that_died_with_the_master_is_named(two):
+def kill_unit(client, number):
+    unit = ray.get_actor(instance(client).units[number].actor, namespace="dataplane")
+    os.kill(ray.get(unit.__ray_call__.remote(lambda _: os.getpid()), timeout=60), signal.SIGKILL)
+
+
+def test_a_unit_that_dies_with_the_master_comes_back_too(two, wait_until):
     owner, client = two
     client.put_samples(NAMES, "p", values(1))
-    unit = ray.get_actor(instance(owner).units[0].actor, namespace="dataplane")
-    pid = ray.get(unit.__ray_call__.remote(lambda _: os.getpid()), timeout=60)
-    os.kill(pid, signal.SIGKILL)
+    kill_unit(owner, 0)
     kill_master(owner)
-    with pytest.raises(BackendUnavailableError, match="storage unit-0 of instance 'again' is dead"):
+    with pytest.raises(LostSamplesError) as lost:
         client.get_samples(NAMES, "p", ["x"])
+    assert list(lost.value.missing_samples) == NAMES
+    client.clear_samples(NAMES, "p")
+    client.put_samples(NAMES, "p", values(2))
+    wait_until(lambda: len(instance(owner).segments) == 2)
+    assert torch.equal(owner.get_samples(NAMES, "p", ["x"])["x"], values(2)["x"])
+
+
+def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, wait_until):
+    """Of 40 samples, each of its own put, both units hold some."""
+    owner, client = two
+    names = [f"u{number}" for number in range(40)]
+    for number, name in enumerate(names):
+        client.put_samples([name], "p", values(number, [name]))
+    held = client.claim_meta("p", "train", ["x"], 40, lease_s=600.0)
+    places = listening(owner)
+
+    kill_unit(owner, 0)
+
+    with pytest.raises(LostSamplesError) as error:
+        client.get_samples(names, "p", ["x"])
+    lost = list(error.value.missing_samples)
+    assert 0 < len(lost) < 40
+    rest = [name for name in names if name not in lost]
+    got = owner.get_samples(rest, "p", ["x"])["x"]
+    assert got[:, 0].tolist() == [names.index(name) for name in rest]
+    client.ack(held)
+    later = [f"v{number}" for number in range(40)]
+    for number, name in enumerate(later):  # at once: the unit may still be away
+        client.put_samples([name], "p", values(number, [name]))
+    wait_until(lambda: len(instance(owner).segments) == 2)
+    assert len(places & listening(owner)) == len(places) / 2
+    client.put_samples(lost, "p", values(7, lost))
+    for user in (owner, client):
+        assert user.get_samples(later, "p", ["x"])["x"][:, 0].tolist() == list(range(40))
+        assert torch.equal(user.get_samples(lost, "p", ["x"])["x"], values(7, lost)["x"])
+    client.clear_samples(names + later, "p")
+    assert list(client.list_samples("p").sample_ids) == []
+
+
+def test_the_only_unit_dies_at_a_master_of_somebody_else(connect, ray_address):
+    """A put waits until the unit is back."""
+    master = Master(ray.util.get_node_ip_address())
+    try:
+        master.start(time.monotonic() + 85)
+        options = {"ray_address": ray_address, "instance": "only", "master_address": master.address}
+        owner = connect(**options)
+        owner.register_partition("p", ["x"], None, ["train"])
+        owner.put_samples(NAMES, "p", values(1))
+        kill_unit(owner, 0)
+        owner.put_samples(["t"], "p", values(2, ["t"]))
+        with pytest.raises(LostSamplesError) as lost:
+            owner.get_samples([*NAMES, "t"], "p", ["x"])
+        assert list(lost.value.missing_samples) == NAMES
+        assert torch.equal(owner.get_samples(["t"], "p", ["x"])["x"], values(2, ["t"])["x"])
+        owner.close()
+    finally:
+        master.stop()

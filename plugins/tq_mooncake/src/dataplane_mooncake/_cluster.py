@@ -157,7 +157,7 @@ class MooncakeInstance(Instance):
 
     ``details`` holds ``master`` (host:port), ``prefix`` (of this instance's keys), ``owns_master`` (whether the
     instance started the master, and starts it again), ``segments`` (each `Segment` that is mounted, as a tuple), and
-    ``chosen`` (whether puts must name a segment, because the master lists others too).
+    ``dead`` (names and endpoints of segments of dead units, which the master may still list).
     """
 
     prefix = "tqm-"
@@ -169,7 +169,7 @@ class MooncakeInstance(Instance):
         self._master: Master | None = None
         self._keeper: Keeper | None = None
         self._mounted: dict[str, Segment] = {}  # by actor
-        self._dead: set[str] = set()  # names of segments of dead units
+        self._dead: set[str] = set()  # names and endpoints of segments of dead units
         self._lives: dict[str, str] = {}  # by actor: the id of its process
 
     @property
@@ -212,7 +212,6 @@ class MooncakeInstance(Instance):
                 "master": address,
                 "prefix": f"{config.instance}/{new_id()}/",
                 "owns_master": self._master is not None,
-                "chosen": self._master is None,
             }
             self._mount([unit.actor for unit in self.units], deadline)
         except BaseException:
@@ -244,7 +243,8 @@ class MooncakeInstance(Instance):
         self._list_segments()
 
     def _list_segments(self) -> None:
-        self.details = {**self.details, "segments": [tuple(each) for each in self._mounted.values()]}
+        mounted = [tuple(each) for each in self._mounted.values()]
+        self.details = {**self.details, "segments": mounted, "dead": sorted(self._dead)}
 
     def publish(self, *, deadline: float) -> None:
         """Also watches the units and the master from now on, and starts a master that dies again."""
@@ -279,7 +279,6 @@ class MooncakeInstance(Instance):
     def mount_all(self, deadline: float) -> None:
         """Has all units that had a segment mount a new one, at a master that knows of no others."""
         self._dead.clear()
-        self.details = {**self.details, "chosen": False}
         self._mount(list(self._mounted), deadline)
         self.publish(deadline=deadline)
 
@@ -287,8 +286,7 @@ class MooncakeInstance(Instance):
         """Tells clients that the segment of a unit is gone. The master lists it for a while."""
         segment = self._mounted.pop(actor, None)
         if segment is not None:
-            self._dead.add(segment.name)
-            self.details = {**self.details, "chosen": True}
+            self._dead |= {segment.name, segment.endpoint}
             self._list_segments()
             self.publish(deadline=deadline)
 

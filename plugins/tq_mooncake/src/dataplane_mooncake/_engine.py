@@ -144,19 +144,20 @@ class Engine(QueueEngine):
         if not segments:
             self._refresh(deadline)
             raise UnitsGoneError(f"{what}: no storage unit has a segment at the moment. Nothing was stored.")
-        chosen = {each.name: each.endpoint for each in segments} if self._instance.details["chosen"] else None
+        # a master of our own without segments of dead units may place the rows as it likes
+        shared = not self._master_is_kept
+        named = {each.name: each.endpoint for each in segments} if shared or self._instance.details["dead"] else None
 
-        def a_unit_died() -> bool:
-            if self._instance.segments == segments:
-                return False
-            raise UnitsGoneError(f"{what}: a storage unit died, or was started again. Nothing was stored.")
+        def check_units() -> None:
+            if self._instance.segments != segments:
+                raise UnitsGoneError(f"{what}: a storage unit died, or was started again. Nothing was stored.")
 
         self._run(
             store,
             what,
-            lambda call: store.put(call, keys, buffer, offsets, segments=chosen),
+            lambda call: store.put(call, keys, buffer, offsets, segments=named, shared=shared),
             deadline,
-            a_unit_died,
+            check_units,
             undo=lambda _: store.delete(Call(), keys),
         )
 
@@ -175,23 +176,18 @@ class Engine(QueueEngine):
         store = self._require_store()
         what = f"get_rows({len(keys)} rows)"
 
-        used: set[str] = set()
-
-        def get(call: Call) -> list[memoryview]:
-            used.clear()
-            used.update(each.endpoint for each in self._instance.segments)
-            return store.get(call, keys, endpoints=used if self._instance.details["chosen"] else None)
-
-        def a_unit_died() -> bool:
-            endpoints = {each.endpoint for each in self._instance.segments}
-            lost = set(self._bounded(what, lambda call: store.elsewhere(call, keys, endpoints), deadline))
+        def check_units() -> None:
+            dead = self._instance.details["dead"]
+            lost = set(self._bounded(what, lambda call: store.placed_in(call, keys, dead), deadline))
             if lost:
                 gone = [handle for handle, key in zip(handles, keys, strict=True) if key in lost]
                 raise RefsGoneError(f"{what}: the storage unit of {len(gone)} rows died.", handles=gone)
-            return endpoints != used
+
+        def get(call: Call) -> list[memoryview]:
+            return store.get(call, keys, dead=self._instance.details["dead"])
 
         try:
-            rows: list[memoryview] = self._run(store, what, get, deadline, a_unit_died)
+            rows: list[memoryview] = self._run(store, what, get, deadline, check_units)
             return rows
         except RowsMissing:
             raise RefsGoneError(f"{what}: some rows do not exist.") from None
@@ -223,14 +219,14 @@ class Engine(QueueEngine):
         what: str,
         work: Callable[[Call], Any],
         deadline: float,
-        a_unit_died: Callable[[], bool] = lambda: False,
+        check_units: Callable[[], None] = lambda: None,
         *,
         undo: Callable[[Any], None] | None = None,
     ) -> Any:
         """Makes a call. Repeats it, but for a put, when the master has died meanwhile and is back.
 
-        ``a_unit_died`` is asked when a transfer failed: it raises if a storage unit has died, and says whether there
-        are other segments than before, so that the call is worth another try.
+        ``check_units`` raises if the death of a storage unit is the reason why a transfer failed, or a segment had no
+        room.
         """
         while True:
             try:
@@ -245,9 +241,8 @@ class Engine(QueueEngine):
                 )
             except EngineError as error:
                 if not self._master_came_back(store, what, error, deadline):
-                    if error.code != TRANSFER_FAILED or not self._await(a_unit_died, deadline):
-                        self._raise_cause(what, error, deadline)
-                    continue
+                    self._await_news(error, check_units, deadline)
+                    self._raise_cause(what, error, deadline)
                 if undo is not None:
                     raise UnitsGoneError(
                         f"{what}: the mooncake_master died, and was started again. Nothing was stored."
@@ -307,15 +302,16 @@ class Engine(QueueEngine):
     def _watch(self) -> _Watch:
         return _Watch(self._instance.watch(self._instance.units), self._master, self._master_is_kept)
 
-    def _await(self, a_unit_died: Callable[[], bool], deadline: float) -> bool:
-        """Waits a little for news of the segments. Returns what ``a_unit_died`` says, or raises what it raises."""
+    def _await_news(self, error: EngineError, check_units: Callable[[], None], deadline: float) -> None:
+        """Asks what is known about the units, a few times if a transfer failed: their death is soon known."""
+        if error.code == FULL and self._master_is_kept:
+            return  # the master knows what has room
         give_up = min(deadline, time.monotonic() + _FIND_CAUSE_S)
-        while True:
+        while error.code in (FULL, TRANSFER_FAILED):
             self._refresh(deadline)
-            if a_unit_died():
-                return True
-            if time.monotonic() >= give_up:
-                return False
+            check_units()
+            if error.code == FULL or time.monotonic() >= give_up:
+                return
             time.sleep(_COMES_BACK_S)
 
     def _raise_cause(self, what: str, error: EngineError, deadline: float) -> NoReturn:

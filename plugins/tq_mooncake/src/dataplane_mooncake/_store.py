@@ -269,6 +269,7 @@ class Store:
         offsets: npt.NDArray[np.int64],
         *,
         segments: Mapping[str, str] | None = None,
+        shared: bool = False,
     ) -> None:
         """Stores rows.
 
@@ -279,6 +280,7 @@ class Store:
             offsets: (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``. No row is empty: the engine refuses empty
                 rows.
             segments: Names and endpoints of the segments that may hold the rows; None: any segment of the master.
+            shared: Whether the master has segments of other instances: a row that it puts there is refused.
 
         Raises:
             EngineError: Some rows were not stored; others may be.
@@ -302,17 +304,17 @@ class Store:
                         codes = engine.batch_put_from(*each, config)
                 if any(codes):
                     raise EngineError("batch_put_from", [code for code in codes if code])
-                if segments is not None:
+                if shared and segments is not None:
                     self._check_placed(part, set(segments.values()))
 
-    def get(self, call: Call, keys: Sequence[str], *, endpoints: Collection[str] | None = None) -> list[memoryview]:
+    def get(self, call: Call, keys: Sequence[str], *, dead: Collection[str] = ()) -> list[memoryview]:
         """Reads rows, in the order of the keys.
 
         Args:
             call: The call that this runs in.
             keys: The keys.
-            endpoints: Of the segments that are mounted: rows elsewhere count as failed without a try, which would take
-                a second. None: not checked.
+            dead: Endpoints of segments of dead units: rows there count as failed without a try, which would take a
+                second.
 
         Returns:
             Views of one new buffer.
@@ -322,7 +324,7 @@ class Store:
             EngineError: Some rows could not be read.
         """
         with self._in_call(call) as engine:
-            sizes = self._sizes(keys, endpoints)
+            sizes = self._sizes(keys, dead)
             offsets = np.zeros(len(keys) + 1, dtype=np.int64)
             np.cumsum(sizes, out=offsets[1:])
             target: _Bytes = np.empty(int(offsets[-1]), dtype=np.uint8)
@@ -364,11 +366,11 @@ class Store:
                 if failed:
                     raise EngineError("batch_remove", failed)
 
-    def elsewhere(self, call: Call, keys: Sequence[str], endpoints: Collection[str]) -> list[str]:
-        """The keys of rows that exist, but in none of these segments."""
+    def placed_in(self, call: Call, keys: Sequence[str], endpoints: Collection[str]) -> list[str]:
+        """The keys of rows in these segments."""
         with self._in_call(call) as engine:
             found = {key: rows for part in _requests(keys) for key, rows in engine.batch_get_replica_desc(part).items()}
-        return [key for key in keys if key in found and _endpoint(found[key]) not in endpoints]
+        return [key for key in keys if key in found and _endpoint(found[key]) in endpoints]
 
     def there(self, call: Call, keys: Sequence[str]) -> bool:
         """Whether all rows exist. False if the master does not answer."""
@@ -422,15 +424,15 @@ class Store:
             config.preferred_segments = [segment]
         return config
 
-    def _sizes(self, keys: Sequence[str], endpoints: Collection[str] | None) -> npt.NDArray[np.int64]:
+    def _sizes(self, keys: Sequence[str], dead: Collection[str]) -> npt.NDArray[np.int64]:
         found: dict[str, Any] = {}
         for part in _requests(keys):
             found.update(self._engine.batch_get_replica_desc(part))
         if len(found) != len(keys):
             self._check_there([key for key in keys if key not in found])
             raise RowsMissing  # they exist now, but did not at the first question
-        if endpoints is not None and not all(_endpoint(replicas) in endpoints for replicas in found.values()):
-            raise EngineError("batch_get_replica_desc, for rows in segments that are gone,", [TRANSFER_FAILED])
+        if dead and any(_endpoint(replicas) in dead for replicas in found.values()):
+            raise EngineError("batch_get_replica_desc, for rows in segments of dead units,", [TRANSFER_FAILED])
         descriptors = (found[key][0].get_memory_descriptor().buffer_descriptor for key in keys)
         return np.fromiter((each.size for each in descriptors), dtype=np.int64, count=len(keys))
 

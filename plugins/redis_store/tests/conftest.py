@@ -363,7 +363,8 @@ def check_told():
             acked += collections.Counter(each["acked"])
         for each in told:
             for sample_id, number in each["committed"].items():
-                assert (sample_id in present) != (sample_id in lost_puts), sample_id
+                is_present, is_lost = sample_id in present, sample_id in lost_puts
+                assert is_present != is_lost, f"{sample_id}: present {is_present}, named lost {is_lost}; {told}"
                 if sample_id in present:
                     found = client.get_samples([sample_id], "p", ["x"])["x"]
                     assert (found == number).all()

@@ -28,7 +28,6 @@ NAMESPACE = "dataplane"
 _REST_S = 0.02
 #: Longer than any cut: a claim whose outcome stays unknown may have leased samples to nobody.
 CLAIM_S = 180.0
-_PLACE = lambda _: (os.getpid(), ray.util.get_node_ip_address())  # noqa: E731  (by value: workers cannot import this)
 
 
 def rows(ids: list[str]) -> torch.Tensor:
@@ -59,16 +58,12 @@ class Worker:
     Attributes:
         done: The samples that it put, or that it was given and acked, or read.
         rounds: How often it has done its thing.
-        refused: The errors to retry that it met.
-        slowest_s: How long the longest call took, in seconds.
         failure: Why it ended.
     """
 
     def __init__(self, client: DataPlaneClient, act: str) -> None:
         self.done: list[str] = []
         self.rounds = 0
-        self.refused: list[str] = []
-        self.slowest_s = 0.0
         self.failure: str | None = None
         self._client = client
         self._stop = threading.Event()
@@ -88,17 +83,13 @@ class Worker:
     def _try(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Makes a call until it is done, or until the end."""
         while True:
-            begun = time.monotonic()
             try:
                 return call(*args, **options)
             except DataPlaneError as error:
                 if not error.retryable:
                     raise
-                self.refused.append(f"{type(error).__name__}: {error}")
                 if self._stop.is_set():
                     return None
-            finally:
-                self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
 
     def _put(self) -> None:
         ids = [f"a{self.rounds}-{row}" for row in range(ROWS)]
@@ -132,13 +123,7 @@ class Worker:
 
     def state(self) -> dict[str, Any]:
         """How far it is."""
-        return {
-            "rounds": self.rounds,
-            "failure": self.failure,
-            "refused": self.refused[-20:],
-            "num_refused": len(self.refused),
-            "slowest_s": self.slowest_s,
-        }
+        return {"rounds": self.rounds, "failure": self.failure}
 
     def stop(self) -> dict[str, Any]:
         """Ends it."""
@@ -178,12 +163,16 @@ class Owner:
         """The process id of the controller, and the address of its host."""
         (name,) = [each for each in _actors() if "/" not in each]
         handle = ray.get_actor(name, namespace=NAMESPACE)
-        found: tuple[int, str] = ray.get(handle.__ray_call__.remote(_PLACE), timeout=60)
+        found: tuple[int, str] = ray.get(handle.__ray_call__.remote(_place), timeout=60)
         return found
 
     def num_nodes(self) -> int:
         """How many nodes Ray takes for alive."""
         return sum(each["Alive"] for each in ray.nodes())
+
+
+def _place(_: object) -> tuple[int, str]:
+    return os.getpid(), ray.util.get_node_ip_address()
 
 
 def _actors() -> list[str]:

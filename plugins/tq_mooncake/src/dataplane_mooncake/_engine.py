@@ -140,16 +140,18 @@ class Engine(QueueEngine):
         keys = self._keys(handles)
         store = self._require_store()
         what = f"put_rows({len(keys)} rows, {int(offsets[-1])} bytes)"
-        segments = self._instance.segments
+        segments = self._instance.details["segments"]
         if not segments:
             self._refresh(deadline)
             raise UnitsGoneError(f"{what}: no storage unit has a segment at the moment. Nothing was stored.")
         # a master of our own without segments of dead units may place the rows as it likes
         shared = not self._master_is_kept
-        named = {each.name: each.endpoint for each in segments} if shared or self._instance.details["dead"] else None
+        named = None
+        if shared or self._instance.details["dead"]:
+            named = {each.name: each.endpoint for each in self._instance.segments}
 
         def check_units() -> None:
-            if self._instance.segments != segments:
+            if self._instance.details["segments"] != segments:
                 raise UnitsGoneError(f"{what}: a storage unit died, or was started again. Nothing was stored.")
 
         self._run(

@@ -21,7 +21,7 @@ from dataplane_core.spec import new_id
 from dataplane_mooncake._ending import listening_ports
 from dataplane_mooncake._keeper import Keeper
 from dataplane_mooncake._master import Master
-from dataplane_mooncake._store import StoreSettings, open_engine
+from dataplane_mooncake._store import StoreSettings, endpoint_of, open_engine, pinned_in
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import (
     NodeMemory,
@@ -126,7 +126,6 @@ class SegmentHost:
         config = self._config
         address = this_nodes_address(config)
         settings = StoreSettings(master, address, config.protocol, config.rdma_devices, 0, config.store_memcpy)
-        library = check_library()
         self.close()
         row = np.zeros(_SIGN_BYTES, dtype=np.uint8)
         for _ in range(_NUM_OPENS):
@@ -139,17 +138,12 @@ class SegmentHost:
             self.close()
         else:
             raise BackendUnavailableError(f"a segment got the endpoint {name} of a dead one, {_NUM_OPENS} times.")
-        replicas = library.ReplicateConfig()
-        replicas.preferred_segments = [name]
-        replicas.with_hard_pin = True
         engine.register_buffer(row.ctypes.data, row.nbytes)
-        (code,) = engine.batch_put_from([sign], [row.ctypes.data], [row.nbytes], replicas)
+        (code,) = engine.batch_put_from([sign], [row.ctypes.data], [row.nbytes], pinned_in(name))
         engine.unregister_buffer(row.ctypes.data)
         if code != 0:
             raise BackendUnavailableError(f"the segment {name} takes no rows (Mooncake's code {code}).")
-        (replica,) = engine.get_replica_desc(sign)
-        endpoint = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
-        return Segment(name, endpoint, listening, sign)
+        return Segment(name, endpoint_of(engine.get_replica_desc(sign)), listening, sign)
 
 
 class MooncakeInstance(Instance):

@@ -36,7 +36,9 @@ __all__ = [
     "RowsMissing",
     "Store",
     "StoreSettings",
+    "endpoint_of",
     "open_engine",
+    "pinned_in",
 ]
 
 _Bytes = npt.NDArray[np.uint8]
@@ -295,7 +297,7 @@ class Store:
                     starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
                     sizes = np.diff(offsets[first : stop + 1]).tolist()
                     part = list(keys[first:stop])
-                    config = self._replicas(names[next(self._turns) % len(names)] if names else None)
+                    config = pinned_in(names[next(self._turns) % len(names)] if names else None)
                     codes = engine.batch_put_from(part, starts, sizes, config)
                     again = [row for row, code in enumerate(codes) if code]
                     if again and all(codes[row] == TRANSFER_FAILED for row in again):
@@ -370,7 +372,7 @@ class Store:
         """The keys of rows in these segments."""
         with self._in_call(call) as engine:
             found = {key: rows for part in _requests(keys) for key, rows in engine.batch_get_replica_desc(part).items()}
-        return [key for key in keys if key in found and _endpoint(found[key]) in endpoints]
+        return [key for key in keys if key in found and endpoint_of(found[key]) in endpoints]
 
     def there(self, call: Call, keys: Sequence[str]) -> bool:
         """Whether all rows exist. False if the master does not answer."""
@@ -417,13 +419,6 @@ class Store:
         if code != 0:
             raise EngineError(f"register_buffer of {memory.nbytes} bytes", [code])
 
-    def _replicas(self, segment: str | None) -> Any:
-        config = check_library().ReplicateConfig()
-        config.with_hard_pin = True  # never evicted
-        if segment is not None:
-            config.preferred_segments = [segment]
-        return config
-
     def _sizes(self, keys: Sequence[str], dead: Collection[str]) -> npt.NDArray[np.int64]:
         found: dict[str, Any] = {}
         for part in _requests(keys):
@@ -431,7 +426,7 @@ class Store:
         if len(found) != len(keys):
             self._check_there([key for key in keys if key not in found])
             raise RowsMissing  # they exist now, but did not at the first question
-        if dead and any(_endpoint(replicas) in dead for replicas in found.values()):
+        if dead and any(endpoint_of(replicas) in dead for replicas in found.values()):
             raise EngineError("batch_get_replica_desc, for rows in segments of dead units,", [TRANSFER_FAILED])
         descriptors = (found[key][0].get_memory_descriptor().buffer_descriptor for key in keys)
         return np.fromiter((each.size for each in descriptors), dtype=np.int64, count=len(keys))
@@ -449,11 +444,21 @@ class Store:
         """Refuses rows that the master put into segments of other instances, because ours had no room."""
         placed = self._engine.batch_get_replica_desc(list(keys))
         for replicas in placed.values():
-            if _endpoint(replicas) not in endpoints:
+            if endpoint_of(replicas) not in endpoints:
                 raise EngineError("batch_put_from, with rows in another instance's segments,", [FULL])
 
 
-def _endpoint(replicas: Any) -> str:
+def pinned_in(segment: str | None) -> Any:
+    """Mooncake's settings for rows that are never evicted, preferably in this segment."""
+    config = check_library().ReplicateConfig()
+    config.with_hard_pin = True
+    if segment is not None:
+        config.preferred_segments = [segment]
+    return config
+
+
+def endpoint_of(replicas: Any) -> str:
+    """The endpoint of the segment that holds a row, from Mooncake's description of the row."""
     endpoint: str = replicas[0].get_memory_descriptor().buffer_descriptor.transport_endpoint
     return endpoint
 

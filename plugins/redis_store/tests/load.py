@@ -15,8 +15,9 @@ from dataplane_core import connect
 from dataplane_core.errors import DataPlaneError
 from dataplane_redis import LostCallsError
 
-#: Seconds between two calls of a thread, to spare the machine.
-_PAUSE_S = 0.02
+#: Seconds between two calls of a thread. A client remembers a thousand calls: those of a failover while the old primary
+#: goes on, of about ten seconds, must be fewer.
+_PAUSE_S = 0.05
 SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
 
 

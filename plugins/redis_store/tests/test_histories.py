@@ -17,7 +17,7 @@ from dataplane_core.errors import (
     UnknownPartitionError,
 )
 from dataplane_core.spec import PutRequest, RegisterRequest
-from dataplane_redis import Acknowledged, LostCallsError
+from dataplane_redis import Acknowledged, LostCallsError, _acknowledged
 
 SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
 
@@ -257,6 +257,7 @@ def test_a_replica_that_lost_its_tail_gives_nothing_twice(start_server, connect)
         Acknowledged("put_samples", "p", sample_ids=["b"]),
         Acknowledged("register_partition", "q"),
     )
+    assert caught.value.complete
     with pytest.raises(LeaseExpiredError):  # the loss is told once; later calls work with what is there
         one.ack(lost)
     two.ack(found)
@@ -264,6 +265,24 @@ def test_a_replica_that_lost_its_tail_gives_nothing_twice(start_server, connect)
         one.get_samples(["b"], "p", ["x"])
     with pytest.raises(UnknownPartitionError):
         one.get_samples(["b"], "q", ["x"])
+
+
+def test_lost_calls_that_a_client_no_longer_remembers(start_server, connect, monkeypatch):
+    monkeypatch.setattr(_acknowledged, "_MAX_CALLS", 2)
+    primary, replica = start_server(), start_server()
+    replica.admin("REPLICAOF", "127.0.0.1", primary.port)
+    client = connect(url=f"unix://{primary.socket}")
+    client.register_partition("p", ["x"], None, ["train"])
+    assert primary.admin("WAIT", 1, 20_000) == 1
+    replica.admin("REPLICAOF", "127.0.0.1", "1")
+    for name in "abc":
+        client.put_samples([name], "p", columns(1, SMALL, 1))
+    primary.kill()
+    replica.take_over(primary)
+    with pytest.raises(LostCallsError, match="also lacks older ones") as caught:
+        client.list_samples("p")
+    assert [each.sample_ids for each in caught.value.calls] == [["b"], ["c"]]
+    assert not caught.value.complete
 
 
 def test_a_client_that_takes_an_instance_over_keeps_what_it_is(plain, connect):

@@ -46,6 +46,19 @@ class Plane:
                 return False
         return True
 
+    def end_failovers(self):
+        """No further failover begins, also not after this machine stood still."""
+        for sentinel in self.sentinels:
+            sentinel.admin("SENTINEL", "SET", "plane", "down-after-milliseconds", 600_000)
+
+    def is_settled(self):
+        """Whether one server that lives is the primary, the other follows it, and all sentinels say so."""
+        primary = self.new_primary()
+        if primary is None or primary.info("replication")["connected_slaves"] != 1:
+            return False
+        states = [sentinel.admin("SENTINEL MASTER", "plane") for sentinel in self.sentinels]
+        return all((state["flags"], state["port"]) == ("master", primary.port) for state in states)
+
     def new_primary(self):
         """The replica that took over, or None."""
         for server in self.replicas:
@@ -113,6 +126,9 @@ def test_what_a_failover_loses_is_named(plane, connect, start_load, check_told, 
         go_on()
     plane.primary.kill()
     go_on()
+    plane.end_failovers()
+    wait_until(plane.is_settled)
+    go_on()  # each load now knows this primary, so it was told of all losses
     told = [load.end() for load in loads]
     lost_puts, lost_acks = check_told(client, told)
     if wait_replicas:

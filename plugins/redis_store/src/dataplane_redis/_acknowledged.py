@@ -33,7 +33,7 @@ __all__ = ["Acknowledged", "Acknowledgements", "LostCallsError", "Receipt", "is_
 
 _log = logging.getLogger("dataplane_redis")
 
-#: How many acknowledged calls, and samples of them, a client remembers. Of older ones it could not say what was lost.
+#: How many acknowledged calls, and samples of them, a client remembers. Older ones it cannot name if they are lost.
 _MAX_CALLS: Final = 1000
 _MAX_SAMPLES: Final = 20_000
 #: How many lost calls an error names.
@@ -73,13 +73,17 @@ class LostCallsError(StalePartitionError):
     changed nothing. Later calls work with what the server has.
 
     Attributes:
-        calls: The acknowledged calls that the server no longer knows, in their order. Of more than a thousand, the
-            newest.
+        calls: The acknowledged calls that the server no longer knows, in their order. A client remembers its newest
+            thousand calls, and those for at most 20,000 samples.
+        complete: False if older calls are lost too, which the client no longer remembers.
     """
 
-    def __init__(self, message: str, *, calls: Iterable[Acknowledged] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, message: str, *, calls: Iterable[Acknowledged] = (), complete: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(message, **kwargs)
         self.calls = tuple(calls)
+        self.complete = complete
 
 
 @dataclass(slots=True)
@@ -160,9 +164,11 @@ class Acknowledgements:
         self._free: list[bytes] = []  # lanes: a lane has one call at a time
         self._noted: deque[_Noted] = deque()
         self._num_samples = 0
+        self._forgotten: _Noted | None = None  # the newest call that is no longer remembered
         self._history = b""
         self._marks: dict[bytes, int] = {}  # what the history had when it was met
         self._lost: list[Acknowledged] = []  # not yet told
+        self._lost_more = False  # calls that were forgotten are lost too
         self._here = threading.local()
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -200,7 +206,8 @@ class Acknowledgements:
             self._noted.append(_Noted(receipt.lane, receipt.number, receipt.history, call))
             self._num_samples += len(call.sample_ids)
             while len(self._noted) > _MAX_CALLS or (self._num_samples > _MAX_SAMPLES and len(self._noted) > 1):
-                self._num_samples -= len(self._noted.popleft().call.sample_ids)
+                self._forgotten = self._noted.popleft()
+                self._num_samples -= len(self._forgotten.call.sample_ids)
             if receipt.history != self._history:  # another thread has met a newer history meanwhile
                 self._look_for_lost()
 
@@ -277,18 +284,19 @@ class Acknowledgements:
 
     def _look_for_lost(self) -> None:
         """Moves what the current history lacks to what the user must be told."""
-        lost = [
-            each
-            for each in self._noted
-            if each.history != self._history and each.number > self._marks.get(each.lane, 0)
-        ]
+        lost = [each for each in self._noted if self._is_lost(each)]
         if lost:
+            if self._forgotten is not None and self._is_lost(self._forgotten):
+                self._forgotten, self._lost_more = None, True
             gone = set(map(id, lost))
             self._noted = deque(each for each in self._noted if id(each) not in gone)
             self._num_samples = sum(len(each.call.sample_ids) for each in self._noted)
             calls = [each.call for each in lost]
             self._lost += calls
             _log.error("the store went back to an older state, without %s", _shown(calls))
+
+    def _is_lost(self, noted: _Noted) -> bool:
+        return noted.history != self._history and noted.number > self._marks.get(noted.lane, 0)
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
@@ -309,13 +317,16 @@ class Acknowledgements:
             return
         with self._lock:
             lost, self._lost = self._lost, []
+            lost_more, self._lost_more = self._lost_more, False
         if not lost:  # another thread told its user
             return
         count = f"{len(lost)} {'call' if len(lost) == 1 else 'calls'}"
+        more = " It also lacks older ones, which this client no longer remembers." if lost_more else ""
         raise LostCallsError(
             f"{what} refused: {label} went back to an older state. It lacks {count} of this client that had been "
-            f"acknowledged: {_shown(lost)}. This call changed nothing.",
+            f"acknowledged: {_shown(lost)}.{more} This call changed nothing.",
             calls=lost,
+            complete=not lost_more,
             hint="Make these calls again. Samples whose ack was lost are handed out again. To lose nothing in a "
             "failover, set wait_replicas.",
         )

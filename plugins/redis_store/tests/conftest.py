@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -72,6 +73,15 @@ class Server:
     def kill(self):
         self.process.kill()
         self.process.wait()
+
+    @contextlib.contextmanager
+    def stopped(self):
+        """It does not run in the block, and goes on after it."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def admin(self, *words):
         """One command, past the backend."""

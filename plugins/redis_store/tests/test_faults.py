@@ -49,8 +49,7 @@ def test_a_stopped_server_meets_the_deadline(start_server, connect):
     made = connect(url=server.url, op_timeout_s=1.0)
     made.register_partition("p", ["x"], None, ["train"])
     made.put_samples(["a"], "p", columns(1))
-    os.kill(server.process.pid, signal.SIGSTOP)
-    try:
+    with server.stopped():
         for call in (
             lambda: made.put_samples(["b"], "p", columns(1)),
             lambda: made.put_samples(["c"], "p", columns(1, 4_000_000)),
@@ -63,8 +62,6 @@ def test_a_stopped_server_meets_the_deadline(start_server, connect):
                 call()
             assert caught.value.retryable
             assert time.monotonic() - start < 15
-    finally:
-        os.kill(server.process.pid, signal.SIGCONT)
     assert made.get_samples(["a"], "p", ["x"])["x"].tolist() == [[0]]
 
 

@@ -18,6 +18,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import PutRequest, RegisterRequest
 from dataplane_redis import Acknowledged, LostCallsError, _acknowledged
+from dataplane_redis._acknowledged import Receipt
 
 SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
 
@@ -265,6 +266,24 @@ def test_a_replica_that_lost_its_tail_gives_nothing_twice(start_server, connect)
         one.get_samples(["b"], "p", ["x"])
     with pytest.raises(UnknownPartitionError):
         one.get_samples(["b"], "q", ["x"])
+
+
+def test_a_server_that_gets_its_first_replica_lost_nothing(pair, start_server, monkeypatch):
+    """It begins another history then, which connections that are in use have not met."""
+    server, one, _ = pair
+    history, pack = server.info("replication")["master_replid"], Receipt.pack
+
+    def replica_joins(receipt, deadline):  # the put has its connection, and was not sent yet
+        monkeypatch.setattr(Receipt, "pack", pack)
+        start_server().follow(server)
+        assert one.list_samples("p").sample_ids == ["a"]  # on a new connection
+        return pack(receipt, deadline)
+
+    monkeypatch.setattr(Receipt, "pack", replica_joins)
+    one.put_samples(["b"], "p", columns(1, SMALL, 2))
+    assert server.info("replication")["master_replid"] != history
+    one.put_samples(["c"], "p", columns(1, SMALL, 3))
+    assert one.list_samples("p").sample_ids == ["a", "b", "c"]
 
 
 def test_lost_calls_that_a_client_no_longer_remembers(start_server, connect, monkeypatch):

@@ -1,8 +1,5 @@
 """Calls that wait for replicas: a failover loses nothing that was acknowledged."""
 
-import contextlib
-import os
-import signal
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,15 +22,6 @@ def columns(count, size, value=0):
 
 def num_waits(server):
     return server.info("commandstats").get("cmdstat_wait", {}).get("calls", 0)
-
-
-@contextlib.contextmanager
-def stopped(server):
-    os.kill(server.process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(server.process.pid, signal.SIGCONT)
 
 
 def calls(client, name, held):
@@ -75,7 +63,7 @@ def test_what_is_acknowledged_waits_for_replicas(start_server, connect):
     client.list_samples("p")
     some = held()
     assert num_waits(primary) == before  # ack notices a claim that was lost, so it need not wait
-    with stopped(replica):
+    with replica.stopped():
         for name, call in calls(hasty, "two", some).items():
             with pytest.raises(OperationTimeoutError, match="made the change, but 0 of 1 replicas have it") as caught:
                 call()

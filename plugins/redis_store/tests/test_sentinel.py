@@ -31,8 +31,24 @@ class Plane:
         self.sentinels = [start_sentinel() for _ in range(3)]
         for sentinel in self.sentinels:
             sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", self.primary.port, 2)
-            for name, value in (("down-after-milliseconds", 1000), ("failover-timeout", 6000), ("parallel-syncs", 2)):
-                sentinel.admin("SENTINEL", "SET", "plane", name, value)
+        self.set("down-after-milliseconds", 1000)
+        self.set("failover-timeout", 6000)
+        self.set("parallel-syncs", 2)
+
+    def set(self, name, value):
+        """Sets an option of all sentinels."""
+        for sentinel in self.sentinels:
+            sentinel.admin("SENTINEL", "SET", "plane", name, value)
+
+    def detach_replicas(self):
+        """What comes now reaches no replica. The sentinels do not attach them again soon."""
+        self.set("failover-timeout", 600_000)
+        for replica in self.replicas:
+            replica.admin("REPLICAOF", "127.0.0.1", "1")  # nobody there
+
+    def kill_primary(self):
+        self.set("failover-timeout", 6000)
+        self.primary.kill()
 
     @property
     def url(self):
@@ -41,30 +57,26 @@ class Plane:
     def knows_all(self):
         """Whether each sentinel knows the others and both replicas."""
         for sentinel in self.sentinels:
-            state = sentinel.admin("SENTINEL MASTER", "plane")
+            state = state_of(sentinel)
             if (state["num-other-sentinels"], state["num-slaves"]) != (2, 2):
                 return False
         return True
 
     def end_failovers(self):
         """No further failover begins, also not after this machine stood still."""
-        for sentinel in self.sentinels:
-            sentinel.admin("SENTINEL", "SET", "plane", "down-after-milliseconds", 600_000)
+        self.set("down-after-milliseconds", 600_000)
 
     def is_settled(self):
         """Whether one server that lives is the primary, the other follows it, and all sentinels say so."""
-        primary = self.new_primary()
-        if primary is None or primary.info("replication")["connected_slaves"] != 1:
+        primaries = self.new_primaries()
+        if len(primaries) != 1 or primaries[0].info("replication")["connected_slaves"] != 1:
             return False
-        states = [sentinel.admin("SENTINEL MASTER", "plane") for sentinel in self.sentinels]
-        return all((state["flags"], state["port"]) == ("master", primary.port) for state in states)
+        states = map(state_of, self.sentinels)
+        return all((state["flags"], state["port"]) == ("master", primaries[0].port) for state in states)
 
-    def new_primary(self):
-        """The replica that took over, or None."""
-        for server in self.replicas:
-            if server.info("replication")["role"] == "master":
-                return server
-        return None
+    def new_primaries(self):
+        """The replicas that took over. If there are two, the sentinels have not yet made the older one a replica."""
+        return [server for server in self.replicas if server.info("replication")["role"] == "master"]
 
 
 @pytest.fixture
@@ -86,7 +98,7 @@ def test_a_service_is_named_and_followed(plane, connect, wait_until, only_woken)
     # the connection is known to be lost before the next call is sent, so it waits until there is a primary again
     client.put_samples(["b"], "p", columns(1, LARGE, 8))
     assert client.get_samples(["a", "b"], "p", ["x"])["x"][:, 0].tolist() == [7, 8]
-    new = plane.new_primary()
+    (new,) = plane.new_primaries()
     assert new.admin("EXISTS", client._backend._session.base + b":instance") == 1
     # by hand, while the primary lives
     wait_until(lambda: new.admin("PUBSUB", "SHARDCHANNELS"))
@@ -99,46 +111,108 @@ def test_a_service_is_named_and_followed(plane, connect, wait_until, only_woken)
     pool.shutdown()
 
 
+def state_of(sentinel):
+    """What a sentinel says of the service."""
+    return sentinel.admin("SENTINEL MASTER", "plane")
+
+
 def fail_over(sentinel):
     with contextlib.suppress(RedisError):  # it refuses while it has no replica that is up
         return sentinel.admin("SENTINEL FAILOVER", "plane")
     return None
 
 
+@pytest.fixture
+def under_load(plane, connect, start_load, wait_until):
+    """A client and two processes with a load, and a function that waits until each load put 20 more samples."""
+
+    def start(wait_replicas):
+        namespace = f"load-{uuid.uuid4().hex[:8]}"
+        client = connect(url=plane.url, namespace=namespace, op_timeout_s=60)
+        client.register_partition("p", ["x"], None, ["train"])
+        plane.primary.admin("WAIT", 2, 20_000)
+        loads = [start_load(plane.url, namespace, f"load{number}", wait_replicas) for number in range(2)]
+
+        def go_on():
+            goals = [load.num_committed() + 20 for load in loads]
+            wait_until(lambda: all(load.num_committed() >= goal for load, goal in zip(loads, goals, strict=True)))
+
+        go_on()
+        return client, loads, go_on
+
+    return start
+
+
+@pytest.fixture
+def end_load(plane, check_told, wait_until):
+    """Ends loads once they know which server is the primary, so that they were told of all losses. Checks these, and
+    returns them."""
+
+    def end(client, loads, go_on):
+        plane.end_failovers()
+        wait_until(plane.is_settled)
+        go_on()
+        told = [load.end() for load in loads]
+        unknown = {name for each in told for name, retryable, _ in each["errors"] if not retryable}
+        assert unknown <= {"LeaseExpiredError"}
+        return check_told(client, told)
+
+    return end
+
+
 @pytest.mark.parametrize("wait_replicas", [0, 1])
-def test_what_a_failover_loses_is_named(plane, connect, start_load, check_told, wait_until, wait_replicas):
-    namespace = f"load-{uuid.uuid4().hex[:8]}"
-    client = connect(url=plane.url, namespace=namespace, op_timeout_s=60)
-    client.register_partition("p", ["x"], None, ["train"])
-    plane.primary.admin("WAIT", 2, 20_000)
-    loads = [start_load(plane.url, namespace, f"load{number}", wait_replicas) for number in range(2)]
-
-    def go_on():
-        goals = [load.num_committed() + 20 for load in loads]
-        wait_until(lambda: all(load.num_committed() >= goal for load, goal in zip(loads, goals, strict=True)))
-
-    go_on()
-    for replica in plane.replicas:
-        replica.admin("REPLICAOF", "127.0.0.1", "1")  # nobody there: what comes now does not reach it
+def test_what_a_failover_loses_is_named(plane, under_load, end_load, wait_until, wait_replicas):
+    client, loads, go_on = under_load(wait_replicas)
+    plane.detach_replicas()
     if wait_replicas:
         wait_until(lambda: plane.primary.info("clients")["blocked_clients"] >= 4)
     else:
         go_on()
-    plane.primary.kill()
+    plane.kill_primary()
     go_on()
-    plane.end_failovers()
-    wait_until(plane.is_settled)
-    go_on()  # each load now knows this primary, so it was told of all losses
-    told = [load.end() for load in loads]
-    lost_puts, lost_acks = check_told(client, told)
+    lost_puts, lost_acks = end_load(client, loads, go_on)
     if wait_replicas:
         assert not lost_puts
         assert not lost_acks
     else:
         assert lost_puts
         assert lost_acks
-    unknown = {name for each in told for name, retryable, _ in each["errors"] if not retryable}
-    assert unknown <= {"LeaseExpiredError"}
+
+
+@pytest.mark.long
+def test_what_a_replaced_primary_took_is_named(plane, under_load, end_load, wait_until):
+    """A primary that stood still is replaced. It goes on, and takes writes, until the sentinels make it a replica."""
+    client, loads, go_on = under_load(0)
+    plane.kill_primary()
+    go_on()
+    wait_until(plane.is_settled)
+    (first,) = plane.new_primaries()
+    with first.stopped():
+        wait_until(lambda: any(state_of(each)["port"] != first.port for each in plane.sentinels))
+    go_on()
+    assert first.info("replication")["role"] == "master"  # two primaries
+    wait_until(lambda: first.info("replication")["role"] == "slave")
+    lost_puts, lost_acks = end_load(client, loads, go_on)
+    assert lost_puts
+    assert lost_acks
+
+
+def test_a_sentinel_that_has_not_heard_of_a_failover_is_not_believed(plane, start_server, start_sentinel, wait_until):
+    old, behind = start_server(), start_sentinel()
+    behind.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", old.port, 1)
+    service = Service.of(plane.url)
+
+    def primary():
+        return service.primary(time.monotonic() + 20)[1]
+
+    assert primary() == plane.primary.port
+    wait_until(lambda: any(map(fail_over, plane.sentinels)))
+    wait_until(lambda: primary() != plane.primary.port)
+    assert primary() in [each.port for each in plane.replicas]
+    service.sentinels = [("127.0.0.1", behind.port), *service.sentinels]
+    assert primary() in [each.port for each in plane.replicas]
+    service.sentinels = [("127.0.0.1", behind.port)]  # all were set up anew
+    assert primary() == old.port
 
 
 def test_a_service_that_the_sentinels_do_not_know_is_refused_at_once(plane, connect):

@@ -259,11 +259,8 @@ def test_a_server_that_does_not_answer_is_noticed(plain, client, wait_in_line, w
     claim = wait_in_line(client)
     wakes = client._backend._wakes
     first = wakes._connection
-    os.kill(plain.process.pid, signal.SIGSTOP)
-    try:
+    with plain.stopped():
         wait_until(lambda: wakes._connection is None)
-    finally:
-        os.kill(plain.process.pid, signal.SIGCONT)
     wait_until(lambda: wakes._connection not in (None, first))
     put(client, ["a"])
     assert claim.result(LONG_S).sample_ids == ["a"]

@@ -137,7 +137,11 @@ def is_acknowledged(reply: Any) -> bool:
 
 @dataclass(slots=True)
 class _Noted:
-    """An acknowledged call, as it is remembered."""
+    """An acknowledged call, as it is remembered.
+
+    Attributes:
+        history: The newest history that is known to have the call.
+    """
 
     lane: bytes
     number: int
@@ -166,7 +170,7 @@ class Acknowledgements:
         self._num_samples = 0
         self._forgotten: _Noted | None = None  # the newest call that is no longer remembered
         self._history = b""
-        self._marks: dict[bytes, int] = {}  # what the history had when it was met
+        self._unjudged = False  # a call was made on a connection that had met another history
         self._lost: list[Acknowledged] = []  # not yet told
         self._lost_more = False  # calls that were forgotten are lost too
         self._here = threading.local()
@@ -209,7 +213,7 @@ class Acknowledgements:
                 self._forgotten = self._noted.popleft()
                 self._num_samples -= len(self._forgotten.call.sample_ids)
             if receipt.history != self._history:  # another thread has met a newer history meanwhile
-                self._look_for_lost()
+                self._unjudged = True
 
     def _raise_too_few(self, what: str, link: Link, local: int, count: int) -> NoReturn:
         has = "has" if count == 1 else "have"
@@ -265,38 +269,51 @@ class Acknowledgements:
 
     # --- histories ----------------------------------------------------------------------------------------------------
 
+    def is_newest(self, history: bytes) -> bool:
+        """Whether a connection that met this history may be used: no other one was met since."""
+        return history == self._history
+
     def meet(self, history: bytes, ask: Callable[..., Any]) -> None:
         """Called with each new connection, before it is used.
+
+        Another history need not be an older state: a server also begins one when its first replica joins. So only the
+        marks that it has now tell what was lost, and only of calls that were acknowledged before it was asked.
 
         Args:
             history: Names the history of what the server holds; a failover or a restart begins another one.
             ask: Sends a command on that connection and returns its reply.
         """
         with self._lock:
-            if history == self._history:
+            if history == self._history and not self._unjudged:
                 return
-            lanes = list(self._numbers) if self._noted else []
+            noted = [each for each in self._all_noted() if each.history != history]
+        lanes = list({each.lane for each in noted})
         marks = ask(b"HMGET", self._base + b":marks", *lanes) if lanes else []
+        newest = {lane: int(mark or 0) for lane, mark in zip(lanes, marks, strict=True)}
         with self._lock:
             self._history = history
-            self._marks = {lane: int(mark or 0) for lane, mark in zip(lanes, marks, strict=True)}
-            self._look_for_lost()
+            gone = set()
+            for each in noted:
+                if each.number <= newest[each.lane]:
+                    each.history = history
+                else:
+                    gone.add(id(each))
+            self._note_lost(gone)
+            self._unjudged = any(each.history != history for each in self._all_noted())
 
-    def _look_for_lost(self) -> None:
-        """Moves what the current history lacks to what the user must be told."""
-        lost = [each for each in self._noted if self._is_lost(each)]
-        if lost:
-            if self._forgotten is not None and self._is_lost(self._forgotten):
-                self._forgotten, self._lost_more = None, True
-            gone = set(map(id, lost))
+    def _all_noted(self) -> list[_Noted]:
+        return [*([self._forgotten] if self._forgotten is not None else []), *self._noted]
+
+    def _note_lost(self, gone: set[int]) -> None:
+        """Moves what the history lacks, by `id`, to what the user must be told."""
+        calls = [each.call for each in self._noted if id(each) in gone]
+        if id(self._forgotten) in gone:
+            self._forgotten, self._lost_more = None, True
+        if calls:
             self._noted = deque(each for each in self._noted if id(each) not in gone)
             self._num_samples = sum(len(each.call.sample_ids) for each in self._noted)
-            calls = [each.call for each in lost]
             self._lost += calls
             _log.error("the store went back to an older state, without %s", _shown(calls))
-
-    def _is_lost(self, noted: _Noted) -> bool:
-        return noted.history != self._history and noted.number > self._marks.get(noted.lane, 0)
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:

@@ -357,11 +357,15 @@ class Link(Route):
             if connection is None:
                 return self._watched(what, self._connect(what, deadline, self.watch))
             try:
-                if not connection.can_read(timeout=0):
+                if not connection.can_read(timeout=0) and self._is_newest(connection):
                     return self._watched(what, connection)
             except (RedisError, OSError):
                 pass  # the server closed it while it was idle: try another one
             connection.disconnect()
+
+    def _is_newest(self, connection: Any) -> bool:
+        """False if the history is another one since this connection was made. It may lead to an old primary."""
+        return self.watch is None or self.watch.is_newest(connection.dataplane_history)
 
     def open(self, what: str, deadline: float) -> Any:
         """A connection for the caller alone, who disconnects it. The watch is not told of it.
@@ -390,5 +394,5 @@ class Link(Route):
                 self._idle.append(connection)
         if not keep:
             connection.disconnect()
-            if self._service is not None:  # the others are connected to the same server
+            if self._service is not None and self.leads_to(connection):  # so do the others, perhaps in vain
                 self._switch_to({})

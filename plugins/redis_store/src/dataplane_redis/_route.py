@@ -47,6 +47,9 @@ class Watch(Protocol):
     def meet(self, history: bytes, ask: Callable[..., Any]) -> None:
         """A new connection met this history. ``ask`` sends a command on it and returns the reply."""
 
+    def is_newest(self, history: bytes) -> bool:
+        """Whether a connection that met this history may still be used."""
+
     def raise_lost(self, what: str, label: str) -> None:
         """Called before a connection is used. May raise."""
 
@@ -160,6 +163,8 @@ class Route:
                 return connection
             except (RedisError, OSError) as error:
                 connection.disconnect()
+                if not self.leads_to(connection):
+                    continue  # another thread found another node meanwhile
                 if is_temporary_refusal(error):
                     if time.monotonic() + REFUSED_POLL_S >= deadline:
                         self.raise_error(what, error)
@@ -202,9 +207,10 @@ class Route:
                     hint="Write the name of 'sentinel monitor' after the sentinels in the url.",
                 ) from error
             except (RedisError, OSError, NoPrimaryError) as error:
-                self._switch_to({})
                 if connection is not None:
                     connection.disconnect()
+                if connection is None or self.leads_to(connection):
+                    self._switch_to({})
                 if isinstance(error, (AuthenticationError, NoPermissionError)):
                     self.raise_error(what, error)
                 if not is_early(deadline, POLL_S):
@@ -222,7 +228,10 @@ class Route:
 
         def ask(*words: bytes) -> Any:
             connection.send_packed_command([b"".join(pack(words))], check_health=False)
-            return connection.read_response(disable_decoding=True)
+            reply = connection.read_response(disable_decoding=True)
+            if not self.leads_to(connection):
+                raise LostConnectionError("another server was found meanwhile")
+            return reply
 
         replication = ask(b"INFO", b"replication")
         if self._service is not None and b"\nrole:master" not in replication:

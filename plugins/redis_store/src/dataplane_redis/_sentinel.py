@@ -39,12 +39,14 @@ class Service:
         sentinels: (host, port) each; the one that answered last comes first.
         server_url: For redis-py: how to connect to a server of the service. Its host and port mean nothing.
         options: Of connections to sentinels.
+        epoch: Of the newest failover that a sentinel told of.
     """
 
     name: str
     sentinels: list[tuple[str, int]]
     server_url: str
     options: dict[str, Any] = field(default_factory=dict)
+    epoch: int = 0
 
     @classmethod
     def of(cls, url: str) -> Service | None:
@@ -84,7 +86,8 @@ class Service:
 
     def primary(self, deadline: float) -> tuple[str, int]:
         """Host and port of the server that is the primary now. Blocks until a sentinel names it, at most until the
-        deadline.
+        deadline. Skips sentinels that missed a failover of which another one told: they name
+        an old primary.
 
         Raises:
             NoPrimaryError: No sentinel names one.
@@ -93,6 +96,7 @@ class Service:
         """
         reasons: list[str] = []
         known: set[str] = set()
+        behind: list[tuple[int, tuple[str, int], dict[str, Any]]] = []
         for place in list(self.sentinels):
             left_s = min(_ANSWER_S, deadline - time.monotonic())
             if left_s <= 0:
@@ -107,12 +111,21 @@ class Service:
                 reasons.append(f"{place[0]}:{place[1]} does not watch it")
             elif not _is_up(state):
                 reasons.append(f"{place[0]}:{place[1]} says that its primary is down")
+            elif state["config-epoch"] < self.epoch:
+                reasons.append(f"{place[0]}:{place[1]} has not heard of the last failover")
+                behind.append((state["config-epoch"], place, state))
             else:
-                self.sentinels = [place, *(each for each in self.sentinels if each != place)]
-                return str(state["ip"]), int(state["port"])
+                return self._chosen(place, state)
+        if len(behind) == len(self.sentinels):  # they were set up anew
+            return self._chosen(*max(behind, key=lambda each: each[0])[1:])
         if len(reasons) == len(self.sentinels) and all(each.endswith("does not watch it") for each in reasons):
             raise UnknownServiceError(", ".join(sorted(known)) or "none")
         raise NoPrimaryError("; ".join(reasons) or "no sentinel was asked in time")
+
+    def _chosen(self, place: tuple[str, int], state: dict[str, Any]) -> tuple[str, int]:
+        self.epoch = state["config-epoch"]
+        self.sentinels = [place, *(each for each in self.sentinels if each != place)]
+        return str(state["ip"]), int(state["port"])
 
     def num_answering(self, deadline: float) -> int:
         """How many sentinels answer and know the service."""

@@ -200,6 +200,27 @@ def test_portions_of_a_step_are_replaced_too(
     assert [data.size for worker in workers for _, data in worker.seen] == [2] * 4
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_rows_that_were_read_for_a_call_that_failed_are_never_trained_on(
+    workers: list[Any], client: DataPlaneClient, write_rows: Write, rollouts: Rollouts, make_batch: Any, depth: int
+) -> None:
+    group = InProcessWorkerGroup(workers)
+    with DataPlanePolicy(group, client, replace_lost=rollouts, read_ahead=depth) as policy:
+        meta = _trainable(policy, write_rows(LENGTHS))
+        portions = [meta.slice(0, 4), meta.slice(4, 8)]
+        workers[0].fail_in = "train"
+        with pytest.raises(WorkerFailedError, match="broke in train"):
+            policy.train_from_meta(portions[0], 1.0)  # worker 1 has read its rows and is not called
+        batch = make_batch(LENGTHS, first=100)
+        kv_first_write(batch, sample_ids=meta.sample_ids, dp_client=client, partition_id="train")
+        meta = _trainable(policy, meta)
+        policy.begin_train_step(1.0)
+        policy.train_microbatches_from_metas(portions)
+        policy.finish_train_step()
+    seen = sorted(int(row[0]) for worker in workers for _, data in worker.seen for row in data["input_ids"])
+    assert seen == list(range(100, 108))
+
+
 def test_a_read_that_fails_otherwise_clears_the_rows_as_ever(
     replacing: DataPlanePolicy, write_rows: Write, rollouts: Rollouts, client: DataPlaneClient
 ) -> None:

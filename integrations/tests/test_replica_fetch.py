@@ -17,6 +17,7 @@ from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics
 from dataplane_integrations.errors import ReplicaLeaderError
 from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.worker import HELD_ROWS
 
 SHAPES = [(2, 1, 2), (1, 2, 2), (2, 2, 1)]
 
@@ -63,6 +64,7 @@ def test_the_leader_alone_fetches_and_writes(ranks: Any, shape: tuple[int, ...])
 def test_rows_that_are_read_before_the_call_are_read_once_and_all_ranks_hear_of_lost_ones(ranks: Any) -> None:
     def run(rank: int) -> tuple[Any, ...]:
         worker, metrics, meta = _prepared((2, 1, 2))
+        meta.extra_info[HELD_ROWS] = "first"
         found = [worker.hold_presharded(meta)]
         worker.get_logprobs_presharded(meta)
         reads = _calls(metrics).get("get_samples", 0)

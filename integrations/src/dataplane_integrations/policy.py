@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Protocol, TypeAlias
@@ -33,7 +34,7 @@ from dataplane_integrations.attach import DataPlaneSource
 from dataplane_integrations.batching import Batching, Stage
 from dataplane_integrations.groups import WorkerGroup
 from dataplane_integrations.results import FlopsTracker, aggregate_training_results, theoretical_tflops
-from dataplane_integrations.worker import DataPlaneWorkerMixin
+from dataplane_integrations.worker import HELD_ROWS, DataPlaneWorkerMixin
 
 __all__ = ["DataPlanePolicy", "Timer"]
 
@@ -477,6 +478,9 @@ class DataPlanePolicy:
         if self._replace_lost is None:
             return meta, shards
         for _ in range(_MOST_REPLACEMENTS):
+            name = uuid.uuid4().hex
+            for shard in shards:
+                shard.extra_info[HELD_ROWS] = name
             with self._clearing_on_failure([meta]):
                 args = [(shards[rank],) for rank in self._workers.dp_ranks]
                 found = self._call("hold_presharded", args, doing="reading rows")

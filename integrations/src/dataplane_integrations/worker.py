@@ -42,12 +42,14 @@ from dataplane_integrations.batching import Batching, Stage
 from dataplane_integrations.broadcast import broadcast_from_leader, group_device
 from dataplane_integrations.errors import ReplicaLeaderError
 
-__all__ = ["DataPlaneWorkerMixin", "FetchPolicy", "PolicyWorker", "SplitStepWorker"]
+__all__ = ["HELD_ROWS", "DataPlaneWorkerMixin", "FetchPolicy", "PolicyWorker", "SplitStepWorker"]
 
 #: Who reads from the store: every rank (``independent``), or only the leader of each replica group, which then
 #: broadcasts. ``auto``: the leader if the group has several ranks.
 FetchPolicy: TypeAlias = Literal["auto", "independent", "leader_broadcast"]
 
+#: ``extra_info`` key: names the read of `DataPlaneWorkerMixin.hold_presharded` whose rows a call works on.
+HELD_ROWS: Final = "held_rows"
 #: On rows that were read: the arguments of `pad_columns`; the broadcast takes it along.
 _PADDING: Final = "padding"
 #: In place of a number of microbatches: this rank could not plan.
@@ -112,8 +114,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     ragged_fields: ClassVar[frozenset[str]] = MULTIMODAL_FIELDS
 
     _split_step_open: bool = False
-    #: Rows that were read before the call that works on them: which, and the batch.
-    _held: tuple[tuple[Any, ...], BatchedDataDict] | None = None
+    #: Rows that were read before the call that works on them: the name of that read, and the batch.
+    _held: tuple[Any, BatchedDataDict] | None = None
 
     # --- this rank's place --------------------------------------------------------------------------------------------
 
@@ -209,15 +211,15 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             self._check_leader_is_first(cast(dist.ProcessGroup, group))
             return read_rows()
 
-        held, self._held = self._held, None
+        (name, held), self._held = self._held or (None, None), None
         group = None if fetch_policy == "independent" else self._get_replica_group()
         if group is None and fetch_policy == "leader_broadcast":
             raise InvalidRequestError(
                 f"_fetch refused: fetch_policy is 'leader_broadcast', and {type(self).__name__} has no replica group. "
                 "Expected _get_replica_group() to return one, or fetch_policy 'auto'."
             )
-        if held is not None and held[0] == _cells_of(meta) and layout == "padded" and dp_aligned_seq_len:
-            batch = held[1]
+        if held is not None and name == meta.extra_info.get(HELD_ROWS) and layout == "padded" and dp_aligned_seq_len:
+            batch = held
         elif group is None or dist.get_world_size(group) == 1:
             batch = read_rows()
         else:
@@ -397,9 +399,11 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     # --- entry points for the driver ----------------------------------------------------------------------------------
 
     def hold_presharded(self, meta: KVBatchMeta) -> list[str]:
-        """Reads this rank's shard and holds it for the next call on ``meta``. The driver must call every rank.
+        """Reads this rank's shard and holds it for the next call. The driver must call every rank.
 
-        No data-parallel rank waits for another here, so a rank that cannot read its rows leaves none in a collective.
+        The call gets the rows only if its meta has the same `HELD_ROWS` as ``meta``, a name that the driver uses once:
+        the rows of a call that never came are not trained on by a later one. No data-parallel rank waits for another
+        here, so a rank that cannot read its rows leaves none in a collective.
 
         Returns:
             The samples whose payload the store has lost. Then nothing is held.
@@ -412,7 +416,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             if not isinstance(cause, LostSamplesError):
                 raise
             return list(cause.missing_samples)
-        self._held = (_cells_of(meta), batch)
+        self._held = (meta.extra_info[HELD_ROWS], batch)
         return []
 
     def train_presharded(
@@ -571,10 +575,6 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "global_loss, grad_norm and all_mb_metrics."
             )
         return {**result, "is_replica_leader": self._is_replica_leader()}
-
-
-def _cells_of(meta: KVBatchMeta) -> tuple[Any, ...]:
-    return meta.partition_id, meta.sample_ids, meta.fields
 
 
 def _padded(batch: BatchedDataDict, meta: KVBatchMeta) -> BatchedDataDict:

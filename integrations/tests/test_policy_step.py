@@ -428,7 +428,16 @@ def test_a_worker_that_cannot_attach_leaves_nothing_behind(workers: list[Any]) -
     workers[1].setup_data_plane = refuse
     with pytest.raises(WorkerFailedError, match=r"policy worker 1 failed while attaching.*no route"):
         DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"})
-    assert workers[0]._dp_client._closed
+    del workers[1].setup_data_plane
+    DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"}).close()
+
+
+def test_a_policy_that_cannot_attach_leaves_workers_attached_to_that_of_another(
+    policy: DataPlanePolicy, workers: list[Any], write_rows: Write
+) -> None:
+    with pytest.raises(WorkerFailedError, match="with another config"):
+        DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"})
+    policy.get_logprobs_from_meta(write_rows(LENGTHS))
 
 
 def test_close_is_idempotent_and_leaves_a_given_client_open(workers: list[Any], client: DataPlaneClient) -> None:

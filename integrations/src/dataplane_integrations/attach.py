@@ -32,11 +32,11 @@ class DataPlaneClientMixin:
 
         Raises:
             InvalidRequestError: Already attached to something else.
-            BackendUnavailableError: There was nothing to attach to within ``op_timeout_s``.
+            BackendUnavailableError: There was nothing to attach to within ``attach_wait_s`` of the config.
         """
         source = cfg if isinstance(cfg, DataPlaneClient) else load_config(cfg)
         if self._dp_client is not None:
-            if source is self._dp_source or source == self._dp_source:
+            if source == self._dp_source:
                 return
             raise InvalidRequestError(
                 f"setup_data_plane refused: this {type(self).__name__} is attached to backend "
@@ -46,8 +46,14 @@ class DataPlaneClientMixin:
         self._dp_client = source if isinstance(source, DataPlaneClient) else connect(source, bootstrap=False)
         self._dp_source = source
 
-    def close_data_plane(self) -> None:
-        """Detaches. Idempotent. A client that was passed to `setup_data_plane` stays open."""
+    def close_data_plane(self, cfg: DataPlaneSource | None = None) -> None:
+        """Detaches. Idempotent. A client that was passed to `setup_data_plane` stays open.
+
+        Args:
+            cfg: Only if attached to this; None: in any case.
+        """
+        if cfg is not None and self._dp_source != (cfg if isinstance(cfg, DataPlaneClient) else load_config(cfg)):
+            return
         client, self._dp_client = self._dp_client, None
         source, self._dp_source = self._dp_source, None
         if client is not None and client is not source:

@@ -115,14 +115,13 @@ class DataPlanePolicy:
         self._split_step: list[KVBatchMeta] | None = None
         self._owns_client = not isinstance(config, DataPlaneClient)
         self._client = config if isinstance(config, DataPlaneClient) else connect(config, bootstrap=True)
+        self._source: DataPlaneSource | None = None
         self._closed = False
         self._failed = False
         try:
             self._attach()
         except BaseException:
-            self._closed = True
-            if self._owns_client:
-                self._client.close()
+            self.close()
             raise
 
     def _attach(self) -> None:
@@ -139,17 +138,13 @@ class DataPlanePolicy:
                     hint="Choose one of those that `dataplane backends --load` shows with that scope.",
                 )
             source = self._client
+        self._source = source
         self._call("setup_data_plane", [(source,) for _ in self._workers.dp_ranks], doing="attaching to the data plane")
 
     @property
     def client(self) -> DataPlaneClient:
         """The driver's client."""
         return self._client
-
-    @property
-    def dp_world(self) -> int:
-        """Number of data-parallel ranks."""
-        return self._dp_world
 
     @property
     def num_lost(self) -> int:
@@ -425,19 +420,16 @@ class DataPlanePolicy:
 
     # --- close --------------------------------------------------------------------------------------------------------
 
-    def close(self, *, detach_workers: bool = True) -> None:
-        """Ends what was started here. Idempotent, and safe after a failure.
-
-        Args:
-            detach_workers: First let the workers close their clients. Pass False if the workers are gone.
-        """
+    def close(self) -> None:
+        """Detaches the workers, and ends what was started here. Idempotent, and safe after a failure."""
         if self._closed:
             return
         self._closed = True
         try:
-            if detach_workers:
+            if self._source is not None:
                 patience_s = min(self._timeout_s, _PATIENCE_AFTER_FAILURE_S if self._failed else 10.0)
-                args: list[tuple[Any, ...]] = [() for _ in self._workers.dp_ranks]
+                # a worker that is attached to something else was not attached here
+                args = [(self._source,) for _ in self._workers.dp_ranks]
                 with contextlib.suppress(Exception):  # a worker that is gone has no client to close
                     self._workers.call("close_data_plane", args, timeout_s=patience_s, doing="detaching")
         finally:

@@ -10,7 +10,7 @@ import torch
 
 from dataplane_core.codec import unpack_msgpack, unpack_msgpack_stream
 from dataplane_core.errors import CorruptDataError
-from dataplane_core.spec import FieldSpec, fits, holds
+from dataplane_core.spec import FieldSpec, TagValue, fits, holds
 
 
 def peak_of(call):
@@ -44,6 +44,8 @@ def test_what_is_no_message_is_a_value_error(data):
         (True, int, False),
         (1, float, True),
         (float("nan"), float, False),
+        ({"a": float("nan"), "b": 1, "c": None}, Mapping[str, TagValue], True),
+        ({"a": [1.0]}, Mapping[str, TagValue], False),
         (None, str | None, True),
         (b"", str | None, False),
         ("keep", Literal["keep", "replace"], True),

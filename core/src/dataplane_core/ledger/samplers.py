@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -88,7 +89,7 @@ class _Balanced(_FirstWrite):
 
 def _length(claimable: Claimable) -> int:
     lengths = [row.tags.get(INPUT_LENGTHS_TAG, 0) for row in claimable.rows]
-    return sum(int(each) for each in lengths if isinstance(each, (int, float)))
+    return sum(int(each) for each in lengths if isinstance(each, (int, float)) and math.isfinite(each))
 
 
 #: Name -> sampler.

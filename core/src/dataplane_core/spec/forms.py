@@ -7,11 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, TypeAlias, Union, get_args, get_origin
 
-__all__ = ["fits", "holds"]
+__all__ = ["AnyFloat", "fits", "holds"]
+
+#: Any float, also NaN, which ``float`` does not accept: a time must be a number.
+AnyFloat: TypeAlias = Annotated[float, "or NaN"]
 
 _Test: TypeAlias = Callable[[Any], bool]
 
 _LISTS: Final = (list, tuple)
+#: Form -> the type that its values have, where that is all to test.
+_TYPES: Final[Mapping[Any, type]] = {**{each: each for each in (bool, int, str, bytes, NoneType)}, AnyFloat: float}
 
 
 def fits(value: Any, form: Any) -> bool:
@@ -47,6 +52,8 @@ def _test_of(form: Any) -> _Test:
         if issubclass(form, Sequence) and form not in (str, bytes):
             return lambda value: isinstance(value, _LISTS)
         return lambda value: type(value) is form
+    if form == AnyFloat:
+        return lambda value: type(value) is float
     if origin is Annotated:
         return _test_of(parts[0])
     if origin is Literal:
@@ -77,8 +84,8 @@ def _any_of(forms: Sequence[Any]) -> _Test:
 def _all_are(form: Any) -> _Test:
     """Whether all items are of a type. For simple types much faster than one by one."""
     some = get_args(form) if get_origin(form) in (Union, UnionType) else (form,)
-    if all(each in (bool, int, str, bytes, NoneType) for each in some):
-        types = frozenset(some)
+    if all(each in _TYPES for each in some):
+        types = frozenset(_TYPES[each] for each in some)
         return lambda items: types.issuperset(map(type, items))
     if form is Any:
         return lambda items: True

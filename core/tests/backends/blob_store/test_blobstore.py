@@ -66,6 +66,19 @@ def test_a_restart_replays_to_the_same_state():
         assert second._backend.blobs == {}
 
 
+def test_tags_that_are_no_finite_numbers_leave_the_store_readable_to_all():
+    cls = journaled()
+    odd = [float("nan"), float("inf"), -float("inf"), None]
+    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
+        one.register_partition("p", ["x"], 4, ["t"])
+        one.put_samples(list("abcd"), "p", {"x": torch.arange(4)}, tags=[{"input_lengths": each} for each in odd])
+        balanced = {"dp_size": 2, "sampler": "balanced"}
+        parts = [each.claim_meta("p", "t", ["x"], 2, rank, **balanced) for rank, each in enumerate((one, two))]
+        assert sorted(parts[0].sample_ids + parts[1].sample_ids) == list("abcd")
+        for client in (one, two):
+            assert repr(client.list_samples("p").tags) == repr([{"input_lengths": each} for each in odd])
+
+
 def test_a_refused_operation_is_refused_in_replay_too_and_changes_nothing():
     cls = journaled()
     with open_client(cls) as one:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane_core.batch import SlicedDataDict, kv_first_write, read_columns, token_columns
+from dataplane_core.batch import SlicedDataDict, kv_first_write, read_columns, token_columns, write_columns
 from dataplane_core.schema import MULTIMODAL_FIELDS, PER_TOKEN_FIELDS
 
 IDS = ["a", "b", "c"]
@@ -92,10 +92,22 @@ def test_a_first_write_cuts_named_columns_of_any_width(client, beside):
     assert stored(client, "embedding") == (3, 8), "its width says nothing"
 
 
-def test_a_first_write_keeps_a_named_column_that_is_narrower_than_the_rows(client):
-    """Advantages may be one per sample."""
-    write(client, input_ids=torch.ones(3, WIDTH), advantages=torch.ones(3, 1))
+@pytest.mark.parametrize("lengths", [LENGTHS, None], ids=["lengths", "no lengths"])
+def test_a_named_column_with_one_value_per_sample_is_neither_cut_nor_padded(client, lengths):
+    advantages = torch.tensor([[1.0], [2.0], [3.0]])
+    meta = write(client, input_ids=torch.ones(3, WIDTH), advantages=advantages)
     assert stored(client, "advantages") == (3, 1)
+    meta.sequence_lengths = lengths
+    for fields in (["advantages"], ["advantages", "input_ids"]):
+        assert torch.equal(read_columns(client, meta, fields, pad_to_seqlen=8)["advantages"], advantages)
+
+
+def test_a_named_column_of_samples_that_all_have_one_token_is_padded(client):
+    batch = {"input_ids": torch.ones(3, WIDTH), "input_lengths": torch.ones(3, dtype=torch.int64)}
+    meta = kv_first_write(batch, sample_ids=IDS, dp_client=client, partition_id="train")
+    write_columns(client, meta, {"advantages": torch.ones(3, 1)})
+    assert read_columns(client, meta, pad_to_seqlen=8)["input_ids"].shape == (3, 8)
+    assert read_columns(client, meta, ["advantages"], pad_to_seqlen=8)["advantages"].shape == (3, 8)
 
 
 # --- microbatches -----------------------------------------------------------------------------------------------------

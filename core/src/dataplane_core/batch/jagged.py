@@ -18,7 +18,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.rows import objects_of
-from dataplane_core.batch.tokens import as_lengths
+from dataplane_core.batch.tokens import as_lengths, is_per_sample
 from dataplane_core.codec import (
     Ragged,
     as_column,
@@ -35,10 +35,8 @@ from dataplane_core.codec import (
     to_nested,
 )
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
-from dataplane_core.schema import PER_TOKEN_FIELDS
 
 __all__ = [
-    "is_per_sample",
     "materialize",
     "pack_jagged_fields",
     "pack_per_token_field",
@@ -122,13 +120,6 @@ def pack_jagged_fields(
                 raise
         columns[name] = column
     return to_tensordict(columns, len(cut.counts))
-
-
-def is_per_sample(name: str, column: Any) -> bool:
-    """Whether a column of `PER_TOKEN_FIELDS` has one value per sample all the same, as ``advantages`` often has."""
-    if name not in PER_TOKEN_FIELDS or not isinstance(column, torch.Tensor) or column.is_nested:
-        return False
-    return column.dim() == 1 or (column.dim() == 2 and column.shape[1] == 1)
 
 
 def to_tensordict(columns: Mapping[str, Any], num_samples: int | None) -> TensorDict:

@@ -14,7 +14,7 @@ from dataplane_core.codec import is_jagged, jagged_parts
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.schema import INPUT_IDS_FIELD, MULTIMODAL_FIELDS, PER_TOKEN_FIELDS
 
-__all__ = ["as_lengths", "row_lengths", "token_columns"]
+__all__ = ["as_lengths", "is_per_sample", "row_lengths", "token_columns"]
 
 
 def token_columns(
@@ -28,7 +28,8 @@ def token_columns(
     """The columns with one value per token.
 
     A token column is a tensor whose name is in `schema.PER_TOKEN_FIELDS`, or whose rows all have exactly as many
-    elements as the sample has tokens. A column of ``ragged_fields`` is never one.
+    elements as the sample has tokens. A column of ``ragged_fields`` is never one, and one of shape (N, 1) only if every
+    sample has one token.
 
     Args:
         columns: Columns of N rows, dense or jagged. One that is not a tensor, or lacks the dim, is no token column.
@@ -48,8 +49,19 @@ def token_columns(
     return [
         name
         for name, rows in found.items()
-        if rows is not None and (name in PER_TOKEN_FIELDS or tokens is None or torch.equal(rows, tokens))
+        if rows is not None
+        and (
+            (tokens is not None and torch.equal(rows, tokens))
+            or ((tokens is None or name in PER_TOKEN_FIELDS) and not is_per_sample(name, columns[name]))
+        )
     ]
+
+
+def is_per_sample(name: str, column: Any) -> bool:
+    """Whether a column of `PER_TOKEN_FIELDS` has one value per sample all the same, as ``advantages`` often has."""
+    if name not in PER_TOKEN_FIELDS or not isinstance(column, torch.Tensor) or column.is_nested:
+        return False
+    return column.dim() == 1 or (column.dim() == 2 and column.shape[1] == 1)
 
 
 def row_lengths(column: Any, dim: int = 1) -> torch.Tensor | None:

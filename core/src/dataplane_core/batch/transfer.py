@@ -17,9 +17,9 @@ import torch
 from tensordict import TensorDictBase
 
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
-from dataplane_core.batch.jagged import is_per_sample, materialize, pack_jagged_fields, to_tensordict
+from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
 from dataplane_core.batch.message_log import rebuild_message_logs
-from dataplane_core.batch.tokens import as_lengths, row_lengths, token_columns
+from dataplane_core.batch.tokens import as_lengths, is_per_sample, row_lengths, token_columns
 from dataplane_core.codec import as_columns, byte_array, host_tensor, is_jagged, num_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta

@@ -458,6 +458,25 @@ def test_rollouts_in_vain_are_named_and_given_up(make_buffer: Make, requeue: boo
     assert again == (["v2_p0r1", "v2_p1r1", "v2_p3r1"] if requeue else ["v2_p3r1"])
 
 
+def test_rollouts_that_have_ended_are_all_given_up_even_if_the_store_fails_at_the_clear(
+    make_buffer: Make, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise BackendUnavailableError("the store is away")
+
+    buffer = make_buffer()
+    in_vain = buffer.reserve(2)
+    buffer.set_weight_version(2)
+    wanted = buffer.reserve(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "clear_samples", refuse)
+        with pytest.raises(BackendUnavailableError):
+            buffer.abort([*in_vain, *wanted])
+    assert not buffer.view().groups
+    assert buffer.counts.abandoned == 3
+    assert [each.group for each in buffer.reserve(1)] == ["v2_p2r1"]
+
+
 def test_a_remote_buffer_has_the_same_operations_with_the_same_arguments() -> None:
     local, remote = (
         {name: inspect.signature(member) for name, member in vars(cls).items() if inspect.isfunction(member)}

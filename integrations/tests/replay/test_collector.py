@@ -17,7 +17,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, InvalidTypeError, OperationTimeoutError
 from dataplane_core.middleware import Middleware
 from dataplane_core.spec import PutRequest, hookimpl
-from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
+from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError, RolloutAbortedError
 from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer, parse_sample_id
 from dataplane_integrations.rollout import RolloutReceipt
 
@@ -307,6 +307,30 @@ def test_a_store_that_is_away_for_a_while_costs_a_retry_only(
     with Collector(buffer, lambda reservations: write(client, reservations)):
         assert sorted(train_on_all(buffer)) == [0, 1, 2, 3]
     assert client.list_samples("replay").sample_ids == []
+
+
+def test_a_store_that_is_away_when_a_rollout_is_ended_costs_a_retry_only(
+    make_buffer: Make, client: DataPlaneClient, answers: Any, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = make_buffer(num_prompts=4)
+    clear, calls = client.clear_samples, []
+
+    def lossy(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 1:
+            raise BackendUnavailableError("the store is away")
+        clear(*args)
+
+    def rollout(reservations: Any) -> Any:
+        if not calls:
+            raise RolloutAbortedError("nobody wants it")
+        return answers(reservations)
+
+    monkeypatch.setattr(client, "clear_samples", lossy)
+    with Collector(buffer, rollout, client=client) as collector:
+        assert sorted(train_on_all(buffer)) == [0, 1, 2, 3]
+    assert (collector.counts.groups, collector.counts.failures) == (4, 1)
+    assert held() == []
 
 
 def test_a_write_that_happens_after_it_was_given_up_leaves_no_rows(

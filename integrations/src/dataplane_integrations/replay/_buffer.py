@@ -111,7 +111,7 @@ class ReplayBuffer(BufferState):
             wanted = min(num_groups, self._prompts_left(num_groups))
             if wanted == 0:
                 return 0 if self._drained() else None
-            return wanted if self._policy.admit(self._view()) >= wanted else None
+            return wanted if self._policy.admit(self.view()) >= wanted else None
 
         with self._lock:
             self._check_open()
@@ -123,7 +123,7 @@ class ReplayBuffer(BufferState):
                 )
             found = self._wait(admitted, timeout_s)
             if found is None and at_least is not None:
-                room = min(num_groups, self._prompts_left(num_groups), self._policy.admit(self._view()))
+                room = min(num_groups, self._prompts_left(num_groups), self._policy.admit(self.view()))
                 found = room if room >= at_least else None
             if found is None:
                 raise ReplayTimeoutError(
@@ -179,10 +179,7 @@ class ReplayBuffer(BufferState):
             requeue: Generate their prompts again, before new ones.
         """
         with self._lock:
-            held = [each for each in reservations if self._is_held(each)]
-            lost = [each for each in reservations if each.group not in self._groups]
-            self._to_clear.update(dict.fromkeys(sample_id for each in lost for sample_id in each.sample_ids))
-            self._give_up(held, requeue=requeue)
+            self._give_up(reservations, requeue=requeue)
         self._clear_rows()
 
     def to_abort(self, reservations: Sequence[Reservation]) -> list[Reservation]:
@@ -194,7 +191,8 @@ class ReplayBuffer(BufferState):
             reservations: What is being generated.
         """
         with self._lock:
-            return self._in_vain(reservations)
+            stale = set(self._policy.abort(self.view()))
+            return [each for each in reservations if each.group in stale or not self._is_held(each)]
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
         """As `abandon`, after `to_abort`. Prompts of stale groups count as evicted: see ``requeue_evicted``.
@@ -204,13 +202,10 @@ class ReplayBuffer(BufferState):
                 again.
         """
         with self._lock:
-            in_vain = self._in_vain(reservations)
-        self.abandon(in_vain, requeue=self._requeue_evicted)
-        self.abandon([each for each in reservations if each not in in_vain])
-
-    def _in_vain(self, reservations: Sequence[Reservation]) -> list[Reservation]:
-        stale = set(self._policy.abort(self._view()))
-        return [each for each in reservations if each.group in stale or not self._is_held(each)]
+            in_vain = self.to_abort(reservations)
+            self._give_up(in_vain, requeue=self._requeue_evicted)
+            self._give_up([each for each in reservations if each not in in_vain], requeue=True)
+        self._clear_rows()
 
     def fail(
         self,
@@ -282,7 +277,7 @@ class ReplayBuffer(BufferState):
                 most, fewest = min(most, sum(not each.view.selected for each in self._groups.values())), 1
                 if most == 0:
                     return []
-            view = self._view()
+            view = self.view()
             if most == fewest or self._policy.select(view, fewest) is not None:
                 for wanted in range(most, fewest - 1, -1):
                     names = self._policy.select(view, wanted)
@@ -441,7 +436,7 @@ class ReplayBuffer(BufferState):
         """
 
         def full() -> bool | None:
-            if not self._prompts_left(1) or not self._policy.admit(self._view()):
+            if not self._prompts_left(1) or not self._policy.admit(self.view()):
                 return True
             self._check_collectors()
             return None
@@ -451,7 +446,7 @@ class ReplayBuffer(BufferState):
             if self._wait(full, timeout_s) is None:
                 raise ReplayTimeoutError(
                     f"wait_until_reserved('{self.partition_id}') timed out after {timeout_s:g} s, with room for "
-                    f"{self._policy.admit(self._view())} more groups: {self._describe()}."
+                    f"{self._policy.admit(self.view())} more groups: {self._describe()}."
                 )
 
     def set_weight_version(self, weight_version: int) -> list[str]:

@@ -256,15 +256,14 @@ class Collector:
         if not reservations:
             return False
         try:
-            self._buffer.commit(reservations, self._written(reservations))
-        except RolloutAbortedError:
-            self._buffer.abort(reservations)
+            committed = self._generated(reservations)
+        except BaseException as error:
+            self._roll_back(reservations, error)
+            return True
+        if not committed:
             with self._lock:
                 self._counts.aborted += len(reservations)
                 self._swept = False  # the rollout may have written rows meanwhile
-            return True
-        except BaseException as error:
-            self._roll_back(reservations, error)
             return True
         with self._lock:
             self._counts.groups += len(reservations)
@@ -272,6 +271,15 @@ class Collector:
             swept, self._swept = self._swept, True
         if not swept:
             self._sweep()
+        return True
+
+    def _generated(self, reservations: Sequence[Reservation]) -> bool:
+        """Calls ``rollout``, and commits its rows. False: it ended itself, and its reservations are given up."""
+        try:
+            self._buffer.commit(reservations, self._written(reservations))
+        except RolloutAbortedError:
+            self._buffer.abort(reservations)
+            return False
         return True
 
     def _sweep(self) -> None:

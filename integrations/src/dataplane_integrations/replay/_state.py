@@ -88,7 +88,11 @@ class BufferState(DataPlaneClientMixin):
     def view(self) -> BufferView:
         """The groups in the buffer, as the rule sees them."""
         with self._lock:
-            return self._view()
+            return BufferView(
+                weight_version=self._weight_version,
+                trained_since=self._trained_since,
+                groups=tuple(each.view for each in self._groups.values()),
+            )
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -172,13 +176,6 @@ class BufferState(DataPlaneClientMixin):
             self._check_open()
         return answer
 
-    def _view(self) -> BufferView:
-        return BufferView(
-            weight_version=self._weight_version,
-            trained_since=self._trained_since,
-            groups=tuple(each.view for each in self._groups.values()),
-        )
-
     def _prompts_left(self, at_most: int) -> int:
         """Number of prompts left, to generate again or for the first time; ``at_most`` if there is no end."""
         if self._num_prompts is None:
@@ -213,7 +210,7 @@ class BufferState(DataPlaneClientMixin):
             prompt, attempt = self._next_prompt, 0
             self._next_prompt += 1
         name = group_name(self._weight_version, prompt, attempt)
-        step = self._policy.target_step(self._view())
+        step = self._policy.target_step(self.view())
         reservation = Reservation(
             group=name,
             prompt=prompt,
@@ -231,8 +228,10 @@ class BufferState(DataPlaneClientMixin):
         self._counts.reserved += 1
         return reservation
 
-    def _give_up(self, reservations: Iterable[Reservation], *, requeue: bool) -> None:
-        given_up = list(reservations)
+    def _give_up(self, reservations: Sequence[Reservation], *, requeue: bool) -> None:
+        given_up = [each for each in reservations if self._is_held(each)]
+        lost = [each for each in reservations if each.group not in self._groups]
+        self._to_clear.update(dict.fromkeys(sample_id for each in lost for sample_id in each.sample_ids))
         self._drop([each.group for each in given_up])
         self._counts.abandoned += len(given_up)
         if requeue:
@@ -243,7 +242,7 @@ class BufferState(DataPlaneClientMixin):
         self._again.extend((each.prompt, each.attempt + 1) for each in reservations)
 
     def _evict(self) -> list[str]:
-        names = list(self._policy.evict(self._view()))
+        names = list(self._policy.evict(self.view()))
         for name in names:
             group = self._groups.get(name)
             if group is None or not group.view.ready:

@@ -13,29 +13,30 @@ __all__ = ["RULES", "Finding"]
 #: Rule -> the sentence of docs/contract.md.
 RULES: Final[Mapping[str, str]] = {
     "committed": "Returns only when the write is committed and visible to every other client",
-    "lost": "A missing sample or a cell not yet produced: a `KeyError` subclass that names the first few and counts "
-    "the rest; never fewer rows.",
-    "bits": "dtype and values bit for bit",
+    "lost": "A missing sample, or a cell not yet produced, raises a subclass of `KeyError` that names the first few "
+    "and counts the rest. A read never returns fewer rows.",
+    "bits": "Dtype and values come back bit for bit",
     "written": "a read never returns bytes of another sample",
     "latest": "last committed write wins",
     "cleared": "drops those rows with their tags and cursors",
     "half": "no reader or claim sees half of it, or its data without its tags",
-    "mixed": "a read that overlaps an overwrite may mix old and new cells unless `atomic_overwrite`",
+    "mixed": "A read that overlaps an overwrite may mix old and new cells, unless the backend declares "
+    "`atomic_overwrite`",
     "given once": "no sample is given to a task twice",
     "two holders": "two holders never both succeed",
     "lease": "So a lease never ends early",
     "refused ack": "`LeaseExpiredError` names the ids whose token is no longer valid",
     "token": "its identity is never given to another one",
-    "order": "Order: by first write, unless a sampler says otherwise.",
-    "ready": "Non-blocking: what is ready now, up to `batch_size`, perhaps none.",
-    "waiting": "Blocking: waits until `batch_size` samples are ready, and returns them.",
+    "order": "Samples come in order of first write, unless a sampler says otherwise.",
+    "ready": "A claim with `blocking=False` returns what is ready now: up to `batch_size` samples, perhaps none.",
+    "waiting": "A blocking claim waits until `batch_size` samples are ready, and returns them.",
     "handed out again": "a claim that is neither acked nor renewed in time is handed out again",
     "at most one claim": "if the reply to a claim is lost, its rows are lost to the task",
-    "consumed": "whether every task has been given every sample that the partition holds",
+    "consumed": "whether every task has consumed every sample that the partition holds",
     "capacity": "the store holds at most `capacity_bytes` of payload",
     "deadline": "Every call ends by its deadline",
     "error": "Errors derive from `DataPlaneError`",
-    "registered": "Unknown partition: `KeyError`",
+    "registered": "An unknown partition raises `KeyError`",
     "save": "A save is whole or not there",
 }
 

@@ -51,7 +51,7 @@ class BlobSuite(Suite, chapter="blobs"):
 
     @pytest.mark.parametrize("content", list(_CONTENTS))
     def test_a_blob_comes_back_byte_for_byte(self, store: Store, content: str) -> None:
-        """Blob store: "Stores a blob under a key that was never used before".
+        """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
 
         Check first: put and get must not change the bytes. Look for a conversion to text, stripped whitespace, a cut at
         a zero byte, or a conversion by the engine.
@@ -127,7 +127,7 @@ class BlobSuite(Suite, chapter="blobs"):
         assert blobs.get(key) is None
 
     def test_a_blob_of_16_mb(self, store: Store) -> None:
-        """Blob store: "Stores a blob under a key that was never used before".
+        """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
 
         Check first: the size limits and the chunking of the engine. A blob holds one row of a put, which may be large.
         """

@@ -40,7 +40,7 @@ class BoundSuite(Suite, chapter="bounds"):
 
     @pytest.mark.parametrize("hook", list(_HOOKS))
     def test_hooks_heed_their_deadline(self, store: Store, hook: str) -> None:
-        """Hook spec: "must return or raise before deadline."
+        """Hook spec: "They must return or raise before deadline."
 
         Check first: every wait inside the hook must end at request.deadline. In this test the deadline has already
         passed when the hook is called.

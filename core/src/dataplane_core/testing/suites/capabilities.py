@@ -81,7 +81,7 @@ class CapabilitySuite(Suite, chapter="capabilities"):
             metafunc.parametrize("undeclared", names or [None], ids=[str(name) for name in names] or ["none"])
 
     def test_reasons_are_given_only_for_what_is_not_declared(self, store: Store) -> None:
-        """Contract: "Capabilities (capabilities.py) are of two kinds."
+        """Contract: "Capabilities (dataplane_core.spec.Capability) are of two kinds."
 
         Check first: the keys of the class attribute why_not_declared. Each must be a capability that the backend does
         not declare, or "scope".
@@ -95,7 +95,7 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         assert all(why.strip() for why in cls.why_not_declared.values())
 
     def test_undeclared_operations_are_refused(self, store: Store, undeclared: Capability | None) -> None:
-        """Contract: "Operations, refused with UnsupportedOperationError where undeclared: claims, groups, leases,
+        """Contract: "Operations raise UnsupportedOperationError where they are not declared: claims, groups, leases,
         tag_filters, capacity, listing, cursors, samplers, clients, units, overwrite."
 
         Check first: the class attribute capabilities. Core refuses every undeclared operation except an overwrite,
@@ -119,7 +119,7 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         assert not store.has(partition, "s2"), "a refused operation wrote a row"
 
     def test_the_class_fits_the_hook_specs(self, store: Store) -> None:
-        """Contract: "Capabilities (capabilities.py) are of two kinds."
+        """Contract: "Capabilities (dataplane_core.spec.Capability) are of two kinds."
 
         Check first: the class must have a method for every operation of its capabilities. Each must take (self,
         request).
@@ -130,8 +130,8 @@ class CapabilitySuite(Suite, chapter="capabilities"):
             assert callable(getattr(cls, operation))
 
     def test_declarations_are_readable_without_connecting(self, store: Store) -> None:
-        """Contract: "Guarantees, tested only where declared: scope (process, host, cluster), durable, fenced,
-        atomic_overwrite, wakes, repeatable, no_pickle."
+        """Contract: "Guarantees are tested only where they are declared: scope (process, host, cluster), durable,
+        fenced, atomic_overwrite, wakes, repeatable, no_pickle."
 
         Check first: wire, capabilities, scope and Config must be class attributes of the right types.
         """
@@ -143,7 +143,8 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         assert issubclass(cls.Config, BaseModel)
 
     def test_operations_that_build_on_claims_declare_them(self, store: Store) -> None:
-        """Contract: "groups: with grpo_group_size g, whole groups only" ... "leases: with lease_s, a claim".
+        """Contract: "groups: with grpo_group_size g, a claim hands out whole groups only" ... "leases: with lease_s, a
+        claim".
 
         Check first: the class attribute capabilities. Groups, leases, samplers and cursors are features of claims, so a
         backend that declares them must declare claims too.

@@ -40,7 +40,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.claim(partition, 3).size == 0
 
     def test_each_task_has_its_own_cursor(self, store: Store) -> None:
-        """Contract: "Task: a named purpose of consumption, with its own cursor."
+        """Contract: "Task: a named use of the samples, with its own cursor."
 
         Check first: the store must record per task which samples it gave.
         """
@@ -76,7 +76,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.claim(partition, 3, "y").sample_ids == ["s2"]
 
     def test_fields_beyond_the_registered_may_be_required(self, store: Store) -> None:
-        """Contract: "further fields may be written (multimodal extras ride along)."
+        """Contract: "further fields may be written (such as multimodal columns)."
 
         Check first: the check for readiness must know every field that was written, not only the registered ones.
         """
@@ -88,7 +88,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     # --- order --------------------------------------------------------------------------------------------------------
 
     def test_claims_come_in_order_of_first_write(self, store: Store) -> None:
-        """Contract: "Order: by first write."
+        """Contract: "Samples come in order of first write, unless a sampler says otherwise."
 
         Check first: the store must number rows when they are first written, within a put in the order of its ids. It
         must not sort by id.
@@ -117,7 +117,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.claim(partition, 3, blocking=True).sample_ids == ["b", "a"]
 
     def test_completion_does_not_change_the_order(self, store: Store) -> None:
-        """Contract: "Order: by first write."
+        """Contract: "Samples come in order of first write, unless a sampler says otherwise."
 
         Check first: a row must keep the number of its first write when a later put makes it ready.
         """
@@ -128,7 +128,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.claim(partition, 9, "x", "y").sample_ids == ["s0", "s1", "s3", "s4"]
 
     def test_a_thousand_claims_in_order(self, store: Store) -> None:
-        """Contract: "Order: by first write."
+        """Contract: "Samples come in order of first write, unless a sampler says otherwise."
 
         Check first: the store must sort row numbers as numbers, not as text.
         """
@@ -143,7 +143,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     # --- what comes along ---------------------------------------------------------------------------------------------
 
     def test_claims_bring_tags(self, store: Store) -> None:
-        """Contract: "Tags come along; sequence_lengths is filled from the tag input_lengths where all have it."
+        """Contract: "Their tags come along. sequence_lengths is filled from the tag input_lengths if all samples have
+        it."
 
         Check first: Claim.tags must have one entry per sample id, in the same order.
         """
@@ -160,7 +161,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert rest.sequence_lengths is None
 
     def test_metas_travel(self, store: Store) -> None:
-        """Contract: "Pickles (Ray ships it) and stays small: no tensors in it."
+        """Contract: "A meta can be pickled (Ray sends it in this way) and stays small: it holds no tensors."
 
         Check first: the tags, lease tokens and ids in the reply must be plain Python values, which can be pickled.
         """
@@ -173,7 +174,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.client.get_data(pickle.loads(data)).batch_size == torch.Size([100])
 
     def test_a_claimed_meta_reads_its_data(self, store: Store) -> None:
-        """Contract: "get_data(meta, select_fields=None, share_rows=False): get_samples by meta."
+        """Contract: "get_data(meta, select_fields=None, share_rows=False) is get_samples by meta."
 
         Check first: a claim must not remove the samples that it gives.
         """
@@ -185,7 +186,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     # --- non-blocking -------------------------------------------------------------------------------------------------
 
     def test_nonblocking_takes_what_is_ready(self, store: Store) -> None:
-        """Contract: "Non-blocking: what is ready now, up to batch_size, perhaps none."
+        """Contract: "A claim with blocking=False returns what is ready now: up to batch_size samples, perhaps none."
 
         Check first: without all_or_nothing, the claim hook must give the samples that are ready, even if they are fewer
         than batch_size.
@@ -201,7 +202,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
     # --- blocking -----------------------------------------------------------------------------------------------------
 
     def test_blocking_waits_until_enough_are_ready(self, store: Store) -> None:
-        """Contract: "Blocking: waits until batch_size samples are ready".
+        """Contract: "A blocking claim waits until batch_size samples are ready".
 
         Check first: with all_or_nothing, the claim hook must give no sample until it can give batch_size samples.
         """
@@ -213,7 +214,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert waiting.result(what="a claim of samples that are ready").sample_ids == ids(4)
 
     def test_a_waiting_claim_takes_nothing(self, store: Store) -> None:
-        """Contract: "Blocking: waits until batch_size samples are ready".
+        """Contract: "A blocking claim waits until batch_size samples are ready".
 
         Check first: with all_or_nothing, the claim hook must give no sample, and mark none as given, until it can give
         batch_size samples.
@@ -303,8 +304,8 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
             store.claim(partition, 4, blocking=True, timeout_s=0.05)
 
     def test_a_timeout_says_what_is_missing(self, store: Store) -> None:
-        """Contract: "a TimeoutError subclass that says how many samples were ready and which fields the next ones
-        lack".
+        """Contract: "it raises a subclass of TimeoutError that says how many samples were ready and which fields the
+        next ones lack".
 
         Check first: if the request has explain set, the claim hook must fill Claim.num_ready and Claim.shortfall.
         """
@@ -326,7 +327,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         }
 
     def test_a_timeout_of_zero_asks_once(self, store: Store) -> None:
-        """Contract: "If a blocking claim is still waiting after timeout_s: a TimeoutError subclass".
+        """Contract: "If a blocking claim is still waiting after timeout_s, it raises a subclass of TimeoutError".
 
         Check first: core, not the backend: the client must call the claim hook at least once.
         """
@@ -337,7 +338,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert store.claim(partition, 1, blocking=True, timeout_s=0).sample_ids == ["a"]
 
     def test_a_claim_of_a_cleared_partition_ends_at_once(self, store: Store) -> None:
-        """Contract: "If the partition is cleared while it waits: KeyError at once."
+        """Contract: "If the partition is cleared while it waits, it raises KeyError at once."
 
         Check first: the claim hook must raise UnknownPartitionError as soon as the partition is cleared.
         """
@@ -352,7 +353,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
 
     @pytest.mark.parametrize("batch_size", [0, -1])
     def test_a_batch_size_below_1_is_refused(self, store: Store, batch_size: int) -> None:
-        """Contract: "A batch size below 1: ValueError."
+        """Contract: "A batch size below 1 raises ValueError."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -362,7 +363,7 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
 
     @pytest.mark.parametrize("blocking", [False, True])
     def test_unknown_partition_or_task_is_refused(self, store: Store, blocking: bool) -> None:
-        """Contract: "Unknown partition or task: KeyError."
+        """Contract: "An unknown partition or task raises KeyError."
 
         Check first: the claim hook must raise UnknownPartitionError or UnknownTaskError. It must not create the task.
         """

@@ -17,7 +17,7 @@ class ClearSuite(Suite, chapter="clear"):
     """Clears of samples and of partitions."""
 
     def test_cleared_rows_are_gone(self, store: Store) -> None:
-        """Contract: "ids: drops those rows with their tags and cursors; ids not there are ignored."
+        """Contract: "With ids, it drops those rows with their tags and cursors. Ids that are not there are ignored."
 
         Check first: when clear_samples returns, the rows must be gone, with all their fields. The other rows must stay.
         """
@@ -33,7 +33,7 @@ class ClearSuite(Suite, chapter="clear"):
             assert store.client.list_samples(partition).sample_ids == ["s1", "s2", "s4"]
 
     def test_cleared_tags_are_gone(self, store: Store) -> None:
-        """Contract: "ids: drops those rows with their tags and cursors".
+        """Contract: "With ids, it drops those rows with their tags and cursors".
 
         Check first: a clear must delete the tags. An id that is written again must start without tags.
         """
@@ -45,7 +45,7 @@ class ClearSuite(Suite, chapter="clear"):
 
     @proves(Capability.CLAIMS)
     def test_cleared_cursors_are_gone(self, store: Store) -> None:
-        """Contract: "ids: drops those rows with their tags and cursors".
+        """Contract: "With ids, it drops those rows with their tags and cursors".
 
         Check first: a clear must delete what the cursors record of the sample. An id that is written again is a new
         sample, last in the order, which no task has been given.
@@ -60,7 +60,7 @@ class ClearSuite(Suite, chapter="clear"):
 
     @proves(Capability.CLAIMS)
     def test_cleared_samples_are_not_given(self, store: Store) -> None:
-        """Contract: "ids: drops those rows with their tags and cursors".
+        """Contract: "With ids, it drops those rows with their tags and cursors".
 
         Check first: a clear must remove its samples from every queue or index of ready samples.
         """
@@ -70,7 +70,7 @@ class ClearSuite(Suite, chapter="clear"):
         assert store.claim(partition, 4).sample_ids == ["s1", "s3"]
 
     def test_ids_not_there_are_ignored(self, store: Store) -> None:
-        """Contract: "ids not there are ignored."
+        """Contract: "Ids that are not there are ignored."
 
         Check first: clear_samples must skip unknown ids and clear all others.
         """
@@ -83,7 +83,7 @@ class ClearSuite(Suite, chapter="clear"):
         assert not store.has(partition, "s1")
 
     def test_rows_of_tags_alone_can_be_cleared(self, store: Store) -> None:
-        """Contract: "ids: drops those rows with their tags and cursors".
+        """Contract: "With ids, it drops those rows with their tags and cursors".
 
         Check first: clear_samples must accept rows without cells, and rows with different fields, in one call.
         """
@@ -98,7 +98,7 @@ class ClearSuite(Suite, chapter="clear"):
         assert not store.has(partition, "both", "y")
 
     def test_ids_may_be_used_again(self, store: Store) -> None:
-        """Contract: "ids: drops those rows with their tags and cursors".
+        """Contract: "With ids, it drops those rows with their tags and cursors".
 
         Check first: whether the backend uses keys or indexes again after a clear. An id that is written again must
         never show its old cells.
@@ -117,7 +117,7 @@ class ClearSuite(Suite, chapter="clear"):
         assert store.get(other, ids(3))["x"].tolist() == [100, 101, 102]
 
     def test_a_cleared_partition_is_gone(self, store: Store) -> None:
-        """Contract: "None: drops the whole partition, schema included, whoever wrote it."
+        """Contract: "With None, it drops the whole partition, schema included, whoever wrote it."
 
         Check first: after the clear, every operation on the partition must raise UnknownPartitionError until it is
         registered again.
@@ -138,7 +138,7 @@ class ClearSuite(Suite, chapter="clear"):
                 store.client.list_samples(partition)
 
     def test_a_cleared_partition_starts_afresh(self, store: Store) -> None:
-        """Contract: "None: drops the whole partition, schema included, whoever wrote it."
+        """Contract: "With None, it drops the whole partition, schema included, whoever wrote it."
 
         Check first: a partition that is registered after a clear must have no rows, and its fields must have no dtype
         yet.
@@ -153,7 +153,7 @@ class ClearSuite(Suite, chapter="clear"):
         assert store.tags_of(partition) == {"s2": {}}
 
     def test_other_partitions_stay(self, store: Store) -> None:
-        """Contract: "Sample: one item of it, with a string id unique in its partition."
+        """Contract: "Sample: one item of a partition, named by a string id that is unique in the partition."
 
         Check first: a clear must address rows by partition and id together. It must not select a partition by a prefix
         of its name.
@@ -168,7 +168,7 @@ class ClearSuite(Suite, chapter="clear"):
             assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2]
 
     def test_an_unknown_partition_is_nothing_to_do(self, store: Store) -> None:
-        """Contract: "Unknown partition: nothing to do."
+        """Contract: "For an unknown partition there is nothing to do."
 
         Check first: for an unknown partition, clear_samples must return a reply. It must not raise, and must not create
         the partition.
@@ -180,7 +180,7 @@ class ClearSuite(Suite, chapter="clear"):
             store.get(unknown, ["a"])
 
     def test_clear_of_many_rows(self, store: Store) -> None:
-        """Contract: "ids: drops those rows with their tags and cursors".
+        """Contract: "With ids, it drops those rows with their tags and cursors".
 
         Check first: the engine's limits on the size of one call.
         """

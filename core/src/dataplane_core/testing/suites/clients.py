@@ -86,7 +86,7 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
         assert other.client_id in listed
 
     def test_a_client_that_is_silent_is_not_listed_for_long(self, store: Store) -> None:
-        """Contract: "One that died is listed a little longer than three times as many seconds."
+        """Contract: "A client that died is listed a little longer than three of these periods."
 
         Check first: list_clients must not reply clients whose ttl_s is over, and announce must drop them some time.
         """
@@ -102,7 +102,8 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
 
     @proves(Capability.CLIENTS, Capability.CLAIMS)
     def test_a_client_announces_itself(self, store: Store) -> None:
-        """Contract: "host, process, role, since when, and the operations that it has under way"
+        """Contract: "For each it says host, process, role, since when it is open, and which operations it has under
+        way"
 
         Check first: nothing in the backend, if the other tests of this chapter pass.
         """

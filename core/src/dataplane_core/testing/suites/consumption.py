@@ -48,7 +48,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
         assert not _consumed(store, store.new_id())
 
     def test_every_sample_counts(self, store: Store) -> None:
-        """Contract: "whether every task has been given every sample that the partition holds."
+        """Contract: "whether every task has consumed every sample that the partition holds."
 
         Check first: compare the samples, not the number of claims. A sample that lacks the fields of the claims belongs
         to the partition too.
@@ -65,7 +65,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
         assert _consumed(store, partition)
 
     def test_every_task_counts(self, store: Store) -> None:
-        """Contract: "whether every task has been given every sample that the partition holds."
+        """Contract: "whether every task has consumed every sample that the partition holds."
 
         Check first: the reply must be consumed=False if any of the tasks has not consumed everything.
         """

@@ -63,7 +63,8 @@ class CostSuite(Suite, chapter="costs"):
     """Hook calls and copies of the payload."""
 
     def test_put_costs_one_hook_call(self, store: Store) -> None:
-        """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read".
+        """Contract: "Core does the following once, for all backends: argument checks, empty batches, repeated ids in a
+        read".
 
         Check first: core, not the backend: core must call the hook once per batch, not once per tensor or row.
         """
@@ -91,7 +92,7 @@ class CostSuite(Suite, chapter="costs"):
 
     @pytest.mark.parametrize("operation", ["put_samples", "get_samples"])
     def test_the_payload_is_copied_no_more_than_it_may_be(self, store: Store, operation: str) -> None:
-        """Contract: "The caller may reuse its tensors as soon as put returns." and "what comes back is contiguous,
+        """Contract: "The caller may reuse its tensors as soon as put returns." and "What comes back is contiguous,
         detached and owned by the caller."
 
         Check first: the conversions between a column and the engine's format (tensor to bytes, bytes to message). Each

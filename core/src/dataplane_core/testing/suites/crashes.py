@@ -78,8 +78,8 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
 
     @lasts(_LIMIT_S)
     def test_what_a_killed_producer_was_putting_can_be_put_again(self, store: Store) -> None:
-        """Contract: "a timeout or lost connection raises and never reports success (the write may then have happened or
-        not)."
+        """Contract: "A timeout or lost connection raises, and never reports success; the write may then have happened
+        or not."
 
         Check first: what a put reserves in the store. If its client is killed, a later put of the same samples must not
         wait or fail because of it.

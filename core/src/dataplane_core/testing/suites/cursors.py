@@ -31,7 +31,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
             yield Path(folder)
 
     def test_consumed_samples_are_listed(self, store: Store) -> None:
-        """Contract: "the held samples that the task was given for good, in order of first write."
+        """Contract: "the held samples that the task has consumed, in order of first write."
 
         Check first: export_partition. Samples under a lease and cleared samples must not be listed.
         """
@@ -52,7 +52,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
             store.client.list_consumed("nowhere", "train")
 
     def test_reset_consumption(self, store: Store) -> None:
-        """Contract: "the task has been given these samples for good, and nothing else. Its leases end, and their tokens
+        """Contract: "afterwards the task has consumed these samples, and nothing else. Its leases end, and their tokens
         are no longer valid. Other tasks keep what they have."
 
         Check first: set_cursor without ids must end every hold of the task, and offer all rows to its claims again.
@@ -80,7 +80,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
 
     @proves(Capability.CURSORS, Capability.GROUPS)
     def test_reset_consumption_of_groups(self, store: Store) -> None:
-        """Contract: "the task has been given these samples for good, and nothing else."
+        """Contract: "afterwards the task has consumed these samples, and nothing else."
 
         Check first: the counts per group that set_cursor must bring back too.
         """
@@ -140,7 +140,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
 
     @proves(Capability.CURSORS, Capability.GROUPS)
     def test_a_save_keeps_broken_groups(self, store: Store, folder: Path) -> None:
-        """Contract: "what was cleared still counts for num_samples, and its groups are still not given."
+        """Contract: "What was cleared still counts for num_samples, and its groups are still not given."
 
         Check first: export_partition must reply the groups that lost a member, also without num_samples.
         """
@@ -192,7 +192,8 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         assert store.client.list_sample_ids(partition) == ids(3)
 
     def test_an_empty_partition_is_saved(self, store: Store, folder: Path) -> None:
-        """Contract: "save(folder, metadata=None, partitions=None) writes partitions (None: all) with registration"
+        """Contract: "save(folder, metadata=None, partitions=None) writes partitions (None: all) with their
+        registration"
 
         Check first: list_samples and export_partition of a partition without rows.
         """

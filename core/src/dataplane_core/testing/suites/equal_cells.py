@@ -47,7 +47,7 @@ class EqualCellsSuite(Suite, chapter="equal cells"):
     """Puts whose samples have equal large cells, as the samples of a group with one image."""
 
     def test_equal_cells_come_back_as_they_were_written(self, store: Store) -> None:
-        """Contract: "Equal cells of a put that are large are stored once and moved once."
+        """Contract: "Large equal cells of a put are stored once and moved once."
 
         Check first: a row of the store that several samples refer to must be given to each of them, in any order, and
         also if only some of them are read.
@@ -95,7 +95,7 @@ class EqualCellsSuite(Suite, chapter="equal cells"):
         check_column(store.get(partition, _NAMES, "image")["image"], rows)
 
     def test_shared_rows_are_one_object(self, store: Store) -> None:
-        """Contract: "with share_rows=True, equal rows are the same tensor or item."
+        """Contract: "With share_rows=True, equal rows are the same tensor or item."
 
         Check first: a backend whose wire has shared rows must return a row that several samples refer to once.
         """

@@ -67,8 +67,8 @@ class ErrorSuite(Suite, chapter="errors"):
 
     @pytest.mark.parametrize("case", list(_CASES))
     def test_errors_are_of_the_hierarchy(self, store: Store, case: str) -> None:
-        """Contract: "Errors derive from DataPlaneError, which carries backend, retryable, hint, survives pickling, and
-        keeps its cause."
+        """Contract: "Errors derive from DataPlaneError, which carries backend, retryable and hint, survives pickling,
+        and keeps its cause."
 
         Check first: raise the errors of dataplane_core.errors. Each of them is also the builtin exception that a user
         would catch.
@@ -87,8 +87,8 @@ class ErrorSuite(Suite, chapter="errors"):
 
     @pytest.mark.parametrize("case", list(_CASES))
     def test_errors_survive_pickling(self, store: Store, case: str) -> None:
-        """Contract: "Errors derive from DataPlaneError, which carries backend, retryable, hint, survives pickling, and
-        keeps its cause."
+        """Contract: "Errors derive from DataPlaneError, which carries backend, retryable and hint, survives pickling,
+        and keeps its cause."
 
         Check first: an error class of your own must keep its values as attributes and pass its message to
         DataPlaneError.
@@ -121,8 +121,8 @@ class ErrorSuite(Suite, chapter="errors"):
         assert len(text) < 2000, "the message is too long to read"
 
     def test_foreign_errors_are_wrapped_with_their_cause(self, store: Store) -> None:
-        """Contract: "Errors derive from DataPlaneError, which carries backend, retryable, hint, survives pickling, and
-        keeps its cause."
+        """Contract: "Errors derive from DataPlaneError, which carries backend, retryable and hint, survives pickling,
+        and keeps its cause."
 
         Check first: core, not the backend: core must wrap an error that is not a data-plane error, and keep it as the
         cause.
@@ -140,8 +140,8 @@ class ErrorSuite(Suite, chapter="errors"):
         assert copied.__cause__.args == cause.args
 
     def test_a_missing_reply_is_an_error(self, store: Store) -> None:
-        """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read, row and
-        field counts of every reply".
+        """Contract: "Core does the following once, for all backends: argument checks, empty batches, repeated ids in a
+        read, row and field counts of every reply".
 
         Check first: every hook must return its reply type. None is not a reply.
         """
@@ -173,8 +173,8 @@ class ErrorSuite(Suite, chapter="errors"):
 
     @pytest.mark.parametrize("moment", ["before", "after"])
     def test_a_lost_put_never_reports_success(self, store: Store, moment: str) -> None:
-        """Contract: "a timeout or lost connection raises and never reports success (the write may then have happened or
-        not)."
+        """Contract: "A timeout or lost connection raises, and never reports success; the write may then have happened
+        or not."
 
         Check first: core, not the backend: a middleware around the backend's hook injects the fault.
         """
@@ -191,7 +191,7 @@ class ErrorSuite(Suite, chapter="errors"):
 
     @pytest.mark.parametrize("lost", ["a row", "a column"])
     def test_a_short_reply_is_refused(self, store: Store, lost: str) -> None:
-        """Contract: "row and field counts of every reply" ... "never fewer rows."
+        """Contract: "row and field counts of every reply" ... "A read never returns fewer rows."
 
         Check first: core, not the backend: a middleware around the backend's hook injects the fault.
         """

@@ -226,8 +226,8 @@ class FaultSuite(Suite, chapter="faults"):
 
     @pytest.mark.parametrize("name", list(_CASES))
     def test_an_error_before_surfaces_and_changes_nothing(self, store: Store, name: str) -> None:
-        """Contract: "Errors derive from DataPlaneError, which carries backend, retryable, hint, survives pickling, and
-        keeps its cause."
+        """Contract: "Errors derive from DataPlaneError, which carries backend, retryable and hint, survives pickling,
+        and keeps its cause."
 
         Check first: core, not the backend: a middleware raises the error before the hook is called. The backend gets
         only the second call.
@@ -245,8 +245,8 @@ class FaultSuite(Suite, chapter="faults"):
 
     @pytest.mark.parametrize("name", list(_CASES))
     def test_an_operation_whose_reply_was_lost_may_be_called_again(self, store: Store, name: str) -> None:
-        """Contract: "a timeout or lost connection raises and never reports success (the write may then have happened or
-        not)." and "Without a lease, delivery is at most once".
+        """Contract: "A timeout or lost connection raises, and never reports success; the write may then have happened
+        or not." and "Without a lease, delivery is at most once".
 
         Check first: what the backend does when it gets the same operation twice. The second call must leave the same
         state as one call, or be refused because the operation is already done.
@@ -265,8 +265,8 @@ class FaultSuite(Suite, chapter="faults"):
 
     @pytest.mark.parametrize("name", list(_CASES))
     def test_an_operation_that_is_late_may_be_called_again(self, store: Store, name: str) -> None:
-        """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs." and "(the write
-        may then have happened or not)".
+        """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs." and "the write
+        may then have happened or not".
 
         Check first: what the hook does when request.deadline has passed. It must raise OperationTimeoutError, or finish
         immediately. After it has raised, nothing that it sent to the engine may change later operations.
@@ -279,8 +279,8 @@ class FaultSuite(Suite, chapter="faults"):
 
     @pytest.mark.parametrize("name", _COUNTED)
     def test_a_reply_that_is_short_is_refused(self, store: Store, name: str) -> None:
-        """Contract: "Core does once, for all backends: argument checks, empty batches, repeated ids in a read, row and
-        field counts of every reply".
+        """Contract: "Core does the following once, for all backends: argument checks, empty batches, repeated ids in a
+        read, row and field counts of every reply".
 
         Check first: core, not the backend: a middleware around the backend's hook injects the fault.
         """
@@ -294,7 +294,7 @@ class FaultSuite(Suite, chapter="faults"):
         case.again(scene)
 
     def test_a_cell_that_is_cut_is_refused(self, store: Store) -> None:
-        """Contract: "What comes back: dtype and values bit for bit".
+        """Contract: "Dtype and values come back bit for bit".
 
         Check first: core, not the backend: core compares each cell with the field spec that the first write of the
         field fixed.

@@ -70,8 +70,8 @@ class GetSuite(Suite, chapter="get"):
         check_column(found["x"], [torch.full((index % 3,), index) for index in order])
 
     def test_equal_rows_of_unequal_puts_come_back_dense(self, store: Store) -> None:
-        """Contract: "rows of equal shape stacked dense, else one torch.jagged nested tensor (with its min and max
-        length known), rows of length 0 among them".
+        """Contract: "Rows of equal shape come back stacked dense. Other rows come back as one torch.jagged nested
+        tensor, with its min and max length known; rows may have length 0."
 
         Check first: the choice between a dense and a jagged column must depend on the rows that are read, not on the
         puts that wrote them.
@@ -87,8 +87,8 @@ class GetSuite(Suite, chapter="get"):
     # --- missing ------------------------------------------------------------------------------------------------------
 
     def test_get_of_missing_samples_names_them(self, store: Store) -> None:
-        """Contract: "A missing sample or a cell not yet produced: a KeyError subclass that names the first few and
-        counts the rest; never fewer rows."
+        """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError that names the first
+        few and counts the rest. A read never returns fewer rows."
 
         Check first: compare the rows that the engine returned with the requested ids. Raise MissingDataError with the
         ids that are missing.
@@ -103,7 +103,7 @@ class GetSuite(Suite, chapter="get"):
         assert caught.value.missing_samples == ("gone0", "gone1", "gone2")
 
     def test_get_of_only_missing_samples_raises(self, store: Store) -> None:
-        """Contract: "A missing sample or a cell not yet produced: a KeyError subclass".
+        """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError".
 
         Check first: if the engine returns nothing, the hook must raise MissingDataError. It must not return an empty
         reply.
@@ -116,8 +116,8 @@ class GetSuite(Suite, chapter="get"):
             store.get(partition, ["b"])
 
     def test_get_of_missing_cells_names_them(self, store: Store) -> None:
-        """Contract: "A missing sample or a cell not yet produced: a KeyError subclass that names the first few and
-        counts the rest; never fewer rows."
+        """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError that names the first
+        few and counts the rest. A read never returns fewer rows."
 
         Check first: every requested field must exist for every row. Look for a field that the hook drops without an
         error.
@@ -132,7 +132,7 @@ class GetSuite(Suite, chapter="get"):
         assert caught.value.missing_cells == {"s0": ("y",), "s2": ("y",), "s3": ("y",)}
 
     def test_get_names_what_is_missing_behind_a_large_row(self, store: Store) -> None:
-        """Contract: "A missing sample or a cell not yet produced: a KeyError subclass".
+        """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError".
 
         Check first: an engine that sends small rows in another way than large ones must check all rows before it
         chooses the way.
@@ -148,7 +148,7 @@ class GetSuite(Suite, chapter="get"):
         assert caught.value.missing_cells == {"bare": ("x",)}
 
     def test_get_names_what_is_missing_at_the_end_of_many(self, store: Store) -> None:
-        """Contract: "A missing sample or a cell not yet produced: a KeyError subclass".
+        """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError".
 
         Check first: the hook must check all requested ids up to the last, however many there are.
         """
@@ -164,7 +164,7 @@ class GetSuite(Suite, chapter="get"):
         assert caught.value.missing_cells == {"bare": ("x",)}
 
     def test_get_of_a_field_that_nobody_wrote_raises(self, store: Store) -> None:
-        """Contract: "A missing sample or a cell not yet produced: a KeyError subclass".
+        """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError".
 
         Check first: a field that nobody wrote has no field spec yet. The hook must treat its cells like any other
         missing cells.
@@ -211,7 +211,7 @@ class GetSuite(Suite, chapter="get"):
             store.client.get_samples(["s0"], "nowhere", None)
 
     def test_get_without_ids_does_no_io(self, store: Store) -> None:
-        """Contract: "Empty ids: an empty TensorDict of batch size 0."
+        """Contract: "Empty ids return an empty TensorDict of batch size 0."
 
         Check first: core, not the backend: core must return the empty result without a call of the hook.
         """
@@ -223,7 +223,7 @@ class GetSuite(Suite, chapter="get"):
 
     @proves(Capability.CLAIMS)
     def test_get_advances_no_cursor(self, store: Store) -> None:
-        """Contract: "Advances no cursor."
+        """Contract: "A read advances no cursor."
 
         Check first: a read must not change what is recorded of the tasks.
         """
@@ -235,8 +235,8 @@ class GetSuite(Suite, chapter="get"):
         assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2], "a claimed sample can no longer be read"
 
     def test_get_data_reads_by_meta(self, store: Store) -> None:
-        """Contract: "get_data(meta, select_fields=None, share_rows=False): get_samples by meta. Fields: select_fields,
-        else meta.fields, else ValueError."
+        """Contract: "get_data(meta, select_fields=None, share_rows=False) is get_samples by meta. It reads
+        select_fields, else the fields of the meta. If there are neither, it raises ValueError."
 
         Check first: core, not the backend: core reads the rows of the meta with get_samples.
         """
@@ -252,7 +252,7 @@ class GetSuite(Suite, chapter="get"):
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def test_what_comes_back_is_owned_by_the_caller(self, store: Store) -> None:
-        """Contract: "what comes back is contiguous, detached and owned by the caller."
+        """Contract: "What comes back is contiguous, detached and owned by the caller."
 
         Check first: the get_samples hook must return new memory, not the memory of the store.
         """
@@ -328,8 +328,8 @@ class GetSuite(Suite, chapter="get"):
             store.hooks.get(store.new_id(), ["a"], ["x"])
 
     def test_lost_payload_is_named(self, store: Store) -> None:
-        """Contract: "Payload that the store has lost: LostSamplesError at once, with the samples and fields, and not
-        retryable."
+        """Contract: "Payload that the store has lost raises LostSamplesError at once. The error names the samples and
+        fields, and is not retryable."
 
         Check first: if a read finds that payload is missing, it must look up its ref again. If the ref is the same, the
         payload is lost, and the read must name it. Check also that lose_payload of your test class deletes payload of

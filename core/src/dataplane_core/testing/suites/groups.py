@@ -24,8 +24,8 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
     """Claims of a partition with a group size."""
 
     def test_incomplete_groups_are_not_given(self, store: Store) -> None:
-        """Contract: "with grpo_group_size g, whole groups only; a group is the g samples whose ids are equal up
-        to the last _g."
+        """Contract: "with grpo_group_size g, a claim hands out whole groups only. A group is the g samples whose ids
+        are equal up to the last _g."
 
         Check first: a group must become claimable when its last member is ready, not before.
         """
@@ -61,7 +61,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         assert store.claim(partition, 2).size == 0
 
     def test_groups_come_in_order_of_first_write(self, store: Store) -> None:
-        """Contract: "Order: by first write."
+        """Contract: "Samples come in order of first write, unless a sampler says otherwise."
 
         Check first: the place of a group in the order is the place of the member that was written first.
         """
@@ -74,7 +74,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         assert [name.partition("_")[0] for name in given] == ["z", "z", "a", "a", "m", "m"]
 
     def test_the_last_mark_counts(self, store: Store) -> None:
-        """Contract: "a group is the g samples whose ids are equal up to the last _g."
+        """Contract: "A group is the g samples whose ids are equal up to the last _g."
 
         Check first: split the id at its last _g.
         """
@@ -83,7 +83,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         assert store.claim(partition, 4).sample_ids == ["a_g0_g0", "a_g0_g1", "v7_p3_gx", "v7_p3_g"]
 
     def test_an_id_without_a_mark_is_refused(self, store: Store) -> None:
-        """Contract: "An id without _g or a surplus member: ValueError at put."
+        """Contract: "A put with an id without _g, or with a surplus member of a group, raises ValueError."
 
         Check first: if the partition has a group size, the put_samples hook must check the ids before it stores
         anything.
@@ -96,7 +96,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         assert store.claim(partition, 2).size == 2
 
     def test_a_surplus_member_is_refused(self, store: Store) -> None:
-        """Contract: "An id without _g or a surplus member: ValueError at put."
+        """Contract: "A put with an id without _g, or with a surplus member of a group, raises ValueError."
 
         Check first: count the new members of the put itself too. A later put of a known member is not a surplus.
         """
@@ -125,7 +125,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         assert store.get(partition, ["a_g0", "b_g1"])["x"].tolist() == [0, 2]
 
     def test_batch_sizes_are_multiples(self, store: Store) -> None:
-        """Contract: "batch_size not a multiple of g: ValueError."
+        """Contract: "A batch_size that is not a multiple of g raises ValueError."
 
         Check first: the claim hook must raise InvalidRequestError if batch_size is not a multiple of the group size.
         """
@@ -135,7 +135,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
                 store.claim(partition, 4, blocking=blocking)
 
     def test_blocking_claims_wait_for_whole_groups(self, store: Store) -> None:
-        """Contract: "Blocking: waits until batch_size samples are ready".
+        """Contract: "A blocking claim waits until batch_size samples are ready".
 
         Check first: members of incomplete groups must not count as ready.
         """
@@ -163,7 +163,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         assert meta.size == 0
 
     def test_each_task_is_given_every_group(self, store: Store) -> None:
-        """Contract: "Task: a named purpose of consumption, with its own cursor."
+        """Contract: "Task: a named use of the samples, with its own cursor."
 
         Check first: the store must record per task which groups it gave.
         """
@@ -173,7 +173,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         assert store.claim(partition, 2, task="eval").sample_ids == ["a_g0", "a_g1"]
 
     def test_a_partition_without_groups_takes_any_ids(self, store: Store) -> None:
-        """Contract: "with grpo_group_size g, whole groups only".
+        """Contract: "with grpo_group_size g, a claim hands out whole groups only".
 
         Check first: the backend must look for _g in ids only if the registration has a group size.
         """
@@ -183,7 +183,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
     @proves(Capability.GROUPS, Capability.LEASES)
     def test_groups_are_leased_and_given_back_whole(self, store: Store) -> None:
-        """Contract: "ack(meta), nack(meta), renew(meta, lease_s): all rows or none".
+        """Contract: "Each of them changes all rows or none."
 
         Check first: a group that goes back to the pool must be given again as a whole. A consumer may ack some groups
         of a claim and keep the others.

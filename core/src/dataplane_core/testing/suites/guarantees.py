@@ -86,8 +86,8 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
 
     @proves(Capability.DURABLE)
     def test_committed_puts_survive_a_crash(self, store: Store) -> None:
-        """Contract: "Guarantees, tested only where declared: scope (process, host, cluster), durable, fenced,
-        atomic_overwrite, wakes, repeatable, no_pickle."
+        """Contract: "Guarantees are tested only where they are declared: scope (process, host, cluster), durable,
+        fenced, atomic_overwrite, wakes, repeatable, no_pickle."
 
         Check first: the persistence of the engine must be switched on and synchronous. Check also that restart of your
         test class kills the store's processes with kill -9.
@@ -136,7 +136,8 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
 
     @proves(Capability.ATOMIC_OVERWRITE)
     def test_reads_see_all_old_or_all_new_cells(self, store: Store) -> None:
-        """Contract: "a read that overlaps an overwrite may mix old and new cells unless atomic_overwrite."
+        """Contract: "A read that overlaps an overwrite may mix old and new cells, unless the backend declares
+        atomic_overwrite."
 
         Check first: a read must take all cells of a sample from one committed state.
         """

@@ -113,7 +113,7 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
 
     def test_other_clients_read_what_was_appended(self, store: Store) -> None:
         """Blob store: "Every process replays it through the same deterministic ledger, so all agree on what was
-        written, claimed and acked".
+        written, claimed and acked."
 
         Check first: append must not return before every process can read the record. read must ask the store. It must
         not use a local copy.
@@ -183,8 +183,8 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
             )
 
     def test_a_trimmed_journal_begins_where_it_was_told(self, store: Store) -> None:
-        """Blob store: "Drops the records below ``before_seq``" and "If the journal was trimmed beyond ``from_seq``, the
-        records that are kept."
+        """Blob store: "Drops the records below ``before_seq``." and "If the journal was trimmed beyond ``from_seq``,
+        the records that are kept."
 
         Check first: trim must keep the record with the given number. A read from a lower number must return the records
         that are left and raise no error. The numbers of the records must not change.
@@ -225,7 +225,8 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         assert _records(journals[1], 0) == [*kept, b"next"]
 
     def test_a_trimmed_place_stays_taken(self, store: Store) -> None:
-        """Blob store: "False if ``seq`` is or was taken."
+        """Blob store: "Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is
+        or was taken."
 
         Check first: append must compare the number with the highest number or with the beginning of the journal, not
         only with the records that are left. Otherwise a process that was suspended appends under an old number, and its

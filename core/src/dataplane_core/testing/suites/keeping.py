@@ -66,7 +66,7 @@ class KeepingSuite(Suite, chapter="keep"):
 
     @proves(Capability.GROUPS)
     def test_keep_refuses_another_group_size(self, store: Store) -> None:
-        """Contract: "Another group size: ValueError, and nothing changes."
+        """Contract: "Another group size raises ValueError, and nothing changes."
 
         Check first: register_partition with if_exists "keep" must compare the group sizes before it adds anything.
         """
@@ -103,7 +103,7 @@ class KeepingSuite(Suite, chapter="keep"):
                 assert store.claim(partition, count, task=f"task{place}").size == count
 
     def test_an_unknown_value_is_refused(self, store: Store) -> None:
-        """Contract: "Any other value of if_exists: ValueError."
+        """Contract: "Any other value of if_exists raises ValueError."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """

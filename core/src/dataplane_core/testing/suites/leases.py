@@ -139,8 +139,8 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert store.client.check_consumption_status(partition, ["train"])
 
     def test_settling_is_all_or_none(self, store: Store) -> None:
-        """Contract: "ack(meta), nack(meta), renew(meta, lease_s): all rows or none; LeaseExpiredError names the ids
-        whose token is no longer valid".
+        """Contract: "Each of them changes all rows or none. LeaseExpiredError names the ids whose token is no longer
+        valid".
 
         Check first: check all lease tokens of the request before any row is changed, in one atomic step.
         """
@@ -161,7 +161,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         store.client.ack(held)
 
     def test_nack_gives_back_at_once(self, store: Store) -> None:
-        """Contract: "nack(meta)".
+        """Contract: "nack(meta) gives them back: they can be claimed again at once."
 
         Check first: when nack returns, its samples must be claimable again, at their old places in the order.
         """
@@ -270,7 +270,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert store.claim(partition, 3, blocking=True).sample_ids == ids(3)
 
     def test_metas_of_several_claims_settle_together(self, store: Store) -> None:
-        """Contract: "ack(meta), nack(meta), renew(meta, lease_s): all rows or none".
+        """Contract: "Each of them changes all rows or none."
 
         Check first: one request may carry the lease tokens of several claims.
         """
@@ -280,7 +280,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert store.client.check_consumption_status(partition, ["train"])
 
     def test_each_task_leases_on_its_own(self, store: Store) -> None:
-        """Contract: "Task: a named purpose of consumption, with its own cursor."
+        """Contract: "Task: a named use of the samples, with its own cursor."
 
         Check first: the store must record leases per task. It must refuse a token of another task.
         """
@@ -337,7 +337,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert store.claim(partition, 4).sample_ids == ids(4)
 
     def test_metas_without_tokens_are_refused(self, store: Store) -> None:
-        """Contract: "ack(meta), nack(meta), renew(meta, lease_s)".
+        """Contract: "LeaseExpiredError names the ids whose token is no longer valid".
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -349,7 +349,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
 
     @pytest.mark.parametrize("lease_s", [0, -1.0, float("nan"), float("inf")])
     def test_leases_are_of_some_seconds(self, store: Store, lease_s: float) -> None:
-        """Contract: "Core does once, for all backends: argument checks".
+        """Contract: "Core does the following once, for all backends: argument checks".
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -383,7 +383,8 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert store.hooks.ack(partition, ids(2), tokens).num_samples == 2
 
     def test_lease_tokens_are_those_that_the_claim_drew(self, store: Store) -> None:
-        """Hook spec: "The lease token of the samples that this claim hands out: random bits drawn by the client".
+        """Hook spec: "The lease token of the samples that this claim hands out: random bits drawn by the client
+        (new_id)."
 
         Check first: use the lease token of the request. Do not count them in the store: a store that is restored to an
         older state would give out the same tokens again.

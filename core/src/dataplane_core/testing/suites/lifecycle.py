@@ -50,7 +50,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     """From connect to close."""
 
     def test_close_is_idempotent(self, store: Store) -> None:
-        """Contract: "close(): may be called again."
+        """Contract: "close() may be called again."
 
         Check first: the stop method. Core calls it once. It must also work if start failed.
         """
@@ -73,7 +73,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             call(client)
 
     def test_a_client_is_a_context_manager(self, store: Store) -> None:
-        """Contract: "close(): may be called again. Other calls then raise ClientClosedError."
+        """Contract: "close() may be called again. Other calls then raise ClientClosedError."
 
         Check first: core, not the backend: core closes the client at the end of the with block.
         """
@@ -115,7 +115,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         store.put(partition, ["s2"], x=torch.tensor([2]))
 
     def test_pickling_a_client_is_refused(self, store: Store) -> None:
-        """Contract: "Pickling a client, or using it after a fork: refused with a clear error."
+        """Contract: "Pickling a client, or using it after a fork, is refused with a clear error."
 
         Check first: core, not the backend: core refuses to pickle a client.
         """
@@ -123,7 +123,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             pickle.dumps(store.client)
 
     def test_a_fork_cannot_use_the_client(self, store: Store) -> None:
-        """Contract: "Pickling a client, or using it after a fork: refused with a clear error."
+        """Contract: "Pickling a client, or using it after a fork, is refused with a clear error."
 
         Check first: core, not the backend: core compares process ids.
         """
@@ -173,7 +173,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             assert "spawn" in said
 
     def test_a_client_says_what_it_is(self, store: Store) -> None:
-        """Contract: "Capabilities (capabilities.py) are of two kinds."
+        """Contract: "Capabilities (dataplane_core.spec.Capability) are of two kinds."
 
         Check first: wire, capabilities and scope must be class attributes, readable without a connection.
         """
@@ -184,7 +184,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         assert "closed" in repr(store.deployment.closed_client())
 
     def test_unknown_options_are_refused(self, store: Store) -> None:
-        """Contract: "Bootstrapping a store that runs with other options: an error."
+        """Contract: "Bootstrapping a store that runs with other options is an error."
 
         Check first: the Config model must forbid extra keys. Otherwise a misspelt option is ignored.
         """
@@ -286,7 +286,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
 
     @proves(Scope.HOST)
     def test_bootstrapping_over_other_options_is_refused(self, store: Store) -> None:
-        """Contract: "Bootstrapping a store that runs with other options: an error."
+        """Contract: "Bootstrapping a store that runs with other options is an error."
 
         Check first: start(bootstrap=True) must compare its options with those of the store that is running.
         """

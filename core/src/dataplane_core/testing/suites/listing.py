@@ -19,7 +19,7 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
     """Lists of the samples of a partition."""
 
     def test_listing_gives_ids_and_tags(self, store: Store) -> None:
-        """Contract: "list_samples(partition_id, tag_filter=None, sample_ids=None) -> meta (listing): ids and tags, no
+        """Contract: "list_samples(partition_id, tag_filter=None, sample_ids=None) -> meta returns ids and tags, no
         data."
 
         Check first: SampleList.tags must have one entry per id, in the same order. A sample without tags has an empty
@@ -46,7 +46,7 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         assert store.client.list_samples(partition).sample_ids == ["complete", "partial", "tags"]
 
     def test_listing_of_given_samples(self, store: Store) -> None:
-        """Contract: "With sample_ids only these, in this order; those that are not there are left out."
+        """Contract: "With sample_ids it returns only these, in this order, and leaves out those that are not there."
 
         Check first: ListRequest.sample_ids must be obeyed. A sample that has only tags, or no tags, is there.
         """
@@ -62,7 +62,7 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         assert store.client.list_samples(partition, sample_ids=["nobody"]).sample_ids == []
 
     def test_fields_of_given_samples(self, store: Store) -> None:
-        """Contract: "list_fields(sample_ids, partition_id) (listing): for each sample the fields that it has."
+        """Contract: "list_fields(sample_ids, partition_id) returns, for each sample, the fields that it has."
 
         Check first: list_fields must name the sample that is missing. A sample that has only tags has no fields.
         """
@@ -101,7 +101,7 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         assert store.claim(partition, 2).size == 1
 
     def test_listing_of_an_unknown_partition_is_refused(self, store: Store) -> None:
-        """Contract: "Unknown partition: KeyError."
+        """Contract: "An unknown partition raises KeyError."
 
         Check first: list_samples must raise UnknownPartitionError. It must not return an empty list.
         """

@@ -317,7 +317,7 @@ class MachineSuite(Suite, chapter="machine"):
     """The contract as a whole, tested by sequences of calls that Hypothesis draws."""
 
     def test_random_histories_agree_with_the_ledger(self, store: Store) -> None:
-        """Contract: "What every client promises, on every backend; the conformance kit tests it word for word."
+        """Contract: "Every client promises what this page says, on every backend."
 
         Check first: the sequence of calls that Hypothesis prints. Repeat it by hand on your store and on a
         dataplane_core.ledger.ledger.Ledger, and look for the first call after which they differ.

@@ -110,9 +110,10 @@ class MatrixSuite(Suite, chapter="matrix"):
 
     @pytest.mark.parametrize(("dtype", "layout"), cases(), ids=[f"{_name(d)}-{layout}" for d, layout in cases()])
     def test_columns_come_back_bit_for_bit(self, store: Store, dtype: torch.dtype, layout: str) -> None:
-        """Contract: "What comes back: dtype and values bit for bit (NaN payloads too), for torch's integer, floating,
-        bool, complex, bfloat16 and float8 dtypes; rows of equal shape stacked dense, else one torch.jagged nested
-        tensor (with its min and max length known), rows of length 0 among them; (N,) stays (N,), (N, 1) stays (N, 1)".
+        """Contract: "Dtype and values come back bit for bit (NaN payloads too), for torch's integer, floating, bool,
+        complex, bfloat16 and float8 dtypes." and "Rows of equal shape come back stacked dense. Other rows come back as
+        one torch.jagged nested tensor, with its min and max length known; rows may have length 0." and "(N,) stays
+        (N,), and (N, 1) stays (N, 1)."
 
         Check first: the WireFormat of the backend (dtypes, promote_1d, zero_length_rows, ragged). It must declare only
         what the engine can carry. Core encodes the rest.
@@ -131,7 +132,7 @@ class MatrixSuite(Suite, chapter="matrix"):
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=_name)
     def test_nan_payloads_survive(self, store: Store, dtype: torch.dtype) -> None:
-        """Contract: "dtype and values bit for bit (NaN payloads too)".
+        """Contract: "Dtype and values come back bit for bit (NaN payloads too)".
 
         Check first: no step may convert the values. It must copy their bytes.
         """
@@ -165,7 +166,7 @@ class MatrixSuite(Suite, chapter="matrix"):
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=_NAMES)
     def test_every_dtype_joins_across_puts(self, store: Store, dtype: torch.dtype) -> None:
-        """Contract: "Exactly one row per id given, in that order" and "dtype and values bit for bit".
+        """Contract: "Exactly one row per id given, in that order" and "Dtype and values come back bit for bit".
 
         Check first: the torch operators that join and select rows. Some of them do not support uint16 to uint64, float8
         and complex32.
@@ -185,7 +186,7 @@ class MatrixSuite(Suite, chapter="matrix"):
     @pytest.mark.parametrize("make", [as_objects, as_object_array], ids=["NonTensorStack", "object_array"])
     @pytest.mark.parametrize("kind", list(_ITEMS))
     def test_objects_come_back_equal(self, store: Store, kind: str, make: Callable[..., Any]) -> None:
-        """Contract: "object columns with equal items."
+        """Contract: "Object columns come back with equal items."
 
         Check first: wire.objects. Native items must be stored as they are, encoded items as bytes. The item None must
         not be taken for a missing cell.
@@ -201,7 +202,7 @@ class MatrixSuite(Suite, chapter="matrix"):
         assert same_items(last, items[-1])
 
     def test_any_batch_comes_back(self, store: Store) -> None:
-        """Contract: "What comes back: dtype and values bit for bit".
+        """Contract: "Dtype and values come back bit for bit".
 
         Check first: the smallest failing batch, which Hypothesis prints. Put it in a script of your own.
         """
@@ -212,7 +213,7 @@ class MatrixSuite(Suite, chapter="matrix"):
     @pytest.mark.parametrize("layout", ["scalars", "vectors", "jagged_with_empty_rows", "trailing_dims", "expanded"])
     @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool, torch.float32], ids=_name)
     def test_the_engine_holds_what_was_put(self, store: Store, dtype: torch.dtype, layout: str) -> None:
-        """Contract: "dtype and values bit for bit".
+        """Contract: "Dtype and values come back bit for bit".
 
         Check first: raw_get of your test class must read the cell of that sample. If it does, look at the encoding:
         this test finds an error in the encoding that the decoding undoes.
@@ -226,7 +227,7 @@ class MatrixSuite(Suite, chapter="matrix"):
             assert raw == bits(row), f"the engine's cell of '{name}' is not the row put"
 
     def test_the_engine_holds_the_objects_put(self, store: Store) -> None:
-        """Contract: "object columns with equal items."
+        """Contract: "Object columns come back with equal items."
 
         Check first: raw_get of your test class must read the cell of that sample. If it does, look at the encoding:
         this test finds an error in the encoding that the decoding undoes.

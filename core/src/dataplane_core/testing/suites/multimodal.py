@@ -46,8 +46,8 @@ class MultimodalSuite(Suite, chapter="multimodal"):
     """Multimodal columns beside the token columns."""
 
     def test_images_ride_with_the_tokens(self, store: Store) -> None:
-        """Contract: "fields is what producers are expected to write; further fields may be written (multimodal extras
-        ride along)." and "The first dim after the batch may differ per row."
+        """Contract: "fields is what producers are expected to write; further fields may be written (such as multimodal
+        columns)." and "The first dim after the batch may differ per row."
 
         Check first: columns that were not registered, jagged columns with trailing dims, and rows without any image.
         """
@@ -89,7 +89,7 @@ class MultimodalSuite(Suite, chapter="multimodal"):
             check_column(found[name], [rows[place] for place in (0, 2, 3)])
 
     def test_routed_experts_come_back_per_token(self, store: Store) -> None:
-        """Contract: "dtype and values bit for bit".
+        """Contract: "Dtype and values come back bit for bit".
 
         Check first: int64 values of more than 32 bits, and cells of rank 3 whose first dim differs per sample.
         """

@@ -19,7 +19,7 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
     """Listings and counts."""
 
     def test_partitions_are_listed(self, store: Store) -> None:
-        """Contract: "list_partitions(): the names of the registered partitions, sorted."
+        """Contract: "list_partitions() returns the names of the registered partitions, sorted."
 
         Check first: list_partitions must reply every registered partition, of whichever client, and no cleared one.
         """
@@ -34,8 +34,8 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
         assert second in listed
 
     def test_describe_counts_samples(self, store: Store) -> None:
-        """Contract: "how many samples it holds, and how many were cleared; their payload bytes; seconds since the first
-        write of the oldest"
+        """Contract: "how many samples the partition holds, and how many were cleared; the payload bytes that it holds;
+        the seconds since the first write of the oldest sample"
 
         Check first: inspect_partition. Overwritten and cleared payload must not be counted, and cleared samples must
         not count as the oldest.
@@ -78,10 +78,10 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
 
     @proves(Capability.LISTING, Capability.CLAIMS)
     def test_describe_counts_per_task(self, store: Store) -> None:
-        """Contract: "and per task how many samples are ready (a claim of all registered fields could give them now),
-        leased, and given for good."
+        """Contract: "for each task, how many samples are ready (a claim of all registered fields could give them now),
+        leased, and consumed"
 
-        Check first: inspect_partition. Each task has counts of its own, and an acked lease counts as given for good.
+        Check first: inspect_partition. Each task has counts of its own, and an acked sample counts as consumed.
         """
         partition = store.register("x", "y", tasks=["a", "b"])
         store.put(partition, ids(8), x=torch.arange(8))
@@ -99,8 +99,8 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
 
     @proves(Capability.LISTING, Capability.LEASES)
     def test_describe_names_the_oldest_lease(self, store: Store) -> None:
-        """Contract: "for the lease of the task that was given first: a sample of it, who holds it, how long already,
-        and how long still. A renewal keeps the time when it was given."
+        """Contract: "for each task, the oldest lease: one sample, the holder, its age and the time left. A renewal does
+        not change the age."
 
         Check first: inspect_partition. Leases that were acked, given back or ended must not count, and each task has
         its own.

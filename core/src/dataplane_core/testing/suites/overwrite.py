@@ -83,7 +83,7 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
 
     @proves(Capability.OVERWRITE, Capability.CLAIMS)
     def test_an_overwrite_keeps_the_order(self, store: Store) -> None:
-        """Contract: "Order: by first write."
+        """Contract: "Samples come in order of first write, unless a sampler says otherwise."
 
         Check first: an overwritten row must keep the number of its first write.
         """
@@ -93,7 +93,7 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
         assert store.claim(partition, 4).sample_ids == ids(4)
 
     def test_a_refused_overwrite_changes_nothing(self, store: Store) -> None:
-        """Contract: "a put that differs is a ValueError, and nothing is written."
+        """Contract: "A put that differs raises ValueError, and nothing is written."
 
         Check first: compare the field specs before the old cells are deleted.
         """

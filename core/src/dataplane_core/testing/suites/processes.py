@@ -51,7 +51,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
         assert worker.run(_workers.read_items, partition, ["a"], "x") == [1.5]
 
     def test_clears_cross_processes(self, store: Store) -> None:
-        """Contract: "None: drops the whole partition, schema included, whoever wrote it."
+        """Contract: "With None, it drops the whole partition, schema included, whoever wrote it."
 
         Check first: a clear must delete what other processes wrote. Claims that wait in other processes must end.
         """
@@ -122,7 +122,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
 
     @proves(Scope.HOST, Capability.LEASES)
     def test_a_lease_may_be_settled_elsewhere(self, store: Store) -> None:
-        """Contract: "Pickles (Ray ships it) and stays small".
+        """Contract: "A meta can be pickled (Ray sends it in this way) and stays small".
 
         Check first: the lease token alone must prove the lease, whichever process sends it.
         """

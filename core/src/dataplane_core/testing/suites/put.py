@@ -100,7 +100,8 @@ class PutSuite(Suite, chapter="put"):
         assert store.tags_of(partition) == {"s0": {"a": 1, "b": 5}, "s1": {"a": 2, "c": None, "d": True}}
 
     def test_tags_keep_their_types(self, store: Store) -> None:
-        """Contract: "Tag: small per-sample primitives kept beside the data, readable without fetching it."
+        """Contract: "Tag: a small named value of a sample (number, string, bool or None), readable without its
+        tensors."
 
         Check first: the encoding of tags must distinguish bool, int, float, str and None, and must keep ints of 64
         bits.
@@ -126,7 +127,7 @@ class PutSuite(Suite, chapter="put"):
         assert store.tags_of(partition) == {"s0": {"n": 1}, "s1": {"n": 2}}
 
     def test_put_without_ids_does_no_io(self, store: Store) -> None:
-        """Contract: "Empty ids: an empty meta, no I/O."
+        """Contract: "Empty ids return an empty meta without I/O."
 
         Check first: core, not the backend: core must return without a call of the hook.
         """
@@ -216,7 +217,7 @@ class PutSuite(Suite, chapter="put"):
         assert found["y"].tolist() == list(range(1000))[::-1]
 
     def test_a_cell_of_16_mb(self, store: Store) -> None:
-        """Contract: "dtype and values bit for bit".
+        """Contract: "Dtype and values come back bit for bit".
 
         Check first: the size limits and the chunking of the engine's messages.
         """
@@ -281,7 +282,7 @@ class PutSuite(Suite, chapter="put"):
         assert store.get(partition, ids(4))["x"].tolist() == [0, 1, 2, 3]
 
     def test_middleware_may_add_its_column_first(self, store: Store) -> None:
-        """Hook spec: "Field -> its spec; the same keys as columns".
+        """Hook spec: "Field -> its spec; the same keys as columns."
 
         Check first: find the field spec of a column by its name, never by its position.
         """

@@ -65,7 +65,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     @pytest.mark.parametrize(("first", "later"), [case[:2] for case in _MISMATCHES], ids=[c[2] for c in _MISMATCHES])
     def test_a_field_keeps_its_schema(self, store: Store, first: str, later: Callable[[], Any]) -> None:
         """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape,
-        fixed by its first write; a put that differs is a ValueError, and nothing is written."
+        fixed by its first write. A put that differs raises ValueError, and nothing is written."
 
         Check first: compare request.specs with the field specs of the first write before anything is stored.
         """
@@ -98,7 +98,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
         store.put(partition, ["a"], x=torch.tensor([2]))
 
     def test_a_refused_put_fixes_no_schema(self, store: Store) -> None:
-        """Contract: "a put that differs is a ValueError, and nothing is written."
+        """Contract: "A put that differs raises ValueError, and nothing is written."
 
         Check first: the commit, not the check before it, must record the field specs of new fields.
         """
@@ -125,7 +125,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     # --- arguments ----------------------------------------------------------------------------------------------------
 
     def test_put_of_nothing_is_refused(self, store: Store) -> None:
-        """Contract: "Neither fields nor tags, repeated ids, sizes that differ: ValueError."
+        """Contract: "A ValueError is raised if there are neither fields nor tags, if ids repeat, or if sizes differ."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -138,7 +138,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
         assert calls == []
 
     def test_repeated_ids_are_refused(self, store: Store) -> None:
-        """Contract: "Neither fields nor tags, repeated ids, sizes that differ: ValueError."
+        """Contract: "A ValueError is raised if there are neither fields nor tags, if ids repeat, or if sizes differ."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -149,7 +149,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
 
     @pytest.mark.parametrize("num_rows", [1, 3])
     def test_sizes_that_differ_are_refused(self, store: Store, num_rows: int) -> None:
-        """Contract: "Neither fields nor tags, repeated ids, sizes that differ: ValueError."
+        """Contract: "A ValueError is raised if there are neither fields nor tags, if ids repeat, or if sizes differ."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -161,7 +161,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
         assert not store.has(partition, "a")
 
     def test_an_unknown_partition_is_refused(self, store: Store) -> None:
-        """Contract: "Unknown partition: KeyError."
+        """Contract: "An unknown partition raises KeyError."
 
         Check first: put_samples must raise UnknownPartitionError. It must not create the partition.
         """
@@ -207,7 +207,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
         ids=["list", "tensor", "numpy", "int_key", "int_of_65_bits", "not_a_dict"],
     )
     def test_tags_are_primitives(self, store: Store, tags: Any) -> None:
-        """Contract: "Tag: small per-sample primitives kept beside the data".
+        """Contract: "Tag: a small named value of a sample (number, string, bool or None)".
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -221,7 +221,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     @pytest.mark.parametrize("leaf", ["string", "nested_dict", "object_for_all_rows"])
     def test_other_leaves_are_refused(self, store: Store, leaf: str) -> None:
         """Contract: "A leaf that is neither a tensor nor a row-aligned object column (NonTensorStack or
-        np.ndarray(dtype=object) of length N): TypeError that says "non-tensor"."
+        np.ndarray(dtype=object) of length N) raises a TypeError that says "non-tensor"."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -237,7 +237,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
         assert not store.has(partition, "a")
 
     def test_object_columns_have_one_item_per_row(self, store: Store) -> None:
-        """Contract: "Neither fields nor tags, repeated ids, sizes that differ: ValueError."
+        """Contract: "A ValueError is raised if there are neither fields nor tags, if ids repeat, or if sizes differ."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -247,7 +247,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
         assert not store.has(partition, "a")
 
     def test_meta_tensors_are_refused(self, store: Store) -> None:
-        """Contract: "Meta-device tensors: TypeError".
+        """Contract: "Meta-device tensors raise TypeError."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -259,7 +259,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
     @pytest.mark.parametrize("kind", list(_OUTSIDE))
     def test_objects_outside_the_closed_set_are_refused(self, store: Store, kind: str) -> None:
         """Contract: "Object items come from a closed set: None, bool, int (64 bit), float, str, bytes, list, dict with
-        str keys, tensors; else TypeError, on every backend."
+        str keys, tensors. Any other item raises TypeError, on every backend."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -269,7 +269,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
         assert not store.has(partition, "a", "o")
 
     def test_allow_pickle_opens_the_set(self, store: Store) -> None:
-        """Contract: "allow_pickle: true in the config opens it."
+        """Contract: "allow_pickle: true in the config opens the set."
 
         Check first: encoded items must be stored unchanged. Native items must be copied, whatever their type.
         """
@@ -296,7 +296,7 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
             store.hooks.put(store.new_id(), ["b"], batch(1, x=torch.tensor([1])))
 
     def test_a_put_after_a_refused_one_works(self, store: Store) -> None:
-        """Contract: "a put that differs is a ValueError, and nothing is written."
+        """Contract: "A put that differs raises ValueError, and nothing is written."
 
         Check first: what the hook reserves before its checks (keys, rows, locks) must be released when a check fails.
         """

@@ -127,7 +127,7 @@ class RaceSuite(Suite, chapter="races"):
 
     @proves(Capability.GROUPS)
     def test_racing_puts_never_overfill_a_group(self, store: Store) -> None:
-        """Contract: "An id without _g or a surplus member: ValueError at put."
+        """Contract: "A put with an id without _g, or with a surplus member of a group, raises ValueError."
 
         Check first: the commit must count the members of the group again, in the same atomic step.
         """
@@ -347,8 +347,8 @@ class RaceSuite(Suite, chapter="races"):
             assert tags[name] == {f"t{field[1:]}": index for field in fields}, "tags of a concurrent put were lost"
 
     def test_racing_first_writes_agree_on_a_schema(self, store: Store) -> None:
-        """Contract: "a field keeps one kind (tensor, object), dtype, rank and trailing shape, fixed by its first write;
-        a put that differs is a ValueError, and nothing is written."
+        """Contract: "a field keeps one kind (tensor, object), dtype, rank and trailing shape, fixed by its first write.
+        A put that differs raises ValueError, and nothing is written."
 
         Check first: the commit must compare the field specs again, in the same atomic step.
         """

@@ -138,8 +138,8 @@ class RegistrationSuite(Suite, chapter="registration"):
         store.client.ack(new)
 
     def test_further_fields_may_be_written(self, store: Store) -> None:
-        """Contract: "fields is what producers are expected to write; further fields may be written (multimodal extras
-        ride along)."
+        """Contract: "fields is what producers are expected to write; further fields may be written (such as multimodal
+        columns)."
 
         Check first: the backend must accept fields that were not registered. The first write of a field must create it.
         """
@@ -150,7 +150,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         assert found["image_grid"] == [[1], [2]]
 
     def test_partitions_with_equal_ids_stay_apart(self, store: Store) -> None:
-        """Contract: "Sample: one item of it, with a string id unique in its partition."
+        """Contract: "Sample: one item of a partition, named by a string id that is unique in the partition."
 
         Check first: every hook must address rows by partition and id together.
         """
@@ -163,7 +163,8 @@ class RegistrationSuite(Suite, chapter="registration"):
         assert store.get(second, ids(3))["x"].tolist() == [10, 11, 12]
 
     def test_any_string_is_an_id(self, store: Store) -> None:
-        """Contract: "Partition: a named table. Sample: one item of it, with a string id unique in its partition."
+        """Contract: "Partition: a named table with its own schema, samples and tasks." and "Sample: one item of a
+        partition, named by a string id that is unique in the partition."
 
         Check first: how names become keys of the engine. Escape them, so that a separator inside a name cannot be
         confused with one between names.
@@ -178,7 +179,7 @@ class RegistrationSuite(Suite, chapter="registration"):
             assert store.claim(partition, 99, *columns, task="t a/b:ü").sample_ids == _ODD_NAMES
 
     def test_enums_take_their_words(self, store: Store) -> None:
-        """Contract: "enums maps a field to the strings that it may hold; any other string is a ValueError."
+        """Contract: "enums maps a field to the strings that it may hold. Any other string raises ValueError."
 
         Check first: PartitionInfo must hold the enums of the registration. Core checks values against them.
         """
@@ -187,7 +188,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         assert store.get(partition, ids(3), "role")["role"] == ["user", "assistant", "user"]
 
     def test_enums_refuse_other_words(self, store: Store) -> None:
-        """Contract: "enums maps a field to the strings that it may hold; any other string is a ValueError."
+        """Contract: "enums maps a field to the strings that it may hold. Any other string raises ValueError."
 
         Check first: PartitionInfo must hold the enums of the registration. Core checks values against them.
         """
@@ -236,7 +237,7 @@ class RegistrationSuite(Suite, chapter="registration"):
     def test_register_checks_its_arguments(
         self, store: Store, arguments: dict[str, object], error_type: type[Exception]
     ) -> None:
-        """Contract: "Core does once, for all backends: argument checks".
+        """Contract: "Core does the following once, for all backends: argument checks".
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
@@ -287,7 +288,7 @@ class RegistrationSuite(Suite, chapter="registration"):
             store.hooks.describe(partition)
 
     def test_the_epoch_is_the_one_that_the_registration_drew(self, store: Store) -> None:
-        """Hook spec: "The id of the registration, if it is a new one: random bits drawn by the client".
+        """Hook spec: "The id of the registration, if it is a new one: random bits drawn by the client (new_id)."
 
         Check first: use the epoch of the request. Do not count epochs in the store: a store that is restored to an
         older state would use the same epochs again.

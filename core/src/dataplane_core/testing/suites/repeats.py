@@ -52,7 +52,7 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
 
     @pytest.mark.parametrize("size", list(_SIZES))
     def test_a_put_repeated_after_an_overwrite_leaves_the_newer_value(self, store: Store, size: str) -> None:
-        """Contract: "Repeated with the same id, it is carried out once and gives the first outcome"
+        """Contract: "A request that is repeated with the same id is carried out once and gives the first outcome"
 
         Check first: the put hook must keep PutRequest.request_id with what it commits, in one step, and look for it
         before it commits.
@@ -68,7 +68,7 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
         assert _values(store, partition, ids(3)) == [3, 3, 3], "a put with another id was taken for a repeated one"
 
     def test_a_put_of_tags_repeated_leaves_the_newer_tags(self, store: Store) -> None:
-        """Contract: "Repeated with the same id, it is carried out once and gives the first outcome"
+        """Contract: "A request that is repeated with the same id is carried out once and gives the first outcome"
 
         Check first: a put without columns has an id too.
         """
@@ -104,7 +104,7 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
 
     @proves(Capability.REPEATABLE, Capability.CAPACITY)
     def test_a_put_repeated_while_the_store_is_full_succeeds(self, store: Store) -> None:
-        """Contract: "Repeated with the same id, it is carried out once and gives the first outcome"
+        """Contract: "A request that is repeated with the same id is carried out once and gives the first outcome"
 
         Check first: the id must be looked for before room is reserved. The first put has its room.
         """
@@ -117,7 +117,7 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
         assert hooks.put(partition, ["a"], rows, request_id=request) == first
 
     def test_a_refused_put_repeated_is_tried_anew(self, store: Store) -> None:
-        """Contract: "A request that was refused changed nothing; repeated, it is tried anew."
+        """Contract: "A request that was refused changed nothing. If it is repeated, it is tried anew."
 
         Check first: the id is kept by the commit, not before.
         """
@@ -135,8 +135,8 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
 
     @pytest.mark.parametrize("size", list(_SIZES))
     def test_puts_with_the_same_id_at_the_same_time_are_carried_out_once(self, store: Store, size: str) -> None:
-        """Contract: "Two requests with the same id at the same time: one is carried out, and both succeed, or fail as
-        it did."
+        """Contract: "Of two requests with the same id at the same time, one is carried out, and both succeed, or fail
+        as it did."
 
         Check first: the id must be looked for again in the step that commits.
         """
@@ -198,7 +198,7 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
 
     @proves(Capability.REPEATABLE, Capability.LEASES)
     def test_a_refused_ack_repeated_is_refused_again(self, store: Store) -> None:
-        """Contract: "A request that was refused changed nothing; repeated, it is tried anew."
+        """Contract: "A request that was refused changed nothing. If it is repeated, it is tried anew."
 
         Check first: a refusal must not keep the id as done.
         """

@@ -50,7 +50,7 @@ class RoomSuite(Suite, chapter="room"):
     """Payload is deleted from the engine, not only from the ledger."""
 
     def test_rows_that_are_cleared_leave_the_engine(self, store: Store) -> None:
-        """Contract: "ids: drops those rows with their tags and cursors".
+        """Contract: "With ids, it drops those rows with their tags and cursors".
 
         Check first: the delete method, or the engine call that your backend uses instead. It must really delete the
         payload, and clear_samples must call it for every row.
@@ -65,7 +65,7 @@ class RoomSuite(Suite, chapter="room"):
             _shrinks_to(held, 0, "all rows were cleared")
 
     def test_a_cleared_partition_leaves_the_engine(self, store: Store) -> None:
-        """Contract: "None: drops the whole partition, schema included, whoever wrote it."
+        """Contract: "With None, it drops the whole partition, schema included, whoever wrote it."
 
         Check first: a clear of a partition must delete the payload of all its rows, from every put.
         """

@@ -85,7 +85,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         assert store.client.check_consumption_status(partition, ["train"])
 
     def test_a_cleared_batch_is_refused(self, store: Store) -> None:
-        """Contract: "If a sample of the batch was cleared: ValueError."
+        """Contract: "If a sample of the batch was cleared, the claim raises ValueError."
 
         Check first: the claim must not give other samples in place of the cleared ones.
         """
@@ -101,8 +101,8 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
             store.claim(partition, 2, dp_rank=0, batch_index=0)
 
     def test_balanced_ranks(self, store: Store) -> None:
-        """Contract: "as many for each rank, at most one unit apart, and about as many tokens by the tag
-        input_lengths."
+        """Contract: "the ranks' numbers of samples (or groups) differ by at most one, and all get about the same number
+        of tokens, by the tag input_lengths."
 
         Check first: the claim hook must pass `dp_rank` and `dp_size` to the ledger.
         """
@@ -126,7 +126,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
 
     @proves(Capability.SAMPLERS, Capability.GROUPS)
     def test_balanced_groups_stay_whole(self, store: Store) -> None:
-        """Contract: "as many for each rank, at most one unit apart"
+        """Contract: "the ranks' numbers of samples (or groups) differ by at most one"
 
         Check first: the units that are divided are whole groups.
         """

@@ -89,7 +89,8 @@ class SmokeSuite(Suite, chapter="smoke"):
 
     @proves(Capability.CLAIMS)
     def test_smoke_hundreds_of_rows_are_claimed_once(self, store: Store) -> None:
-        """Contract: "Across all clients and processes no sample is given to a task twice." and "Order: by first write."
+        """Contract: "Across all clients and processes no sample is given to a task twice." and "Samples come in order
+        of first write, unless a sampler says otherwise."
 
         Check first: the claim hook. It must mark the samples that it gives, and must leave out none.
         """
@@ -103,8 +104,8 @@ class SmokeSuite(Suite, chapter="smoke"):
         assert store.client.check_consumption_status(partition, ["train"])
 
     def test_smoke_a_clear_takes_what_it_names(self, store: Store) -> None:
-        """Contract: "ids: drops those rows with their tags and cursors; ids not there are ignored." and "None: drops
-        the whole partition, schema included, whoever wrote it."
+        """Contract: "With ids, it drops those rows with their tags and cursors. Ids that are not there are ignored."
+        and "With None, it drops the whole partition, schema included, whoever wrote it."
 
         Check first: clear_samples, for some rows and for all. Rows that it does not name must stay.
         """

@@ -57,8 +57,8 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
     @pytest.mark.parametrize(("tag_filter", "expected"), _FILTERS, ids=_NAMES)
     @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
     def test_claims_match_the_filter(self, store: Store, tag_filter: dict[str, Any], expected: list[int]) -> None:
-        """Contract: "a small declarative predicate on tags ({"weight_version": (">=", 7)}), applied where the tags
-        live."
+        """Contract: "with tag_filter, a small predicate on tags such as {'weight_version': ('>=', 7)}, a claim hands
+        out only samples that match it."
 
         Check first: use dataplane_core.spec.matches. All conditions must hold. A missing tag, or a type that cannot be
         compared, does not match.
@@ -76,7 +76,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
     @pytest.mark.parametrize(("tag_filter", "expected"), _FILTERS, ids=_NAMES)
     @proves(Capability.TAG_FILTERS, Capability.LISTING)
     def test_listings_match_the_filter(self, store: Store, tag_filter: dict[str, Any], expected: list[int]) -> None:
-        """Contract: "list_samples(partition_id, tag_filter=None, sample_ids=None) -> meta (listing): ids and tags, no
+        """Contract: "list_samples(partition_id, tag_filter=None, sample_ids=None) -> meta returns ids and tags, no
         data."
 
         Check first: use dataplane_core.spec.matches. The rules are the same as for claims.
@@ -103,7 +103,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
 
     @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
     def test_skipped_samples_keep_their_place(self, store: Store) -> None:
-        """Contract: "Order: by first write."
+        """Contract: "Samples come in order of first write, unless a sampler says otherwise."
 
         Check first: samples that do not match must stay in the pool, at their places in the order.
         """
@@ -115,7 +115,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
 
     @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
     def test_blocking_claims_wait_for_matching_samples(self, store: Store) -> None:
-        """Contract: "Blocking: waits until batch_size samples are ready".
+        """Contract: "A blocking claim waits until batch_size samples are ready".
 
         Check first: samples that do not match must not count as ready.
         """
@@ -152,7 +152,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
     )
     @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
     def test_malformed_filters_are_refused(self, store: Store, tag_filter: Any) -> None:
-        """Contract: "a small declarative predicate on tags".
+        """Contract: "a small predicate on tags".
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """

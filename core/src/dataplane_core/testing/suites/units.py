@@ -60,7 +60,7 @@ class UnitSuite(Suite, chapter="units", proof=Capability.UNITS):
         assert store.get(partition, ids(_NUM_ROWS, "later"))["x"].tolist() == list(range(_NUM_ROWS))
 
     def test_a_unit_that_is_removed_now_loses_its_rows_and_no_others(self, store: Store) -> None:
-        """Contract: "with now it ends at once: its rows are lost, as if its process had died"
+        """Contract: "With now it ends at once: its rows are lost, as if its process had died"
 
         Check first: a read of the rows of a unit that ended must fail at once with the refs that are gone; other rows
         must be read as before.
@@ -91,7 +91,8 @@ class UnitSuite(Suite, chapter="units", proof=Capability.UNITS):
         )
 
     def test_units_that_are_not_there_are_refused(self, store: Store) -> None:
-        """Contract: "No such unit, or the only one that takes rows: ValueError."
+        """Contract: "If there is no such unit, or if it is the only one that takes rows, remove_unit raises
+        ValueError."
 
         Check first: change_units must raise InvalidRequestError, and change nothing.
         """

@@ -64,7 +64,7 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
 
     @pytest.mark.parametrize("change", ["put", "last field", "nack", "tag", "reset"])
     def test_a_claim_is_woken_when_its_samples_are_ready(self, store: Store, change: str) -> None:
-        """Contract: "With wakes, the store wakes it when it can be answered"
+        """Contract: "With wakes, the store wakes a waiting claim when it can be answered"
 
         Check first: every operation that makes samples ready must wake: puts of cells and of tags, nack,
         reset_consumption.
@@ -97,7 +97,7 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
             assert claim.result(what="the claim").sample_ids == ["a"]
 
     def test_a_claim_is_woken_when_it_need_not_wait(self, store: Store) -> None:
-        """Contract: "With wakes, the store wakes it when it can be answered"
+        """Contract: "With wakes, the store wakes a waiting claim when it can be answered"
 
         Check first: a claim can be answered, too, when the partition is cleared, or can give the task no more.
         """
@@ -135,7 +135,7 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
         assert sorted(each.result().sample_ids[0] for each in claims) == ids(8)
 
     def test_a_claim_that_timed_out_does_not_stop_the_next(self, store: Store) -> None:
-        """Contract: "With wakes, the store wakes it when it can be answered"
+        """Contract: "With wakes, the store wakes a waiting claim when it can be answered"
 
         Check first: the last question of a claim that times out has `explain` set. The claim does not wait after it.
         """
@@ -149,7 +149,7 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
 
     @proves(Capability.WAKES, Scope.HOST)
     def test_a_claim_of_a_killed_process_does_not_stop_the_next(self, store: Store) -> None:
-        """Contract: "With wakes, the store wakes it when it can be answered"
+        """Contract: "With wakes, the store wakes a waiting claim when it can be answered"
 
         Check first: what waits for a client must be dropped with the client, and the next claim woken in its place.
         """

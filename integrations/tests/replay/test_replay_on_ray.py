@@ -15,8 +15,8 @@ import torch
 
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import InvalidRequestError
-from dataplane_integrations.errors import ReplayTimeoutError
+from dataplane_core.errors import DataPlaneError, InvalidRequestError
+from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
 from dataplane_integrations.ray_actors import ActorRequest, start_actors
 from dataplane_integrations.replay import (
     Collector,
@@ -142,6 +142,34 @@ def test_a_buffer_in_an_actor_is_saved_and_restored(store: DataPlaneClient, tmp_
         assert restore_replay(tmp_path, store, buffer=buffer).extra == {"step": 1}
         assert buffer.counts.trained == 1
         assert buffer.take(1)[0].sample_ids == ids[2:]
+
+
+class EngineError(Exception):
+    """Cannot be read back from a pickle, as many errors of libraries."""
+
+    def __init__(self, text: str, *, response: int) -> None:
+        super().__init__(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"), [(OSError("no GPU"), OSError), (EngineError("no GPU", response=503), DataPlaneError)]
+)
+def test_a_trainer_learns_from_an_actor_why_rollouts_have_stopped(
+    store: DataPlaneClient, error: Exception, cause: type[Exception]
+) -> None:
+    def rollout(reservations: Sequence[Reservation]) -> Any:
+        raise error
+
+    with start_actors([book(store)]) as books:
+        buffer = RemoteReplayBuffer(books.actors["book"], "replay", WAIT_S)
+        collector = Collector(buffer, rollout, client=store, max_failures=1)
+        collector.start()
+        with pytest.raises(CollectorFailedError, match=f"{type(error).__name__}: no GPU") as caught:
+            buffer.select(1, timeout_s=30)
+        with pytest.raises(CollectorFailedError):
+            collector.stop()
+    assert type(caught.value.__cause__) is cause
+    assert "no GPU" in str(caught.value.__cause__)
 
 
 @pytest.mark.long

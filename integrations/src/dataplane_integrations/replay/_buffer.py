@@ -303,6 +303,7 @@ class ReplayBuffer(BufferState):
 
     def take(
         self,
+        /,
         num_groups: int,
         select_fields: Sequence[str] | None = None,
         *,

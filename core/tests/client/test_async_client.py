@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import pickle
 import subprocess
 import sys
 import threading
@@ -113,6 +114,14 @@ def test_errors_are_those_of_the_synchronous_client():
         asyncio.run(connect_async(NOOP, bootstrap=False))
 
 
+async def _cancelled(task):
+    """What became of an operation, which raises as any task that is cancelled."""
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    assert caught.type is asyncio.CancelledError
+    return OperationCancelledError.of(caught.value)
+
+
 def test_a_claim_that_is_cancelled_while_it_waits_takes_nothing():
     async def main():
         async with await _open() as client:
@@ -138,9 +147,9 @@ def test_a_claim_that_is_cancelled_when_it_was_handed_samples_gives_them_back(bl
             claim.cancel()  # a second time, while the first is under way
             assert not claim.done()
             gate.opened.set()
-            with pytest.raises(OperationCancelledError, match=r"claim_meta was cancelled\. .* given back") as caught:
-                await claim
-            assert (caught.value.outcome, caught.value.result) == ("given back", None)
+            told = await _cancelled(claim)
+            assert str(told) == "[noop] claim_meta was cancelled. What it was handed was given back."
+            assert (told.outcome, told.result) == ("given back", None)
             again = await client.claim_meta("p", "t", ["x"], 1, timeout_s=5.0)
             assert again.sample_ids == ["a"]
 
@@ -156,10 +165,9 @@ def test_a_cancelled_claim_without_a_lease_says_which_samples_it_was_given():
             await gate.is_entered()
             claim.cancel()
             gate.opened.set()
-            with pytest.raises(OperationCancelledError) as caught:
-                await claim
-            assert caught.value.outcome == "done"
-            assert caught.value.result.sample_ids == ["a", "b"]
+            told = await _cancelled(claim)
+            assert told.outcome == "done"
+            assert pickle.loads(pickle.dumps(told)).result.sample_ids == ["a", "b"]
 
     asyncio.run(main())
 
@@ -173,8 +181,7 @@ def test_a_cancelled_claim_of_a_rank_is_given_to_the_next_one():
             await gate.is_entered()
             claim.cancel()
             gate.opened.set()
-            with pytest.raises(OperationCancelledError):
-                await claim
+            assert await _cancelled(claim)
             return (await client.claim_meta("p", "t", ["x"], 1, 0)).sample_ids
 
     assert asyncio.run(main()) == ["a"]
@@ -191,11 +198,36 @@ def test_a_put_that_is_cancelled_under_way_is_waited_for_and_says_what_became_of
             await asyncio.sleep(0.01)
             assert not put.done()  # its memory is still in use
             gate.opened.set()
-            with pytest.raises(OperationCancelledError) as caught:
-                await put
-            assert caught.value.outcome == "done"
-            assert caught.value.result.sample_ids == ["a"]
+            told = await _cancelled(put)
+            assert (told.outcome, told.result.sample_ids) == ("done", ["a"])
             assert await client.list_sample_ids("p") == ["a"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["timeout", "wait_for"])
+def test_a_timeout_of_asyncio_is_a_timeout_error_and_knows_what_became_of_the_operation(how):
+    async def main():
+        gate = Gate("put_samples")
+        async with await _open(gate) as client:
+            put = asyncio.create_task(_put(client, "a"))
+            await gate.is_entered()
+
+            async def in_time():
+                if how == "wait_for":
+                    await asyncio.wait_for(put, 0.001)
+                async with asyncio.timeout(0.001):
+                    await put
+
+            waiting = asyncio.create_task(in_time())
+            while not put.cancelling():
+                await asyncio.sleep(0.001)
+            gate.opened.set()
+            with pytest.raises(TimeoutError) as caught:
+                await waiting
+            told = OperationCancelledError.of(caught.value)
+            assert (told.outcome, told.result.sample_ids) == ("done", ["a"])
+            assert OperationCancelledError.of(TimeoutError()) is None
 
     asyncio.run(main())
 
@@ -209,9 +241,7 @@ def test_a_put_that_is_cancelled_before_it_runs_changes_nothing():
             second = asyncio.create_task(_put(client, "b"))
             await asyncio.sleep(0)
             second.cancel()
-            with pytest.raises(OperationCancelledError) as caught:
-                await second
-            assert caught.value.outcome == "not run"
+            assert (await _cancelled(second)).outcome == "not run"
             gate.opened.set()
             await first
             assert await client.list_sample_ids("p") == ["a"]
@@ -228,10 +258,9 @@ def test_a_cancelled_put_that_fails_says_so():
             await client.clear_samples(None, "p")
             put.cancel()
             gate.opened.set()
-            with pytest.raises(OperationCancelledError) as caught:
-                await put
-            assert caught.value.outcome == "failed"
-            assert isinstance(caught.value.__cause__, UnknownPartitionError)
+            told = await _cancelled(put)
+            assert told.outcome == "failed"
+            assert isinstance(told.__cause__, UnknownPartitionError)
 
     asyncio.run(main())
 

@@ -19,7 +19,7 @@ from dataplane_core.client.call_threads import Call, CallThreads
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.waiting import ClaimWait
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.errors import OperationTimeoutError
+from dataplane_core.errors import DataPlaneError, OperationTimeoutError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
 
@@ -39,8 +39,10 @@ _TOLD: Final[dict[Outcome, str]] = {
 _CLAIM: Final = inspect.signature(DataPlaneClient.claim_meta)
 
 
-class OperationCancelledError(asyncio.CancelledError):
-    """An operation of `AsyncDataPlaneClient` was cancelled when it was queued or under way.
+class OperationCancelledError(DataPlaneError):
+    """What became of an operation of `AsyncDataPlaneClient` that was cancelled when it was queued or under way.
+
+    It is the cause of the `asyncio.CancelledError` that the operation raises; `of` finds it.
 
     Attributes:
         outcome: ``not run``: it changed nothing. ``done``: it is done, as if it had not been cancelled. ``failed``: it
@@ -49,10 +51,21 @@ class OperationCancelledError(asyncio.CancelledError):
             given.
     """
 
-    def __init__(self, what: str, outcome: Outcome, result: Any = None) -> None:
-        super().__init__(f"{what} was cancelled. {_TOLD[outcome]}")
+    def __init__(self, message: str, *, outcome: Outcome = "not run", result: Any = None, **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
         self.outcome: Outcome = outcome
         self.result = result
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self | None:
+        """Finds it among the causes of an error: an `asyncio.CancelledError`, or the `TimeoutError` of asyncio.
+
+        None: the cancelled task had no operation under way.
+        """
+        found: BaseException | None = error
+        while found is not None and not isinstance(found, cls):
+            found = found.__cause__
+        return found
 
 
 def _in_thread(
@@ -97,8 +110,9 @@ class AsyncDataPlaneClient:
     may share a client.
 
     **Cancellation.** An operation that is cancelled before it runs does nothing. One that runs already is waited for,
-    at most ``op_timeout_s``, since it uses the caller's memory; then `OperationCancelledError` says what became of it.
-    A cancelled claim gives back what it was handed. `asyncio.timeout` works the same way.
+    at most ``op_timeout_s``, since it uses the caller's memory. The cause of the `asyncio.CancelledError` is then an
+    `OperationCancelledError`, which says what became of it. A cancelled claim gives back what it was handed.
+    `asyncio.timeout` works the same way: `OperationCancelledError.of` finds the error behind its `TimeoutError`.
 
     Examples:
         >>> import asyncio
@@ -262,7 +276,7 @@ class AsyncDataPlaneClient:
             if_cancelled: Called in a thread with the result of a cancelled call. Returns what is left of it.
 
         Raises:
-            OperationCancelledError: It was cancelled.
+            asyncio.CancelledError: It was cancelled. The cause, an `OperationCancelledError`, says what became of it.
         """
         until = time.monotonic() + self.config.op_timeout_s
 
@@ -277,17 +291,23 @@ class AsyncDataPlaneClient:
         call = (self._writers if writes else self._others).submit(in_time)
         try:
             await call.end()
-        except asyncio.CancelledError as cancelled:
-            if call.cancel():
-                raise OperationCancelledError(what, "not run") from cancelled
-            await _end_of(call)
-            if call.error is None:
-                left = self._others.submit(partial(if_cancelled, call.result))
-                await _end_of(left)
-                if left.error is None:
-                    raise OperationCancelledError(what, *left.result) from cancelled
-                call.error = left.error
-            raise OperationCancelledError(what, "failed") from call.error
+        except asyncio.CancelledError:
+            outcome: Outcome = "not run"
+            result = error = None
+            if not call.cancel():
+                await _end_of(call)
+                error = call.error
+                if error is None:
+                    left = self._others.submit(partial(if_cancelled, call.result))
+                    await _end_of(left)
+                    error = left.error
+                outcome, result = ("failed", None) if error is not None else left.result
+            told = OperationCancelledError(
+                f"{what} was cancelled. {_TOLD[outcome]}", outcome=outcome, result=result, backend=self.backend_name
+            )
+            told.__cause__ = error
+            # not a subclass: `asyncio.timeout` and task groups of Python 3.11 know a cancellation by its exact type
+            raise asyncio.CancelledError(told.message) from told
         if call.error is not None:
             raise call.error
         return call.result

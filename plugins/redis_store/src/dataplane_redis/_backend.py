@@ -95,7 +95,7 @@ class RedisBackend(Backend):
     capabilities = frozenset(Capability) - {Capability.SAMPLERS, Capability.UNITS}
     why_not_declared: ClassVar = {
         Capability.SAMPLERS: "the server's scripts give samples in order of first write only",
-        Capability.UNITS: "one server holds the payload",
+        Capability.UNITS: "Redis servers hold the payload, and their operator adds and removes them",
     }
     scope = Scope.CLUSTER
     Config = RedisConfig

@@ -42,7 +42,7 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
     scope = Scope.CLUSTER
     opens_in_forks = False
     why_not_declared: ClassVar[Mapping[str, str]] = {
-        Capability.DURABLE: "TransferQueue's controller and storage units keep everything in memory",
+        Capability.DURABLE: "the payload is in memory; the option `journal` keeps only the ledger",
         Capability.WAKES: "TransferQueue's controller answers requests, and sends nothing by itself",
         Capability.NO_PICKLE: "TransferQueue's messages and Ray's carry pickles over sockets without authentication",
     }

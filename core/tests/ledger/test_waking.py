@@ -103,6 +103,44 @@ def test_a_claim_that_is_woken_asks_by_itself_only_when_a_lease_may_end():
     assert list(made.claim("b").sample_ids) == ["1"]
 
 
+def test_a_claim_that_waits_learns_of_a_lease_that_was_given_after_it_asked():
+    made = Waiting()
+    made.claim("waits", 2)
+    made.put("1")
+    assert list(made.claim("holder", lease_s=4.0).sample_ids) == ["1"]
+    made.put("2")
+    assert made.woken == ["waits"]
+    assert made.claim("waits", 2).ask_again_s == 4.0
+    made.now = 1.0
+    made.service.call(commands.Renew("p", "t", ["1"], ["holder"], 2.0))  # it ends sooner: at 3.0
+    assert made.woken == ["waits", "waits"]
+    assert made.claim("waits", 2).ask_again_s == 2.0
+    made.now = 3.0
+    assert list(made.claim("waits", 2).sample_ids) == ["1", "2"]
+
+
+def test_of_claims_that_ask_the_same_one_learns_of_a_lease_and_only_if_it_would_ask_too_late():
+    made = Waiting()
+    for name in "abc":
+        made.claim(name, 2)
+    made.claim("other", 2, fields=("y",))
+
+    def leased(name, lease_s):
+        made.put(name)
+        assert list(made.claim("holder", lease_s=lease_s).sample_ids) == [name]
+
+    leased("1", 60.0)
+    assert made.woken == []  # whoever waits asks long before that
+    made.gone.add("a")
+    leased("2", 4.0)
+    assert made.woken == ["a", "b", "other"]
+    assert made.claim("b", 2).ask_again_s == made.claim("other", 2, fields=("y",)).ask_again_s == 4.0
+    leased("3", 6.0)
+    assert made.woken == ["a", "b", "other"]
+    made.service.stop_waiting("b")
+    assert made.woken == ["a", "b", "other", "c"]
+
+
 def test_a_claim_that_takes_the_last_sample_wakes_those_who_wait_for_nothing_more():
     made = Waiting(num_samples=2)
     made.put("1", "2")

@@ -22,6 +22,7 @@ dies in between.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -509,8 +510,9 @@ class Ledger:
         return self._partition(claim.partition_id).num_ready(claim, now)
 
     def next_lease_check(self, partition_id: str) -> float:
-        """No lease of a partition ends before this time."""
-        return self._partition(partition_id).leases.next_check()
+        """No lease of a partition ends before this time. Infinite if there is none."""
+        partition = self._partitions.get(partition_id)
+        return math.inf if partition is None else partition.leases.next_check()
 
     def partition_of_put(self, write_id: int) -> str | None:
         """The partition of a put that is begun and not committed."""

@@ -91,6 +91,8 @@ class LedgerService:
             finally:
                 if changes is not None:
                     self._waiting.wake(changes, self._num_ready)
+                if self._waiting and isinstance(command, (commands.ClaimSamples, commands.Renew)):
+                    self._tell_of_leases(command.partition_id)
                 if self._room_wakes and (
                     self._ledger.held_bytes < held_bytes or isinstance(command, commands.WaitForRoom)
                 ):
@@ -104,6 +106,7 @@ class LedgerService:
             self._pacer.leave(token)
             if partition_id is not None:
                 self._waiting.wake(partition_id, self._num_ready)
+                self._tell_of_leases(partition_id)
 
     def _run(self, command: Command[Reply], wake: Callable[[], bool] | None) -> Reply:
         match command:
@@ -184,10 +187,16 @@ class LedgerService:
             if claim.sample_ids and self._waiting:  # others may have to wait no longer, since less is left
                 self._waiting.wake(command.partition_id, self._num_ready)
             return claim
-        self._waiting.add(command, wake)
-        lease_ends_s = self._ledger.next_lease_check(command.partition_id) - self._clock()
-        pause_s = max(min(lease_ends_s, LONGEST_PAUSE_S), _LEAST_LEASE_PAUSE_S, claim.ask_again_s)
+        lease_ends_at = self._ledger.next_lease_check(command.partition_id)
+        self._waiting.add(command, wake, lease_ends_at)
+        pause_s = max(min(lease_ends_at - self._clock(), LONGEST_PAUSE_S), _LEAST_LEASE_PAUSE_S, claim.ask_again_s)
         return replace(claim, ask_again_s=pause_s)
+
+    def _tell_of_leases(self, partition_id: str) -> None:
+        """Wakes claims of a partition that would ask too late, since a lease may end sooner than they know."""
+        lease_ends_at = self._ledger.next_lease_check(partition_id)
+        if lease_ends_at - self._clock() < LONGEST_PAUSE_S:
+            self._waiting.tell(partition_id, lease_ends_at)
 
     def _answer(self, command: commands.ClaimSamples) -> Claim:
         question = (command.partition_id, command.task_name, tuple(command.required_fields), repr(command.tag_filter))

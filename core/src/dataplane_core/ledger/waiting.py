@@ -24,10 +24,12 @@ class _Waiter:
 
     Attributes:
         wake: Tells its client to ask again. False if the client is gone.
+        lease_ends_at: Its client knows that a lease may end then, and asks again. Infinite: it knows of none.
         woken: Whether it was called since the claim last asked.
     """
 
     wake: Callable[[], bool]
+    lease_ends_at: float
     woken: bool = False
 
 
@@ -53,8 +55,8 @@ class WaitingClaims:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def add(self, claim: commands.ClaimSamples, wake: Callable[[], bool]) -> None:
-        """A claim waits, or still waits. It keeps its place."""
+    def add(self, claim: commands.ClaimSamples, wake: Callable[[], bool], lease_ends_at: float) -> None:
+        """A claim waits, or still waits. It keeps its place. It is told when a lease may end."""
         question = (
             claim.task_name,
             tuple(claim.required_fields),
@@ -74,11 +76,7 @@ class WaitingClaims:
         asked = questions.get(question)
         if asked is None:
             asked = questions[question] = _Asked(claim)
-        waiter = asked.waiters.get(claim.token)
-        if waiter is None:
-            asked.waiters[claim.token] = _Waiter(wake)
-        else:
-            waiter.wake, waiter.woken = wake, False
+        asked.waiters[claim.token] = _Waiter(wake, lease_ends_at)
 
     def drop(self, token: str) -> str | None:
         """A claim no longer waits. Returns its partition, or None if it did not wait."""
@@ -101,14 +99,7 @@ class WaitingClaims:
             partition_id: The partition, which changed.
             num_ready: How many samples are ready for a claim. Infinite if it can be answered however many are ready.
         """
-        questions = self._partitions.get(partition_id)
-        if questions is None:
-            return
-        looked_at = list(islice(questions.items(), _MOST_QUESTIONS))
-        for question, asked in looked_at:
-            if len(questions) > len(looked_at):  # the next change looks at others
-                del questions[question]
-                questions[question] = asked
+        for asked in self._some(partition_id):
             left = num_ready(asked.claim)
             needed = asked.claim.batch_size
             if SAMPLERS[asked.claim.sampler].for_all_ranks:
@@ -116,8 +107,33 @@ class WaitingClaims:
             for token, waiter in list(asked.waiters.items()) if left >= needed else ():
                 if left < needed:
                     break
-                if waiter.woken or waiter.wake():
-                    waiter.woken = True
+                if self._is_woken(token, waiter):
                     left -= needed
-                else:
-                    self.drop(token)
+
+    def tell(self, partition_id: str, lease_ends_at: float) -> None:
+        """Wakes claims that do not know that a lease may end so soon: of those that ask the same, the first.
+
+        It asks when the lease has ended, and others are woken then if they can be answered.
+        """
+        for asked in self._some(partition_id):
+            while asked.waiters:
+                token, waiter = next(iter(asked.waiters.items()))
+                if waiter.lease_ends_at <= lease_ends_at or self._is_woken(token, waiter):
+                    break
+
+    def _is_woken(self, token: str, waiter: _Waiter) -> bool:
+        """Wakes a claim, unless it was woken since it last asked. False if its client is gone: then it is dropped."""
+        waiter.woken = waiter.woken or waiter.wake()
+        if not waiter.woken:
+            self.drop(token)
+        return waiter.woken
+
+    def _some(self, partition_id: str) -> list[_Asked]:
+        """A few of the questions of a partition: others at the next call, if there are more."""
+        questions = self._partitions.get(partition_id, {})
+        some = list(islice(questions.items(), _MOST_QUESTIONS))
+        if len(questions) > len(some):
+            for question, asked in some:
+                del questions[question]
+                questions[question] = asked
+        return [asked for _, asked in some]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.errors import ConfigError
+from dataplane_core.errors import BackendUnavailableError, ConfigError
 from dataplane_integrations.transfer_queue._claims import Claims
 from dataplane_integrations.transfer_queue.client import TransferQueueClient
 from dataplane_integrations.transfer_queue.sampler import (
@@ -93,6 +93,34 @@ def test_ranks_get_about_as_many_tokens(tq: ModuleType) -> None:
     ranks = [client(tq, SeqlenBalancedSampler(**arguments)) for _ in range(2)]
     got = [ask(one, 2, dp_rank=n, batch_index=0, task_name="t", partition_id="p") for n, one in enumerate(ranks)]
     assert sorted(map(sorted, got)) == [[rows[0], rows[1]], [rows[2], rows[3]]]  # 10 tokens each
+    assert ranks[0].check_consumption_status("t", "p")
+
+
+@pytest.mark.parametrize("refilled", [False, True])
+def test_a_choice_that_could_not_be_written_is_none(
+    tq: ModuleType, monkeypatch: pytest.MonkeyPatch, refilled: bool
+) -> None:
+    rows = fill(tq, 4)
+    ranks = [client(tq, SeqlenBalancedSampler(1, 2)) for _ in range(2)]
+    store = tq.get_client().store
+    put = store.put_samples
+
+    def refuse_plans(sample_ids: Any, partition_id: str, *columns: Any, **options: Any) -> Any:
+        if partition_id == "~tq:plans":
+            raise BackendUnavailableError("the store is away")
+        return put(sample_ids, partition_id, *columns, **options)
+
+    def of(rank: int) -> list[int]:
+        return ask(ranks[rank], 2, dp_rank=rank, batch_index=0, task_name="t", partition_id="p")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put_samples", refuse_plans)
+        with pytest.raises(BackendUnavailableError):
+            of(0)
+    if refilled:
+        tq.get_client().clear_partition("p")
+        rows = fill(tq, 4)
+    assert sorted(of(0) + of(1)) == rows
     assert ranks[0].check_consumption_status("t", "p")
 
 

@@ -49,6 +49,14 @@ def test_without_a_config_nothing_starts(closing: pytest.MonkeyPatch) -> None:
     assert tq.get_metrics_endpoint() is None
 
 
+def test_a_start_that_fails_leaves_no_store_behind(closing: pytest.MonkeyPatch) -> None:
+    config = {"backend": "shm_store", "op_timeout_s": 120}
+    with pytest.raises(ConfigError, match="'Nonesuch' is not known"):
+        tq.init({**config, "controller": {"sampler": "Nonesuch"}})
+    tq.init({**config, "controller": {"sampler": "GRPOGroupNSampler"}})
+    assert tq.get_client().store.bootstrapped, "or its own controller would not count"
+
+
 def test_a_second_process_finds_the_store_by_the_variable(closing: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It has neither TransferQueue nor Ray."""
     path = tmp_path / "config.yaml"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from dataplane_core import KVBatchMeta
@@ -83,8 +84,8 @@ class Claims:
             return _rows(claimed, fields)
         with self._lock:
             if not has_ranks:
-                chosen, _ = self._choose(sampler, partition_id, task_name, fields, batch_size, config)
-                return chosen
+                with self._choice(sampler, partition_id, task_name, fields, batch_size, config) as (rows, _):
+                    return rows
             return self._planned(sampler, partition_id, task_name, fields, batch_size, config)
 
     def forget(self, partition_id: str | None) -> None:
@@ -104,7 +105,8 @@ class Claims:
 
     # --- one choice ---------------------------------------------------------------------------------------------------
 
-    def _choose(
+    @contextlib.contextmanager
+    def _choice(
         self,
         sampler: BaseSampler,
         partition_id: str,
@@ -112,32 +114,34 @@ class Claims:
         fields: Sequence[str],
         batch_size: int,
         config: Mapping[str, Any],
-    ) -> tuple[list[Row], dict[Any, list[str]]]:
+    ) -> Iterator[tuple[list[Row], dict[Any, list[str]]]]:
         """Leases all rows that are ready, lets the sampler choose, and gives the others back.
 
-        Returns:
-            The rows, and the ids for each rank for which the sampler chose now.
+        Yields the rows, and the ids for each rank for which the sampler chose now. They count as given after the block;
+        if it raises, they go back too.
         """
         held = self._client.claim_meta(partition_id, task_name, fields, _ALL, blocking=False, lease_s=_CHOOSE_S)
-        if not held.size:
-            return [], {}
-        settled: set[int] = set()
+        given: list[int] = []
         try:
             rows = {index_of(partition_id, row.sample_id): row for row in _rows(held, fields)}
-            places = {index: place for place, index in enumerate(rows)}
-            if held.size < batch_size:
-                return [], {}
-            tags = _Partition({index: row.tags for index, row in rows.items()})
-            sampled, consumed = sampler(sorted(rows), batch_size, partition=tags, **config)
-            ranks = _kept(sampler, partition_id, task_name, config, sampled)
-            used = {*consumed, *(index for rank in ranks.values() for index in rank if consumed)}
-            settled = {places[index] for index in used if index in places}
-            if settled:
-                self._client.ack(held.subset(sorted(settled)))
-            ids = {rank: [rows[index].sample_id for index in chosen if index in rows] for rank, chosen in ranks.items()}
-            return [rows[index] for index in sampled if index in rows], ids
+            sampled: Sequence[int] = []
+            ranks: dict[Any, Sequence[int]] = {}
+            used: set[int] = set()
+            if held.size and held.size >= batch_size:
+                tags = _Partition({index: row.tags for index, row in rows.items()})
+                sampled, consumed = sampler(sorted(rows), batch_size, partition=tags, **config)
+                ranks = _kept(sampler, partition_id, task_name, config, sampled)
+                used = {*consumed, *(index for rank in ranks.values() for index in rank if consumed)}
+            chosen = [place for place, index in enumerate(rows) if index in used]
+            if ranks and chosen:  # a process that took too long must not replace the plan of the next
+                self._client.renew(held.subset(chosen), _CHOOSE_S)
+            ids = {rank: [rows[index].sample_id for index in own if index in rows] for rank, own in ranks.items()}
+            yield [rows[index] for index in sampled if index in rows], ids
+            given = chosen
+            if given:
+                self._client.ack(held.subset(given))
         finally:
-            rest = held.drop(sorted(settled))
+            rest = held.drop(given)
             if rest is not None:
                 self._client.nack(rest)
 
@@ -162,13 +166,13 @@ class Claims:
             try:
                 plan = self._read_plan(partition_id, task_name, dp_rank, batch_index)
                 if plan is None:
-                    _, ranks = self._choose(sampler, partition_id, task_name, fields, batch_size, config)
-                    sampler.clear_cache(partition_id)  # what it chose is kept in the store
-                    names = [json.dumps([partition_id, task_name, rank, batch_index]) for rank in ranks]
-                    if names:
-                        tags = [{"ids": json.dumps(ids)} for ids in ranks.values()]
-                        self._client.put_samples(names, _PLANS, tags=tags)
-                    plan = ranks.get(dp_rank, [])
+                    with self._choice(sampler, partition_id, task_name, fields, batch_size, config) as (_, ranks):
+                        sampler.clear_cache(partition_id)  # what it chose is kept in the store
+                        names = [json.dumps([partition_id, task_name, rank, batch_index]) for rank in ranks]
+                        if names:
+                            tags = [{"ids": json.dumps(ids)} for ids in ranks.values()]
+                            self._client.put_samples(names, _PLANS, tags=tags)
+                        plan = ranks.get(dp_rank, [])
             finally:
                 self._client.nack(lock)
         return find_rows(self._client, partition_id, plan) if plan else []

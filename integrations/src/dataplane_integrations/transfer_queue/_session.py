@@ -6,6 +6,7 @@ names, and that of the process of the Ray cluster that started the store.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -67,12 +68,14 @@ def start(conf: Any) -> Session:
         session = current()
         if session is None:
             config = find_config(conf)
-            store = connect(config, bootstrap="auto")
-            controller = _key(conf, "controller") or {}
-            settings = controller if store.bootstrapped else None
-            client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", store, settings)
-            published = store.bootstrapped and _directory.publish(_shown(config, controller))
-            session = _session = Session(config, client, os.getpid(), published)
+            with contextlib.ExitStack() as opened:  # closes the store if what follows raises
+                store = opened.enter_context(connect(config, bootstrap="auto"))
+                controller = _key(conf, "controller") or {}
+                settings = controller if store.bootstrapped else None
+                client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", store, settings)
+                published = store.bootstrapped and _directory.publish(_shown(config, controller))
+                session = _session = Session(config, client, os.getpid(), published)
+                opened.pop_all()
         return session
 
 

@@ -164,6 +164,18 @@ def test_wrong_arguments(tq: ModuleType) -> None:
         tq.kv_put("a", "p", tag={"x": object()})
 
 
+def test_a_key_that_looks_like_a_row_without_a_key_is_refused(tq: ModuleType) -> None:
+    for key in ("~index:x", "~index:3"):
+        with pytest.raises(ValueError, match=f"keys that begin with '~index:' are not allowed: '{key}'"):
+            tq.kv_put(key, "p", tag={"n": 1})
+        with pytest.raises(ValueError, match="~index:"):
+            tq.kv_batch_put(["a", key], "p", tags=[{}, {}])
+        with pytest.raises(ValueError, match="~index:"):
+            tq.get_client().kv_retrieve_meta([key], "p", create=True)
+    tq.kv_put("a", "p", tag={"n": 1})
+    assert tq.kv_list("p") == {"p": {"a": {"n": 1}}}
+
+
 def test_many_coroutines_share_the_threads(tq: ModuleType) -> None:
     async def run() -> None:
         names = [f"k{n}" for n in range(60)]

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import UnknownPartitionError
+from dataplane_core.errors import InvalidRequestError, UnknownPartitionError, preview
 
-__all__ = ["HIDDEN_PARTITION", "Numbers", "id_of_number", "index_of", "is_number", "number_of"]
+__all__ = ["HIDDEN_PARTITION", "Numbers", "check_keys", "id_of_number", "index_of", "is_number", "number_of"]
 
 #: Partitions whose names begin with it are ours and are not listed.
 HIDDEN_PARTITION: Final = "~tq:"
@@ -40,6 +40,16 @@ def id_of_number(number: int) -> str:
 def number_of(sample_id: str) -> int | None:
     """The number of a row without a key, or None if the sample has a key."""
     return int(sample_id.removeprefix(_NUMBERED)) if sample_id.startswith(_NUMBERED) else None
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """Refuses keys that would be taken for ids of rows without keys."""
+    wrong = [key for key in keys if str(key).startswith(_NUMBERED)]
+    if wrong:
+        raise InvalidRequestError(
+            f"keys that begin with '{_NUMBERED}' are not allowed: {preview(wrong)}. Expected others: rows without keys "
+            "are stored under such names."
+        )
 
 
 def is_number(index: int) -> bool:

@@ -27,6 +27,7 @@ from dataplane_integrations.transfer_queue._columns import (
 from dataplane_integrations.transfer_queue._indexes import (
     HIDDEN_PARTITION,
     Numbers,
+    check_keys,
     id_of_number,
     index_of,
     is_number,
@@ -310,6 +311,7 @@ class TransferQueueClient:
         if create and len(rows) < len(set(wanted)):
             known = {row.sample_id for row in rows}
             new = [key for key in dict.fromkeys(wanted) if key not in known]
+            check_keys(new)
             self.store.put_samples(new, partition_id, tags=[{}] * len(new))
             rows = find_rows(self.store, partition_id, wanted)
         if not rows:

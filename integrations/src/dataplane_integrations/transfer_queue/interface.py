@@ -12,6 +12,7 @@ from dataplane_core.client import DataPlaneClient, common_fields
 from dataplane_core.errors import LostSamplesError, MissingDataError, UnknownPartitionError
 from dataplane_integrations.transfer_queue import _session
 from dataplane_integrations.transfer_queue._columns import columns_to_put, one_row, parsed, tags_to_put, to_batch
+from dataplane_integrations.transfer_queue._indexes import check_keys
 from dataplane_integrations.transfer_queue._pool import in_put_threads, in_threads
 from dataplane_integrations.transfer_queue._rows import find_rows, put_rows
 from dataplane_integrations.transfer_queue.client import TransferQueueClient
@@ -151,6 +152,7 @@ def _put(
     tags: list[dict[str, Any]] | None,
     data_parser: Callable[[Any], Any] | None,
 ) -> KVBatchMeta:
+    check_keys(keys)
     store = _session.attached().client.store
     if columns is not None and data_parser is not None:
         columns = parsed(columns, data_parser)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane_core.batch import stack_or_nest
+from dataplane_core.batch import split_message_logs, stack_or_nest
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, MissingDataError
 from dataplane_integrations.replay import StreamingConsumer, _consumer
@@ -98,6 +98,20 @@ def test_batches_have_the_bits_that_they_have_without(
     assert ahead == read_all("train", 0)
     assert len(ahead) == 3 * len(options)
     assert left_running() == []
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_conversations_are_read_too(client: DataPlaneClient, depth: int) -> None:
+    logs = [[{"role": "user", "content": "2+2", "token_ids": torch.arange(number + 1)}] for number in range(4)]
+    tokens = stack_or_nest([log[0]["token_ids"] for log in logs])
+    client.register_partition("replay", ["input_ids"], 4, ["train"])
+    ids = [f"p{number}_g0" for number in range(4)]
+    client.put_samples(ids, "replay", {"input_ids": tokens, **split_message_logs(logs)})
+    seen = []
+    for batch in StreamingConsumer(client, "replay", "train", ["input_ids"], 4, read_ahead=depth):
+        with batch:
+            seen += [turn["token_ids"].tolist() for log in batch.read(message_logs=True)["message_log"] for turn in log]
+    assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("clear", [False, True])

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from dataplane_core.batch import BatchedDataDict, pad_columns, read_columns
 from dataplane_core.client import DataPlaneClient
@@ -58,15 +58,22 @@ class ClaimedBatch:
         self._thread: threading.Thread | None = None
         self._ahead = BatchedDataDict()  # read ahead, unpadded
 
-    def read(self, select_fields: Sequence[str] | None = None, **options: Any) -> BatchedDataDict:
+    def read(
+        self,
+        select_fields: Sequence[str] | None = None,
+        *,
+        layout: Literal["padded", "jagged"] = "padded",
+        message_logs: bool = False,
+        **options: Any,
+    ) -> BatchedDataDict:
         """Reads the rows' columns, padded. Arguments as for `dataplane_core.read_columns`."""
         names = list((self.meta.fields or []) if select_fields is None else select_fields)
-        layout = options.get("layout", "padded")
         held = names and len(set(names)) == len(names) and set(names) <= self._ahead.keys()
-        if not held or layout not in ("padded", "jagged"):
-            return read_columns(self._client, self.meta, select_fields, **options)
+        if not held or message_logs or layout not in ("padded", "jagged"):
+            return read_columns(
+                self._client, self.meta, select_fields, layout=layout, message_logs=message_logs, **options
+            )
         columns = BatchedDataDict({name: self._ahead.pop(name) for name in names})
-        options.pop("layout", None)
         return pad_columns(columns, self.meta, **options) if layout == "padded" else columns
 
     def check(self) -> None:

@@ -104,8 +104,8 @@ def save(
 def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) -> Iterator[bytes]:
     """The blocks of a partition. Adds its entry to ``saved``."""
     info = client.describe(partition_id).info
-    state = client._export("save", partition_id)
     listed = client.list_samples(partition_id)
+    state = client._export("save", partition_id)  # after the list: so it knows what was cleared before
     consumed = {task: set(ids) for task, ids in state.consumed.items()}
     num_blocks = num_saved = 0
     gone: list[str] = []
@@ -138,14 +138,24 @@ def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) 
         raise StalePartitionError(
             f"save: partition '{partition_id}' was registered again while it was saved.", retryable=True
         )
+    cleared = dict.fromkeys([*state.cleared_ids, *(gone if info.num_samples is not None else ())])
+    broken = set(state.broken_groups)
+    if info.grpo_group_size is not None:
+        broken.update(map(group_of, gone))
+        # a group whose cleared member was written again: any of its members stands for the one that was cleared
+        unnamed = broken.difference(map(group_of, cleared))
+        for sample_id in listed.sample_ids:
+            if (group := group_of(sample_id)) in unnamed:
+                unnamed.remove(group)
+                cleared[sample_id] = None
     saved.append(
         {
             "partition_id": partition_id,
             "registration": info.registration(),
             "num_blocks": num_blocks,
             "num_samples": num_saved,
-            "cleared_ids": [*state.cleared_ids, *(gone if info.num_samples is not None else ())],
-            "broken_groups": list(state.broken_groups),
+            "cleared_ids": list(cleared),
+            "broken_groups": sorted(broken),
         }
     )
 

@@ -413,9 +413,7 @@ def test_ids_without_a_partition_are_refused(policy: DataPlanePolicy) -> None:
 
 def test_workers_in_other_processes_need_a_backend_that_reaches_them(workers: list[Any]) -> None:
     class Elsewhere(InProcessWorkerGroup):
-        @property
-        def in_process(self) -> bool:
-            return False
+        in_process = False
 
     with pytest.raises(ConfigError, match="backend 'noop' lives in one process"):
         DataPlanePolicy(Elsewhere(workers), {"backend": "noop"})

@@ -6,13 +6,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dataplane_core.errors import InvalidRequestError, MissingDataError
 from dataplane_integrations.errors import ReplicaLeaderError, WorkerFailedError, WorkerTimeoutError
-from dataplane_integrations.ray import RayWorkerGroup
+from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
 
 
 class Actor:
@@ -84,6 +85,25 @@ def test_a_leaders_own_error_is_told_rather_than_its_siblings(
     monkeypatch.setattr("dataplane_integrations.ray._CAUSE_GRACE_S", 60.0)
     error = _fail(group, "sibling", "peer", "leader")
     assert error.worker == "policy worker 2"
+
+
+def test_after_a_failure_the_others_have_the_grace_together(
+    group: RayWorkerGroup, local_ray: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def an_answer_every_2_s(pending: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        now[0] += min(timeout, 2.0)
+        return (pending[:1], pending[1:]) if timeout >= 2.0 else ([], pending)
+
+    failing, other, _ = group._actors
+    calls = {"first": failing.fail.remote("leader"), **{str(n): other.echo.remote(n) for n in range(20)}}
+    monkeypatch.setattr(local_ray, "wait", an_answer_every_2_s)
+    monkeypatch.setattr("dataplane_integrations.ray.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("dataplane_integrations.ray._CAUSE_GRACE_S", 3.0)
+    with pytest.raises(WorkerFailedError, match="first failed"):
+        wait_for_all(calls, timeout_s=60.0, doing="training")
+    assert now == [5.0], "the failure came after 2 s"
 
 
 def test_a_death_explains_the_errors_of_its_peers(group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,19 +59,11 @@ class InProcessWorkerGroup:
         dp_ranks: Per worker, its data-parallel rank; None: each worker is a rank.
     """
 
+    in_process = True
+
     def __init__(self, workers: Sequence[Any], dp_ranks: Sequence[int] | None = None) -> None:
         self._workers = list(workers)
-        self._dp_ranks = check_dp_ranks(len(self._workers), dp_ranks)
-
-    @property
-    def dp_ranks(self) -> Sequence[int]:
-        """Per worker, its data-parallel rank."""
-        return self._dp_ranks
-
-    @property
-    def in_process(self) -> bool:
-        """True."""
-        return True
+        self.dp_ranks = check_dp_ranks(len(self._workers), dp_ranks)
 
     def call(
         self,

@@ -28,27 +28,19 @@ class RayWorkerGroup:
         names: Per worker, a name for messages.
     """
 
+    in_process = False
+
     def __init__(
         self, actors: Sequence[Any], dp_ranks: Sequence[int] | None = None, names: Sequence[str] | None = None
     ) -> None:
         self._actors = list(actors)
-        self._dp_ranks = check_dp_ranks(len(self._actors), dp_ranks)
+        self.dp_ranks = check_dp_ranks(len(self._actors), dp_ranks)
         self._names = [f"policy worker {i}" for i in range(len(self._actors))] if names is None else list(names)
         if len(set(self._names)) != len(self._actors):
             raise InvalidRequestError(
                 f"RayWorkerGroup refused: {len(self._actors)} actors with the names {self._names}. Expected one name "
                 "for each, all different."
             )
-
-    @property
-    def dp_ranks(self) -> Sequence[int]:
-        """Per worker, its data-parallel rank."""
-        return self._dp_ranks
-
-    @property
-    def in_process(self) -> bool:
-        """False."""
-        return False
 
     def call(
         self,
@@ -92,13 +84,14 @@ def wait_for_all(calls: Mapping[str, Any], *, timeout_s: float, doing: str) -> l
     deadline = time.monotonic() + timeout_s
     failures: list[tuple[str, Exception]] = []
     while pending:
-        limit = min(deadline, time.monotonic() + _CAUSE_GRACE_S) if failures else deadline
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, limit - time.monotonic()))
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             break
         try:
             ray.get(ready)
         except RayError as error:
+            if not failures:
+                deadline = min(deadline, time.monotonic() + _CAUSE_GRACE_S)
             failures.append((names[ready[0]], error))
     if failures:
         raise _failure(failures, doing)

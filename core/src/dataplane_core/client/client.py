@@ -434,8 +434,11 @@ class DataPlaneClient(Claims):
                 self._commit(where, request)
                 return
             except (StalePartitionError, InvalidRequestError) as error:
-                # the registration that was cached may be an old one
-                if attempt or (isinstance(error, InvalidRequestError) and self._epoch(request) == info.epoch):
+                # the registration that was cached may be an old one, or have got more strings since
+                if attempt or (
+                    isinstance(error, InvalidRequestError)
+                    and self._describe(request.partition_id, request.deadline) == info
+                ):
                     raise
 
     def _commit(self, where: str, request: PutRequest) -> None:
@@ -453,6 +456,3 @@ class DataPlaneClient(Claims):
 
         reply = self._call_once("put_samples", copied, PutReply, request.deadline)
         check_counts(where, len(request.sample_ids), rows=reply.num_samples)
-
-    def _epoch(self, request: PutRequest) -> str:
-        return self._describe(request.partition_id, request.deadline).epoch

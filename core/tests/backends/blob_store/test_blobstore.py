@@ -51,6 +51,17 @@ def test_clients_of_one_journal_share_rows_claims_and_acks():
             one.nack(mine)
 
 
+def test_a_put_knows_the_strings_that_another_client_added_to_an_enum():
+    cls = journaled()
+    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
+        one.register_partition("p", ["stop"], None, ["t"], enums={"stop": ["eos"]})
+        one.put_samples(["a"], "p", {"stop": ["eos"]})
+        two.register_partition("p", [], None, [], enums={"stop": ["length"]}, if_exists="keep")
+        one.put_samples(["b"], "p", {"stop": ["length"]})
+        with pytest.raises(ValueError, match=r"'other'\. Expected strings of its enum: 'eos', 'length'"):
+            one.put_samples(["c"], "p", {"stop": ["other"]})
+
+
 def test_a_restart_replays_to_the_same_state():
     cls = journaled()
     with open_client(cls) as first:

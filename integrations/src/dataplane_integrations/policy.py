@@ -43,7 +43,8 @@ _PATIENCE_AFTER_FAILURE_S: Final = 2.0
 #: How often the rows of one call may be lost before it gives up.
 _MOST_REPLACEMENTS: Final = 5
 
-#: Replaces rows that the store has lost: gets the meta of a call and the lost ids, returns the meta to go on with.
+#: Replaces rows that the store has lost: gets the meta of a call and the lost ids, returns the meta to go on with. It
+#: may also get ids that are not lost, see `DataPlanePolicy`.
 ReplaceLost: TypeAlias = Callable[[KVBatchMeta, Sequence[str]], KVBatchMeta]
 
 
@@ -72,11 +73,13 @@ class DataPlanePolicy:
         flops_tracker: Gets the lengths of every shard that is trained on.
         read_ahead: So many portions of `train_microbatches_from_metas` each worker reads from the store while it trains
             on another. 0: none.
-        replace_lost: Is called when the store has lost rows of a call, with the meta of the call and the ids that are
-            lost. It produces these rows again, or leaves them out, and returns the meta to go on with. Workers then
-            read their rows before they compute, in a call of its own; `train_microbatches_from_metas` does not.
-            `ReplayBuffer.leave_out` fits here. What it raises, the call raises, and no row is cleared. None: lost rows
-            fail the call, and workers that wait for others in a collective may hang.
+        replace_lost: Is called when the store has lost rows of a call, with the meta of the call and the lost ids. It
+            produces these rows again, or leaves them out, and returns the meta to go on with. If the rows that are left
+            cannot be divided among the ranks, it is called again for the last of them, until they can. If none is left,
+            the call raises a `LostSamplesError`. Workers read their rows before they compute, in a call of its own;
+            `train_microbatches_from_metas` does not. `ReplayBuffer.leave_out` fits here. What it raises, the call
+            raises, and no row is cleared. None: lost rows fail the call, and workers that wait for others in a
+            collective may hang.
 
     Raises:
         ConfigError: The backend's scope does not include the workers.
@@ -480,8 +483,7 @@ class DataPlanePolicy:
             if not lost:
                 return meta, shards
             self._num_lost += len(lost)
-            meta = self._replace_lost(meta, lost)
-            shards = self._shard(meta, stage, fields, gbs)
+            meta, shards = self._replaced(meta, lost, stage, fields, gbs)
         raise LostSamplesError(
             f"rows of '{meta.partition_id}' were lost again after replace_lost had replaced them {_MOST_REPLACEMENTS} "
             f"times, the last time {preview(lost)}.",
@@ -489,6 +491,29 @@ class DataPlanePolicy:
             missing_samples=lost,
             hint="Check that replace_lost writes the rows it is given or leaves them out, and that the storage lives.",
         )
+
+    def _replaced(
+        self, meta: KVBatchMeta, lost: Sequence[str], stage: Stage, fields: Sequence[str], gbs: int | None
+    ) -> tuple[KVBatchMeta, list[KVBatchMeta]]:
+        """What ``replace_lost`` makes of the rows, and its shards."""
+        assert self._replace_lost is not None
+        gone: Sequence[str] = lost
+        while True:
+            size, meta = meta.size, self._replace_lost(meta, gone)
+            if not meta.size:
+                raise LostSamplesError(
+                    f"no rows of '{meta.partition_id}' are left of those of the call: {preview(lost)} were lost, and "
+                    "replace_lost has left out all. Expected as many as the data-parallel ranks can share.",
+                    partition_id=meta.partition_id,
+                    missing_samples=lost,
+                    hint="Make the call with other rows.",
+                )
+            try:
+                return meta, self._shard(meta, stage, fields, gbs)
+            except InvalidRequestError:
+                if meta.size == size:  # all rows are there, so leaving out more is no remedy
+                    raise
+            gone = meta.sample_ids[-1:]
 
     def _shard(self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None) -> list[KVBatchMeta]:
         """One meta per data-parallel rank, with its microbatch plan, the common length, and the fields to read."""

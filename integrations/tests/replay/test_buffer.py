@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, MissingDataError
+from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, LostSamplesError, MissingDataError
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.errors import (
     CollectorFailedError,
@@ -205,6 +205,34 @@ def test_groups_of_lost_rows_are_left_out_of_the_step_and_generated_again(
     with pytest.raises(InvalidRequestError, match="not in training"):
         buffer.consume(meta)
     assert [each.prompt for each in fill(buffer, client, write, 2)] == [first.prompt, 2]
+
+
+@pytest.mark.parametrize(("num_lost", "num_trained"), [(1, 2), (3, 0)])
+def test_further_groups_are_left_out_until_all_ranks_get_as_many_rows(
+    make_buffer: Make, client: DataPlaneClient, write: Any, toy_worker: Any, lose: Any, num_lost: int, num_trained: int
+) -> None:
+    buffer = make_buffer()
+    groups = fill(buffer, client, write, 4)
+    meta = buffer.select(4)
+    for group in groups[:num_lost]:
+        lose("replay", group.sample_ids[0], "input_ids")
+    workers = [toy_worker(rank) for rank in range(4)]
+    fields = ["input_ids", "input_lengths"]
+    with DataPlanePolicy(
+        InProcessWorkerGroup(workers), client, train_fields=fields, replace_lost=buffer.leave_out
+    ) as policy:
+        if num_trained:
+            policy.train_from_meta(meta, 0.5)
+        else:
+            with pytest.raises(LostSamplesError, match="no rows of 'replay' are left"):
+                policy.train_from_meta(meta, 0.5)
+        assert policy.num_lost == num_lost
+    trained = [int(data["input_ids"][0, 0]) for worker in workers for _, data in worker.seen]
+    assert trained == [each.prompt for each in groups[num_lost : num_lost + num_trained] for _ in range(2)]
+    buffer.consume(meta)
+    assert not buffer.view().groups
+    again = [each.prompt for each in buffer.reserve(4 - num_trained, timeout_s=0)]
+    assert sorted(again) == [each.prompt for each in groups if each.prompt not in trained]
 
 
 def test_take_gives_other_groups_for_those_that_the_store_has_lost(

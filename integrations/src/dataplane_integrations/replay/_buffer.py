@@ -391,8 +391,8 @@ class ReplayBuffer(BufferState):
 
         Args:
             meta: What `select` returned, or a part of it.
-            lost: Samples of ``meta`` whose payload is gone, as `LostSamplesError.missing_samples` names them. One row
-                of a group stands for the whole group.
+            lost: Samples of ``meta`` whose payload is gone, as `LostSamplesError.missing_samples` names them, or that
+                have to go for another reason. One row of a group stands for the whole group.
 
         Returns:
             The rows of the other groups; maybe none.

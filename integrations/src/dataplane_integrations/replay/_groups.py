@@ -25,7 +25,7 @@ class BufferCounts:
         discarded: Groups that the trainer selected but did not train on.
         evicted: Groups that became too stale; their rows were cleared.
         abandoned: Reservations given up, including those of dead collectors.
-        lost: Groups of which the store lost a row while the trainer had selected them.
+        lost: Groups that were left out of a selection, mostly because the store had lost a row of them.
     """
 
     reserved: int = 0

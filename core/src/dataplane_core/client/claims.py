@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from dataplane_core.client.checks import (
     check_count,
@@ -38,6 +38,9 @@ from dataplane_core.spec import (
 )
 
 __all__ = ["Claims"]
+
+#: Of how many ranks of tasks a client counts the batches. Beyond, it forgets those that it was given longest ago.
+_MOST_COUNTED: Final = 4096
 
 
 class Claims(Overview):
@@ -189,7 +192,8 @@ class Claims(Overview):
         check_sampler(sampler, dp_rank, dp_size, batch_index)
         if sampler != "first_write" or dp_rank is not None:
             self._require(Capability.SAMPLERS, "claim_meta(sampler=..., dp_rank=...)")
-        counted = self._batches.get((partition_id, task_name, dp_rank), (None, 0))
+        with self._state:
+            counted = self._batches.get((partition_id, task_name, dp_rank), (None, 0))
         batch_epoch, index = counted if batch_index is None else (None, batch_index)
         names = check_names("required_fields", required_fields)
         check_count("batch_size", batch_size)
@@ -233,9 +237,14 @@ class Claims(Overview):
     def _claimed(self, request: ClaimRequest, claim: Claim) -> KVBatchMeta:
         """The meta of a claim. Counts the batches of a rank."""
         if request.dp_rank is not None and claim.sample_ids:
-            counts_on = request.batch_epoch in (None, claim.epoch)
-            batches = request.batch_index + 1 if counts_on else 1
-            self._batches[request.partition_id, request.task_name, request.dp_rank] = (claim.epoch, batches)
+            given = request.batch_index if request.batch_epoch in (None, claim.epoch) else 0
+            key = (request.partition_id, request.task_name, request.dp_rank)
+            with self._state:
+                epoch, count = self._batches.pop(key, (None, 0))
+                count = count if epoch == claim.epoch else 0
+                self._batches[key] = (claim.epoch, count + (given == count))
+                if len(self._batches) > _MOST_COUNTED:
+                    del self._batches[next(iter(self._batches))]
         tags = [dict(row) for row in claim.tags]
         return KVBatchMeta(
             request.partition_id,

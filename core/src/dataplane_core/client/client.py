@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
@@ -52,6 +52,9 @@ from dataplane_core.spec import (
 )
 
 __all__ = ["DataPlaneClient"]
+
+#: How many registrations a client remembers.
+_MOST_INFOS: Final = 1024
 
 
 class DataPlaneClient(Claims):
@@ -134,7 +137,7 @@ class DataPlaneClient(Claims):
                 if_exists=if_exists,
                 deadline=self._deadline(),
             )
-            self._infos[partition_id] = self._call("register_partition", request, PartitionInfo)
+            self._remember(partition_id, self._call("register_partition", request, PartitionInfo))
 
     def put_samples(
         self,
@@ -426,7 +429,7 @@ class DataPlaneClient(Claims):
         for attempt in (0, 1):
             info = self._infos.get(request.partition_id)
             if info is None or attempt:
-                info = self._infos[request.partition_id] = self._describe(request.partition_id, request.deadline)
+                info = self._remember(request.partition_id, self._describe(request.partition_id, request.deadline))
             request.epoch = info.epoch
             try:
                 for name, strings in words.items():
@@ -440,6 +443,12 @@ class DataPlaneClient(Claims):
                     and self._describe(request.partition_id, request.deadline) == info
                 ):
                     raise
+
+    def _remember(self, partition_id: str, info: PartitionInfo) -> PartitionInfo:
+        if len(self._infos) >= _MOST_INFOS:
+            self._infos.clear()
+        self._infos[partition_id] = info
+        return info
 
     def _commit(self, where: str, request: PutRequest) -> None:
         """Calls the hook with a copy, since middleware changes the requests that it is given."""

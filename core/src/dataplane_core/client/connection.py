@@ -103,7 +103,9 @@ class Connection:
     _capabilities: frozenset[Capability]
     _middleware: list[Any]
     _infos: dict[str, PartitionInfo]  # partition -> its registration, as last read
-    _batches: dict[tuple[str, str, int | None], tuple[str | None, int]]  # of a rank: registration, batches given
+    _batches: dict[
+        tuple[str, str, int | None], tuple[str | None, int]
+    ]  # rank -> epoch, batches given; guarded by _state
     _closed: bool  # guarded by _state
     _stopped: bool  # guarded by _close_lock
     _bootstrapped: bool

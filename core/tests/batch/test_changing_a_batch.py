@@ -9,8 +9,11 @@ from dataplane_core.batch import BatchedDataDict, SlicedDataDict
 
 def test_repeat_interleave_puts_the_copies_of_a_row_side_by_side():
     objects = np.array([{"k": 1}, {"k": 2}], dtype=object)
-    repeated = BatchedDataDict(t=torch.tensor([[1, 2], [3, 4]]), names=["a", "b"], o=objects).repeat_interleave(2)
-    assert repeated["t"].tolist() == [[1, 2], [1, 2], [3, 4], [3, 4]]
+    table = np.array([[1, 2], [3, 4]], dtype=np.float32)
+    batch = BatchedDataDict(t=torch.tensor([[1, 2], [3, 4]]), names=["a", "b"], o=objects, n=table)
+    repeated = batch.repeat_interleave(2)
+    assert repeated["t"].tolist() == repeated["n"].tolist() == [[1, 2], [1, 2], [3, 4], [3, 4]]
+    assert repeated["n"].dtype == np.float32
     assert repeated["names"] == ["a", "a", "b", "b"]
     assert list(repeated["o"]) == [{"k": 1}, {"k": 1}, {"k": 2}, {"k": 2}]
     assert repeated["o"].dtype == object

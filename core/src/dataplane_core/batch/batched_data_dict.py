@@ -399,6 +399,8 @@ class BatchedDataDict(UserDict[str, Any]):
                 repeated.data.update(select_rows({key: column}, rows))
             elif isinstance(column, torch.Tensor):
                 repeated.data[key] = column.repeat_interleave(num_repeats, dim=0)
+            elif isinstance(column, np.ndarray) and column.dtype != object:
+                repeated.data[key] = np.repeat(column, num_repeats, axis=0)
             else:
                 items = []
                 for item in column:

@@ -207,6 +207,46 @@ def test_groups_of_lost_rows_are_left_out_of_the_step_and_generated_again(
     assert [each.prompt for each in fill(buffer, client, write, 2)] == [first.prompt, 2]
 
 
+def test_a_selection_that_groups_have_left_means_what_is_left_of_it_until_it_ends(
+    make_buffer: Make, client: DataPlaneClient, write: Any
+) -> None:
+    buffer = make_buffer()
+    first, second, _ = fill(buffer, client, write, 3)
+    meta = buffer.select(3)
+    buffer.leave_out(meta, first.sample_ids)
+    left = buffer.leave_out(meta, second.sample_ids)
+    buffer.put_back(meta)
+    assert buffer.select(1, timeout_s=0).sample_ids == left.sample_ids
+    buffer.consume(left)
+    for gone in (meta, meta.slice(0, 2), meta.slice(2, 4)):
+        with pytest.raises(InvalidRequestError, match="not in training"):
+            buffer.consume(gone)
+    assert (buffer.counts.trained, buffer.counts.lost) == (1, 2)
+
+
+def test_a_state_that_is_loaded_replaces_all_that_the_buffer_knew(
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise BackendUnavailableError("the store is away")
+
+    buffer = make_buffer()
+    groups = fill(buffer, client, write, 2)
+    with buffer.snapshot() as state:
+        pass
+    left = buffer.leave_out(buffer.select(2), groups[0].sample_ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "clear_samples", refuse)
+        with pytest.raises(BackendUnavailableError):
+            buffer.consume(left)
+    rows = write(client, groups)
+    buffer.load_state(state)
+    buffer.set_weight_version(1)
+    assert sorted(held()) == rows.sample_ids, "what was to be cleared is there again"
+    buffer.consume(buffer.select(2, timeout_s=0))
+    assert (buffer.counts.trained, held()) == (2, [])
+
+
 @pytest.mark.parametrize(("num_lost", "num_trained"), [(1, 2), (3, 0)])
 def test_further_groups_are_left_out_until_all_ranks_get_as_many_rows(
     make_buffer: Make, client: DataPlaneClient, write: Any, toy_worker: Any, lose: Any, num_lost: int, num_trained: int

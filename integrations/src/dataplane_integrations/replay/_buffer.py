@@ -360,7 +360,7 @@ class ReplayBuffer(BufferState):
 
     def _note_trained(self, meta: KVBatchMeta) -> None:
         with self._lock:
-            names = self._selected(meta, "consume")
+            names = self._ended(meta, "consume")
             self._drop(names)
             self._counts.trained += len(names)
             self._trained_since += len(names)
@@ -376,7 +376,7 @@ class ReplayBuffer(BufferState):
                 prompt is left: then start one again.
         """
         with self._lock:
-            names = self._selected(meta, "discard")
+            names = self._ended(meta, "discard")
             if requeue:
                 self._generate_again(self._groups[name].reservation for name in names)
             self._drop(names)
@@ -402,14 +402,17 @@ class ReplayBuffer(BufferState):
         """
         gone = {group_of(sample_id) for sample_id in lost}
         with self._lock:
-            names = [name for name in self._selected(meta, "leave_out") if name in gone]
+            selected = self._selected(meta, "leave_out")
+            names, left = [name for name in selected if name in gone], {name for name in selected if name not in gone}
             self._generate_again(self._groups[name].reservation for name in names)
             self._drop(names)
-            self._left_out.update(names)
+            for rest in self._left_out.values():
+                rest.difference_update(names)
+            self._left_out.update((name, set(left)) for name in names)
             self._counts.lost += len(names)
             self._changed.notify_all()
         self._clear_rows()
-        return meta.subset([row for row, sample_id in enumerate(meta.sample_ids) if group_of(sample_id) not in gone])
+        return meta.subset([row for row, sample_id in enumerate(meta.sample_ids) if group_of(sample_id) in left])
 
     def put_back(self, meta: KVBatchMeta) -> None:
         """Makes selected groups ready again, for example after a failed step. Raises what `consume` raises.
@@ -418,7 +421,7 @@ class ReplayBuffer(BufferState):
         `discard` with ``requeue``.
         """
         with self._lock:
-            for name in self._selected(meta, "put_back"):
+            for name in self._ended(meta, "put_back"):
                 group = self._groups[name]
                 group.view = dataclasses.replace(group.view, selected=False)
             self._evict()

@@ -58,7 +58,7 @@ class BufferState(DataPlaneClientMixin):
         self._weight_version = weight_version
         self._trained_since = 0
         self._groups: dict[str, Group] = {}
-        self._left_out: set[str] = set()  # groups that left a selection that is still in training
+        self._left_out: dict[str, set[str]] = {}  # a group that left a selection -> those that are still in it
         self._next_prompt = 0
         self._next_order = 0
         self._next_commit = 0
@@ -145,6 +145,7 @@ class BufferState(DataPlaneClientMixin):
             self._counts = BufferCounts(**state["counts"])
             groups = [Group.from_state(each) for each in state["groups"]]
             self._groups = {each.reservation.group: each for each in groups}
+            self._left_out, self._to_clear = {}, {}
             self._changed.notify_all()
 
     def _state(self) -> dict[str, Any]:
@@ -277,16 +278,26 @@ class BufferState(DataPlaneClientMixin):
         return metas[0].concat(*metas[1:])
 
     def _selected(self, meta: KVBatchMeta, operation: str) -> list[str]:
-        names = list(dict.fromkeys(group_of(sample_id) for sample_id in meta.sample_ids))
-        left_out = self._left_out.intersection(names)
-        names = [name for name in names if name not in left_out]
+        """The groups of a selection, without those that have left it."""
+        groups = dict.fromkeys(group_of(sample_id) for sample_id in meta.sample_ids)
+        names = [name for name in groups if name not in self._left_out]
         wrong = [name for name in names if name not in self._groups or not self._groups[name].view.selected]
         if wrong:
             raise InvalidRequestError(
                 f"{operation} refused: not in training: {preview(wrong)}. Expected groups of a select() that were not "
                 "consumed, discarded or put back since."
             )
-        self._left_out -= left_out
+        return names
+
+    def _ended(self, meta: KVBatchMeta, operation: str) -> list[str]:
+        """As `_selected`, for an operation that ends the selection. Forgets the groups that had left it."""
+        names = self._selected(meta, operation)
+        named = {group_of(sample_id) for sample_id in meta.sample_ids}
+        self._left_out = {
+            name: rest.difference(names)
+            for name, rest in self._left_out.items()
+            if name not in named and not (rest and rest.issubset(names))
+        }
         return names
 
     def _is_held(self, reservation: Reservation) -> bool:

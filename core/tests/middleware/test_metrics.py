@@ -68,6 +68,37 @@ def test_live_bytes_follow_puts_overwrites_and_clears_and_the_peak_stays(client,
     assert live() == {"live_bytes": 0, "peak_bytes": 40}
 
 
+def test_a_cell_that_samples_share_is_live_until_the_last_of_them_has_it_no_longer(client, metrics):
+    image = torch.ones(200_000)
+
+    def live():
+        found = metrics.snapshot()["bytes_outstanding"]
+        assert found == client.describe("p").held_bytes
+        return found
+
+    client.put_samples(["a", "b", "c"], "p", {"x": torch.stack([image] * 3)})
+    assert live() == image.nbytes
+    client.clear_samples(["a"], "p")
+    assert live() == image.nbytes
+    client.put_samples(["b"], "p", {"x": torch.zeros(1, 5)})
+    assert live() == image.nbytes + 20
+    client.clear_samples(["c"], "p")
+    assert live() == 20
+
+
+def test_of_very_many_partitions_those_that_hold_nothing_are_forgotten(client, metrics, monkeypatch):
+    monkeypatch.setattr("dataplane_core.middleware.metrics._MOST_PARTITIONS", 3)
+    client.put_samples(["a"], "p", columns(1))
+    for step in range(9):
+        client.register_partition(f"step-{step}", ["x"], None, ["t"])
+        client.put_samples(["a"], f"step-{step}", columns(1))
+        client.clear_samples(None, f"step-{step}")
+    kept = metrics.snapshot()["partitions"]
+    assert len(kept) <= 3
+    assert {"p", "step-8"} <= kept.keys()
+    assert metrics.snapshot()["bytes_outstanding"] == 16
+
+
 def test_totals_are_over_all_partitions(client, metrics):
     client.register_partition("q", ["x"], None, ["t"])
     client.put_samples(["a", "b"], "p", columns())

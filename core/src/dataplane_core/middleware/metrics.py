@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -30,11 +30,16 @@ from dataplane_core.spec import (
     PutRequest,
     RegisterRequest,
     SampleList,
+    SharedRows,
     WireBatch,
+    WireColumn,
     hookimpl,
 )
 
 __all__ = ["Metrics", "MetricsConfig"]
+
+#: When there are so many partitions, those without live bytes are forgotten.
+_MOST_PARTITIONS: Final = 1024
 
 
 @dataclass(slots=True)
@@ -47,8 +52,14 @@ class _Total:
 
 
 @dataclass(slots=True)
+class _SharedCell:
+    size: int
+    num_samples: int = 0
+
+
+@dataclass(slots=True)
 class _Held:
-    cells: dict[str, dict[str, int]] = field(default_factory=dict)  # sample -> field -> bytes
+    cells: dict[str, dict[str, int | _SharedCell]] = field(default_factory=dict)  # sample -> field -> bytes
     live_bytes: int = 0
     peak_bytes: int = 0
 
@@ -126,11 +137,11 @@ class Metrics(OperationMiddleware):
         Where other clients clear what this one put, its live and peak bytes are upper bounds.
 
         Returns:
-            ``operations``: totals per operation. ``partitions``: live and peak payload bytes per partition. And over
-            all partitions: ``total_ops``, ``total_keys`` and ``total_bytes``, the sums over all operations;
-            ``bytes_outstanding`` (live) and ``peak_bytes_outstanding``; ``n_keys_outstanding``, the samples with live
-            bytes; ``max_bytes_per_key_seen``, the most that a put wrote for one sample; and
-            ``last_put_bytes_per_key``, the mean over the samples of the last put.
+            ``operations``: totals per operation. ``partitions``: live and peak payload bytes per partition; of very
+            many, those without live bytes are forgotten. And over all partitions: ``total_ops``, ``total_keys`` and
+            ``total_bytes``, the sums over all operations; ``bytes_outstanding`` (live) and ``peak_bytes_outstanding``;
+            ``n_keys_outstanding``, the samples with live bytes; ``max_bytes_per_key_seen``, the most that a put wrote
+            for one sample; and ``last_put_bytes_per_key``, the mean over the samples of the last put.
         """
         with self._lock:
             totals = self._totals.values()
@@ -207,15 +218,21 @@ class Metrics(OperationMiddleware):
         }
         rows = [sum(row) for row in zip(*sizes.values(), strict=True)]
         n_bytes = sum(rows)
+        # before the call, which may change the request
+        columns = {name: _cells_of(column, sizes[name]) for name, column in request.columns.items()}
         reply = yield from self.around("put_samples", request, n_bytes)
         with self._lock:
+            if len(self._held) >= _MOST_PARTITIONS and request.partition_id not in self._held:
+                self._held = {name: held for name, held in self._held.items() if held.cells}
             held = self._held.setdefault(request.partition_id, _Held())
             before = held.live_bytes
-            for name, column in sizes.items():
-                for sample_id, size in zip(request.sample_ids, column, strict=True):
+            held.live_bytes += n_bytes
+            for name, column in columns.items():
+                for sample_id, cell in zip(request.sample_ids, column, strict=True):
                     cells = held.cells.setdefault(sample_id, {})
-                    held.live_bytes += size - cells.get(name, 0)
-                    cells[name] = size
+                    if name in cells:
+                        held.live_bytes -= _freed(cells[name])
+                    cells[name] = cell
             held.peak_bytes = max(held.peak_bytes, held.live_bytes)
             self._live_bytes += held.live_bytes - before
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
@@ -251,6 +268,24 @@ class Metrics(OperationMiddleware):
             return
         freed = 0
         for sample_id in list(held.cells) if sample_ids is None else sample_ids:
-            freed += sum(held.cells.pop(sample_id, {}).values())
+            freed += sum(map(_freed, held.cells.pop(sample_id, {}).values()))
         held.live_bytes -= freed
         self._live_bytes -= freed
+
+
+def _cells_of(column: WireColumn | SharedRows, sizes: list[int]) -> Sequence[int | _SharedCell]:
+    """The cells of a column whose sizes `cell_nbytes` gave."""
+    if not isinstance(column, SharedRows):
+        return sizes
+    cells: dict[int, _SharedCell] = {}
+    for row, size in zip(column.index, sizes, strict=True):
+        cells.setdefault(row, _SharedCell(size)).num_samples += 1
+    return [cells[row] for row in column.index]
+
+
+def _freed(cell: int | _SharedCell) -> int:
+    """The bytes that are free when a sample no longer has a cell: those of a shared one when no sample has it."""
+    if isinstance(cell, int):
+        return cell
+    cell.num_samples -= 1
+    return 0 if cell.num_samples else cell.size

@@ -1,5 +1,6 @@
 """The middleware `prometheus`: what a scrape of its endpoint says, and how processes find it."""
 
+import contextlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.errors import MissingDataError, PluginImportError
+from dataplane_core.errors import ClaimTimeoutError, MissingDataError, PluginImportError
 from dataplane_core.middleware.prometheus import Prometheus
 
 ROOT = Path(__file__).parents[3]
@@ -24,6 +25,11 @@ def scrape(address):
     """Name and labels -> value."""
     text = urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode()
     return {name: float(value) for name, value in re.findall(r"^(dataplane\S+) (\S+)$", text, re.M)}
+
+
+def suppressed(error, call, *arguments):
+    with contextlib.suppress(error):
+        call(*arguments)
 
 
 def config(**options):
@@ -71,6 +77,35 @@ def test_a_claim_that_waits_is_one_operation():
         found = scrape(address)
         assert found["dataplane_waiting_claims"] == 0
         assert found['dataplane_operations_total{backend="noop",operation="claim",status="ok"}'] == 1
+
+
+def test_claims_that_end_without_samples_are_counted_and_wait_no_longer():
+    with connect(config()) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        address = client.middleware[0].metrics_address
+
+        def num_claims(status="ok"):
+            found = scrape(address)
+            assert found["dataplane_waiting_claims"] == 0
+            return found[f'dataplane_operations_total{{backend="noop",operation="claim",status="{status}"}}']
+
+        client.claim_meta("p", "t", ["x"], 1, blocking=False)
+        assert num_claims() == 1
+        with pytest.raises(ClaimTimeoutError):
+            client.claim_meta("p", "t", ["x"], 1, timeout_s=0.05)
+        assert num_claims() == 2
+        waiting = threading.Thread(target=suppressed, args=(KeyError, client.claim_meta, "p", "t", ["x"], 1))
+        waiting.start()
+        while scrape(address)["dataplane_waiting_claims"] != 1:
+            time.sleep(0.01)
+        client.clear_samples(None, "p")
+        waiting.join()
+        assert num_claims("UnknownPartitionError") == 1
+        client.register_partition("p", ["x"], 1, ["t"])
+        client.put_samples(["a"], "p", {"y": torch.zeros(1)})
+        client.clear_samples(["a"], "p")
+        client.claim_meta("p", "t", ["x"], 1)
+        assert num_claims() == 3
 
 
 def test_prometheus_finds_the_endpoints_in_files(tmp_path):

@@ -296,7 +296,7 @@ class LedgerBackend(Backend, ABC):
             return self._ledger(request.deadline, claim)
         wake.at_end = None
         found = self._waking_ledger(request.deadline, claim, wake)
-        if not (found.sample_ids or found.exhausted or request.explain):
+        if not (found.answered or request.explain):
             wake.at_end = partial(self._stop_waiting, claim.token)
         return found
 

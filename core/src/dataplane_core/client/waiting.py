@@ -64,7 +64,7 @@ class ClaimWait:
         Raises:
             ClaimTimeoutError: The timeout passed. The message says why the samples were not ready.
         """
-        if claim.sample_ids or claim.exhausted:
+        if claim.answered:
             return None
         request = self.request
         request.since = claim.version

@@ -181,7 +181,7 @@ class LedgerService:
         except BaseException:
             self._waiting.drop(command.token)
             raise
-        waits = command.all_or_nothing and not command.explain and not (claim.sample_ids or claim.exhausted)
+        waits = command.all_or_nothing and not command.explain and not claim.answered
         if not waits or wake is None:
             self._waiting.drop(command.token)
             if claim.sample_ids and self._waiting:  # others may have to wait no longer, since less is left
@@ -206,7 +206,7 @@ class LedgerService:
         explain = command.explain and (told is None or told.stale_at <= time.monotonic())
         question_now = command if explain == command.explain else replace(command, explain=explain)
         claim = self._ledger.apply(question_now, self._clock())
-        if claim.sample_ids or claim.exhausted:
+        if claim.answered:
             return claim
         if claim.shortfall is not None:
             if len(self._explained) >= _MOST_EXPLAINED:

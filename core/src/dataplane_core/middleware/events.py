@@ -34,6 +34,7 @@ class OperationEvent:
         fields: The fields of a put or a get.
         sample_ids: Those samples. Empty where a whole partition is cleared.
         drops_all: Whether it drops what the partition held: a clear of all, or a registration that replaces another.
+        waits: Whether it is a question of a claim that waits and was not answered, so that it asks again.
     """
 
     op: str
@@ -46,6 +47,7 @@ class OperationEvent:
     fields: Sequence[str] = ()
     sample_ids: Sequence[str] = field(default=(), repr=False)
     drops_all: bool = False
+    waits: bool = False
 
 
 def _is_followed(sample_id: str) -> bool:

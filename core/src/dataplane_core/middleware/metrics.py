@@ -25,6 +25,7 @@ from dataplane_core.middleware.base import MiddlewareContext, OperationMiddlewar
 from dataplane_core.middleware.events import EventFile, OperationEvent
 from dataplane_core.spec import (
     Claim,
+    ClaimRequest,
     ClearReply,
     ClearRequest,
     PutRequest,
@@ -167,7 +168,7 @@ class Metrics(OperationMiddleware):
         """Counts an operation. A waiting claim makes one event each time it asks."""
         start = time.perf_counter()
         status = "ok"
-        drops_all = getattr(request, "if_exists", "") == "replace"
+        waits, drops_all = False, getattr(request, "if_exists", "") == "replace"
         sample_ids: Sequence[str] = getattr(request, "sample_ids", None) or ()
         n_keys = len(sample_ids)
         fields: Iterable[str] = getattr(request, "columns", getattr(request, "fields", ()))
@@ -176,6 +177,7 @@ class Metrics(OperationMiddleware):
             if isinstance(reply, (Claim, SampleList)):
                 sample_ids = reply.sample_ids
                 n_keys = len(sample_ids)
+                waits = isinstance(reply, Claim) and asks_again(request, reply)
             elif isinstance(reply, ClearReply) and request.sample_ids is None:
                 drops_all, n_keys = True, reply.num_samples
             elif isinstance(reply, WireBatch):
@@ -196,6 +198,7 @@ class Metrics(OperationMiddleware):
                 fields=tuple(fields),
                 sample_ids=sample_ids,
                 drops_all=drops_all,
+                waits=waits,
             )
             self._count(event)
 
@@ -271,6 +274,11 @@ class Metrics(OperationMiddleware):
             freed += sum(map(_freed, held.cells.pop(sample_id, {}).values()))
         held.live_bytes -= freed
         self._live_bytes -= freed
+
+
+def asks_again(request: ClaimRequest, claim: Claim) -> bool:
+    """Whether this is a question of a claim that waits, and not its last one."""
+    return request.all_or_nothing and not (claim.answered or request.explain)
 
 
 def _cells_of(column: WireColumn | SharedRows, sizes: list[int]) -> Sequence[int | _SharedCell]:

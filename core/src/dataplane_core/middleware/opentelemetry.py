@@ -110,13 +110,12 @@ class OpenTelemetry(OperationMiddleware):
             start = self._waiting.setdefault(request.token, now)
             if len(self._waiting) > _MOST_WAITING:
                 del self._waiting[next(iter(self._waiting))]
-        last = request.explain or not request.all_or_nothing
         try:
             claim: Claim = yield
         except BaseException as error:
             self._end_claim(request, start, None, error)
             raise
-        if claim.sample_ids or claim.exhausted or last:
+        if claim.answered or request.explain or not request.all_or_nothing:
             self._end_claim(request, start, claim, None)
         return replace(claim, tags=_without_marks(claim.tags))
 

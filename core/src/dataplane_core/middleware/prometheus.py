@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 from dataplane_core.middleware.base import MiddlewareContext
 from dataplane_core.middleware.events import OperationEvent
-from dataplane_core.middleware.metrics import Metrics, MetricsConfig
+from dataplane_core.middleware.metrics import Metrics, MetricsConfig, asks_again
 from dataplane_core.spec import Claim, ClaimRequest, hookimpl
 
 try:
@@ -94,13 +94,17 @@ class Prometheus(Metrics):
     @hookimpl(wrapper=True)
     def claim(self, request: ClaimRequest) -> Generator[None, Claim, Claim]:
         """Counts a claim when it is answered, or gives up."""
-        claim: Claim = yield from self.around("claim", request)
-        with self._lock:
-            if _waits(request, claim):
-                self._waiting[request.token] = time.monotonic()
-            else:
-                self._waiting.pop(request.token, None)
-        return claim
+        waits = False
+        try:
+            claim: Claim = yield from self.around("claim", request)
+            waits = asks_again(request, claim)
+            return claim
+        finally:
+            with self._lock:
+                if waits:
+                    self._waiting[request.token] = time.monotonic()
+                else:
+                    self._waiting.pop(request.token, None)
 
     def around(self, operation: str, request: Any, n_bytes: int = 0) -> Generator[None, Any, Any]:
         """Counts an operation, and that it is under way."""
@@ -112,7 +116,7 @@ class Prometheus(Metrics):
     def _count(self, event: OperationEvent) -> None:
         super()._count(event)
         endpoint = self._endpoint
-        if endpoint is None or (event.op == "claim" and event.status == "ok" and not event.n_keys):
+        if endpoint is None or event.waits:
             return
         labels = (self._backend, event.op)
         endpoint.operations.labels(*labels, event.status).inc()
@@ -125,11 +129,6 @@ class Prometheus(Metrics):
         with self._lock:
             self._waiting = {token: at for token, at in self._waiting.items() if at > since}
             return len(self._waiting)
-
-
-def _waits(request: ClaimRequest, claim: Claim) -> bool:
-    answered = claim.sample_ids or claim.exhausted or request.explain
-    return request.all_or_nothing and not answered
 
 
 class _Endpoint:

@@ -151,6 +151,11 @@ class Claim:
     version: str | None = None
     ask_again_s: float = 0.0
 
+    @property
+    def answered(self) -> bool:
+        """Whether a claim that waits has its answer: samples, or that there will be none."""
+        return bool(self.sample_ids) or self.exhausted
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettleReply:

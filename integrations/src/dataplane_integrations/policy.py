@@ -71,14 +71,14 @@ class DataPlanePolicy:
         reference_router_replay: The reference policy reads ``routed_experts`` too.
         timeout_s: For one call on all workers, in seconds.
         flops_tracker: Gets the lengths of every shard that is trained on.
-        read_ahead: So many portions of `train_microbatches_from_metas` each worker reads from the store while it trains
-            on another. 0: none.
+        read_ahead: How many portions of `train_microbatches_from_metas` each worker reads ahead while it trains. 0:
+            none.
         replace_lost: Is called when the store has lost rows of a call, with the meta of the call and the lost ids. It
             produces these rows again, or leaves them out, and returns the meta to go on with. If the rows that are left
             cannot be divided among the ranks, it is called again for the last of them, until they can. If none is left,
-            the call raises a `LostSamplesError`. Workers read their rows before they compute, in a call of its own;
-            `train_microbatches_from_metas` does not. `ReplayBuffer.leave_out` fits here. What it raises, the call
-            raises, and no row is cleared. None: lost rows fail the call, and workers that wait for others in a
+            the call raises a `LostSamplesError`. With this argument, workers read their rows in a separate call before
+            they compute (not in `train_microbatches_from_metas`). `ReplayBuffer.leave_out` fits here. What it raises,
+            the call raises, and no row is cleared. None: lost rows fail the call, and workers that wait for others in a
             collective may hang.
 
     Raises:
@@ -190,9 +190,10 @@ class DataPlanePolicy:
         fields: Sequence[str] | None = None,
         consumer_tasks: Sequence[str] | None = None,
     ) -> str:
-        """Registers a partition for validation, besides the step's. `discard_samples` or a new call empties it.
+        """Registers a partition for validation, in addition to the step's partition.
 
-        The arguments are those of `prepare_step`. By default, the only task is named as the partition.
+        `discard_samples` or a new call empties it. The arguments are those of `prepare_step`. By default, the only task
+        is named as the partition.
         """
         names = self._logprob_fields if fields is None else list(fields)
         self._client.register_partition(partition_id, names, num_samples, consumer_tasks or [partition_id])

@@ -106,8 +106,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     Attributes:
         token_aligned_fields: Fields whose dim 1 runs along the row's tokens; written back cut to the row's length. Any
             other field is written as it is, whatever its shape.
-        ragged_fields: Fields that reach the worker as they went, jagged where their rows differ: never padded, though
-            their rows should happen to have as many elements as the sample has tokens (see `read_columns`).
+        ragged_fields: Fields that are never padded: the worker gets them as they were written, jagged if their rows
+            differ, even if their rows have as many elements as the sample has tokens (see `read_columns`).
     """
 
     token_aligned_fields: ClassVar[frozenset[str]] = PER_TOKEN_FIELDS
@@ -187,7 +187,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 is returned.
             dp_aligned_seq_len: Pad to the length that the driver set, the same on all data-parallel ranks; else to the
                 longest of these rows.
-            read: Is called to read, on the rank that does, in place of `_read`: for what was read ahead.
+            read: Replaces `_read` on the rank that reads; used for rows that were read ahead.
 
         Returns:
             One row per sample id, in that order.
@@ -497,9 +497,9 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 
         Args:
             metas: This rank's shards of the portions.
-            read_ahead: While a portion is trained on, so many of the next ones are read from the store, in a thread.
-                The rank that reads holds them in memory: unpadded if it broadcasts them at their turn, else padded.
-                Their errors come at their turn.
+            read_ahead: While a portion is trained on, this many of the next portions are read from the store, in a
+                thread. The rank that reads holds them in memory: unpadded if it broadcasts them at their turn, else
+                padded. Their errors come at their turn.
 
         Raises:
             InvalidRequestError: No step is open, or a negative depth.

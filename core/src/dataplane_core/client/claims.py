@@ -84,8 +84,8 @@ class Claims(Overview):
             tag_filter: A condition on tags, such as ``{"weight_version": (">=", 7)}``.
             sampler: Which ready samples it gives (capability ``samplers``). ``first_write``: in order of first write.
                 ``freshest``: the last written first. ``balanced``: the first claim of a batch takes ``batch_size``
-                samples for each of the ``dp_size`` ranks, and divides them so that all ranks get about as many tokens
-                (tag ``input_lengths``).
+                samples for each of the ``dp_size`` ranks, and divides them so that all ranks get about the same number
+                of tokens (tag ``input_lengths``).
             dp_size: The number of ranks, which ``balanced`` requires.
             batch_index: Which batch of ``dp_rank``, from 0. None: the first that this client was not given yet.
 

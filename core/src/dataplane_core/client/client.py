@@ -169,7 +169,8 @@ class DataPlaneClient(Claims):
                 null among numbers.
             UnknownPartitionError: Not registered.
             CapacityExceededError: The store is full.
-            LostReplyError: The store was lost before it answered, and did not come back before the deadline.
+            LostReplyError: The store was lost before it answered, and did not come back before the deadline. Its
+                ``outcome`` is ``"unknown"``.
             OperationTimeoutError: Its ``outcome`` says whether the write happened, if the store could tell.
 
         Examples:
@@ -251,7 +252,10 @@ class DataPlaneClient(Claims):
 
         Raises:
             MissingDataError: A sample is not there, or a cell is not yet produced. It is also a `KeyError`.
+            LostSamplesError: The store has lost payload of samples that were produced. A `MissingDataError`.
+            CorruptDataError: The bytes that were read are not those that were written.
             UnknownPartitionError: Not registered.
+            OperationTimeoutError: The deadline passed.
 
         Examples:
             >>> batch = client.get_samples(["p1_g1", "p0_g0"], "step-1", ["input_ids", "reward"])
@@ -318,7 +322,7 @@ class DataPlaneClient(Claims):
         return self.get_samples(meta.sample_ids, meta.partition_id, names, share_rows=share_rows)
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        """Removes samples, with their tags and what tasks were given of them. What is not there is passed over.
+        """Removes samples with their tags and cursors. Ids that do not exist are ignored.
 
         Args:
             sample_ids: The samples, or None for the whole partition with its registration.
@@ -373,7 +377,8 @@ class DataPlaneClient(Claims):
         """Loads partitions that `save` has saved, of this backend or another one. Leased samples are ready again.
 
         The save is checked before anything is changed. A partition of the same name is replaced. Its tasks are added
-        at the end, so that nobody can claim from it before; to claims and puts that wait, it is a new partition.
+        at the end, so that nobody can claim from it before. Claims and puts that wait on the old partition end as if it
+        had been registered again.
 
         Args:
             folder: The folder.

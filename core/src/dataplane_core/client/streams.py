@@ -155,8 +155,11 @@ def stream(
 
     Each batch is claimed with a lease, and acked when the next one is asked for, that is, when the loop's body is done
     with it. The leases of the batches that are read ahead, or that the body works on, are renewed. What was not acked
-    when the stream ends (a ``break``, an error, the end of the program) is given back at once; that of a killed process
-    is given back when its leases end. So each sample is worked on at least once, and acked once.
+    when the stream ends (a ``break``, an error, the end of the program) is given back at once. Batches of a killed
+    process are handed out again when their leases end. So each sample is worked on at least once, and acked once.
+
+    The stream ends only if ``num_samples`` was given when the partition was registered. Otherwise it waits for further
+    samples, up to ``timeout_s``.
 
     Args:
         client: With an `AsyncDataPlaneClient`, the stream is for ``async for``.
@@ -164,7 +167,8 @@ def stream(
         task_name: A task of it.
         fields: The fields that a sample must have, and that are read.
         batch_size: How many samples; the last batch may be smaller.
-        lease_s: Seconds after which samples of a process that died come back. They are renewed while it lives.
+        lease_s: Seconds after which samples of a process that died are handed out again. The lease is renewed while the
+            process lives.
         prefetch: How many batches are claimed and read ahead, in a thread or task of the stream. 0: none.
         collate: Called with the meta and the columns of each batch, where it is read; its result is what the stream
             gives. Default: a `StreamBatch`.
@@ -175,8 +179,8 @@ def stream(
         An iterator, which is a context manager too.
 
     Raises:
-        LeaseExpiredError: At the next batch: the lease of the one before had ended, since this process stood still for
-            longer than the lease. Others may have been given its samples.
+        LeaseExpiredError: At the next batch: the lease of the one before had ended, because this process was suspended
+            for longer than the lease. Others may have been given its samples.
         ClaimTimeoutError: No batch was ready within ``timeout_s``. The stream has ended then, as after any error.
         UnsupportedOperationError: The backend does not declare leases.
 
@@ -234,7 +238,7 @@ class Stream(Iterator[Any]):
         return self._current.batch
 
     def ack(self) -> None:
-        """Acks the batch that was given last, if it is not acked yet. The next batch does so by itself."""
+        """Acks the batch that was given last, if it is not acked yet. Asking for the next batch also acks it."""
         item, self._current = self._current, None
         if item is not None:
             self._feed.ack(item)
@@ -379,7 +383,7 @@ class AsyncStream:
         return self._current.batch
 
     async def ack(self) -> None:
-        """Acks the batch that was given last, if it is not acked yet. The next batch does so by itself."""
+        """Acks the batch that was given last, if it is not acked yet. Asking for the next batch also acks it."""
         item = self._current
         if item is not None:
             self._held.discard(item)

@@ -326,6 +326,8 @@ def test_a_commit_must_be_of_exactly_the_rows_reserved(make_buffer: Make, client
             buffer.commit(reservations, wrong)
     with pytest.raises(InvalidRequestError, match="only in one of both: 'v0_p1_g0', 'v0_p1_g1'"):
         buffer.commit(reservations[:1], meta)
+    with pytest.raises(InvalidRequestError, match="without fields"):  # a save would not know what to read
+        buffer.commit(reservations, dataclasses.replace(meta, fields=None))
     buffer.commit(reservations, meta)
     with pytest.raises(ReservationLostError, match="no longer reserved: 'v0_p0', 'v0_p1'"):
         buffer.commit(reservations, meta)

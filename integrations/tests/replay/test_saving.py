@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from dataplane_core.errors import (
     SaveError,
     UnsupportedOperationError,
 )
+from dataplane_core.spec import Capability
 from dataplane_integrations.replay import (
     Collector,
     InOrderPolicy,
@@ -182,13 +183,27 @@ def test_a_save_in_full_run_loses_and_doubles_no_prompt(
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
+def buffer_of(client: DataPlaneClient, num_groups: int = 2) -> ReplayBuffer:
+    """In order, with room for so many groups of 2."""
+    return ReplayBuffer(client, "replay", InOrderPolicy(max_staleness=0, groups_per_version=num_groups), group_size=2)
+
+
+def filled(client: DataPlaneClient, columns: Mapping[str, Any], num_groups: int = 1, **tags: Any) -> ReplayBuffer:
+    """A buffer with groups whose rows have these columns."""
+    buffer = buffer_of(client, num_groups)
+    groups = buffer.reserve(num_groups)
+    ids = [sample_id for each in groups for sample_id in each.sample_ids]
+    own = [{**each.tags, **tags} for each in groups for _ in each.sample_ids]
+    buffer.commit(groups, client.put_samples(ids, "replay", columns, tags=own))
+    return buffer
+
+
 def test_every_kind_of_column_comes_back_bit_for_bit_without_pickle(
     stores: Callable[[], DataPlaneClient], tmp_path: Path
 ) -> None:
     client = stores()
-    client.register_partition("replay", **{**REGISTRATION, "grpo_group_size": None})
+    client.register_partition("replay", **REGISTRATION)
     num_rows = 600  # more than two blocks
-    ids = [f"r{row}" for row in range(num_rows)]
     ragged = torch.nested.nested_tensor(
         [torch.full((row % 4, 2), float(row), dtype=torch.bfloat16) for row in range(num_rows)], layout=torch.jagged
     )
@@ -200,63 +215,59 @@ def test_every_kind_of_column_comes_back_bit_for_bit_without_pickle(
         "grade": np.array(["good", "bad"] * (num_rows // 2), dtype=object),
         "log": NonTensorStack(*[{"role": "user", "tokens": torch.arange(row % 3)} for row in range(num_rows)]),
     }
-    tags = [{"weight_version": row, "score": math.nan if row == 3 else row / 7, "text": "\u00e4"} for row in range(600)]
-    client.put_samples(ids, "replay", fields, tags=tags)
-    save_replay(tmp_path, client, partition_id="replay", fields=list(fields), registration=REGISTRATION_OF_ROWS)
+    buffer = filled(client, fields, num_rows // 2, score=math.nan, third=1 / 3, text="\u00e4")
+    save_replay(tmp_path, client, buffer=buffer, registration=REGISTRATION)
     other = stores()
-    restored = restore_replay(tmp_path, other)
-    assert restored.weight_version is None
-    assert restored.meta.sample_ids == ids
-    listed = other.list_samples("replay")
-    assert listed.sample_ids == ids
-    assert repr(listed.tags) == repr(tags)
-    mine, theirs = (each.get_samples(ids, "replay", list(fields)) for each in (client, other))
+    restored = restore_replay(tmp_path, other, buffer=buffer_of(other))
+    mine, theirs = (each.list_samples("replay") for each in (client, other))
+    assert restored.meta.sample_ids == theirs.sample_ids == mine.sample_ids
+    assert repr(restored.meta.tags) == repr(theirs.tags) == repr(mine.tags)
+    before, after = (each.get_samples(mine.sample_ids, "replay", list(fields)) for each in (client, other))
     for name in ("flag", "odd"):
-        assert mine[name].dtype == theirs[name].dtype
-        assert mine[name].numpy().tobytes() == theirs[name].numpy().tobytes()
-    assert torch.equal(mine["ragged"].values(), theirs["ragged"].values())
-    assert torch.equal(mine["ragged"].offsets(), theirs["ragged"].offsets())
-    assert mine["grade"].tolist() == theirs["grade"].tolist()
-    assert repr(mine["log"].tolist()) == repr(theirs["log"].tolist())
+        assert before[name].dtype == after[name].dtype
+        assert before[name].numpy().tobytes() == after[name].numpy().tobytes()
+    assert torch.equal(before["ragged"].values(), after["ragged"].values())
+    assert torch.equal(before["ragged"].offsets(), after["ragged"].offsets())
+    assert before["grade"].tolist() == after["grade"].tolist()
+    assert repr(before["log"].tolist()) == repr(after["log"].tolist())
     with pytest.raises(InvalidRequestError, match="excellent"):  # the vocabulary is back too
-        other.put_samples(["x"], "replay", {"grade": np.array(["excellent"], dtype=object)})
-
-
-REGISTRATION_OF_ROWS = {**REGISTRATION, "grpo_group_size": None}
+        other.put_samples(["x_g0"], "replay", {"grade": np.array(["excellent"], dtype=object)})
 
 
 def test_what_tasks_were_given_is_not_given_again(stores: Callable[[], DataPlaneClient], tmp_path: Path) -> None:
+    registration = {**REGISTRATION, "grpo_group_size": None}
     client = stores()
-    client.register_partition("replay", **REGISTRATION)
-    ids = [f"p{row // 2}_g{row % 2}" for row in range(12)]
-    client.put_samples(ids, "replay", {"x": torch.arange(12.0)})
-    scored = client.claim_meta("replay", "score", ["x"], 6)
-    trained = client.claim_meta("replay", "train", ["x"], 2)
-    given = {"score": scored.sample_ids, "train": trained.sample_ids}
-    save_replay(tmp_path, client, partition_id="replay", fields=["x"], registration=REGISTRATION, given=given)
+    client.register_partition("replay", **registration)
+    buffer = filled(client, {"x": torch.arange(8.0)}, 4)
+    ids = client.list_samples("replay").sample_ids
+    last = client.claim_meta("replay", "score", ["x"], 2, blocking=False, tag_filter={"prompt": 3})
+    first = client.claim_meta("replay", "score", ["x"], 2)
+    assert last.sample_ids + first.sample_ids == ids[6:] + ids[:2]
+    save_replay(tmp_path, client, buffer=buffer, registration=registration)
     other = stores()
-    restore_replay(tmp_path, other)
-    for task, first in (("score", 6), ("train", 2)):
-        assert client.claim_meta("replay", task, ["x"], 12 - first).sample_ids == ids[first:]
-        assert other.claim_meta("replay", task, ["x"], 12 - first).sample_ids == ids[first:]
-    assert other.list_samples("replay").tags == client.list_samples("replay").tags, "a restore adds no tag"
-    with pytest.raises(InvalidRequestError, match="rows that are not held: 'p9_g0'"):
-        save_replay(tmp_path, client, partition_id="replay", fields=["x"], given={"score": ["p9_g0"]})
+    restore_replay(tmp_path, other, buffer=buffer_of(other))
+    for task, left in (("score", ids[2:6]), ("train", ids)):
+        assert other.claim_meta("replay", task, ["x"], len(left)).sample_ids == left
+    assert other.check_consumption_status("replay", ["score", "train"])
 
 
-def test_rows_given_out_of_order_are_given_again_and_the_others_come_in_order(
+def test_a_backend_without_cursors_refuses_rows_that_were_given_before_anything_is_written(
     stores: Callable[[], DataPlaneClient], tmp_path: Path
 ) -> None:
-    client = stores()
-    client.register_partition("replay", **REGISTRATION_OF_ROWS)
-    ids = list("abcde")
-    client.put_samples(ids, "replay", {"x": torch.arange(5.0)})
-    given = {"train": ["d", "b"]}
-    save_replay(tmp_path, client, partition_id="replay", fields=["x"], registration=REGISTRATION_OF_ROWS, given=given)
-    other = stores()
-    restore_replay(tmp_path, other)
-    assert other.claim_meta("replay", "train", ["x"], 3).sample_ids == ["a", "c", "e"]
-    assert other.check_consumption_status("replay", ["train"])
+    client, other = stores(), stores()
+    client.register_partition("replay", **REGISTRATION)
+    buffer = filled(client, {"x": torch.arange(2.0)})
+    other._capabilities -= {Capability.CURSORS}
+    save_replay(tmp_path, client, buffer=buffer, registration=REGISTRATION)
+    restore_replay(tmp_path, other, buffer=buffer_of(other))  # no task had been given any
+    other.clear_samples(None, "replay")
+    client.claim_meta("replay", "score", ["x"], 2)
+    save_replay(tmp_path, client, buffer=buffer, registration=REGISTRATION)
+    restored = buffer_of(other)
+    with pytest.raises(UnsupportedOperationError, match="given to 'score', and backend 'noop' does not declare"):
+        restore_replay(tmp_path, other, buffer=restored)
+    assert other.list_partitions() == []
+    assert not restored.view().groups
 
 
 def test_only_committed_rows_are_saved_and_what_is_in_training_is_ready_again(
@@ -293,14 +304,19 @@ def test_only_committed_rows_are_saved_and_what_is_in_training_is_ready_again(
 @pytest.fixture
 def saved(client: DataPlaneClient, tmp_path: Path) -> Path:
     """A save of two rows."""
-    client.register_partition("replay", ["x"], None, ["train"])
-    client.put_samples(["a", "b"], "replay", {"x": torch.arange(2000.0).reshape(2, 1000)})
-    save_replay(tmp_path / "save", client, partition_id="replay", fields=["x"], registration=SMALL)
+    client.register_partition("replay", **SMALL)
+    buffer = filled(client, {"x": torch.arange(2000.0).reshape(2, 1000)})
+    save_replay(tmp_path / "save", client, buffer=buffer, registration=SMALL)
     client.clear_samples(None, "replay")
     return tmp_path / "save"
 
 
 SMALL = {"fields": ["x"], "num_samples": None, "consumer_tasks": ["train"]}
+IDS = ["v0_p0_g0", "v0_p0_g1"]
+
+
+def restored_ids(saved: Path, client: DataPlaneClient) -> list[str]:
+    return restore_replay(saved, client, buffer=buffer_of(client)).meta.sample_ids
 
 
 def rows_file(saved: Path) -> Path:
@@ -327,29 +343,24 @@ def test_damage_anywhere_is_found_before_anything_is_written(saved: Path, client
     for harm in harms:
         harm()
         with pytest.raises((CorruptDataError, UnsupportedOperationError)):
-            restore_replay(saved, client)
+            restored_ids(saved, client)
         with pytest.raises(KeyError):
             client.list_samples("replay")
         for path, data in sound.items():
             path.write_bytes(data)
-    assert restore_replay(saved, client).meta.sample_ids == ["a", "b"]
+    assert restored_ids(saved, client) == IDS
 
 
 def test_refusals_say_what_is_wrong(saved: Path, client: DataPlaneClient, tmp_path: Path) -> None:
     with pytest.raises(MissingDataError, match=r"no save in '.*none'"):
-        restore_replay(tmp_path / "none", client)
-    policy = InOrderPolicy(max_staleness=1, groups_per_version=2)
-    with pytest.raises(InvalidRequestError, match="the save of 'replay' holds no buffer"):
-        restore_replay(saved, client, buffer=ReplayBuffer(client, "replay", policy, group_size=2))
+        restored_ids(tmp_path / "none", client)
     head, _, body = (saved / "manifest.json").read_bytes().partition(b"\n")
     (saved / "manifest.json").write_bytes(head.replace(b'"version": 2', b'"version": 3') + b"\n" + body)
     with pytest.raises(UnsupportedOperationError, match=r"is of format version 3\. Expected 2"):
-        restore_replay(saved, client)
+        restored_ids(saved, client)
     (saved / "manifest.json").write_bytes(b'{"format": "other", "version": 1}\n{}')
     with pytest.raises(CorruptDataError, match="says format 'other'"):
-        restore_replay(saved, client)
-    with pytest.raises(InvalidRequestError, match="neither a buffer, nor a partition_id and fields"):
-        save_replay(tmp_path / "x", client, partition_id="replay")
+        restored_ids(saved, client)
 
 
 def test_a_buffer_of_another_shape_refuses_the_save(
@@ -364,10 +375,10 @@ def test_a_buffer_of_another_shape_refuses_the_save(
 
 
 def test_what_would_need_pickle_is_refused_and_the_former_save_stays(saved: Path, client: DataPlaneClient) -> None:
-    client.register_partition("replay", ["x"], None, ["train"])
+    client.register_partition("replay", **SMALL)
     with pytest.raises(InvalidTypeError):
-        save_replay(saved, client, partition_id="replay", fields=["x"], extra={"run": object()})
-    assert restore_replay(saved, client).meta.sample_ids == ["a", "b"]
+        save_replay(saved, client, buffer=buffer_of(client), extra={"run": object()})
+    assert restored_ids(saved, client) == IDS
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------
@@ -407,19 +418,21 @@ def test_the_manifest_is_renamed_only_after_all_that_it_names_is_on_the_disk(
         steps.append("replace")
         replace(*args)
 
-    restore_replay(saved, client)
+    buffer = buffer_of(client)
+    restore_replay(saved, client, buffer=buffer)
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", note_open)
         patch.setattr(os, "fsync", note_sync)
         patch.setattr(os, "replace", note_replace)
-        save_replay(saved, client, partition_id="replay", fields=["x"])
+        save_replay(saved, client, buffer=buffer)
     assert steps == ["sync rows", "sync manifest.json.new", "sync save", "replace", "sync save"]
 
 
 def test_a_full_disk_is_said_and_the_former_save_stays(
     saved: Path, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    restore_replay(saved, client)
+    buffer = buffer_of(client)
+    restore_replay(saved, client, buffer=buffer)
 
     def refuse(*_: Any) -> int:
         raise OSError(28, "No space left on device")
@@ -427,9 +440,9 @@ def test_a_full_disk_is_said_and_the_former_save_stays(
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", refuse)
         with pytest.raises(SaveError, match=r"No space left on device\. A former save is as it was"):
-            save_replay(saved, client, partition_id="replay", fields=["x"])
-    assert restore_replay(saved, client).meta.sample_ids == ["a", "b"]
-    save_replay(saved, client, partition_id="replay", fields=["x"], registration=SMALL)
+            save_replay(saved, client, buffer=buffer)
+    assert restored_ids(saved, client) == IDS
+    save_replay(saved, client, buffer=buffer, registration=SMALL)
     assert len(list(saved.iterdir())) == 2
 
 
@@ -441,10 +454,10 @@ def test_a_store_that_fails_in_a_save_is_not_taken_for_the_disk(
         raise error
 
     client.register_partition("replay", **SMALL)
-    client.put_samples(["c"], "replay", {"x": torch.zeros(1, 1)})
+    buffer = filled(client, {"x": torch.zeros(2, 1)})
     with monkeypatch.context() as patch:
         patch.setattr(client, "get_samples", refuse)
         with pytest.raises(type(error)) as info:
-            save_replay(saved, client, partition_id="replay", fields=["x"])
+            save_replay(saved, client, buffer=buffer)
     assert info.value is error
-    assert restore_replay(saved, client).meta.sample_ids == ["a", "b"]
+    assert restored_ids(saved, client) == IDS

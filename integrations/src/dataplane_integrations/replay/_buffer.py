@@ -145,7 +145,7 @@ class ReplayBuffer(BufferState):
 
         Raises:
             ReservationLostError: One of the reservations is no longer held. None has been committed.
-            InvalidRequestError: ``meta`` has other rows than those reserved.
+            InvalidRequestError: ``meta`` has other rows than those reserved, or no ``fields``.
         """
         at = {sample_id: row for row, sample_id in enumerate(meta.sample_ids)}
         wanted = [sample_id for each in reservations for sample_id in each.sample_ids]
@@ -154,6 +154,11 @@ class ReplayBuffer(BufferState):
             raise InvalidRequestError(
                 f"commit refused: {meta.size} rows of '{meta.partition_id}' for reservations of {len(wanted)} rows in "
                 f"'{self.partition_id}'; only in one of both: {preview(wrong)}. Expected exactly the rows reserved."
+            )
+        if meta.fields is None:
+            raise InvalidRequestError(
+                f"commit refused: a meta of {meta.size} rows without fields. Expected the names of the columns, as in "
+                "the meta that put_samples returns."
             )
         with self._lock:
             self._check_open()

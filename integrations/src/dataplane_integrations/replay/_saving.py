@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from dataplane_core.client import DataPlaneClient, read_to_save
 from dataplane_core.codec import decode_item, encode_item
-from dataplane_core.errors import InvalidRequestError, preview
+from dataplane_core.errors import UnsupportedOperationError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows, write_save
 from dataplane_core.spec import Capability, FieldSpec
@@ -32,12 +31,12 @@ class RestoredReplay:
 
     Attributes:
         meta: The restored rows, in the order of their first write.
-        weight_version: The version of the saved buffer; None if no buffer was saved.
+        weight_version: The version of the saved buffer.
         extra: The trainer's own values, as passed to `save_replay`.
     """
 
     meta: KVBatchMeta
-    weight_version: int | None
+    weight_version: int
     extra: dict[str, Any]
 
 
@@ -45,64 +44,46 @@ def save_replay(
     folder: str | os.PathLike[str],
     client: DataPlaneClient,
     *,
-    buffer: ReplayBuffer | RemoteReplayBuffer | None = None,
-    partition_id: str | None = None,
-    fields: Sequence[str] | None = None,
+    buffer: ReplayBuffer | RemoteReplayBuffer,
     registration: Mapping[str, Any] | None = None,
-    given: Mapping[str, Sequence[str]] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves committed rows, their tags, the buffer, and the cursors of tasks. Blocks until all is on the disk.
+    """Saves committed rows, their tags, the buffer, and what tasks were given. Blocks until all is on the disk.
 
     Rollouts and training may continue during the save: it saves the state of one moment, and rows that are consumed
     during it are cleared after it. Groups in training are saved as not yet trained on; groups that are being generated
     are saved as to be generated again. To let a restored run continue exactly like the first one, save between two
-    steps, inside ``collector.quiet()``.
+    steps, inside ``collector.quiet()``. `DataPlaneClient.save` saves partitions without a buffer.
 
     Args:
         folder: Holds one save. The new save replaces the former one atomically, when it is complete.
         client: Reads the rows.
-        buffer: The buffer, or a `RemoteReplayBuffer`. Its ready groups and those in training are saved.
-        partition_id: Without a buffer: the partition. All its rows are saved.
-        fields: The columns to save. Default: those that were committed. Required without a buffer.
+        buffer: Its ready groups and those in training are saved, with the columns that were committed. If the backend
+            declares ``cursors``, a restored task is not given again what it had been given.
         registration: The arguments of ``register_partition`` besides ``partition_id``. With them, a restore registers
             the partition; without, the restoring process must.
-        given: Task -> the held rows that it had been given. A restore gives them to the task again, so that its claims
-            continue with the other rows. None: what the store says of every task, if its backend declares ``cursors``.
         extra: Other values that the trainer wants back: None, bool, int, float, str, bytes, lists, dicts and tensors.
 
     Raises:
-        InvalidRequestError: Neither a buffer nor a partition, no fields, or ids that are not held.
         MissingDataError: A row lacks one of the columns.
         SaveError: The save cannot be written. Like after any other error, the former save is unchanged.
         OperationTimeoutError, BackendUnavailableError: The store does not answer.
     """
-    partition = partition_id if buffer is None else buffer.partition_id
-    if partition is None or (buffer is None and not fields):
-        raise InvalidRequestError(
-            "save_replay refused: neither a buffer, nor a partition_id and fields, were given. Expected one of both."
-        )
-    with nullcontext(None) if buffer is None else buffer.snapshot() as state:
+    partition = buffer.partition_id
+    with buffer.snapshot() as state:
+        columns = {
+            sample_id: tuple(group["meta"]["fields"])
+            for group in state["groups"]
+            for sample_id in group["meta"]["sample_ids"]
+        }
         listed = client.list_samples(partition)
-        columns = {sample_id: tuple(fields or ()) for sample_id in listed.sample_ids}
-        if state is not None:
-            metas = {sample_id: each["meta"] for each in state["groups"] for sample_id in each["meta"]["sample_ids"]}
-            listed = listed.subset([row for row, sample_id in enumerate(listed.sample_ids) if sample_id in metas])
-            columns = {sample_id: tuple(fields or metas[sample_id]["fields"]) for sample_id in listed.sample_ids}
-        cursors = (
-            _consumed(client, partition, columns) if given is None else {task: list(ids) for task, ids in given.items()}
-        )
-        unknown = [sample_id for ids in cursors.values() for sample_id in ids if sample_id not in columns]
-        if unknown:
-            raise InvalidRequestError(
-                f"save_replay('{partition}') refused: given names rows that are not held: {preview(unknown)}."
-            )
+        listed = listed.subset([row for row, sample_id in enumerate(listed.sample_ids) if sample_id in columns])
         body = {
             "partition_id": partition,
-            "registration": None if registration is None else _plain(registration),
+            "registration": None if registration is None else dict(registration),
             "sample_ids": listed.sample_ids,
             "tags": listed.tags,
-            "given": cursors,
+            "given": _consumed(client, partition, columns),
             "buffer": state,
             "extra": b64encode(encode_item(dict(extra or {}), "extra")).decode(),
         }
@@ -115,13 +96,6 @@ def _consumed(client: DataPlaneClient, partition_id: str, saved: Container[str])
         return {}
     tasks = client.describe(partition_id).info.consumer_tasks
     return {task: [each for each in client.list_consumed(partition_id, task) if each in saved] for task in tasks}
-
-
-def _plain(registration: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: list(value) if isinstance(value, (tuple, set, frozenset)) else value
-        for name, value in registration.items()
-    }
 
 
 def _blocks_of(client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, tuple[str, ...]]) -> Iterator[bytes]:
@@ -140,7 +114,7 @@ def _blocks_of(client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, 
 
 
 def restore_replay(
-    folder: str | os.PathLike[str], client: DataPlaneClient, *, buffer: ReplayBuffer | RemoteReplayBuffer | None = None
+    folder: str | os.PathLike[str], client: DataPlaneClient, *, buffer: ReplayBuffer | RemoteReplayBuffer
 ) -> RestoredReplay:
     """Writes a save's rows to a store again, with their tags and cursors, and loads its state into a buffer.
 
@@ -156,20 +130,22 @@ def restore_replay(
     Raises:
         MissingDataError: The folder has no save.
         CorruptDataError: The save is damaged. Nothing has been written.
-        UnsupportedOperationError: Another version wrote the save; or it has cursors, and the backend does not declare
-            ``cursors``.
-        InvalidRequestError: The save has no buffer, or that of another partition or group size.
+        UnsupportedOperationError: Another version wrote the save; or tasks had been given rows, and the backend does
+            not declare ``cursors``. Nothing has been written.
+        InvalidRequestError: The save has the buffer of another partition or group size.
     """
     saved = SavedFiles(folder, _KIND)
     body = saved.body
     for _ in saved.blocks():  # checks all blocks, with one in memory at a time
         pass
     partition: str = body["partition_id"]
-    state = body["buffer"]
-    if buffer is not None:
-        if state is None:
-            raise InvalidRequestError(f"restore_replay refused: the save of '{partition}' holds no buffer.")
-        buffer.load_state(state)
+    given = {task: ids for task, ids in body["given"].items() if ids}
+    if given and Capability.CURSORS not in client.capabilities:
+        raise UnsupportedOperationError(
+            f"restore_replay refused: in '{partition}', rows had been given to {preview(given)}, and backend "
+            f"'{client.backend_name}' does not declare 'cursors'. Expected one that does."
+        )
+    buffer.load_state(body["buffer"])
     if body["registration"] is not None:
         client.register_partition(partition, **body["registration"])
     ids: list[str] = body["sample_ids"]
@@ -179,10 +155,10 @@ def restore_replay(
         columns, head = unpack_rows(block)
         some = head["sample_ids"]
         client.put_samples(some, partition, columns, tags=[tags[at[each]] for each in some])
-    for task, given in body["given"].items():
-        client.reset_consumption(partition, task, given)
+    for task, consumed in given.items():
+        client.reset_consumption(partition, task, consumed)
     return RestoredReplay(
-        meta=KVBatchMeta(partition, None, ids, tags=[dict(row) for row in body["tags"] or [{}] * len(ids)]),
-        weight_version=None if state is None else state["weight_version"],
+        meta=KVBatchMeta(partition, None, ids, tags=tags),
+        weight_version=body["buffer"]["weight_version"],
         extra=decode_item(b64decode(body["extra"])),
     )

@@ -303,6 +303,43 @@ def test_rows_are_checked_when_they_are_read(ranks: Any) -> None:
     assert (checks, installs) == ("1", "0")
 
 
+def _begin_every_call(rank: int) -> list[tuple[str, bool]]:
+    """Per method that a worker runs for its driver, whether routers still had the experts of the call before."""
+    with megatron_on_cpu({}), connect({"backend": "noop"}) as client:
+        worker: Any = TinyMegatronWorker({"experts": EXPERTS})
+        worker.setup_data_plane(client)
+        meta = _write(client, "train", None)
+        seen: list[tuple[str, bool]] = []
+
+        def replace(name: str, result: Any) -> None:
+            def note(*_: Any, **__: Any) -> Any:
+                seen.append((name, any(layer.target is not None for layer in worker.routing_replay._layers)))
+                worker.routing_replay.install(_recorded())
+                return result
+
+            setattr(worker, name, note)
+
+        logprobs = torch.zeros(len(LENGTHS), max(LENGTHS))
+        replace("get_logprobs", {"logprobs": logprobs})
+        replace("get_reference_policy_logprobs", {"reference_logprobs": logprobs})
+        for name in ("train", "begin_train_step", "train_microbatch", "finish_train_step"):
+            replace(name, {})
+        worker.get_logprobs_presharded(meta)
+        worker.get_reference_policy_logprobs_presharded(meta)
+        worker.train_presharded(meta, None)
+        worker.begin_train_step_presharded(None)
+        worker.train_microbatch_presharded(meta)
+        worker.train_microbatches_presharded([meta])
+        worker.finish_train_step_presharded()
+        return seen
+
+
+def test_each_call_of_the_driver_begins_with_routers_that_choose_for_themselves(ranks: Any) -> None:
+    [seen] = ranks(1, _begin_every_call, timeout_s=150)
+    assert len(seen) == 7
+    assert [name for name, installed in seen if installed] == []
+
+
 # --- the model --------------------------------------------------------------------------------------------------------
 
 

@@ -187,10 +187,13 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
 
     # --- results ------------------------------------------------------------------------------------------------------
 
-    def _run(self, compute: Callable[[], Any]) -> Any:
-        """Calls ``compute`` and returns its result of the last pipeline stage. Collective over the pipeline."""
+    def _before_method(self) -> None:
         if self.routing_replay is not None:
             self.routing_replay.clear()  # else a forward without routes, as of the reference policy, would use the last
+
+    def _run(self, compute: Callable[[], Any]) -> Any:
+        """Calls ``compute`` and returns its result of the last pipeline stage. Collective over the pipeline."""
+        self._before_method()
         group = _parallel_state().get_pipeline_model_parallel_group()
         last = dist.get_world_size(group) - 1
         if last == 0:

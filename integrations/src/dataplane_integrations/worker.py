@@ -204,8 +204,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "'leader_broadcast'."
             )
 
-        def read_rows() -> BatchedDataDict:
-            return self._read(meta, layout, dp_aligned_seq_len) if read is None else read()
+        read_rows = read or functools.partial(self._read, meta, layout, dp_aligned_seq_len)
 
         def check_and_read() -> BatchedDataDict:
             self._check_leader_is_first(cast(dist.ProcessGroup, group))
@@ -482,6 +481,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "abort_train_step_presharded() first."
             )
         self._split_step_open = True  # set first: if the next line raises, an abort cleans up
+        self._before_method()
         worker.begin_train_step(loss_fn, gbs=gbs, mbs=mbs)
 
     def train_microbatch_presharded(self, meta: KVBatchMeta) -> None:
@@ -521,6 +521,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 
         def train(meta: KVBatchMeta, read: Callable[[], BatchedDataDict]) -> None:
             data, _ = self._attach_or_repack_pack_metadata(self._fetch(meta, read=read), meta, "train")
+            self._before_method()
             worker.train_microbatch(data)
 
         with contextlib.closing(read_ahead(reads, depth if reads_here else 0)) as results:
@@ -551,8 +552,12 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             )
         return self._split_step_worker()
 
+    def _before_method(self) -> None:
+        """Is called before each method of the worker."""
+
     def _run(self, compute: Callable[[], Any]) -> Any:
         """Calls the worker's method. Returns the result that every rank of the replica group gets."""
+        self._before_method()
         return compute()
 
     def _split_step_worker(self) -> SplitStepWorker:

@@ -10,7 +10,7 @@ import torch
 
 from dataplane_core import KVBatchMeta, connect
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.errors import BackendUnavailableError, InvalidRequestError
 from dataplane_integrations.dynamic_sampling import DynamicSampling, all_match, tag_varies
 from dataplane_integrations.errors import SamplingExhaustedError
 from dataplane_integrations.rollout import RolloutReceipt, mint_sample_ids
@@ -120,6 +120,27 @@ def test_any_error_on_the_way_clears_the_rows_of_the_step(
     with pytest.raises((RuntimeError, InvalidRequestError), match=r"rollout worker died|4 rows without tags"):
         DynamicSampling(client, num_groups=3, group_size=2).collect(broken)
     assert client.list_samples("train").size == 0
+
+
+@pytest.mark.parametrize("then", ["add", "take", "discard"])
+def test_rows_that_could_not_be_cleared_are_cleared_with_the_next_call(
+    client: DataPlaneClient, generate: Generate, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise BackendUnavailableError("the store is away")
+
+    sampling = DynamicSampling(client, num_groups=2, group_size=2, max_generations=2, allow_fewer=True)
+    sampling.add(generate([SOLVED]))
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "clear_samples", refuse)
+        with pytest.raises(BackendUnavailableError):
+            sampling.add(generate([GOOD, HOPELESS, GOOD] if then == "take" else [GOOD, HOPELESS]))
+    if then == "add":
+        sampling.max_generations = 3
+        sampling.add(generate([GOOD]))
+    kept = [] if then == "discard" else sampling.take().sample_ids
+    sampling.discard()
+    assert client.list_samples("train").sample_ids == kept
 
 
 def test_a_refused_generation_leaves_the_store_as_it_was(client: DataPlaneClient, generate: Generate) -> None:

@@ -121,6 +121,8 @@ class DynamicSampling:
     counts: SamplingCounts = field(default_factory=SamplingCounts, init=False)
     carry: BatchedDataDict = field(default_factory=BatchedDataDict, init=False)
     _held: KVBatchMeta | None = field(default=None, init=False)
+    #: Partition -> rows whose clear has not succeeded yet.
+    _to_clear: dict[str, dict[str, None]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "group_size", "max_generations"):
@@ -169,17 +171,16 @@ class DynamicSampling:
                 pending = []
             return self.take()
         except BaseException as error:
-            held, self._held, self.carry = self._held, None, BatchedDataDict()
-            self.counts.held = 0
-            for meta in [*([] if held is None else [held]), *pending]:
-                try:
-                    self._clear(meta)
-                except Exception as broken:  # the first error is the one to report
-                    error.add_note(f"{meta.size} rows could not be cleared: {type(broken).__name__}: {broken}")
+            try:
+                self._discard(*pending)
+            except Exception as broken:  # the first error is the one to report
+                error.add_note(f"the rows could not be cleared: {type(broken).__name__}: {broken}")
             raise
 
     def add(self, made: KVBatchMeta | RolloutReceipt) -> bool:
         """Adds one generation. Clears the groups that the rule refuses, and those beyond the wanted number.
+
+        If the clear fails, its error is raised, but the generation is added; the next call clears the rows.
 
         Args:
             made: Whole groups, with the tags that ``keep`` reads; or their receipt, with a carry.
@@ -199,8 +200,7 @@ class DynamicSampling:
         kept = [rows for rows in groups if self.keep([tags[row] for row in rows])]
         wanted, overflow = kept[: self.missing], kept[self.missing :]
         stay = [row for rows in wanted for row in rows]
-        staying = set(stay)
-        gone = [sample_id for row, sample_id in enumerate(meta.sample_ids) if row not in staying]
+        gone = meta.drop(stay)
 
         part = meta.subset(stay)
         joined = part if self._held is None else self._held.concat(part)
@@ -211,8 +211,7 @@ class DynamicSampling:
         self.counts.dropped += len(groups) - len(kept)
         self.counts.overflow += len(overflow)
         self.counts.held += len(wanted)
-        if gone:
-            self.client.clear_samples(gone, meta.partition_id)
+        self._clear(gone)
         return self.complete
 
     def take(self) -> KVBatchMeta:
@@ -232,21 +231,30 @@ class DynamicSampling:
                 hint="Generate more groups at a time, raise max_generations, or use prompts that are neither solved "
                 "nor hopeless.",
             )
+        self._clear()
         taken, self._held = self._held, None
         return taken
 
     def discard(self) -> None:
         """Clears the held rows, to give the step up. Idempotent. Does not touch rows that `take` has returned."""
+        self._discard()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _discard(self, *others: KVBatchMeta) -> None:
         held, self._held = self._held, None
         if held is not None:
             self.counts.held = 0
             self.carry = BatchedDataDict()
-            self._clear(held)
+        self._clear(held, *others)
 
-    # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _clear(self, meta: KVBatchMeta) -> None:
-        self.client.clear_samples(meta.sample_ids, meta.partition_id)
+    def _clear(self, *metas: KVBatchMeta | None) -> None:
+        """Clears rows, and those whose clear failed before."""
+        for meta in filter(None, metas):
+            self._to_clear.setdefault(meta.partition_id, {}).update(dict.fromkeys(meta.sample_ids))
+        for partition_id, ids in list(self._to_clear.items()):
+            self.client.clear_samples(list(ids), partition_id)
+            del self._to_clear[partition_id]
 
     def _joined_carry(self, receipt: RolloutReceipt, stay: Sequence[int]) -> BatchedDataDict:
         new = BatchedDataDict(receipt.carry)

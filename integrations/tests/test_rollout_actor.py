@@ -65,6 +65,13 @@ def test_further_tensors_of_turns_go_along_per_token_or_per_image() -> None:
         flatten_message_logs(logs, [1, 3])
 
 
+def test_logs_without_a_sample_or_a_turns_tokens_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="0 message logs"):
+        flatten_message_logs([], [])
+    with pytest.raises(InvalidRequestError, match="a turn of sample 1 lacks 'token_ids'"):
+        flatten_message_logs([LOGS[0], [{"role": "user", "content": "hi"}]], [2, 0])
+
+
 class Engine:
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -156,6 +163,19 @@ def test_a_later_round_has_new_ids_and_only_the_carry_that_was_asked_for(rollout
     assert metrics == {"environments": ["validation"]}
     assert list(carry) == ["total_reward", "turn_roles"]
     assert list(carry["turn_roles"][1]) == ["user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.parametrize("lacks", ["message_log", "length", "total_reward", "loss_multiplier", "truncated"])
+def test_a_rollout_that_lacks_a_column_is_refused_and_the_engine_still_frees_its_memory(
+    rollouts: Rollouts, client: DataPlaneClient, lacks: str
+) -> None:
+    made, metrics = rollouts.run_rollout(PROMPTS, {})
+    del made[lacks]
+    rollouts.run_rollout = lambda *_: (made, metrics)
+    with pytest.raises(InvalidRequestError, match=f"run_rollout returned a batch without {lacks}"):
+        rollouts.rollout_to_tq(PROMPTS, partition_id="train", group_size=2)
+    assert rollouts.policy_generation.calls == ["snapshot", "clear", "finish"]
+    assert client.list_samples("train").size == 0
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_written(rollouts: Rollouts, client: DataPlaneClient) -> None:

@@ -29,12 +29,14 @@ from dataplane_core.schema import (
     TURN_ROLES_FIELD,
 )
 from dataplane_integrations.attach import DataPlaneSource
-from dataplane_integrations.rollout import DataPlaneRolloutMixin, mint_sample_ids
+from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
 
 __all__ = ["SyncRolloutActor", "flatten_message_logs"]
 
 _TOKENS: Final = "token_ids"
 _LOGPROBS: Final = "generation_logprobs"
+#: Columns of one value per row that a rollout must have; the driver gets them.
+_PER_ROW: Final = ("total_reward", "loss_multiplier", "truncated", "length")
 #: Columns that the driver gets only if it asks for them.
 _OPTIONAL: Final = (TURN_ROLES_FIELD, TURN_CONTENTS_FIELD)
 
@@ -117,17 +119,42 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
         if first_iter:
             _call(engine, "snapshot_step_metrics")
         _call(engine, "clear_logger_metrics")
-        made, metrics = self.run_rollout(
-            input_batch, self.task_to_env if task_to_env_override is None else task_to_env_override
-        )
+        try:
+            made, metrics = self.run_rollout(
+                input_batch, self.task_to_env if task_to_env_override is None else task_to_env_override
+            )
+            receipt = self._write(input_batch.size, made, metrics, partition_id, group_size, carry_keys)
+        finally:
+            if finish_generation:
+                _call(engine, "finish_generation")
+        return receipt.meta, BatchedDataDict(receipt.carry), metrics, _call(engine, "get_logger_metrics")
+
+    def shutdown(self) -> None:
+        """Detaches from the data plane. Idempotent."""
+        self.close_data_plane()
+
+    def _write(
+        self,
+        num_inputs: int,
+        made: Mapping[str, Any],
+        metrics: dict[str, Any],
+        partition_id: str,
+        group_size: int,
+        carry_keys: Sequence[str] | None,
+    ) -> RolloutReceipt:
+        """Writes what `run_rollout` has made."""
+        lacking = [name for name in ("message_log", *_PER_ROW) if name not in made]
+        if lacking:
+            raise InvalidRequestError(
+                f"rollout_to_tq refused: run_rollout returned a batch without {', '.join(lacking)}. Found: "
+                f"{', '.join(made)}."
+            )
         columns, prompts = flatten_message_logs(
             made["message_log"], made["length"], pad_token_id=self.tokenizer.pad_token_id or 0
         )
         columns["sample_mask"] = made["loss_multiplier"]
         carry = {
-            **{
-                name: torch.as_tensor(made[name]) for name in ("total_reward", "loss_multiplier", "truncated", "length")
-            },
+            **{name: torch.as_tensor(made[name]) for name in _PER_ROW},
             **{name: columns[name] for name in (INPUT_LENGTHS_FIELD, RESPONSE_TOKEN_LENGTHS_FIELD)},
             "prompt_ids_for_adv": prompts,
             **{name: column for name, column in made.items() if name.startswith("reward/")},
@@ -140,9 +167,9 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
                     f"rollout_to_tq refused: carry_keys {missing} are not there. Found: {', '.join(offered)}."
                 )
             carry = {name: offered[name] for name in carry_keys}
-        receipt = self._first_write(
+        return self._first_write(
             columns,
-            sample_ids=self._new_ids(input_batch.size, columns.size, group_size),
+            sample_ids=self._new_ids(num_inputs, columns.size, group_size),
             partition_id=partition_id,
             carry_fields=(),
             carry=carry,
@@ -153,13 +180,6 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
                 [ROUTED_EXPERTS_FIELD] if (self._policy_option("router_replay") or {}).get("enabled") else []
             ),
         )
-        if finish_generation:
-            _call(engine, "finish_generation")
-        return receipt.meta, BatchedDataDict(receipt.carry), metrics, _call(engine, "get_logger_metrics")
-
-    def shutdown(self) -> None:
-        """Detaches from the data plane. Idempotent."""
-        self.close_data_plane()
 
     def _new_ids(self, num_inputs: int, num_rows: int, group_size: int) -> list[str]:
         prompts, left = divmod(num_inputs, max(group_size, 1))
@@ -205,10 +225,12 @@ def flatten_message_logs(
         returns. And the token ids of the prompts (N, P).
 
     Raises:
-        InvalidRequestError: A turn lacks a key, or a tensor does not have a row per token.
+        InvalidRequestError: No samples, a turn lacks a key, or a tensor does not have a row per token.
     """
+    if not len(message_logs):  # may be an array
+        raise InvalidRequestError("flatten_message_logs refused: 0 message logs. Expected at least one sample.")
     columns = BatchedDataDict(split_message_logs(message_logs))
-    logs = [[_masked(turn) for turn in log] for log in message_logs]
+    logs = [[_masked(turn, sample) for turn in log] for sample, log in enumerate(message_logs)]
     known: dict[str, Tensor] = {_TOKENS: torch.zeros(0, dtype=torch.int64), _LOGPROBS: torch.zeros(0)}
     for turn in (turn for log in logs for turn in log):
         known.update({name: value[:0] for name, value in turn.items() if isinstance(value, Tensor)})
@@ -229,8 +251,10 @@ def flatten_message_logs(
     return columns, pad_sequence(prompts, True, pad_token_id)
 
 
-def _masked(turn: Mapping[str, Any]) -> dict[str, Any]:
+def _masked(turn: Mapping[str, Any], sample: int) -> dict[str, Any]:
     """A copy of a turn, with its tokens as a tensor and their mask. Only generated turns have logprobs."""
+    if _TOKENS not in turn:
+        raise InvalidRequestError(f"flatten_message_logs refused: a turn of sample {sample} lacks '{_TOKENS}'.")
     tokens = torch.as_tensor(turn[_TOKENS])
     generated = turn["role"] == "assistant" and _LOGPROBS in turn
     return {**turn, _TOKENS: tokens, "token_mask": torch.full_like(tokens, int(generated))}

@@ -38,7 +38,12 @@ def test_keys_with_tags() -> None:
 
 
 def test_keys_that_do_not_fit() -> None:
-    for wrong in (lambda: KVBatchMeta(["a"], []), lambda: keyed("a", "a"), lambda: keyed("a").reorder([0, 0])):
+    for wrong in (
+        lambda: KVBatchMeta(["a"], []),
+        lambda: keyed("a", "a"),
+        lambda: keyed("a").reorder([0, 0]),
+        lambda: keyed("a", "b").reorder([0, -1]),
+    ):
         with pytest.raises(ValueError):
             wrong()
     with pytest.raises(RuntimeError, match="'b'"):
@@ -56,6 +61,8 @@ def test_rows_in_parts_and_joined() -> None:
     assert (whole[-1].global_indexes, whole[1:].global_indexes) == ([7], [6, 7])
     whole.reorder([2, 0, 1])
     assert [row.custom_meta["n"] for row in whole.samples] == [7, 5, 6]
+    with pytest.raises(IndexError):
+        whole.samples[3]
     with pytest.raises(ValueError, match="field_names"):
         BatchMeta.concat([batch(1), batch(2, fields=("y",))])
     assert pickle.loads(pickle.dumps(whole)).global_indexes == whole.global_indexes

@@ -15,7 +15,16 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.spec import TagValue
 
-__all__ = ["column_of_rows", "columns_to_put", "one_row", "parsed", "tags_to_put", "tags_to_show", "to_batch"]
+__all__ = [
+    "column_of_rows",
+    "columns_to_put",
+    "one_row",
+    "parsed",
+    "rows_of",
+    "tags_to_put",
+    "tags_to_show",
+    "to_batch",
+]
 
 #: Fields whose rows, if they have two dims, have the tokens in the second one: M-RoPE's (4, L). The store wants the dim
 #: that differs from row to row first, so they are stored as (L, 4).
@@ -112,9 +121,7 @@ def parsed(columns: Mapping[str, Any], data_parser: Callable[[Any], Any]) -> dic
         ValueError: The parser added or removed columns or rows.
     """
     given = {
-        name: column
-        if isinstance(column, torch.Tensor) and not column.is_nested
-        else list(column.unbind() if isinstance(column, torch.Tensor) else column.tolist())
+        name: column if isinstance(column, torch.Tensor) and not column.is_nested else rows_of(column)
         for name, column in columns.items()
     }
     sizes = {name: len(values) for name, values in given.items()}
@@ -125,6 +132,11 @@ def parsed(columns: Mapping[str, Any], data_parser: Callable[[Any], Any]) -> dic
             f"data_parser changed the columns or their number of rows: {sizes} before. Expected the same after."
         )
     return {name: column_of_rows(values) for name, values in changed.items()}
+
+
+def rows_of(column: Any) -> list[Any]:
+    """The rows of a column: tensors or objects."""
+    return list(column.unbind() if isinstance(column, torch.Tensor) else column.tolist())
 
 
 def column_of_rows(values: Any) -> Any:

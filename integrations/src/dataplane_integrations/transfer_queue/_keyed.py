@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["KVBatchMeta", "copied", "merged_info", "shares"]
+__all__ = ["KVBatchMeta", "check_order", "copied", "merged_info", "places_of", "shares"]
 
 
 def copied(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -49,6 +49,24 @@ def shares(size: int, chunks: int) -> list[range]:
     for place in range(chunks):
         ends.append(ends[-1] + base + (place < longer))
     return [range(start, end) for start, end in pairwise(ends)]
+
+
+def check_order(indexes: Sequence[int], size: int) -> None:
+    """Checks that the indexes name each row once."""
+    if len(indexes) != size:
+        raise ValueError(f"Indices length {len(indexes)} mismatch: the batch size is {size}.")
+    if len(set(indexes)) != size:
+        raise ValueError("Indices contain duplicates: a duplicate index names a row twice.")
+    if any(not 0 <= index < size for index in indexes):
+        raise ValueError(f"Indices must be in range [0, {size}).")
+
+
+def places_of(partition_ids: Sequence[str]) -> dict[str, list[int]]:
+    """Partition -> the places of its rows, in order of first appearance."""
+    places: dict[str, list[int]] = {}
+    for place, partition_id in enumerate(partition_ids):
+        places.setdefault(partition_id, []).append(place)
+    return places
 
 
 @dataclass
@@ -107,13 +125,7 @@ class KVBatchMeta:
 
     def reorder(self, indexes: list[int]) -> None:
         """Brings the rows into another order, in place."""
-        if len(indexes) != self.size:
-            raise ValueError(
-                f"Attempted to reorder with indexes length {len(indexes)} that does not match the batch size "
-                f"{self.size}."
-            )
-        if len(set(indexes)) != len(indexes):
-            raise ValueError("Contain duplicate indexes.")
+        check_order(indexes, self.size)
         self.keys = [self.keys[index] for index in indexes]
         self.tags = [self.tags[index] for index in indexes]
 

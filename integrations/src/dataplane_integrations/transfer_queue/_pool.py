@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, ParamSpec, TypeVar
 
-__all__ = ["end_threads", "in_put_threads", "in_threads"]
+__all__ = ["end_threads", "in_threads"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,17 +39,9 @@ def end_threads() -> None:
         pool.shutdown()
 
 
-def in_threads(call: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
-    """The asyncio form of a call."""
-    return _in_pool(call, "call")
+def in_threads(call: Callable[P, R], pool: str = "call") -> Callable[P, Coroutine[Any, Any, R]]:
+    """The asyncio form of a call. Calls that write columns belong in the pool ``put``."""
 
-
-def in_put_threads(call: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
-    """The asyncio form of a call that writes columns."""
-    return _in_pool(call, "put")
-
-
-def _in_pool(call: Callable[P, R], pool: str) -> Callable[P, Coroutine[Any, Any, R]]:
     @functools.wraps(call)
     async def run(*args: P.args, **kwargs: P.kwargs) -> R:
         loop = asyncio.get_running_loop()

@@ -20,6 +20,7 @@ from dataplane_integrations.transfer_queue._columns import (
     column_of_rows,
     columns_to_put,
     parsed,
+    rows_of,
     tags_to_put,
     tags_to_show,
     to_batch,
@@ -33,7 +34,8 @@ from dataplane_integrations.transfer_queue._indexes import (
     is_number,
     number_of,
 )
-from dataplane_integrations.transfer_queue._pool import in_put_threads, in_threads
+from dataplane_integrations.transfer_queue._keyed import places_of
+from dataplane_integrations.transfer_queue._pool import in_threads
 from dataplane_integrations.transfer_queue._rows import KEY, TAGS, find_rows, meta_of, put_rows
 from dataplane_integrations.transfer_queue.metadata import BatchMeta
 
@@ -198,7 +200,7 @@ class TransferQueueClient:
         columns = columns_to_put(data, size)
         if data_parser is not None:
             columns = parsed(columns, data_parser)
-        parts = _places(metadata.partition_ids)
+        parts = places_of(metadata.partition_ids)
         ids, tags = self._ids(metadata), self._changed_tags(metadata)
         for part_id, places in parts.items():
             whole = len(parts) == 1
@@ -216,14 +218,14 @@ class TransferQueueClient:
         fields = metadata.field_names
         if not metadata.size or not fields:
             return TensorDict({}, batch_size=[0])
-        ids, parts = self._ids(metadata), _places(metadata.partition_ids)
+        ids, parts = self._ids(metadata), places_of(metadata.partition_ids)
         if len(parts) == 1:
             return to_batch(self.store.get_samples(ids, metadata.partition_ids[0], fields))
         rows: dict[str, list[Any]] = {name: [None] * metadata.size for name in fields}
         for part_id, places in parts.items():
             found = self.store.get_samples([ids[place] for place in places], part_id, fields)
             for name in fields:
-                for place, row in zip(places, _unbound(found[name]), strict=True):
+                for place, row in zip(places, rows_of(found[name]), strict=True):
                     rows[name][place] = row
         return to_batch(
             TensorDict({name: column_of_rows(each) for name, each in rows.items()}, batch_size=[metadata.size])
@@ -402,7 +404,7 @@ class TransferQueueClient:
         return tags_to_put(rows) if any(rows) else None
 
     async_set_custom_meta = in_threads(set_custom_meta)
-    async_put = in_put_threads(put)
+    async_put = in_threads(put, "put")
     async_get_data = in_threads(get_data)
     async_clear_partition = in_threads(clear_partition)
     async_clear_samples = in_threads(clear_samples)
@@ -417,21 +419,10 @@ class TransferQueueClient:
     async_kv_list = in_threads(kv_list)
 
 
-def _places(partition_ids: Sequence[str]) -> dict[str, list[int]]:
-    places: dict[str, list[int]] = {}
-    for place, partition_id in enumerate(partition_ids):
-        places.setdefault(partition_id, []).append(place)
-    return places
-
-
-def _unbound(column: Any) -> list[Any]:
-    return list(column.unbind()) if isinstance(column, torch.Tensor) else list(column.tolist())
-
-
 def _select(column: Any, places: Sequence[int]) -> Any:
     if isinstance(column, torch.Tensor) and not column.is_nested:
         return column[list(places)]
-    rows = _unbound(column)
+    rows = rows_of(column)
     return column_of_rows([rows[place] for place in places])
 
 

@@ -13,7 +13,7 @@ from dataplane_core.errors import LostSamplesError, MissingDataError, UnknownPar
 from dataplane_integrations.transfer_queue import _session
 from dataplane_integrations.transfer_queue._columns import columns_to_put, one_row, parsed, tags_to_put, to_batch
 from dataplane_integrations.transfer_queue._indexes import check_keys
-from dataplane_integrations.transfer_queue._pool import in_put_threads, in_threads
+from dataplane_integrations.transfer_queue._pool import in_threads
 from dataplane_integrations.transfer_queue._rows import find_rows, put_rows
 from dataplane_integrations.transfer_queue.client import TransferQueueClient
 from dataplane_integrations.transfer_queue.metadata import KVBatchMeta
@@ -232,8 +232,8 @@ def kv_clear(keys: list[str] | str, partition_id: str) -> None:
     _session.attached().client.store.clear_samples([keys] if isinstance(keys, str) else keys, partition_id)
 
 
-async_kv_put = in_put_threads(kv_put)
-async_kv_batch_put = in_put_threads(kv_batch_put)
+async_kv_put = in_threads(kv_put, "put")
+async_kv_batch_put = in_threads(kv_batch_put, "put")
 async_kv_batch_get = in_threads(kv_batch_get)
 async_kv_batch_get_by_meta = in_threads(kv_batch_get_by_meta)
 async_kv_list = in_threads(kv_list)

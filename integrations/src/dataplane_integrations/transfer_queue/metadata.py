@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,18 +11,16 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from dataplane_integrations.transfer_queue._keyed import KVBatchMeta, copied, merged_info, shares
+from dataplane_integrations.transfer_queue._keyed import (
+    KVBatchMeta,
+    check_order,
+    copied,
+    merged_info,
+    places_of,
+    shares,
+)
 
 __all__ = ["BatchMeta", "KVBatchMeta"]
-
-
-def _check_order(indexes: Sequence[int], size: int) -> None:
-    if len(indexes) != size:
-        raise ValueError(f"Indices length {len(indexes)} mismatch: the batch size is {size}.")
-    if len(set(indexes)) != size:
-        raise ValueError("Indices contain duplicates: a duplicate index names a row twice.")
-    if any(not 0 <= index < size for index in indexes):
-        raise ValueError(f"Indices must be in range [0, {size}).")
 
 
 class _Sample:
@@ -59,22 +57,6 @@ class _Sample:
                 own["shape"] = schema["per_sample_shapes"][self._place]
             shown[name] = MappingProxyType(own)
         return MappingProxyType(shown)
-
-
-class _Samples(Sequence[_Sample]):
-    __slots__ = ("_batch",)
-
-    def __init__(self, batch: BatchMeta) -> None:
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return self._batch.size
-
-    def __getitem__(self, place: Any) -> Any:
-        return _Sample(self._batch, place)
-
-    def __iter__(self) -> Iterator[_Sample]:
-        return (_Sample(self._batch, place) for place in range(len(self)))
 
 
 def _schema_of(name: str, column: Any, size: int) -> dict[str, Any]:
@@ -177,9 +159,9 @@ class BatchMeta:
         return sorted(self.field_schema)
 
     @property
-    def samples(self) -> _Samples:
+    def samples(self) -> tuple[_Sample, ...]:
         """Read-only views of the rows."""
-        return _Samples(self)
+        return tuple(_Sample(self, place) for place in range(self.size))
 
     @property
     def is_ready(self) -> bool:
@@ -293,7 +275,7 @@ class BatchMeta:
 
     def reorder(self, indices: list[int]) -> None:
         """Brings the rows into another order, in place."""
-        _check_order(indices, self.size)
+        check_order(indices, self.size)
         ordered = self._rows(indices)
         for slot in BatchMeta.__slots__:
             setattr(self, slot, getattr(ordered, slot))
@@ -304,10 +286,7 @@ class BatchMeta:
 
     def chunk_by_partition(self) -> list[BatchMeta]:
         """The rows of each partition apart, in order of first appearance."""
-        places: dict[str, list[int]] = {}
-        for place, partition_id in enumerate(self.partition_ids):
-            places.setdefault(partition_id, []).append(place)
-        return [self._rows(part) for part in places.values()]
+        return [self._rows(part) for part in places_of(self.partition_ids).values()]
 
     @classmethod
     def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["KVBatchMeta", "check_order", "copied", "merged_info", "places_of", "shares"]
+__all__ = ["KVBatchMeta", "check_order", "copied", "merged_info", "shares"]
 
 
 def copied(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -59,14 +59,6 @@ def check_order(indexes: Sequence[int], size: int) -> None:
         raise ValueError("Indices contain duplicates: a duplicate index names a row twice.")
     if any(not 0 <= index < size for index in indexes):
         raise ValueError(f"Indices must be in range [0, {size}).")
-
-
-def places_of(partition_ids: Sequence[str]) -> dict[str, list[int]]:
-    """Partition -> the places of its rows, in order of first appearance."""
-    places: dict[str, list[int]] = {}
-    for place, partition_id in enumerate(partition_ids):
-        places.setdefault(partition_id, []).append(place)
-    return places
 
 
 @dataclass

@@ -34,7 +34,6 @@ from dataplane_integrations.transfer_queue._indexes import (
     is_number,
     number_of,
 )
-from dataplane_integrations.transfer_queue._keyed import places_of
 from dataplane_integrations.transfer_queue._pool import in_threads
 from dataplane_integrations.transfer_queue._rows import KEY, TAGS, find_rows, meta_of, put_rows
 from dataplane_integrations.transfer_queue.metadata import BatchMeta
@@ -200,7 +199,7 @@ class TransferQueueClient:
         columns = columns_to_put(data, size)
         if data_parser is not None:
             columns = parsed(columns, data_parser)
-        parts = places_of(metadata.partition_ids)
+        parts = metadata._places()
         ids, tags = self._ids(metadata), self._changed_tags(metadata)
         for part_id, places in parts.items():
             whole = len(parts) == 1
@@ -218,7 +217,7 @@ class TransferQueueClient:
         fields = metadata.field_names
         if not metadata.size or not fields:
             return TensorDict({}, batch_size=[0])
-        ids, parts = self._ids(metadata), places_of(metadata.partition_ids)
+        ids, parts = self._ids(metadata), metadata._places()
         if len(parts) == 1:
             return to_batch(self.store.get_samples(ids, metadata.partition_ids[0], fields))
         rows: dict[str, list[Any]] = {name: [None] * metadata.size for name in fields}

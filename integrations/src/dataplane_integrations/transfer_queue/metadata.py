@@ -11,14 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from dataplane_integrations.transfer_queue._keyed import (
-    KVBatchMeta,
-    check_order,
-    copied,
-    merged_info,
-    places_of,
-    shares,
-)
+from dataplane_integrations.transfer_queue._keyed import KVBatchMeta, check_order, copied, merged_info, shares
 
 __all__ = ["BatchMeta", "KVBatchMeta"]
 
@@ -286,7 +279,14 @@ class BatchMeta:
 
     def chunk_by_partition(self) -> list[BatchMeta]:
         """The rows of each partition apart, in order of first appearance."""
-        return [self._rows(part) for part in places_of(self.partition_ids).values()]
+        return [self._rows(part) for part in self._places().values()]
+
+    def _places(self) -> dict[str, list[int]]:
+        """Partition -> the places of its rows, in order of first appearance."""
+        places: dict[str, list[int]] = {}
+        for place, partition_id in enumerate(self.partition_ids):
+            places.setdefault(partition_id, []).append(place)
+        return places
 
     @classmethod
     def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:

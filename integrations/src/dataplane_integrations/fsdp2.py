@@ -67,15 +67,12 @@ def mesh_data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 class FSDP2DataPlaneMixin(DataPlaneWorkerMixin):
     """`DataPlaneWorkerMixin` for a worker whose attribute ``device_mesh`` or ``mesh`` holds its `DeviceMesh`."""
 
-    _replica_group: dist.ProcessGroup | None = None
-    _data_parallel_group: dist.ProcessGroup | None = None
-    _groups_built: bool = False
-
     def setup_data_plane(self, cfg: DataPlaneSource) -> None:
         """Attaches. If the mesh exists, also makes the groups; it is then collective over the mesh."""
         super().setup_data_plane(cfg)
         if self._find_mesh() is not None:
-            self._build_groups()
+            self._get_replica_group()
+            self._get_data_parallel_group()
 
     def _find_mesh(self) -> DeviceMesh | None:
         mesh = getattr(self, "device_mesh", None)
@@ -92,23 +89,14 @@ class FSDP2DataPlaneMixin(DataPlaneWorkerMixin):
             )
         return mesh
 
-    def _build_groups(self) -> None:
-        if not self._groups_built:
-            mesh = self._require_mesh()
-            self._replica_group = mesh_replica_group(mesh)
-            self._data_parallel_group = mesh_data_parallel_group(mesh)
-            self._groups_built = True
-
     def _local_coords(self) -> dict[str, int]:
         return mesh_coords(self._require_mesh())
 
     def _get_replica_group(self) -> dist.ProcessGroup | None:
-        self._build_groups()
-        return self._replica_group
+        return mesh_replica_group(self._require_mesh())
 
     def _get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        self._build_groups()
-        return self._data_parallel_group
+        return mesh_data_parallel_group(self._require_mesh())
 
 
 def _split_axes(mesh: DeviceMesh) -> tuple[list[str], list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -75,14 +76,16 @@ class CallThreads:
         self._most = most
         self._threads: list[threading.Thread] = []
         self._calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
-        self._num_idle = 0
+        self._submitted = itertools.count(1)
+        self._num_ended = 0
         self._ended: dict[asyncio.AbstractEventLoop, deque[Call[Any]]] = {}
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[[], _R]) -> Call[_R]:
         """Has a thread call a function. Needs a running event loop."""
         call = Call(function)
-        if len(self._threads) < self._most and self._num_idle <= self._calls.qsize():
+        num_open = next(self._submitted) - self._num_ended
+        if len(self._threads) < min(num_open, self._most):
             thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -98,23 +101,16 @@ class CallThreads:
         self._threads.clear()
 
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                self._num_idle += 1
-            call = self._calls.get()
-            with self._lock:
-                self._num_idle -= 1
-            if call is None:
-                return
-            if not call.cancel():
-                continue  # it was cancelled
-            call._run()
-            self._hand_back(call)
+        while (call := self._calls.get()) is not None:
+            if call.cancel():
+                call._run()
+            self._hand_back(call)  # also one that was cancelled, for which nobody waits
             del call
 
     def _hand_back(self, call: Call[Any]) -> None:
         loop = call._loop
         with self._lock:
+            self._num_ended += 1
             ended = self._ended.setdefault(loop, deque())
             ended.append(call)
             if len(ended) > 1:

@@ -143,7 +143,9 @@ def start_actors(
         try:
             wait_for_all(ready, timeout_s=timeout_s, doing="starting")
         except WorkerTimeoutError as error:
-            raise PlacementError(f"{error.message} {_state(_free())}", hint=error.hint) from error
+            total, free = (each.get("CPU", 0.0) for each in (ray.cluster_resources(), ray.available_resources()))
+            state = f"The cluster has {total:g} logical CPUs, {free:g} of them free."
+            raise PlacementError(f"{error.message} {state}", hint=error.hint) from error
         except WorkerFailedError as error:
             raise _start_error(error) from error.__cause__
     except BaseException:
@@ -163,6 +165,8 @@ def check_placement(requests: Sequence[ActorRequest], *, reserve_cpus: float = 0
         InvalidRequestError: Two actors have the same name, or a demand is negative.
         PlacementError: Too few CPUs or GPUs, with the numbers.
     """
+    import ray
+
     _check_requests(requests, reserve_cpus)
     demand = {
         name: sum(request.demand[name] for request in requests) + (reserve_cpus if name == "CPU" else 0.0)
@@ -170,15 +174,13 @@ def check_placement(requests: Sequence[ActorRequest], *, reserve_cpus: float = 0
     }
     deadline = time.monotonic() + _SETTLE_S
     while True:
-        total, free = _total(), _free()
-        for name, asked in demand.items():
-            if asked > total.get(name, 0.0) + _UNIT:
-                raise _too_few(name, asked, total.get(name, 0.0), free.get(name, 0.0), len(requests))
+        total, free = ray.cluster_resources(), ray.available_resources()
         short = [name for name, asked in demand.items() if asked > free.get(name, 0.0) + _UNIT]
         if not short:
             break
-        if time.monotonic() > deadline:  # Ray may not have noticed before that some actors have ended
-            name = short[0]
+        never = [name for name in short if demand[name] > total.get(name, 0.0) + _UNIT]
+        if never or time.monotonic() > deadline:  # Ray may not have noticed before that some actors have ended
+            name = (never or short)[0]
             raise _too_few(name, demand[name], total.get(name, 0.0), free.get(name, 0.0), len(requests))
         time.sleep(_POLL_S)
     _check_largest(requests)
@@ -241,25 +243,7 @@ def _start_error(error: WorkerFailedError) -> WorkerFailedError | PlacementError
     return error
 
 
-def _total() -> dict[str, float]:
-    import ray
-
-    resources: dict[str, float] = ray.cluster_resources()
-    return resources
-
-
-def _free() -> dict[str, float]:
-    import ray
-
-    resources: dict[str, float] = ray.available_resources()
-    return resources
-
-
 def _nodes() -> list[dict[str, float]]:
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def _state(free: Mapping[str, float]) -> str:
-    return f"The cluster has {_total().get('CPU', 0.0):g} logical CPUs, {free.get('CPU', 0.0):g} of them free."

@@ -142,7 +142,7 @@ class DataPlanePolicy:
                 )
             source = self._client
         self._source = source
-        self._call("setup_data_plane", [(source,) for _ in self._workers.dp_ranks], doing="attaching to the data plane")
+        self._call("setup_data_plane", lambda _: (source,), doing="attaching to the data plane")
 
     @property
     def client(self) -> DataPlaneClient:
@@ -333,7 +333,7 @@ class DataPlanePolicy:
             with _timed(timer, "policy_training/workers"):
                 results = self._call(
                     "train_presharded",
-                    [(shards[rank], loss_fn) for rank in self._workers.dp_ranks],
+                    lambda rank: (shards[rank], loss_fn),
                     {"eval_mode": eval_mode, "gbs": gbs, "mbs": mbs},
                     doing="training",
                 )
@@ -350,9 +350,8 @@ class DataPlanePolicy:
         self._refuse_open_step("begin_train_step")
         self._split_step = []
         with self._aborting_on_failure(self._split_step):
-            gbs, mbs = gbs or self._batching.global_batch_size, mbs or self._batching.micro_batch_size
-            args = [(loss_fn,) for _ in self._workers.dp_ranks]
-            self._call("begin_train_step_presharded", args, {"gbs": gbs, "mbs": mbs}, doing="beginning a training step")
+            sizes = {"gbs": gbs or self._batching.global_batch_size, "mbs": mbs or self._batching.micro_batch_size}
+            self._call("begin_train_step_presharded", lambda _: (loss_fn,), sizes, doing="beginning a training step")
         if self._flops_tracker is not None:
             self._flops_tracker.reset()
 
@@ -375,8 +374,9 @@ class DataPlanePolicy:
         self._track(shards)
         step.append(meta)
         with self._aborting_on_failure(step), _timed(timer, "policy_training/workers"):
-            args = [(shards[rank],) for rank in self._workers.dp_ranks]
-            self._call("train_microbatch_presharded", args, doing="training on a portion of a step")
+            self._call(
+                "train_microbatch_presharded", lambda rank: (shards[rank],), doing="training on a portion of a step"
+            )
 
     #: The name of this call in NeMo RL, where a portion is cut into microbatches too.
     train_microbatches_from_meta = train_microbatch_from_meta
@@ -397,7 +397,7 @@ class DataPlanePolicy:
         with self._aborting_on_failure(step):
             self._call(
                 "train_microbatches_presharded",
-                [([shards[rank] for shards in portions],) for rank in self._workers.dp_ranks],
+                lambda rank: ([shards[rank] for shards in portions],),
                 {"read_ahead": self._read_ahead},
                 doing="training on portions of a step",
                 timeout_s=self._timeout_s * max(len(portions), 1),
@@ -412,9 +412,7 @@ class DataPlanePolicy:
         """
         step = self._require_split_step("finish_train_step")
         with self._aborting_on_failure(step):
-            results = self._call(
-                "finish_train_step_presharded", [() for _ in self._workers.dp_ranks], doing="finishing a training step"
-            )
+            results = self._call("finish_train_step_presharded", doing="finishing a training step")
             self._split_step = None
             return self._aggregate(results)
 
@@ -433,9 +431,8 @@ class DataPlanePolicy:
             if self._source is not None:
                 patience_s = min(self._timeout_s, _PATIENCE_AFTER_FAILURE_S if self._failed else 10.0)
                 # a worker that is attached to something else was not attached here
-                args = [(self._source,) for _ in self._workers.dp_ranks]
                 with contextlib.suppress(Exception):  # a worker that is gone has no client to close
-                    self._workers.call("close_data_plane", args, timeout_s=patience_s, doing="detaching")
+                    self._call("close_data_plane", lambda _: (self._source,), doing="detaching", timeout_s=patience_s)
         finally:
             if self._owns_client:
                 self._client.close()
@@ -462,8 +459,8 @@ class DataPlanePolicy:
         with _timed(timer, f"{call}/shard_meta"):
             meta, shards = self._readable(meta, "logprob", fields, None)
         with self._clearing_on_failure([meta]), _timed(timer, f"{call}/workers"):
-            args = [(shards[rank],) for rank in self._workers.dp_ranks]
-            self._call(f"{call}_presharded", args, {"micro_batch_size": micro_batch_size}, doing=f"computing {field}")
+            options = {"micro_batch_size": micro_batch_size}
+            self._call(f"{call}_presharded", lambda rank: (shards[rank],), options, doing=f"computing {field}")
         return meta.with_fields([field])
 
     def _readable(
@@ -474,13 +471,7 @@ class DataPlanePolicy:
         if self._replace_lost is None:
             return meta, shards
         for _ in range(_MOST_REPLACEMENTS):
-            name = uuid.uuid4().hex
-            for shard in shards:
-                shard.extra_info[HELD_ROWS] = name
-            with self._clearing_on_failure([meta]):
-                args = [(shards[rank],) for rank in self._workers.dp_ranks]
-                found = self._call("hold_presharded", args, doing="reading rows")
-            lost = list(dict.fromkeys(itertools.chain.from_iterable(found)))
+            lost = self._hold(meta, shards)
             if not lost:
                 return meta, shards
             self._num_lost += len(lost)
@@ -492,6 +483,15 @@ class DataPlanePolicy:
             missing_samples=lost,
             hint="Check that replace_lost writes the rows it is given or leaves them out, and that the storage lives.",
         )
+
+    def _hold(self, meta: KVBatchMeta, shards: Sequence[KVBatchMeta]) -> list[str]:
+        """The workers read their shards for the next call. Returns the lost samples."""
+        name = uuid.uuid4().hex
+        for shard in shards:
+            shard.extra_info[HELD_ROWS] = name
+        with self._clearing_on_failure([meta]):
+            found = self._call("hold_presharded", lambda rank: (shards[rank],), doing="reading rows")
+        return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
     def _replaced(
         self, meta: KVBatchMeta, lost: Sequence[str], stage: Stage, fields: Sequence[str], gbs: int | None
@@ -556,15 +556,17 @@ class DataPlanePolicy:
     def _call(
         self,
         method: str,
-        args: Sequence[Sequence[Any]],
+        args: Callable[[int], tuple[Any, ...]] = lambda rank: (),
         kwargs: Mapping[str, Any] | None = None,
         *,
         doing: str,
         timeout_s: float | None = None,
     ) -> list[Any]:
+        """Calls a method on all workers, with the arguments that ``args`` makes for their data-parallel ranks."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            return self._workers.call(method, args, kwargs, timeout_s=timeout_s, doing=doing)
+            each = [args(rank) for rank in self._workers.dp_ranks]
+            return self._workers.call(method, each, kwargs, timeout_s=timeout_s, doing=doing)
         except BaseException:
             self._failed = True
             raise
@@ -583,8 +585,7 @@ class DataPlanePolicy:
     def _abort_train_step(self, timeout_s: float) -> None:
         if self._split_step is not None:
             self._split_step = None
-            args: list[tuple[Any, ...]] = [() for _ in self._workers.dp_ranks]
-            self._call("abort_train_step_presharded", args, doing="aborting a training step", timeout_s=timeout_s)
+            self._call("abort_train_step_presharded", doing="aborting a training step", timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def _clearing_on_failure(self, metas: Sequence[KVBatchMeta]) -> Iterator[None]:

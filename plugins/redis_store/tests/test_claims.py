@@ -135,3 +135,13 @@ def test_a_group_may_be_larger_than_what_lua_unpacks(plain, connect, piece):
     assert client.list_samples("p").size == 0
     base = client._backend._session.base.decode()
     assert [key for key in plain.admin("KEYS", base + ":*") if key.endswith(b":gm")] == []
+
+
+def test_the_renewal_of_a_part_keeps_the_time_when_it_was_given(client):
+    client.register_partition("p", ["x"], None, ["train"])
+    put(client, ["a", "b"])
+    meta = client.claim_meta("p", "train", ["x"], 2, lease_s=600)
+    before = client.describe("p").tasks["train"].oldest_lease.held_s
+    client.renew(meta.subset([0]), 900)  # now a lease of its own
+    client.ack(meta.subset([1]))
+    assert client.describe("p").tasks["train"].oldest_lease.held_s > before

@@ -69,6 +69,14 @@ def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken, wait_
     write_and_read(client, torch.randn(64, 4096))
 
 
+def test_nodes_that_came_later_are_asked_too_when_the_ledgers_node_is_gone(cluster, connect):
+    client = connect(url=cluster[0].url)
+    session = client._backend._session
+    slots = cluster[0].admin("CLUSTER", "SLOTS")
+    session.nodes.learn([[*slots[0], [b"127.0.0.1", 1, b"later", []]], *slots[1:]])
+    assert {"host": "127.0.0.1", "port": 1} in session.link._nodes
+
+
 def offset(node, name):
     return node.admin("INFO", "replication")[name]
 

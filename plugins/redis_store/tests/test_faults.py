@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 import tracemalloc
@@ -63,6 +64,113 @@ def test_a_stopped_server_meets_the_deadline(start_server, connect):
             assert caught.value.retryable
             assert time.monotonic() - start < 15
     assert made.get_samples(["a"], "p", ["x"])["x"].tolist() == [[0]]
+
+
+class Proxy:
+    """Forwards connections to a server. Those that were made before `freeze` then hang."""
+
+    def __init__(self, port, delay_s=0.0):
+        self._port, self._delay_s = port, delay_s
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        self._sockets, self._frozen = [], set()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._port))
+                self._sockets += [near, far]
+                for source, target in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._forward, args=(source, target)))
+                    self._threads[-1].start()
+
+    def _forward(self, source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if source not in self._frozen:
+                    time.sleep(self._delay_s)
+                    target.sendall(data)
+
+    def freeze(self):
+        self._frozen.update(self._sockets)
+
+    def close(self):
+        for each in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join(20)
+
+
+@pytest.fixture
+def start_proxy():
+    proxies = []
+
+    def start(*args):
+        proxies.append(Proxy(*args))
+        return proxies[-1]
+
+    yield start
+    for each in proxies:
+        each.close()
+
+
+def test_idle_connections_that_lead_nowhere_cost_one_timeout(plain, connect, start_proxy, at_once):
+    proxy = start_proxy(plain.port)
+    made = connect(url=proxy.url, op_timeout_s=2.0)
+    made.register_partition("p", ["x"], None, ["train"])
+    link = made._backend._session.link
+    held = [link._acquire("test", time.monotonic() + 5) for _ in range(4)]
+    for each in held:
+        link._release(each, True)
+    proxy.freeze()
+    with pytest.raises(OperationTimeoutError):
+        made.list_samples("p")
+    assert made.list_samples("p").size == 0
+
+
+def test_a_connection_that_takes_too_long_sends_nothing_after_the_deadline(plain, connect, start_proxy):
+    connect(url=plain.url, namespace="slow").register_partition("p", ["x"], None, ["train"])
+    made = connect(url=plain.url, namespace="slow", bootstrap=False, op_timeout_s=1.0)
+    made.list_samples("p")
+    link = made._backend._session.link
+    link._close_idle()
+    link._pool.connection_kwargs["port"] = int(start_proxy(plain.port, 0.7).url.split(":")[2].split("/")[0])
+    before = plain.info("commandstats")["cmdstat_evalsha"]["calls"]
+    with pytest.raises(OperationTimeoutError):
+        made.put_samples(["late"], "p", columns(1))
+    assert plain.info("commandstats")["cmdstat_evalsha"]["calls"] == before
+
+
+def test_a_server_without_enough_replicas_is_worth_another_try(start_server, connect):
+    server = start_server()
+    made = connect(url=server.url)
+    server.admin("CONFIG", "SET", "min-replicas-to-write", 1)
+    with pytest.raises(BackendUnavailableError, match="takes no writes: NOREPLICAS") as caught:
+        made.register_partition("p", ["x"], None, ["train"])
+    assert caught.value.retryable
+
+
+def test_an_old_sample_does_not_make_the_store_grow(plain, client):
+    client.put_samples(["old"], "p", columns(1))
+    for row in range(50):
+        client.put_samples([f"s{row}"], "p", columns(1))
+        client.clear_samples([f"s{row}"], "p")
+    base = client._backend._session.base.decode()
+    (times,) = plain.admin("KEYS", f"{base}:e:*:w")
+    start = client.describe("p").oldest_s
+    assert plain.admin("ZCARD", times) <= start + 2
+
+
+def test_any_id_is_kept(client):
+    ids = ["." * 65, *(f"s{row}" for row in range(40))]
+    for each in ids:
+        client.put_samples([each], "p", columns(1))
+    assert client.get_samples(ids, "p", ["x"])["x"].shape == (41, 1)
 
 
 def is_busy(server):

@@ -18,7 +18,6 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import PutRequest, RegisterRequest
 from dataplane_redis import Acknowledged, LostCallsError, _acknowledged
-from dataplane_redis._acknowledged import Receipt
 
 SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
 
@@ -271,15 +270,18 @@ def test_a_replica_that_lost_its_tail_gives_nothing_twice(start_server, connect)
 def test_a_server_that_gets_its_first_replica_lost_nothing(pair, start_server, monkeypatch):
     """It begins another history then, which connections that are in use have not met."""
     server, one, _ = pair
-    history, pack = server.info("replication")["master_replid"], Receipt.pack
+    history = server.info("replication")["master_replid"]
+    link = one._backend._session.link
+    acquire = link._acquire
 
-    def replica_joins(receipt, deadline):  # the put has its connection, and was not sent yet
-        monkeypatch.setattr(Receipt, "pack", pack)
+    def replica_joins(what, deadline):  # the put has its connection, and was not sent yet
+        connection = acquire(what, deadline)
+        monkeypatch.setattr(link, "_acquire", acquire)
         start_server().follow(server)
         assert one.list_samples("p").sample_ids == ["a"]  # on a new connection
-        return pack(receipt, deadline)
+        return connection
 
-    monkeypatch.setattr(Receipt, "pack", replica_joins)
+    monkeypatch.setattr(link, "_acquire", replica_joins)
     one.put_samples(["b"], "p", columns(1, SMALL, 2))
     assert server.info("replication")["master_replid"] != history
     one.put_samples(["c"], "p", columns(1, SMALL, 3))
@@ -302,6 +304,55 @@ def test_lost_calls_that_a_client_no_longer_remembers(start_server, connect, mon
         client.list_samples("p")
     assert [each.sample_ids for each in caught.value.calls] == [["b"], ["c"]]
     assert not caught.value.complete
+
+
+@pytest.fixture
+def loses_a_call(monkeypatch):
+    """The server of a client went back behind one of its calls, after the client ran a script so often."""
+
+    def prepare(client, name, count):
+        session, met = client._backend._session, []
+        run = session.script
+
+        def counted(what, deadline, script, *words, **more):
+            reply = run(what, deadline, script, *words, **more)
+            met.append(script)
+            if script == name and met.count(name) == count:
+                session.acknowledgements._lost.append(Acknowledged("put_samples", "p", sample_ids=["lost"]))
+            return reply
+
+        monkeypatch.setattr(session, "script", counted)
+
+    return prepare
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_clear_that_has_begun_goes_on_and_the_next_call_tells_of_losses(pair, loses_a_call, whole):
+    _, one, two = pair
+    ids = [f"s{row}" for row in range(2500)]
+    one.put_samples(ids, "p", columns(2500, SMALL, 1))
+    loses_a_call(one, "clear", 1)
+    one.clear_samples(None if whole else ids, "p")
+    assert two.list_partitions() == ([] if whole else ["p"])
+    if not whole:
+        assert two.list_samples("p").sample_ids == ["a"]
+    with pytest.raises(LostCallsError, match="'lost'"):
+        one.list_partitions()
+
+
+def test_a_clear_of_many_samples_leaves_other_calls_remembered(pair, monkeypatch):
+    monkeypatch.setattr(_acknowledged, "_MAX_SAMPLES", 6000)
+    server, one, _ = pair
+    server.admin("SAVE")
+    ids = [f"s{row}" for row in range(5000)]
+    one.put_samples(["b"], "p", columns(1, SMALL, 1))
+    one.clear_samples(ids, "p")
+    comes_back(server)
+    with pytest.raises(LostCallsError) as caught:
+        one.list_samples("p")
+    assert caught.value.complete
+    assert caught.value.calls[0] == Acknowledged("put_samples", "p", sample_ids=["b"])
+    assert sorted(each for call in caught.value.calls[1:] for each in call.sample_ids) == sorted(ids)
 
 
 def test_a_client_that_takes_an_instance_over_keeps_what_it_is(plain, connect):

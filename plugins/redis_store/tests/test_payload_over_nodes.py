@@ -14,7 +14,7 @@ import torch
 from redis.crc import key_slot
 from tensordict import TensorDict
 
-from dataplane_core.errors import LostSamplesError, StalePartitionError
+from dataplane_core.errors import BackendUnavailableError, LostSamplesError, StalePartitionError
 from dataplane_redis._placing import NUM_BUCKETS, Placing
 
 #: Numbers in a row that is a group of its own: more than half of what a group may have.
@@ -182,6 +182,36 @@ def test_what_the_ledger_does_not_know_is_deleted(cluster, connect, namespace):
     client._backend._litter.look(deadline)
     assert owner.admin("EXISTS", key) == 0
     assert torch.equal(client.get_samples(names(8), "p", ["x"])["x"], rows(8)["x"])
+
+
+def test_a_look_at_what_the_ledger_does_not_know_is_made_again_if_it_failed(cluster, connect, namespace, monkeypatch):
+    one = connect(url=cluster[0].url, namespace=namespace)
+    two = connect(url=cluster[0].url, namespace=namespace, bootstrap=False)
+    session, deadline = one._backend._session, time.monotonic() + 60
+    session.command("test", deadline, b"HDEL", session.base + b":instance", b"swept")
+    looks = []
+
+    def look(client, fails):
+        def find(*_):
+            looks.append(client)
+            if fails:
+                raise BackendUnavailableError("a node is down")
+            return iter(())
+
+        litter = client._backend._litter
+        litter._swept = ""
+        monkeypatch.setattr(litter._payload, "find", find)
+        litter.look(deadline)
+        return litter
+
+    failed = look(one, True)
+    waits = look(two, False)  # another client looks, as far as it knows
+    assert looks == [one]
+    session.command("test", deadline, b"UNLINK", session.base + b":sweep")  # for so long it is believed
+    waits.look(deadline)
+    failed.look(deadline)
+    waits.look(deadline)
+    assert looks == [one, two]
 
 
 def _serves(node, key):

@@ -78,6 +78,23 @@ def test_what_is_acknowledged_waits_for_replicas(start_server, connect):
     assert after.get_samples(["one-large", "two-large"], "p", ["x"])["x"].shape == (2, LARGE)
 
 
+def test_calls_that_change_nothing_do_not_wait_and_keep_their_connection(start_server, connect):
+    primary = start_server()
+    replica = start_server().follow(primary)
+    client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30)
+    client.register_partition("p", ["x"], None, ["train"])
+    client.put_samples(["a"], "p", columns(1, SMALL))
+    assert client.claim_meta("p", "train", ["x"], 1, blocking=False).size == 1
+    before = primary.info("stats")["total_connections_received"]
+    with replica.stopped():
+        assert client.claim_meta("p", "train", ["x"], 1, blocking=False).size == 0
+        with pytest.raises(KeyError):
+            client.put_samples(["a"], "nobody's", columns(1, SMALL))
+        assert client.claim_meta("p", "train", ["x"], 1, blocking=False).size == 0
+    admin_connections = 1  # of the question below
+    assert primary.info("stats")["total_connections_received"] - before == admin_connections
+
+
 def test_a_server_that_becomes_a_replica_while_it_waits_says_so(start_server, connect, wait_until):
     primary, other = start_server(), start_server()
     client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30)

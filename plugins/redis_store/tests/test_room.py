@@ -76,6 +76,23 @@ def test_a_large_put_that_waits_is_not_passed_by_small_ones(client):
     assert sorted(done[1:]) == [f"small{number}" for number in range(4)]
 
 
+def test_a_put_that_waits_when_the_capacity_is_lifted_goes_on(plain, connect):
+    namespace = "lifted"
+    owner = connect(url=plain.url, namespace=namespace, capacity_bytes=10 * _UNIT, op_timeout_s=60.0)
+    waits = connect(url=plain.url, namespace=namespace, bootstrap=False, op_timeout_s=60.0)
+    owner.register_partition("p", ["x"], None, ["train"])
+    put(waits, "first", 8)
+    owner.close()
+    without = connect(url=plain.url, namespace=namespace, op_timeout_s=60.0)
+    done = []
+    thread = put_by_thread(waits, "second", 8, done)
+    until(lambda: line(waits) == 1)
+    without.clear_samples(["first"], "p")
+    thread.join(30)
+    assert done == ["second"]
+    assert without.describe("p").held_bytes == 8 * _UNIT
+
+
 def test_a_put_goes_where_there_is_room_for_it_and_for_all_before_it(client):
     put(client, "old1", 50)
     put(client, "old2", 50)

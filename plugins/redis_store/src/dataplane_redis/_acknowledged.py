@@ -15,8 +15,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, TypeAlias
 
 import redis
 
@@ -29,7 +29,7 @@ from dataplane_core.errors import (
 from dataplane_redis._link import Link
 from dataplane_redis._protocol import Command, pack
 
-__all__ = ["Acknowledged", "Acknowledgements", "LostCallsError", "Receipt", "is_acknowledged"]
+__all__ = ["Acknowledged", "Acknowledgements", "Confirms", "LostCallsError", "Receipt"]
 
 _log = logging.getLogger("dataplane_redis")
 
@@ -86,38 +86,47 @@ class LostCallsError(StalePartitionError):
         self.complete = complete
 
 
+#: What a call acknowledges, or what it acknowledges by its reply, if anything.
+Confirms: TypeAlias = Acknowledged | Callable[[Any], Acknowledged | None]
+
+
 @dataclass(slots=True)
 class Receipt:
     """A call that will be acknowledged: its mark, and the wait for replicas that a link sends after it.
 
     Attributes:
-        mark: Belongs at the end of the script's last argument.
-        num_commands: How many commands `pack` gives.
-        replies: To these commands, set by the link.
-        history: The history that the connection of the call met, set by the link.
+        lane: The caller: it makes one call at a time.
+        number: Of the call, within its lane.
+        confirms: What the reply "ok" (or "part") acknowledges.
+        reply: To the wait for replicas, or the error that came instead; set by the link. None: no wait was needed.
+        history: The history that the connection of the call met, set by the link. Later the newest history that is
+            known to have the call.
     """
 
-    mark: bytes
-    number: int
     lane: bytes
+    number: int
+    confirms: Confirms
     replicas: int
     synced: bool
-    replies: list[Any] = field(default_factory=list)
+    reply: Any = None
     history: bytes = b""
 
     @property
-    def num_commands(self) -> int:
-        return 1 if self.replicas or self.synced else 0
+    def mark(self) -> bytes:
+        """Belongs at the end of the script's last argument."""
+        return _MARK.pack(self.lane, self.number)
 
-    def pack(self, deadline: float) -> list[list[bytes | bytearray | memoryview]]:
-        """The commands that follow the call on the same connection. Packed when they are sent: they end in time."""
-        if not self.num_commands:
-            return []
-        return [_pack_wait(self.replicas, self.synced, deadline)]
+    def call_of(self, reply: Any) -> Acknowledged | None:
+        """What the reply of the script acknowledges."""
+        if not isinstance(reply, list) or reply[:1] not in ([b"ok"], [b"part"]):
+            return None
+        return self.confirms if isinstance(self.confirms, Acknowledged) else self.confirms(reply)
 
-    def follows(self, reply: Any) -> bool:
-        """Whether to wait: not after a refusal."""
-        return not self.num_commands or is_acknowledged(reply)
+    def next_command(self, reply: Any, deadline: float) -> list[bytes | bytearray | memoryview] | None:
+        """The command that must follow on the same connection after this reply: the wait for replicas."""
+        if not (self.replicas or self.synced) or self.call_of(reply) is None:
+            return None
+        return _pack_wait(self.replicas, self.synced, deadline)
 
 
 def _pack_wait(replicas: int, synced: bool, deadline: float) -> list[bytes | bytearray | memoryview]:
@@ -128,25 +137,6 @@ def _pack_wait(replicas: int, synced: bool, deadline: float) -> list[bytes | byt
     if synced:
         words = (b"WAITAOF", b"1", *words[1:])
     return pack(words)
-
-
-def is_acknowledged(reply: Any) -> bool:
-    """Whether the reply of a script says that it did what was asked."""
-    return isinstance(reply, list) and reply[:1] in ([b"ok"], [b"part"])
-
-
-@dataclass(slots=True)
-class _Noted:
-    """An acknowledged call, as it is remembered.
-
-    Attributes:
-        history: The newest history that is known to have the call.
-    """
-
-    lane: bytes
-    number: int
-    history: bytes
-    call: Acknowledged
 
 
 class Acknowledgements:
@@ -166,9 +156,9 @@ class Acknowledgements:
         self._lock = threading.Lock()
         self._numbers: dict[bytes, int] = {}  # the last number of each lane
         self._free: list[bytes] = []  # lanes: a lane has one call at a time
-        self._noted: deque[_Noted] = deque()
+        self._noted: deque[tuple[Receipt, Acknowledged]] = deque()
         self._num_samples = 0
-        self._forgotten: _Noted | None = None  # the newest call that is no longer remembered
+        self._forgotten: Receipt | None = None  # the newest call that is no longer remembered
         self._history = b""
         self._unjudged = False  # a call was made on a connection that had met another history
         self._lost: list[Acknowledged] = []  # not yet told
@@ -178,42 +168,48 @@ class Acknowledgements:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def receipt(self) -> Iterator[Receipt]:
-        """A new mark."""
+    def receipt(self, confirms: Confirms) -> Iterator[Receipt]:
+        """The receipt of a new call."""
         with self._lock:
             lane = self._free.pop() if self._free else self._client + struct.pack("<H", len(self._numbers))
             number = self._numbers.get(lane, 0) + 1
             self._numbers[lane] = number
         try:
-            yield Receipt(_MARK.pack(lane, number), number, lane, self._replicas, self._synced)
+            yield Receipt(lane, number, confirms, self._replicas, self._synced)
         finally:
             with self._lock:
                 self._free.append(lane)
 
-    def accept(self, what: str, link: Link, receipt: Receipt, call: Acknowledged) -> None:
-        """Takes the acknowledgement of a call.
+    def accept(self, what: str, link: Link, receipt: Receipt, reply: Any) -> None:
+        """Notes what the reply of a script acknowledges.
 
         Raises:
             OperationTimeoutError: The server has the change, but too few replicas have it.
             LostReplyError: The server was lost, or became a replica, while the call waited.
         """
-        for reply in receipt.replies:
-            if isinstance(reply, (redis.TimeoutError, TimeoutError)):
-                local, count = 0, 0
-            elif isinstance(reply, Exception):
-                self._raise_refused_wait(what, link, reply)
-            else:
-                local, count = reply if self._synced else (1, reply)
+        call = receipt.call_of(reply)
+        if call is None:
+            return
+        waited = receipt.reply
+        if isinstance(waited, Exception) and not isinstance(waited, (redis.TimeoutError, TimeoutError)):
+            self._raise_refused_wait(what, link, waited)
+        if waited is not None:
+            local, count = self._counts(0 if isinstance(waited, Exception) else waited)
             if count < self._replicas or not local:
-                self._raise_too_few(what, link, int(local), int(count))
+                self._raise_too_few(what, link, local, count)
         with self._lock:
-            self._noted.append(_Noted(receipt.lane, receipt.number, receipt.history, call))
+            self._noted.append((receipt, call))
             self._num_samples += len(call.sample_ids)
             while len(self._noted) > _MAX_CALLS or (self._num_samples > _MAX_SAMPLES and len(self._noted) > 1):
-                self._forgotten = self._noted.popleft()
-                self._num_samples -= len(self._forgotten.call.sample_ids)
+                self._forgotten, forgotten = self._noted.popleft()
+                self._num_samples -= len(forgotten.sample_ids)
             if receipt.history != self._history:  # another thread has met a newer history meanwhile
                 self._unjudged = True
+
+    def _counts(self, reply: Any) -> tuple[int, int]:
+        """Whether the server itself has synced a change (or need not), and how many replicas have it."""
+        local, count = (reply or (0, 0)) if self._synced else (1, reply)
+        return int(local), int(count)
 
     def _raise_too_few(self, what: str, link: Link, local: int, count: int) -> NoReturn:
         has = "has" if count == 1 else "have"
@@ -253,7 +249,7 @@ class Acknowledgements:
         for reply in replies:
             if isinstance(reply, Exception):
                 link.raise_error(what, reply)
-            local, count = reply if self._synced else (1, reply)
+            local, count = self._counts(reply)
             if count < self._replicas or not local:
                 raise OperationTimeoutError(
                     f"{what} timed out waiting for replicas: {count} of {self._replicas} replicas of a node of "
@@ -286,7 +282,7 @@ class Acknowledgements:
         with self._lock:
             if history == self._history and not self._unjudged:
                 return
-            noted = [each for each in self._all_noted() if each.history != history]
+            noted = [each for each in self._receipts() if each.history != history]
         lanes = list({each.lane for each in noted})
         marks = ask(b"HMGET", self._base + b":marks", *lanes) if lanes else []
         newest = {lane: int(mark or 0) for lane, mark in zip(lanes, marks, strict=True)}
@@ -299,30 +295,32 @@ class Acknowledgements:
                 else:
                     gone.add(id(each))
             self._note_lost(gone)
-            self._unjudged = any(each.history != history for each in self._all_noted())
+            self._unjudged = any(each.history != history for each in self._receipts())
 
-    def _all_noted(self) -> list[_Noted]:
-        return [*([self._forgotten] if self._forgotten is not None else []), *self._noted]
+    def _receipts(self) -> list[Receipt]:
+        """Those of all remembered calls, and of the newest one that is not."""
+        return [*([self._forgotten] if self._forgotten is not None else []), *(receipt for receipt, _ in self._noted)]
 
     def _note_lost(self, gone: set[int]) -> None:
         """Moves what the history lacks, by `id`, to what the user must be told."""
-        calls = [each.call for each in self._noted if id(each) in gone]
+        calls = [call for receipt, call in self._noted if id(receipt) in gone]
         if id(self._forgotten) in gone:
             self._forgotten, self._lost_more = None, True
         if calls:
-            self._noted = deque(each for each in self._noted if id(each) not in gone)
-            self._num_samples = sum(len(each.call.sample_ids) for each in self._noted)
+            self._noted = deque(each for each in self._noted if id(each[0]) not in gone)
+            self._num_samples = sum(len(call.sample_ids) for _, call in self._noted)
             self._lost += calls
             _log.error("the store went back to an older state, without %s", _shown(calls))
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
         """Calls of this thread in the block are not the user's: `raise_lost` waits for one that is."""
+        before = getattr(self._here, "quiet", False)
         self._here.quiet = True
         try:
             yield
         finally:
-            self._here.quiet = False
+            self._here.quiet = before
 
     def raise_lost(self, what: str, label: str) -> None:
         """Tells the user, once, what was lost.

@@ -270,13 +270,14 @@ class RedisBackend(Backend):
         """Deletes samples with their payload, or a whole partition."""
         ids = request.sample_ids
         what = f"clear_samples('{request.partition_id}')"
-        call = Acknowledged("clear_samples", request.partition_id, sample_ids=ids or ())
         count, epoch = 0, b""
         for first in range(0, 1 if ids is None else len(ids), _CLEAR_ROWS):
             some = [] if ids is None else ids[first : first + _CLEAR_ROWS]
-            _, cleared, left, epoch = self._session.run(
-                what, request.deadline, "clear", request.partition_id, epoch, some, int(ids is None), confirms=call
-            )
+            call = Acknowledged("clear_samples", request.partition_id, sample_ids=some)
+            with self._session.quietly() if first else contextlib.nullcontext():  # then it has changed something
+                _, cleared, left, epoch = self._session.run(
+                    what, request.deadline, "clear", request.partition_id, epoch, some, int(ids is None), confirms=call
+                )
             count += int(cleared)
             if not epoch:  # the partition is gone
                 break

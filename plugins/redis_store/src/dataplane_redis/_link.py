@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Final, Protocol, TypeVar
 
 from redis.exceptions import ConnectionError as LostConnectionError
@@ -41,25 +40,18 @@ class Read:
 
 
 class Rider(Protocol):
-    """Commands that follow a call on the same connection, in the same packet.
+    """A command that may follow a call on the same connection.
 
     Attributes:
-        replies: To them; set by the link. Where one did not come, the error.
+        reply: To it, or the error that came instead; set by the link.
         history: The history that the connection met, see `Watch`; set by the link.
     """
 
-    replies: list[Any]
+    reply: Any
     history: bytes
 
-    @property
-    def num_commands(self) -> int:
-        """How many commands."""
-
-    def pack(self, deadline: float) -> Sequence[Sequence[bytes | bytearray | memoryview]]:
-        """The packed commands, made when they are sent."""
-
-    def follows(self, reply: Any) -> bool:
-        """Whether to read the replies, after this reply to the call. Else the connection is closed."""
+    def next_command(self, reply: Any, deadline: float) -> Sequence[bytes | bytearray | memoryview] | None:
+        """The packed command that follows after this reply to the call. None: nothing does."""
 
 
 def in_chunks(reads: Sequence[_R], size_of: Callable[[_R], int]) -> list[list[_R]]:
@@ -88,11 +80,8 @@ class Link(Route):
 
     def close(self) -> None:
         """Closes all connections. One in use is closed when its call ends."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.disconnect()
+        self._closed = True
+        self._close_idle()
 
     def follow(self, what: str, deadline: float, key: bytes) -> Any:
         """Switches to the node that serves ``key``. On a server that is not a cluster, changes nothing.
@@ -109,10 +98,10 @@ class Link(Route):
         reply = self._ask(what, deadline, pack((b"CLUSTER", b"SLOTS")))
         if isinstance(reply, Exception):
             return None
-        self._know([self.address_of(node[0], node[1]) for _, _, *nodes in reply for node in nodes])
+        self.know([self.address_of(node[0], node[1]) for _, _, *nodes in reply for node in nodes])
         return reply
 
-    def _switched(self) -> None:
+    def _close_idle(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -231,7 +220,7 @@ class Link(Route):
             deadline: On `time.monotonic`'s clock, in seconds.
             packed: The parts of each command, as from `pack`. May be a generator, which is read while it is sent.
             count: The number of replies.
-            rider: What to send after them. It keeps its replies, or the error that came instead of one.
+            rider: What may follow the last reply. It keeps its reply, or the error that came instead.
 
         Returns:
             For each command its reply, or the exception if it was refused.
@@ -249,7 +238,6 @@ class Link(Route):
         complete = False
         if rider is not None:
             rider.history = connection.dataplane_history
-            packed = chain(packed, rider.pack(deadline))
         try:
             connection._sock.settimeout(left_s(deadline))
             waiting: list[bytes | bytearray | memoryview] = []
@@ -267,10 +255,7 @@ class Link(Route):
             replies = []
             for _ in range(count):
                 replies.append(self._read_reply(connection, deadline))
-            if rider is None:
-                complete = True
-            else:
-                complete = rider.follows(replies[-1]) and self._read_replies_of(rider, connection, deadline)
+            complete = rider is None or self._ask_rider(rider, replies[-1], connection, deadline)
         except (RedisError, OSError) as error:
             raise self._to_lost(self.to_error(what, error), error) from error
         finally:
@@ -293,16 +278,18 @@ class Link(Route):
         except ResponseError as error:
             return error
 
-    def _read_replies_of(self, rider: Rider, connection: Any, deadline: float) -> bool:
-        """Whether all replies came. If not, the error is the last one: the call before has its own reply."""
-        rider.replies = []
+    def _ask_rider(self, rider: Rider, reply: Any, connection: Any, deadline: float) -> bool:
+        """Sends what follows the reply. False if the connection was lost; the call itself has its reply."""
+        command = rider.next_command(reply, deadline)
+        if command is None:
+            return True
         try:
-            for _ in range(rider.num_commands):
-                rider.replies.append(self._read_reply(connection, deadline))
+            connection.send_packed_command([b"".join(command)], check_health=False)
+            rider.reply = self._read_reply(connection, deadline)
+            return True
         except (RedisError, OSError) as error:
-            rider.replies.append(error)
+            rider.reply = error
             return False
-        return True
 
     def fetch(self, what: str, deadline: float, reads: Sequence[Read]) -> list[list[memoryview | None]]:
         """Sends commands that each reply with an array of byte strings, and receives these without a copy.
@@ -355,7 +342,11 @@ class Link(Route):
                     raise BackendUnavailableError(f"{what} refused: the connection to {self.label} is closed.")
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
-                return self._watched(what, self._connect(what, deadline, self.watch))
+                connection = self._connect(what, deadline, self.watch)
+                if time.monotonic() < deadline:
+                    return self._watched(what, connection)
+                self._release(connection, True)
+                continue
             try:
                 if not connection.can_read(timeout=0) and self._is_newest(connection):
                     return self._watched(what, connection)
@@ -394,5 +385,8 @@ class Link(Route):
                 self._idle.append(connection)
         if not keep:
             connection.disconnect()
-            if self._service is not None and self.leads_to(connection):  # so do the others, perhaps in vain
+        if not complete and self.leads_to(connection):  # so do the idle ones, perhaps in vain
+            if self._service is not None:
                 self._switch_to({})
+            else:
+                self._close_idle()

@@ -48,15 +48,13 @@ class Litter:
             left: Whether something is left, as the last script said.
             deadline: On `time.monotonic`'s clock, in seconds.
         """
-        if not self._session.placing.is_spread:
-            while left:
-                left = self._session.run("clear_samples", deadline, "collect", _COLLECT_WRITES, [])[1]
-            return
         until = min(deadline, time.monotonic() + _DELETE_S)
+        is_spread = self._session.placing.is_spread
+        count = _COLLECT_ENTRIES if is_spread else _COLLECT_WRITES
         deleted: list[bytes] = []
         with contextlib.suppress(DataPlaneError), self._session.quietly():  # the call that left it has done its work
             while left or deleted:
-                _, left, given = self._session.run("collect", until, "collect", _COLLECT_ENTRIES, deleted)
+                _, left, given = self._session.run("collect", until, "collect", count, deleted)
                 deleted = self._payload.delete(given, until) if given else []
 
     def look(self, deadline: float) -> None:
@@ -71,8 +69,12 @@ class Litter:
                 self._sweep(history, deadline)
 
     def _sweep(self, history: str, deadline: float) -> None:
-        """Has payload deleted that the ledger does not know."""
-        if self._session.run("sweep", deadline, "sweep", "begin", history, [])[1]:
+        """Has payload deleted that the ledger does not know. If this fails, or while another client does it, the next
+        call asks again."""
+        state = self._session.run("sweep", deadline, "sweep", "begin", history, [])[1]
+        if state == b"later":
+            return
+        if state == b"look":
             count = 0
             for writes in self._payload.find("sweep", deadline):
                 found = sorted(writes)

@@ -149,6 +149,7 @@ class Nodes:
             gone = [each for address in others for each in self._idle.pop(address)]
         for connection in gone:
             connection.disconnect()
+        self._link.know(self._known)
 
     def refresh(self, deadline: float) -> None:
         """Asks the nodes, one after the other until one answers, who serves which slot."""

@@ -100,7 +100,9 @@ def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
             f"{what} refused: {label} is a cluster that is moving this namespace to another node.",
             hint="Ask again: the next call goes to the node that serves it then.",
         )
-    if isinstance(error, (ReadOnlyError, MasterDownError, ClusterDownError)) or text.startswith("MISCONF"):
+    if isinstance(error, (ReadOnlyError, MasterDownError, ClusterDownError)) or text.startswith(
+        ("MISCONF", "NOREPLICAS")
+    ):
         return BackendUnavailableError(f"{what} refused: {label} takes no writes: {text}")
     if isinstance(error, (redis.ConnectionError, OSError)):
         return BackendUnavailableError(f"{what} failed: {label} cannot be reached: {text}")

@@ -244,12 +244,12 @@ class Puts:
                 yield execute
             yield pack((b"EVALSHA", put.sha, b"1", self._session.base, commit, context))
 
-        with self._session.receipt() as receipt:
+        with self._session.receipt(_call_of(request)) as receipt:
             sent = commands(self._session.context(receipt))
             replies = link.commands(what, request.deadline, sent, 4 * len(chunks) + 1, receipt)
             reply = replies.pop()
             if not isinstance(reply, Exception):
-                self._session.accept(what, receipt, reply, _call_of(request))
+                self._session.accept(what, receipt, reply)
         for each in replies:
             if isinstance(each, Exception):
                 link.raise_error(what, each)

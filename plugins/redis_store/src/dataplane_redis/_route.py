@@ -71,6 +71,7 @@ class Route:
             protocol=2,
             retry=None,
             retry_on_timeout=False,
+            driver_info=None,  # a connection costs no commands besides those that it needs
             socket_read_size=1 << 18,
             decode_responses=False,
         )
@@ -79,8 +80,8 @@ class Route:
         self._nodes: list[dict[str, Any]] = []  # of the cluster, if there is one
         self._lock = threading.Lock()
 
-    def _switched(self) -> None:
-        """Called when calls go to another server than before."""
+    def _close_idle(self) -> None:
+        """Closes the connections that no call uses: they lead to another server than the next call."""
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class Route:
             raise
         return connection
 
-    def _know(self, nodes: Sequence[Address]) -> None:
+    def know(self, nodes: Sequence[Address]) -> None:
         """Sets the nodes of the cluster, which are tried when the server is gone."""
         self._nodes = [_place_of(each) for each in nodes]
 
@@ -118,7 +119,7 @@ class Route:
             if issubclass(self._connection_class, UnixDomainSocketConnection):
                 self._connection_class = Connection
             self._address = address
-        self._switched()
+        self._close_idle()
 
     def _follow_redirection(self, refusal: Exception) -> bool:
         """Switches to the node that a refusal names. False if it names none."""
@@ -159,7 +160,7 @@ class Route:
             connection.socket_connect_timeout = connection.socket_timeout = most_s
             try:
                 connection.connect()
-                self._greet(connection, watch)
+                self._greet(connection, watch, deadline)
                 return connection
             except (RedisError, OSError) as error:
                 connection.disconnect()
@@ -186,7 +187,6 @@ class Route:
     def _connect_to_primary(self, what: str, deadline: float, service: Service, watch: Watch | None) -> Any:
         """Waits until the sentinels name a primary and it answers as one."""
         while True:
-            most_s = min(left_s(deadline), _CONNECT_S)
             connection: Any = None
             try:
                 address = self._address
@@ -196,9 +196,9 @@ class Route:
                     self._switch_to(address)
                 connection = self._connection_class(**self._where(address))
                 connection.dataplane_address = address
-                connection.socket_connect_timeout = connection.socket_timeout = most_s
+                connection.socket_connect_timeout = connection.socket_timeout = min(left_s(deadline), _CONNECT_S)
                 connection.connect()
-                self._greet(connection, watch)
+                self._greet(connection, watch, deadline)
                 return connection
             except UnknownServiceError as error:
                 raise BackendUnavailableError(
@@ -220,13 +220,14 @@ class Route:
                     ) from error
             time.sleep(POLL_S)
 
-    def _greet(self, connection: Any, watch: Watch | None) -> None:
+    def _greet(self, connection: Any, watch: Watch | None, deadline: float) -> None:
         """Tells the watch which history a new connection meets. Raises what redis-py raises."""
         connection.dataplane_history = b""
         if watch is None and self._service is None:
             return
 
         def ask(*words: bytes) -> Any:
+            connection._sock.settimeout(left_s(deadline))
             connection.send_packed_command([b"".join(pack(words))], check_health=False)
             reply = connection.read_response(disable_decoding=True)
             if not self.leads_to(connection):

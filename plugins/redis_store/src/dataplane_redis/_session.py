@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterator
+from typing import Any, Final
 
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_redis import _refusals
-from dataplane_redis._acknowledged import Acknowledged, Acknowledgements, Receipt, is_acknowledged
+from dataplane_redis._acknowledged import Acknowledgements, Confirms, Receipt
 from dataplane_redis._instance import Instance
 from dataplane_redis._link import Link
 from dataplane_redis._nodes import Nodes
@@ -16,13 +16,10 @@ from dataplane_redis._placing import Placing, base_of
 from dataplane_redis._scripts import SCRIPTS
 from dataplane_redis._wire import pack_request
 
-__all__ = ["KEPT_S", "Confirms", "Session"]
+__all__ = ["KEPT_S", "Session"]
 
 #: Seconds after the deadline of a request for which the server keeps its id, if it was carried out.
 KEPT_S: Final = 60.0
-
-#: What a call acknowledges, or what it acknowledges by its reply, if anything.
-Confirms: TypeAlias = Acknowledged | Callable[[Any], Acknowledged | None]
 
 
 class Session:
@@ -87,34 +84,31 @@ class Session:
         if confirms is None:
             reply = link.script(what, deadline, text, self.base, packed, *rows, self.context(None))
         else:
-            with self.receipt() as receipt:
+            with self.receipt(confirms) as receipt:
                 context = self.context(receipt)
                 reply = link.script(what, deadline, text, self.base, packed, *rows, context, rider=receipt)
-                self.accept(what, receipt, reply, confirms)
+                self.accept(what, receipt, reply)
         if reply[0] == b"other_history":
             _refusals.raise_other_store(what, link.label)
         return reply
 
     @contextlib.contextmanager
-    def receipt(self) -> Iterator[Receipt | None]:
+    def receipt(self, confirms: Confirms) -> Iterator[Receipt | None]:
         """For a call that acknowledges something. None for a private server."""
         if self.acknowledgements is None:
             yield None
         else:
-            with self.acknowledgements.receipt() as receipt:
+            with self.acknowledgements.receipt(confirms) as receipt:
                 yield receipt
 
     def context(self, receipt: Receipt | None) -> bytes:
         """The last argument of a script."""
         return self.connected()[1].call_context() + (b"" if receipt is None else receipt.mark)
 
-    def accept(self, what: str, receipt: Receipt | None, reply: Any, confirms: Confirms) -> None:
+    def accept(self, what: str, receipt: Receipt | None, reply: Any) -> None:
         """Notes what a reply acknowledges. Raises if too few replicas have it."""
-        if receipt is None or self.acknowledgements is None or not is_acknowledged(reply):
-            return
-        call = confirms if isinstance(confirms, Acknowledged) else confirms(reply)
-        if call is not None:
-            self.acknowledgements.accept(what, self.connected()[0], receipt, call)
+        if receipt is not None and self.acknowledgements is not None:
+            self.acknowledgements.accept(what, self.connected()[0], receipt, reply)
 
     def quietly(self) -> contextlib.AbstractContextManager[None]:
         """For calls that are not the user's own: they do not tell what a server lost."""

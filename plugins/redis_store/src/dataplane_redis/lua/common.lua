@@ -28,7 +28,7 @@
 --   base:e:<epoch>:      r   hash   id -> row: seq, then the refs (write, position, layout, bytes) of its payload
 --                        t   hash   id -> msgpack map of tags
 --                        o   zset   id by seq: the order of first writes
---                        w   zset   "<time>:<seq>" by seq: when the rows from this seq on were first written
+--                        w   zset   "<time>:<seq>" by seq: when rows from this seq on were first written
 --                        x   set    ids that were cleared, if num is set
 --                        s   hash   field -> spec
 --                        l   list   layouts: the field names of a write, in order; li: hash layout -> index
@@ -118,7 +118,7 @@ end
 
 -- Sets fields of a hash, which may come to have many. Redis searches a small hash (up to 512 fields, by default) from its
 -- start, field by field. One long field makes it a table, and it stays one until it is empty.
-local LONG_FIELD, MANY_FIELDS = string.rep('.', 65), 32
+local LONG_FIELD, MANY_FIELDS = string.rep('\255', 65), 32  -- no id: it is not UTF-8
 local function set_fields(key, args)
   if #args == 0 then return end
   local count = call('HLEN', key)
@@ -283,7 +283,7 @@ local function wake_puts()
   local writes = call('ZRANGE', BASE .. ':line', 0, 15)
   if #writes == 0 then return end
   local capacity, held = call('HGET', BASE .. ':instance', 'capacity_bytes'), call('GET', BASE .. ':held')
-  local free = tonumber(capacity) - tonumber(held or 0)
+  local free = (tonumber(capacity) or math.huge) - tonumber(held or 0)
   for _, write in ipairs(writes) do
     local waiting = read_waiting(write)
     free = free - waiting.bytes
@@ -335,6 +335,14 @@ local function unshared(P, refs)
     if left == 0 then free[#free + 1] = refs[uses[row][1]] end
   end
   return free
+end
+
+-- Notes when the rows from a seq on were first written, once per second at most.
+local function note_time(P, seq)
+  local last = call('ZRANGE', P.at .. 'w', -1, -1)[1]
+  if not last or now() - tonumber(string.match(last, '^[^:]*')) >= 1 then
+    call('ZADD', P.at .. 'w', seq, string.format('%.6f:%s', now(), seq))
+  end
 end
 
 -- Gives up payload: `refs` is a list of ref byte strings, one for each id that had it. Frees what no id has any longer.

@@ -227,9 +227,7 @@ for i, id in ipairs(ids) do
 end
 set_fields(P.at .. 'r', row_args)
 batched('ZADD', P.at .. 'o', order_args)
-if order_args[1] then
-  call('ZADD', P.at .. 'w', order_args[1], string.format('%.6f:%s', now(), order_args[1]))
-end
+if order_args[1] then note_time(P, order_args[1]) end
 set_fields(P.at .. 't', tag_args)
 for _, key in ipairs(group_names) do
   join_group(P, key, groups[key], joining[key])

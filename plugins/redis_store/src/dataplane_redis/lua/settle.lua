@@ -79,6 +79,7 @@ local function split(from, number, rows)
   local to = number ~= '' and read_lease(P, number)
   if not to then
     to = new_lease(P, 'L', from.task, from.token, from.holder)
+    to.since = from.since
     call('ZADD', P.at .. 'q', call('ZSCORE', P.at .. 'q', from.number), to.number)
   end
   add_rows(P, to, rows)

@@ -2,26 +2,24 @@
 -- Seconds until it is deleted. A server that is about to learn that it is no longer the primary forgets it before.
 local DOUBT_S = 15
 
--- Whether an id may refer to a write, now or later.
-local function is_known(write)
-  if call('ZSCORE', BASE .. ':pending', write) then return true end
+-- Has clients delete the writes, up to CHUNK, to which no id refers now or later. Replies how many were not listed yet.
+local function condemn(writes)
+  if #writes == 0 then return 0 end
+  local known = call('ZMSCORE', BASE .. ':pending', unpack(writes))
+  local function look(set)
+    for i, found in ipairs(call('SMISMEMBER', set, unpack(writes))) do known[i] = known[i] or found == 1 end
+  end
   for _, name in ipairs(call('SMEMBERS', BASE .. ':parts')) do
     local epoch = call('HGET', BASE .. ':p:' .. name, 'epoch')
-    if epoch and call('SISMEMBER', BASE .. ':e:' .. epoch .. ':u', write) == 1 then return true end
+    if epoch then look(BASE .. ':e:' .. epoch .. ':u') end
   end
-  for _, epoch in ipairs(call('SMEMBERS', BASE .. ':trash')) do
-    if call('SISMEMBER', BASE .. ':trash:' .. epoch, write) == 1 then return true end
-  end
-  return false
-end
-
--- Has clients delete the writes that the ledger does not know. Replies how many were not listed yet.
-local function condemn(writes)
-  local count = 0
-  for _, write in ipairs(writes) do
-    if not is_known(write) then
-      count = count + call('ZADD', BASE .. ':gone', 'NX', string.format('%.6f', now() + DOUBT_S), write)
+  for _, epoch in ipairs(call('SMEMBERS', BASE .. ':trash')) do look(BASE .. ':trash:' .. epoch) end
+  local gone = {}
+  for i, write in ipairs(writes) do
+    if not known[i] then
+      gone[#gone + 1] = string.format('%.6f', now() + DOUBT_S)
+      gone[#gone + 1] = write
     end
   end
-  return count
+  return #gone > 0 and call('ZADD', BASE .. ':gone', 'NX', unpack(gone)) or 0
 end

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, TypedDict
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 from dataplane_core.errors import ConfigError
 
@@ -13,7 +13,7 @@ __all__ = ["Batching", "DynamicBatching", "SequencePacking", "ShardArgs", "Stage
 #: What the rows are for. A forward alone needs less memory, so its microbatches may have another token limit.
 Stage: TypeAlias = Literal["train", "logprob"]
 
-_DEFAULT_PACKER: Final = "modified_first_fit_decreasing"
+_Section = TypeVar("_Section", "DynamicBatching", "SequencePacking")
 
 
 class ShardArgs(TypedDict):
@@ -52,7 +52,7 @@ class SequencePacking:
 
     train_mb_tokens: int
     logprob_mb_tokens: int | None = None
-    algorithm: str = _DEFAULT_PACKER
+    algorithm: str = "modified_first_fit_decreasing"
     sequence_length_pad_multiple: int = 1
     microbatch_order: str = "packer"
 
@@ -100,25 +100,9 @@ class Batching:
             ConfigError: Both are enabled, or a key that one of them needs is missing.
         """
         multiple = int(cfg.get("make_sequence_length_divisible_by") or 1)
-        dynamic = _section(cfg, "dynamic_batching")
-        packing = _section(cfg, "sequence_packing")
         return cls(
-            dynamic=None
-            if dynamic is None
-            else DynamicBatching(
-                train_mb_tokens=int(dynamic["train_mb_tokens"]),
-                logprob_mb_tokens=_optional(dynamic, "logprob_mb_tokens"),
-                sequence_length_round=int(dynamic.get("sequence_length_round") or 1),
-            ),
-            packing=None
-            if packing is None
-            else SequencePacking(
-                train_mb_tokens=int(packing["train_mb_tokens"]),
-                logprob_mb_tokens=_optional(packing, "logprob_mb_tokens"),
-                algorithm=str(packing.get("algorithm") or _DEFAULT_PACKER),
-                sequence_length_pad_multiple=_optional(packing, "sequence_length_pad_multiple") or multiple,
-                microbatch_order=str(packing.get("microbatch_order") or "packer"),
-            ),
+            dynamic=_section(cfg, "dynamic_batching", DynamicBatching),
+            packing=_section(cfg, "sequence_packing", SequencePacking, sequence_length_pad_multiple=multiple),
             pad_multiple=multiple,
             global_batch_size=_optional(cfg, "train_global_batch_size"),
             micro_batch_size=_optional(cfg, "train_micro_batch_size"),
@@ -164,17 +148,19 @@ def _limit(section: DynamicBatching | SequencePacking, stage: Stage) -> int:
     return section.train_mb_tokens
 
 
-def _section(cfg: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+def _section(cfg: Mapping[str, Any], name: str, cls: type[_Section], **defaults: Any) -> _Section | None:
+    """The attributes of ``cls`` that a section of the config sets; None if it is not enabled."""
     section = cfg.get(name)
     if not section or not section.get("enabled", False):
         return None
-    if "train_mb_tokens" not in section:
+    if not section.get("train_mb_tokens"):
         raise ConfigError(
             f"policy config refused: '{name}' is enabled without 'train_mb_tokens'. Expected the most tokens of a "
             f"microbatch; found the keys {', '.join(sorted(map(str, section)))}."
         )
-    result: Mapping[str, Any] = section
-    return result
+    kinds = {each.name: str if each.type == "str" else int for each in fields(cls)}
+    given = {key: kind(section[key]) for key, kind in kinds.items() if section.get(key)}
+    return cls(**{**defaults, **given})
 
 
 def _optional(section: Mapping[str, Any], name: str) -> int | None:

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from dataplane_core.batch import BatchedDataDict
@@ -24,7 +23,7 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import PAD_TO_MULTIPLE, ROUTED_EXPERTS_FIELD, padded_length
 from dataplane_integrations.attach import DataPlaneSource
 from dataplane_integrations.batching import Stage
-from dataplane_integrations.broadcast import broadcast_from_leader, group_device
+from dataplane_integrations.broadcast import broadcast_from_leader
 from dataplane_integrations.worker import DataPlaneWorkerMixin
 
 if TYPE_CHECKING:
@@ -256,16 +255,13 @@ def _tensor_context_pipeline_group(state: Any) -> dist.ProcessGroup:
     global _made
     beside = state.get_model_parallel_group()
     if _made is None or _made[0] is not beside:
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        own = torch.tensor([state.get_data_parallel_rank()], device=group_device(everyone))
-        everyones = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyones, own)
-        numbers = [int(number) for number in everyones]
+        own = state.get_data_parallel_rank()
+        numbers: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(numbers, own)
         made = None
         for number in range(state.get_data_parallel_world_size()):  # every rank must take part in making every group
             group = dist.new_group([rank for rank, of in enumerate(numbers) if of == number])
-            made = group if number == int(own) else made
+            made = group if number == own else made
         assert made is not None
         _made = (beside, made)
     return _made[1]

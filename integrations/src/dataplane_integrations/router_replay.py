@@ -399,25 +399,21 @@ class _LayerRouting:
         return values, chosen
 
 
+def _modules(model: nn.Module | Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """All modules but those of multi-token prediction, which get other tokens."""
+    for chunk in [model] if isinstance(model, nn.Module) else model:
+        yield from (module for name, module in chunk.named_modules() if "mtp" not in name.split("."))
+
+
 def _routers(model: nn.Module | Sequence[nn.Module]) -> list[Any]:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    chunks = [model] if isinstance(model, nn.Module) else model
-    return [
-        module
-        for chunk in chunks
-        for name, module in chunk.named_modules()
-        # routers of multi-token prediction get other tokens
-        if isinstance(module, TopKRouter) and hasattr(module, "router_replay") and "mtp" not in name.split(".")
-    ]
+    return [each for each in _modules(model) if isinstance(each, TopKRouter) and hasattr(each, "router_replay")]
 
 
 def _layer_numbers(model: nn.Module | Sequence[nn.Module]) -> set[int]:
     """Numbers, from 1, of the layers on this pipeline stage."""
-    chunks = [model] if isinstance(model, nn.Module) else model
-    modules = (item for chunk in chunks for item in chunk.named_modules())
-    found = (getattr(module, "layer_number", None) for name, module in modules if "mtp" not in name.split("."))
-    return {number for number in found if number is not None}
+    return {number for each in _modules(model) if (number := getattr(each, "layer_number", None)) is not None}
 
 
 def _moe_layer_numbers(config: Any) -> list[int]:

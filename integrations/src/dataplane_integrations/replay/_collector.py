@@ -307,7 +307,6 @@ class Collector:
                 )
             )
         ids = [sample_id for each in reservations for sample_id in each.sample_ids]
-        options = dict(self._write_options)
         tags = [each.tags for each in reservations for _ in each.sample_ids]
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -318,7 +317,7 @@ class Collector:
                     dp_client=self._client,
                     partition_id=self._buffer.partition_id,
                     tags=tags,
-                    **options,
+                    **self._write_options,
                 )
             except DataPlaneError as error:
                 if not _found_no_room(error) or self._stop.is_set():

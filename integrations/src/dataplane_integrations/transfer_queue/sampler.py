@@ -224,7 +224,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         lengths = [tags.get(row, {}).get("total_lengths", 1) for row in rows]
         groups = [rows[place : place + size] for place in range(0, len(rows), size)]
         weights = [sum(lengths[place : place + size]) for place in range(0, len(rows), size)]
-        parts = balanced_parts(weights, self.dp_size, equal_size=True)
+        parts = balanced_parts(weights, self.dp_size)
         return [[row for group in part for row in groups[group]] for part in parts]
 
     def clear_cache(self, partition_id: str) -> None:
@@ -242,28 +242,27 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         self._balanced_cache = state["_balanced_cache"]
 
 
-def balanced_parts(weights: Sequence[int], num_parts: int, *, equal_size: bool) -> list[list[int]]:
-    """Deals items to parts whose sums are about equal, by Karmarkar and Karp's largest differencing method.
+def balanced_parts(weights: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Deals items to parts of equal size whose sums are about equal.
+
+    It does so by Karmarkar and Karp's largest differencing method.
 
     Args:
         weights: One per item.
         num_parts: How many parts.
-        equal_size: Whether all parts get the same number of items.
 
     Returns:
         The places of the items of each part, ascending.
 
     Raises:
-        ValueError: There are fewer items than parts, or the number does not divide.
+        ValueError: The number of items does not divide.
     """
-    if len(weights) < num_parts or (equal_size and len(weights) % num_parts):
-        raise ValueError(f"{len(weights)} items cannot be dealt to {num_parts} parts{' equally' * equal_size}.")
+    if not weights or len(weights) % num_parts:
+        raise ValueError(f"{len(weights)} items cannot be dealt to {num_parts} parts equally.")
     ordered = sorted((weight, place) for place, weight in enumerate(weights))
-    step = num_parts if equal_size else 1
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for start in range(0, len(ordered), step):
-        sets = [(weight, [place]) for weight, place in reversed(ordered[start : start + step])]
-        sets += [(0, [])] * (num_parts - len(sets))
+    for start in range(0, len(ordered), num_parts):
+        sets = [(weight, [place]) for weight, place in reversed(ordered[start : start + num_parts])]
         heap.append((sets[-1][0] - sets[0][0], start, sets))
     heapq.heapify(heap)
     while len(heap) > 1:  # combines the two solutions with the largest differences, large parts with small ones

@@ -48,9 +48,10 @@ def test_both_at_once_are_refused() -> None:
         Batching(dynamic=DynamicBatching(train_mb_tokens=4), packing=SequencePacking(train_mb_tokens=4))
 
 
-def test_a_missing_limit_is_named() -> None:
+@pytest.mark.parametrize("limit", [{}, {"train_mb_tokens": None}, {"train_mb_tokens": 0}])
+def test_a_missing_limit_is_named(limit: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="'dynamic_batching' is enabled without 'train_mb_tokens'"):
-        Batching.from_config({"dynamic_batching": {"enabled": True}})
+        Batching.from_config({"dynamic_batching": {"enabled": True, **limit}})
 
 
 def test_a_pad_multiple_below_1_is_refused() -> None:

@@ -19,6 +19,7 @@ from dataplane_core.errors import (
     UnknownPartitionError,
 )
 from dataplane_core.spec import hookimpl
+from dataplane_core.testing._timing import eventually
 
 NUM = 10
 
@@ -88,6 +89,28 @@ def test_what_is_not_acked_is_given_back_when_the_loop_is_left(client, prefetch,
     assert _num_leased(client) == 0
     rest = [name for batch in stream(client, "p", "t", ["x"], 4) for name in batch.meta.sample_ids]
     assert rest == [f"s{i}" for i in range(4, NUM)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_stream_in_a_reference_cycle_is_given_back_by_a_thread_that_has_a_lock_of_the_client(client, prefetch):
+    class Holds:
+        pass
+
+    gc.collect()
+    holds = Holds()
+    holds.itself, holds.batches = holds, stream(client, "p", "t", ["x"], 2, prefetch=prefetch)
+    next(holds.batches)
+    del holds
+
+    def collect():
+        with client._state:
+            gc.collect()
+
+    collecting = threading.Thread(target=collect, daemon=True)
+    collecting.start()
+    collecting.join(30)
+    assert not collecting.is_alive()
+    eventually(lambda: not _num_leased(client), what="the samples are given back")
 
 
 def test_a_batch_can_be_acked_by_hand(client):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import queue
@@ -26,6 +27,9 @@ __all__ = ["AsyncStream", "Collate", "Stream", "StreamBatch", "Terms", "stream",
 
 #: A lease is renewed after this share of it.
 RENEWED_AFTER: Final = 1 / 3
+
+#: How long a stream that nobody refers to keeps its last user waiting, until what it holds is given back.
+_COLLECTED_WITHIN_S: Final = 1.0
 
 Collate = Callable[[KVBatchMeta, TensorDict], Any]
 
@@ -220,7 +224,7 @@ class Stream(Iterator[Any]):
         terms.request(client)  # to refuse it now
         self._feed = _Feed(client, terms)
         self._current: _Item | None = None
-        self._give_back = weakref.finalize(self, self._feed.close)  # also at the end of the program
+        weakref.finalize(self, self._feed.collected).atexit = False  # at the end of the program: `_Feed.close`
 
     def __iter__(self) -> Self:
         return self
@@ -246,7 +250,7 @@ class Stream(Iterator[Any]):
     def close(self) -> None:
         """Ends the stream, and gives back what is not acked. Idempotent."""
         self._current = None
-        self._give_back()
+        self._feed.close()
 
     def __enter__(self) -> Self:
         return self
@@ -265,6 +269,7 @@ class _Feed:
         self._lock = threading.Lock()
         self._waiters = Waiters()
         self._closed = threading.Event()
+        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended = False
         self._ready: queue.SimpleQueue[_Item | BaseException | None] = queue.SimpleQueue()
         self._free = threading.Semaphore(terms.prefetch)
@@ -275,6 +280,7 @@ class _Feed:
         if self._ended or self._closed.is_set():
             return None
         if not self._threads:
+            atexit.register(self.close)
             self._begin(self._renew)
             if self._terms.prefetch:
                 self._begin(self._read_ahead)
@@ -297,16 +303,20 @@ class _Feed:
         if self._client._pid != os.getpid():
             return  # a forked child must not end what its parent uses
         self._closed.set()
-        self._waiters.close()
-        self._free.release()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(self._client.config.op_timeout_s)
-        with self._lock:
-            held, self._held = self._held, set()
-        for item in held:
-            with contextlib.suppress(DataPlaneError):  # the lease or the client has ended
-                self._client.nack(item.meta)
+        self._end_threads(self._client.config.op_timeout_s)
+
+    def collected(self) -> None:
+        """Ends the stream when nobody refers to it. Waits a little until what it holds is given back.
+
+        The garbage collector may call it while its thread has a lock that the threads need. So it takes none (`put` of
+        this queue may interrupt itself), and does not wait until they have ended.
+        """
+        self._end_threads(_COLLECTED_WITHIN_S)
+
+    def _end_threads(self, timeout_s: float) -> None:
+        self._end.put(None)
+        if self._threads and threading.current_thread() not in self._threads:
+            self._threads[0].join(timeout_s)  # which waits for the other one
 
     def _begin(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name="dataplane-stream", daemon=True)
@@ -339,12 +349,34 @@ class _Feed:
                 return
 
     def _renew(self) -> None:
-        while not self._closed.wait(self._terms.lease_s * RENEWED_AFTER):
-            with self._lock:
-                held = list(self._held)
-            for item in held:
-                with contextlib.suppress(DataPlaneError):  # its ack says what is wrong
-                    self._client.renew(item.meta, self._terms.lease_s)
+        try:
+            while not self._ends_within(min(self._terms.lease_s * RENEWED_AFTER, threading.TIMEOUT_MAX)):
+                with self._lock:
+                    held = list(self._held)
+                for item in held:
+                    with contextlib.suppress(DataPlaneError):  # its ack says what is wrong
+                        self._client.renew(item.meta, self._terms.lease_s)
+        finally:
+            self._give_back()
+
+    def _ends_within(self, seconds: float) -> bool:
+        with contextlib.suppress(queue.Empty):
+            self._end.get(timeout=seconds)
+            return True
+        return False
+
+    def _give_back(self) -> None:
+        self._closed.set()
+        self._waiters.close()
+        self._free.release()
+        for thread in self._threads[1:]:
+            thread.join(self._client.config.op_timeout_s)
+        with self._lock:
+            held, self._held = self._held, set()
+        for item in held:
+            with contextlib.suppress(DataPlaneError):  # the lease or the client has ended
+                self._client.nack(item.meta)
+        atexit.unregister(self.close)
 
 
 class AsyncStream:

@@ -174,9 +174,10 @@ time.sleep(1000)
 """
     words = "import time; from dataplane_core import connect" + code
     owner = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True)
-    try:
-        ledger = int(owner.stdout.readline())
-        with connect(config, bootstrap=False) as client:
+    with contextlib.ExitStack() as clients:
+        try:
+            ledger = int(owner.stdout.readline())
+            client = clients.enter_context(connect(config, bootstrap=False))
             assert client.list_samples("p").sample_ids == []
             os.kill(owner.pid if victim == "owner" else ledger, signal.SIGKILL)
             eventually(lambda: not Path(f"/proc/{ledger}").exists() or victim == "ledger")
@@ -186,12 +187,18 @@ time.sleep(1000)
                     client.list_samples("p")
                 assert not info.value.retryable
             assert time.monotonic() - start < client.config.op_timeout_s / 2
-    finally:
-        owner.kill()
-        owner.wait()
-        owner.stdout.close()
-    with connect(config) as client:  # nothing is in the way of the next owner
-        client.register_partition("p", ["x"], None, ["train"])
+        finally:
+            owner.kill()
+            owner.wait()
+            owner.stdout.close()
+        # nothing is in the way of the next store of this name, and clients of the old one are none of it
+        later = clients.enter_context(connect(config))
+        clients.enter_context(connect(config, bootstrap=False))
+        later.register_partition("p", ["x", "y"], None, ["train"])
+        for act in (lambda: client.list_samples("p"), lambda: put(client), lambda: client.get_samples(IDS, "p", ["y"])):
+            with pytest.raises(BackendUnavailableError, match="has ended, and its data with it"):
+                act()
+        assert later.list_samples("p").sample_ids == []
 
 
 # --- who may connect --------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 #: Clients and the ledger's process speak the same version.
-VERSION: Final = 3
+VERSION: Final = 4
 
 Reply = TypeVar("Reply", covariant=True)
 
@@ -57,12 +57,12 @@ class Hello(msgspec.Struct, array_like=True):
 
     Attributes:
         version: The version that the client speaks.
-        session: The session that the connection belongs to. None: it begins a new one, and ends it when it closes. The
-            reply is then a `Welcome`, with the arena's file descriptor.
+        key: The key of the session that the connection belongs to. None: it begins a new one, and ends it when it
+            closes. The reply is then a `Welcome`, with the arena's file descriptor.
     """
 
     version: int
-    session: int | None = None
+    key: str | None = None
 
 
 class Welcome(msgspec.Struct, array_like=True):
@@ -70,10 +70,11 @@ class Welcome(msgspec.Struct, array_like=True):
 
     Attributes:
         version: The version that the ledger's process speaks.
-        session: The number of the session.
+        session: The number of the session in this store.
         capacity_bytes: The store's limit.
         on_full: What a put does that does not fit.
         touched_bytes: How much of the arena is ready.
+        key: What further connections of the session show. No other store knows it, such as the next at this path.
     """
 
     version: int
@@ -81,6 +82,7 @@ class Welcome(msgspec.Struct, array_like=True):
     capacity_bytes: int
     on_full: str
     touched_bytes: int
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

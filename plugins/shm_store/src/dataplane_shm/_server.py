@@ -169,15 +169,16 @@ class Server:
             raise
 
     def _welcome(self, connection: _Connection, hello: Hello) -> None:
-        if hello.session is not None:
-            connection.session = self._store.session(hello.session)
+        if hello.key is not None:
+            connection.session = self._store.session(hello.key)
             if connection.session is None:
-                raise EOFError  # the client has closed
+                raise EOFError  # the client has closed, or is one of a store that ended
             return
         session = self._store.begin_session()
         connection.session, connection.begins = session, True
         session.wake = partial(self._wake, connection)
-        welcome = Welcome(VERSION, session.number, self._capacity_bytes, self._on_full, self._touch_until)
+        limits = (self._capacity_bytes, self._on_full, self._touch_until)
+        welcome = Welcome(VERSION, session.number, *limits, session.key)
         socket.send_fds(connection.channel, [encode(welcome)], [self._arena.fd])
 
     def _wake(self, connection: _Connection, token: str) -> bool:

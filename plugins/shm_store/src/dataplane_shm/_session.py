@@ -207,7 +207,7 @@ class Connection:
         try:
             return self._idle.pop()
         except IndexError:
-            return self._open(what, deadline, Hello(VERSION, self.welcome.session))
+            return self._open(what, deadline, Hello(VERSION, self.welcome.key))
 
     def _open(self, what: str, deadline: float, hello: Hello) -> socket.socket:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -17,6 +17,7 @@ import numpy as np
 from dataplane_core.errors import CapacityExceededError, StalePartitionError
 from dataplane_core.host_memory import Arena, Extent, Extents
 from dataplane_core.ledger import LedgerService, Ref, commands
+from dataplane_core.spec import new_id
 from dataplane_shm._layout import Layout, squeeze
 from dataplane_shm._messages import (
     Begin,
@@ -80,7 +81,8 @@ class Session:
     """A client.
 
     Attributes:
-        number: Its number, never used again.
+        number: Its number, never used again in this store.
+        key: Identifies it among the sessions of all stores.
         writing: Write id of a put -> the extents that it writes.
         pins: Number of a pin -> the extents that it reads or views.
         aborted: Write ids of puts that it gave up before they were begun: their requests may be read later.
@@ -90,6 +92,7 @@ class Session:
     """
 
     number: int
+    key: str = field(default_factory=new_id)
     writing: dict[int, list[Extent]] = field(default_factory=dict)
     pins: dict[int, list[Extent]] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
@@ -110,7 +113,7 @@ class Store:
         self._service = service
         self._extents = Extents(arena.size_bytes)
         self._payloads: dict[int, _Payload] = {}
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[str, Session] = {}  # by key
         self._last_session = 0
         self._doomed: dict[Extent, None] = {}  # free as soon as nobody pins them
         #: The least size for which no room could be made since rows were dropped or pins ended. Not searched again.
@@ -121,17 +124,18 @@ class Store:
     def begin_session(self) -> Session:
         """A client connects."""
         self._last_session += 1
-        session = self._sessions[self._last_session] = Session(self._last_session)
+        session = Session(self._last_session)
+        self._sessions[session.key] = session
         return session
 
-    def session(self, number: int) -> Session | None:
-        """The session of that number, or None if it has ended."""
-        return self._sessions.get(number)
+    def session(self, key: str) -> Session | None:
+        """The session with that key, or None if it has ended, or is one of another store."""
+        return self._sessions.get(key)
 
     def end_session(self, session: Session) -> None:
         """A client is gone: ends its pins, and aborts the puts that it had begun."""
         session.ended = True
-        del self._sessions[session.number]
+        del self._sessions[session.key]
         for pin in list(session.pins):
             self._release(session, pin)
         for write_id in list(session.writing):

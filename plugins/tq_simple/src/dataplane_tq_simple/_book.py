@@ -119,10 +119,15 @@ class _Held:
 
 @dataclass(slots=True)
 class _Stored:
-    """A write whose rows are not all collected."""
+    """A write whose rows are not all collected.
+
+    Attributes:
+        row_bytes: The size of each row.
+        left: For each row 1, or 0 if it is collected: two clients that clear at the same time may both report a row.
+    """
 
     row_bytes: Sequence[int]
-    num_left: int
+    left: bytearray
 
 
 @dataclass(slots=True)
@@ -292,7 +297,7 @@ class UnitBook:
                 layout = write.write_id >> LAYOUT_BITS
                 lives = self._layouts[layout]
                 num_rows = len(write.row_bytes)
-                self._stored[write.write_id] = _Stored(write.row_bytes, num_rows)
+                self._stored[write.write_id] = _Stored(write.row_bytes, bytearray(b"\1" * num_rows))
                 self._rows_of_layout[layout] = self._rows_of_layout.get(layout, 0) + num_rows
                 for first in range(min(num_rows, len(lives))):
                     held = self._lives[life_of(write.write_id + first, lives)]
@@ -318,17 +323,18 @@ class UnitBook:
                 stored = self._stored.get(write_id)
                 if stored is None:
                     continue
-                stored.num_left -= len(gone)
-                if not stored.num_left:
-                    del self._stored[write_id]
                 layout = write_id >> LAYOUT_BITS
-                self._rows_of_layout[layout] -= len(gone)
                 lives = [self._lives[life] for life in self._layouts[layout]]
-                first, num_lives, sizes = write_id & _NUMBER, len(lives), stored.row_bytes
+                first, num_lives, sizes, left = write_id & _NUMBER, len(lives), stored.row_bytes, stored.left
                 for position in gone:
-                    held = lives[(first + position) % num_lives]
-                    held.num_rows -= 1
-                    held.size_bytes -= sizes[position]
+                    if left[position]:
+                        left[position] = 0
+                        held = lives[(first + position) % num_lives]
+                        held.num_rows -= 1
+                        held.size_bytes -= sizes[position]
+                        self._rows_of_layout[layout] -= 1
+                if not any(left):
+                    del self._stored[write_id]
             self._forget()
             if any(unit.state == "draining" for unit in self._units.values()):
                 self.changed.set()
@@ -475,9 +481,10 @@ class UnitBook:
         if layout not in self._layouts or not positions:
             return
         sizes = row_bytes or [0] * (max(positions) + 1)  # of what was freed, the ledger does not know the size
-        self._stored[write_id] = _Stored(sizes, len(positions))
+        stored = self._stored[write_id] = _Stored(sizes, bytearray(len(sizes)))
         self._rows_of_layout[layout] = self._rows_of_layout.get(layout, 0) + len(positions)
         for position in positions:
+            stored.left[position] = 1
             held = self._lives[life_of(write_id + position, self._layouts[layout])]
             held.num_rows += 1
             held.size_bytes += sizes[position]

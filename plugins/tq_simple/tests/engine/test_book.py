@@ -158,13 +158,41 @@ def test_what_is_gone_is_forgotten(book: UnitBook) -> None:
     assert book.view(view.version) is None
 
 
-def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(book: UnitBook) -> None:
+@pytest.fixture
+def service(book: UnitBook) -> PlacingLedgerService:
     service = PlacingLedgerService(None)
     service.use_book(book)
     service.call(commands.Register("p", ["x"], None, ["t"], None, {}, "epoch"))
-    spec = FieldSpec(kind="object")
+    return service
+
+
+def begin_put(ids: list[str]) -> commands.BeginPut:
+    return commands.BeginPut("p", ids, {"x": FieldSpec(kind="object")}, [10] * len(ids), ttl_s=60.0)
+
+
+def test_rows_that_two_clients_report_as_deleted_are_counted_once(
+    book: UnitBook, service: PlacingLedgerService
+) -> None:
+    """A clear returns all rows that are free, also those that another client deletes at the same time."""
+    ids = [f"s{row}" for row in range(12)]
+    write_id = service.call(begin_put(ids))
+    service.call(commands.CommitPut(write_id))
+    _, first = service.call(commands.Clear("p", ids[:6]))
+    _, second = service.call(commands.Clear("p", ids[6:9]))
+    assert set(first) < set(second)
+    for freed in (first, second):
+        service.call(commands.Collected(freed))
+    assert {each[1:] for each in held(book).values()} == {(1, 10, 0)}
+    book.remove_unit("unit-1", now=False)
+    assert book.removed(service.garbage) == [], "one of its rows is left"
+    _, last = service.call(commands.Clear("p", ids[9:]))
+    service.call(commands.Collected(last))
+    assert book.removed(service.garbage) == ["actor-1"]
+
+
+def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(book: UnitBook, service: PlacingLedgerService) -> None:
     ids = [f"s{row}" for row in range(6)]
-    begin = commands.BeginPut("p", ids, {"x": spec}, [10] * 6, ttl_s=60.0)
+    begin = begin_put(ids)
     kept, lost, near = service.call(begin), service.call(begin), service.begin_put(begin, "n2")
     assert units_of(book, near, 6) == {"unit-2": 6}
     service.call(commands.CommitPut(kept))

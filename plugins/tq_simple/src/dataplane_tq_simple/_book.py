@@ -34,6 +34,7 @@ _NEXT_LAYOUT_NOTE: Final = "next layout"
 _LAYOUT_NOTE: Final = "layout "
 
 #: A unit gets rows of a put although others hold less, if it is ahead by less than the put and this share of the mean.
+#: Units are chosen anew when puts have brought this share of what they hold.
 _SLACK: Final = 1 / 8
 
 
@@ -131,6 +132,14 @@ class _Stored:
 
 
 @dataclass(slots=True)
+class _Choice:
+    """The layout of the next puts, and how many bytes they may have in all."""
+
+    layout: int
+    left_bytes: float
+
+
+@dataclass(slots=True)
 class UnitBook:
     """The units, their lives, the layouts, and what each life holds. Thread-safe.
 
@@ -147,7 +156,9 @@ class UnitBook:
     _lives: dict[int, _Held] = field(default_factory=dict)
     _layouts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _rows_of_layout: dict[int, int] = field(default_factory=dict)
-    _current: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _current: dict[tuple[int, ...], int] = field(default_factory=dict)  # the layouts whose lives are alive
+    _choices: dict[str | None, _Choice] = field(default_factory=dict)  # by the node for which units were chosen
+    _placing: int = FIRST_LAYOUT  # the layout of a put whose rows are not added yet
     _stored: dict[int, _Stored] = field(default_factory=dict)
     _next_life: int = 0
     _next_layout: int = FIRST_LAYOUT
@@ -256,6 +267,7 @@ class UnitBook:
         """A new write id, and as many unused ones after it as a put needs. It says which units get the rows.
 
         These are the units that hold the fewest bytes: half of all that take rows, and those that hold little more.
+        The choice stands for a while, since each choice may be a layout that every client must learn.
 
         Args:
             num_ids: How many.
@@ -266,29 +278,37 @@ class UnitBook:
             UnitsGoneError: No unit takes rows at the moment.
         """
         with self._lock:
-            lives = [
-                (self._lives[unit.life].size_bytes, unit.life)
-                for unit in self._units.values()
-                if unit.state == "serving" and unit.life is not None
-            ]
-            if not lives:
-                names = [unit.name for unit in self._units.values() if unit.state == "starting"]
-                raise UnitsGoneError(
-                    f"no storage unit takes rows: {preview(names) or 'none'} of {len(self._units)} are starting."
-                )
-            near = [each for each in lives if self._lives[each[1]].started.node == node]
-            lives = sorted(near or lives)
-            half = lives[(len(lives) - 1) // 2][0]
-            mean = sum(held for held, _ in lives) / len(lives)
-            most = max(half, lives[0][0] + mean * _SLACK + size_bytes)
-            chosen = tuple(sorted(life for held, life in lives if held <= most))
-            layout = self._current.get(chosen)
-            if layout is None:
-                layout = self._current[chosen] = self._new_layout(chosen)
-                self._version += 1
-            write_id = layout << LAYOUT_BITS | self._next_number
+            choice = self._choices.get(node)
+            if choice is None or choice.left_bytes <= 0:
+                choice = self._choices[node] = self._choose(size_bytes, node)
+            choice.left_bytes -= size_bytes
+            self._placing = choice.layout
+            write_id = choice.layout << LAYOUT_BITS | self._next_number
             self._next_number += num_ids
             return write_id
+
+    def _choose(self, size_bytes: int, node: str | None) -> _Choice:
+        lives = [
+            (self._lives[unit.life].size_bytes, unit.life)
+            for unit in self._units.values()
+            if unit.state == "serving" and unit.life is not None
+        ]
+        if not lives:
+            names = [unit.name for unit in self._units.values() if unit.state == "starting"]
+            raise UnitsGoneError(
+                f"no storage unit takes rows: {preview(names) or 'none'} of {len(self._units)} are starting."
+            )
+        near = [each for each in lives if self._lives[each[1]].started.node == node]
+        lives = sorted(near or lives)
+        half = lives[(len(lives) - 1) // 2][0]
+        total = sum(held for held, _ in lives)
+        most = max(half, lives[0][0] + total / len(lives) * _SLACK + size_bytes)
+        chosen = tuple(sorted(life for held, life in lives if held <= most))
+        layout = self._current.get(chosen)
+        if layout is None:
+            layout = self._current[chosen] = self._new_layout(chosen)
+            self._version += 1
+        return _Choice(layout, total * _SLACK)
 
     def add(self, writes: Iterable[commands.Write]) -> None:
         """The rows of a put that was begun."""
@@ -304,6 +324,7 @@ class UnitBook:
                     sizes = write.row_bytes[first :: len(lives)]
                     held.num_rows += len(sizes)
                     held.size_bytes += sum(sizes)
+            self._placing = FIRST_LAYOUT
 
     def check(self, write_id: int) -> None:
         """Raises `UnitsGoneError` if a unit of a put's layout has ended since it was begun."""
@@ -517,6 +538,7 @@ class UnitBook:
     def _changes(self) -> None:
         self._version += 1
         self._revision += 1
+        self._choices.clear()
         self.changed.set()
 
     def _new_layout(self, lives: tuple[int, ...]) -> int:
@@ -560,14 +582,13 @@ class UnitBook:
 
     def _forget(self) -> None:
         """Forgets the layouts and the ended lives that have no rows, and the removed units that have none."""
-        current = set(self._current.values())
-        for layout in [each for each in self._layouts if each not in current and each != FIRST_LAYOUT]:
-            if not self._rows_of_layout.get(layout):
-                del self._layouts[layout]
-                self._unsaved_layouts[layout] = None
-                self._rows_of_layout.pop(layout, None)
-        used = {life for lives in self._layouts.values() for life in lives}
-        for life in [each for each, held in self._lives.items() if not held.alive and each not in used]:
+        used = {FIRST_LAYOUT, self._placing, *(each.layout for each in self._choices.values())}
+        for layout in [each for each in self._layouts if each not in used and not self._rows_of_layout.get(each)]:
+            self._current.pop(self._layouts.pop(layout), None)
+            self._unsaved_layouts[layout] = None
+            self._rows_of_layout.pop(layout, None)
+        placed = {life for lives in self._layouts.values() for life in lives}
+        for life in [each for each, held in self._lives.items() if not held.alive and each not in placed]:
             del self._lives[life]
             self._revision += 1
         for name in [each for each, unit in self._units.items() if unit.state == "removed"]:

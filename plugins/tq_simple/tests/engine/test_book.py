@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import random
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import pytest
@@ -67,6 +68,23 @@ def test_a_new_unit_gets_more_until_it_holds_as_much_as_the_others(book: UnitBoo
     assert max(sizes) < 1.2 * min(sizes)
 
 
+def test_layouts_stay_few_and_change_rarely_however_long_a_run_is() -> None:
+    """Every client must learn each new one."""
+    book, draw, held_now = UnitBook(), random.Random(0), deque[int]()
+    book.begin("actor-", [(f"unit-{index}", f"actor-{index}", started(index)) for index in range(16)])
+    first = book.view()
+    for _ in range(20_000):
+        held_now.append(put(book, [int(draw.lognormvariate(9, 1))]))
+        if len(held_now) > 512:
+            book.collected([(held_now.popleft(), 0) for _ in range(256)])
+            view = book.view()
+            assert view is not None
+            assert len(view.layouts) < 100
+    assert first is not None
+    assert view.version - first.version < 1000
+    assert {life for layout in view.layouts.values() for life in layout} == set(range(16))
+
+
 def test_the_writers_node_comes_first(book: UnitBook) -> None:
     assert units_of(book, put(book, [1] * 5, node="n1"), 5) == {"unit-1": 5}
     assert set(units_of(book, put(book, [1] * 6, node="elsewhere"), 6)) == {"unit-0", "unit-1", "unit-2"}
@@ -98,6 +116,14 @@ def test_a_unit_that_is_started_unnoticed_has_lost_its_rows_too(book: UnitBook) 
     with pytest.raises(UnitsGoneError):
         book.check(write_id)
     assert held(book)["unit-0"][3] == 2
+
+
+def test_a_put_whose_unit_ends_while_it_is_begun_has_lost_it(book: UnitBook) -> None:
+    write_id = book.place(6, 60, None)
+    book.ended("unit-0", "0a")
+    book.add([commands.Write(write_id, ["x"], [10] * 6)])
+    with pytest.raises(UnitsGoneError, match="unit-0"):
+        book.check(write_id)
 
 
 def test_without_units_a_put_is_refused_and_may_be_tried_again(book: UnitBook) -> None:

@@ -25,6 +25,9 @@ __all__ = ["SimpleStorageInstance", "StorageUnit"]
 
 #: Seconds between two looks of a unit that no process owns whether its instance still runs.
 _FOLLOW_S: Final = 1.0
+#: For how many seconds at least a unit remembers rows that were deleted before they came, and about how many of them.
+_LATE_S: Final = 60.0
+_MOST_LATE: Final = 250_000
 
 _TransferQueueUnit: Any = SimpleStorageUnit.__ray_metadata__.modified_class
 
@@ -38,6 +41,9 @@ class StorageUnit(_TransferQueueUnit):  # type: ignore[misc]  # has no types
     Each start is a new life of the unit, without rows. It refuses requests that are meant for an earlier one, which
     reach it if it got the same port.
 
+    A put that was given up may still lie in the unit's buffers when the delete of its rows comes over another
+    connection. So rows that are deleted before they came are refused later. No handle is used twice.
+
     Args:
         config: TransferQueue's settings of a unit.
         follows: The name and the id of the actor of the controller, for a unit that no process owns: it ends when that
@@ -46,6 +52,8 @@ class StorageUnit(_TransferQueueUnit):  # type: ignore[misc]  # has no types
 
     def __init__(self, config: Any, follows: tuple[str, str] | None = None) -> None:
         _TransferQueueUnit.__init__(self, config)
+        self._late: tuple[set[int], set[int]] = (set(), set())  # handles: the newer ones, and those before
+        self._forget_at = time.monotonic() + _LATE_S
         if follows is not None:
             own = ray.get_runtime_context().get_actor_name()
             threading.Thread(target=_follow, args=(own, *follows), name="dataplane-follow", daemon=True).start()
@@ -59,21 +67,31 @@ class StorageUnit(_TransferQueueUnit):  # type: ignore[misc]  # has no types
     # without super(): Ray may send a copy of this class, of which ``self`` is then an instance
 
     def _handle_put(self, data_parts: Any) -> Any:
+        handles = data_parts.body["global_indexes"]
+        if not all(late.isdisjoint(handles) for late in self._late if late):
+            return self._error("its rows were deleted before they came.")
         return self._refused(data_parts) or _TransferQueueUnit._handle_put(self, data_parts)
 
     def _handle_get(self, data_parts: Any) -> Any:
         return self._refused(data_parts) or _TransferQueueUnit._handle_get(self, data_parts)
 
     def _handle_clear(self, data_parts: Any) -> Any:
-        return self._refused(data_parts) or _TransferQueueUnit._handle_clear(self, data_parts)
+        refused = self._refused(data_parts)
+        if refused is not None:
+            return refused
+        if len(self._late[0]) >= _MOST_LATE or time.monotonic() >= self._forget_at:
+            self._late, self._forget_at = (set(), self._late[0]), time.monotonic() + _LATE_S
+        self._late[0].update(set(data_parts.body["global_indexes"]) - self.storage_data._active_keys)
+        return _TransferQueueUnit._handle_clear(self, data_parts)
 
     def _refused(self, request: Any) -> Any | None:
         if request.body.get(LIFE_KEY, self.storage_unit_id) == self.storage_unit_id:
             return None
+        return self._error(f"{OTHER_LIFE}: the unit was started again.")
+
+    def _error(self, message: str) -> Any:
         return ZMQMessage.create(
-            request_type=ZMQRequestType.PUT_GET_ERROR,
-            sender_id=self.storage_unit_id,
-            body={"message": f"{OTHER_LIFE}: the unit was started again."},
+            request_type=ZMQRequestType.PUT_GET_ERROR, sender_id=self.storage_unit_id, body={"message": message}
         )
 
 

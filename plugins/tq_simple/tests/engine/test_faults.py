@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import pytest
@@ -80,6 +81,47 @@ def test_a_storage_unit_that_stands_still(engine: Engine, unit_pid: Callable[[st
     # What it received meanwhile it carries out late, and no reply of that is taken for another's.
     assert [bytes(row) for row in engine.get_rows([10, 11], column="c", timeout_s=10)] == [b"a", b"b"]
     engine.delete_rows([12, 13], timeout_s=10)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_delete_that_overtakes_a_put_which_was_given_up_leaves_none_of_its_rows(
+    engine: Engine, unit_pid: Callable[[str, int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both lie in the buffers of a unit that stood still, which reads its connections in turn."""
+    monkeypatch.setattr(engine, "config", engine.config.model_copy(update={"chunk_size_bytes": 1}))  # a message a row
+    pid, unit = unit_pid("faults", 1), ray.get_actor("tq-faults/unit-1", namespace="dataplane")
+
+    def ask(what: Callable[[Any], Any]) -> Any:
+        return ray.get(unit.__ray_call__.remote(what), timeout=30)
+
+    def num_puts() -> int:
+        return int(ask(lambda self: self._arrivals_by_op.get("PUT_DATA", 0)))
+
+    def delete(*handles: int) -> None:
+        engine.delete_rows(handles, timeout_s=30)
+
+    with ThreadPoolExecutor(2) as pool:
+        with stopped(pid):  # two connections, which both stand
+            both = [pool.submit(delete, 21) for _ in range(2)]
+            eventually(lambda: engine._exchange._num_leased == 2)
+        assert [each.result() for each in both] == [None, None]
+        for first in range(101, 201, 20):
+            handles, before = list(range(first, first + 8, 2)), num_puts()
+            with stopped(pid):
+                with pytest.raises(OperationTimeoutError):
+                    engine.put_rows(handles, b"abcd", [0, 1, 2, 3, 4], column="c", timeout_s=1.0)
+                deleting = pool.submit(delete, *handles)
+                eventually(lambda: engine._exchange._num_leased == 1)
+            deleting.result()
+            eventually(lambda before=before: num_puts() == before + 4)
+            delete(21)  # carried out after them
+            assert not set(handles) & ask(lambda self: self.storage_data._active_keys)
 
 
 def test_closing_ends_what_other_threads_wait_for(ray_cluster: str, stand_in: type, engine: Engine) -> None:

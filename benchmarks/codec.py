@@ -21,8 +21,8 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core.batch import materialize, pack_jagged_fields
-from dataplane_core.codec import decode_columns, encode_columns, frame_column, join_rows, split_rows, unframe_column
-from dataplane_core.spec import FieldSpec, WireFormat
+from dataplane_core.codec import decode_columns, encode_columns, join_rows, split_rows
+from dataplane_core.spec import WireFormat
 
 ROUNDS = 7
 FIELDS = ("input_ids", "generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "advantages", "token_mask")
@@ -93,13 +93,12 @@ def run(title: str, num_samples: int, shortest: int, longest: int) -> None:
     packed = pack_jagged_fields(columns, lengths=lengths, token_aligned_fields=FIELDS)
     values = {name: packed.get(name).values() for name in FIELDS}
     rows = {name: list(flat.split(counts)) for name, flat in values.items()}
-    specs = {name: FieldSpec.of_cells(flat.dtype, (0,)) for name, flat in values.items()}
     dtypes = {name: flat.dtype for name, flat in values.items()}
-    framed = {name: frame_column(packed.get(name), specs[name]) for name in FIELDS}
+    jagged, framing, by_rows = WireFormat(), WireFormat(bytes=True), WireFormat(ragged="rows")
+    framed, specs = encode_columns(packed, num_samples, framing)
     data, offsets = join_rows([list(framed.values())])
     view, cuts = memoryview(data), offsets.tolist()
     joined = [view[start:stop] for start, stop in pairwise(cuts)]
-    jagged, framing, by_rows = WireFormat(), WireFormat(bytes=True), WireFormat(ragged="rows")
     size_mb = sum(flat.nbytes for flat in values.values()) / 1e6
 
     candidates: dict[str, dict[str, Callable[[], Any]]] = {
@@ -114,11 +113,11 @@ def run(title: str, num_samples: int, shortest: int, longest: int) -> None:
             "to_padded_tensor": lambda: {n: torch.nested.to_padded_tensor(packed.get(n), 0.0) for n in FIELDS},
         },
         "frame": {
-            "frame_column": lambda: [frame_column(packed.get(name), specs[name]) for name in FIELDS],
+            "encode_columns, bytes": lambda: encode_columns(packed, num_samples, framing),
             "cell by cell": lambda: frame_by_cell(rows),
         },
         "unframe": {
-            "unframe_column": lambda: [unframe_column(framed[name], specs[name]) for name in FIELDS],
+            "decode_columns, bytes": lambda: decode_columns(framed, specs, num_samples, framing),
             "cell by cell": lambda: unframe_by_cell(framed, dtypes),
         },
         "one string per sample": {

@@ -34,19 +34,24 @@ from dataplane_core.backends.journal_records import Begin, Plan, Record, Snapsho
 from dataplane_core.backends.snapshot import chunk_key, head
 from dataplane_core.codec import (
     ALL_DTYPES,
+    Ragged,
+    TensorRows,
+    decode_columns,
     decode_item,
+    encode_columns,
     encode_item,
-    frame_column,
     join_row,
+    object_column,
     split_rows,
-    unframe_column,
 )
+from dataplane_core.codec.frames import unframe_ragged
+from dataplane_core.codec.header import KIND_TENSOR
 from dataplane_core.errors import DataPlaneError, OperationTimeoutError
 from dataplane_core.host_memory import Arena
 from dataplane_core.ledger import Command, Ledger, LedgerService, StateReader, commands, to_state
 from dataplane_core.plugins import connect_backend
 from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
-from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec
+from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, WireFormat
 from dataplane_redis import _rows as redis_rows
 from dataplane_redis import _wire as redis_wire
 from dataplane_redis._acknowledged import is_acknowledged
@@ -97,6 +102,8 @@ def attempt(call: Callable[[], object]) -> object:
 
 # --- frames, objects, specs -------------------------------------------------------------------------------------------
 
+_BYTES: Final = WireFormat(bytes=True)
+
 
 def _cells() -> list[bytes]:
     frames: list[Any] = []
@@ -105,9 +112,13 @@ def _cells() -> list[bytes]:
             column = (
                 torch.zeros((*shape, 16), dtype=torch.uint8)[..., : dtype.itemsize].contiguous().view(dtype)[..., 0]
             )
-            frames += frame_column(column, FieldSpec.of_cells(dtype, shape[1:]))
-    frames += frame_column(_items(), FieldSpec.of_objects())
+            frames += _frames(column)
+    frames += _frames(object_column(_items()))
     return [bytes(each) for each in frames]
+
+
+def _frames(column: Any) -> Any:
+    return encode_columns({"x": column}, len(column), _BYTES)[0]["x"]
 
 
 def _items() -> list[Any]:
@@ -116,29 +127,38 @@ def _items() -> list[Any]:
 
 
 def _rows() -> list[bytes]:
-    ragged = frame_column([torch.arange(n) for n in (3, 0, 5)], FieldSpec("tensor", "int64", 1))
-    scalars = frame_column(torch.arange(3, dtype=torch.int16), FieldSpec("tensor", "int16"))
-    return [join_row(ragged), join_row(scalars), join_row(frame_column(_items()[:5], FieldSpec.of_objects()))]
+    ragged = TensorRows([torch.arange(n) for n in (3, 0, 5)])
+    columns = [ragged, torch.arange(3, dtype=torch.int16), object_column(_items()[:5])]
+    return [join_row(_frames(column)) for column in columns]
 
 
 def _read_row(data: bytes) -> object:
     (frames,) = split_rows([data])
-    column = unframe_column(frames, None)
+    column = _unframed(frames)
     if isinstance(column, torch.Tensor):
         assert (column.values() if column.is_nested else column).nbytes <= len(data)
     return column
 
 
+def _unframed(frames: Sequence[Any]) -> Any:
+    kind, rows = unframe_ragged(frames)
+    spec = FieldSpec.of_objects()
+    if kind == KIND_TENSOR:
+        dtype, shape = (rows.values.dtype, rows.values.shape) if isinstance(rows, Ragged) else (rows.dtype, ())
+        spec = FieldSpec.of_cells(dtype, tuple(shape))
+    return decode_columns({"x": frames}, {"x": spec}, len(frames), _BYTES)["x"]
+
+
 def _read_cell(data: bytes) -> object:
-    attempt(lambda: unframe_column([_first_cell(), data, data], None))
-    column = unframe_column([data], None)
+    attempt(lambda: _unframed([_first_cell(), data, data]))
+    column = _unframed([data])
     assert not isinstance(column, torch.Tensor) or column.nbytes <= len(data)
     return column
 
 
 @functools.cache
 def _first_cell() -> bytes:
-    return bytes(frame_column(torch.zeros(1, 5, dtype=torch.int64), FieldSpec("tensor", "int64", 1))[0])
+    return bytes(_frames(torch.zeros(1, 5, dtype=torch.int64))[0])
 
 
 def _unpack(data: bytes) -> Any:
@@ -689,7 +709,7 @@ def _redis_calls() -> list[tuple[Callable[[DataPlaneClient], object], list[Any]]
     ids = ["q0_g0", "q0_g1"]
     tags = redis_wire.pack_tags({"n": 1})
     layouts = [redis_wire.pack_layout(["x"])]
-    cells = join_row([bytes(each) for each in frame_column(torch.arange(5).view(1, 5), _X)])
+    cells = join_row([bytes(each) for each in _frames(torch.arange(5).view(1, 5))])
     row = b"h" * 8 + b"w" * 16 + struct.pack("<IIQ", 0, 0, len(cells))
     registered = {"fields": ["x"], "num_samples": None, "consumer_tasks": ["t"], "grpo_group_size": 2, "enums": {}}
     text = json.dumps(registered).encode()

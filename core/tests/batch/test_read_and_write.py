@@ -69,6 +69,14 @@ def test_rows_come_in_the_order_of_the_meta_with_repeats(client, meta):
     assert read["input_ids"].tolist() == [[11, 12, 0], [1, 2, 3], [11, 12, 0]]
 
 
+def test_jagged_columns_of_repeated_rows_can_be_combined(client, meta):
+    ids = meta.sample_ids
+    tokens = client.get_samples(ids, "train", ["input_ids"])["input_ids"]
+    client.put_samples(ids, "train", {"more": tokens})
+    read = client.get_samples([ids[0], ids[1], ids[0]], "train", ["input_ids", "more"])
+    assert torch.equal((read["input_ids"] + read["more"]).values(), 2 * read["input_ids"].values())
+
+
 def test_pad_values_go_by_field(client, meta):
     read = read_columns(client, meta, ["input_ids"], pad_value_dict={"input_ids": -1})
     assert read["input_ids"][2].tolist() == [11, 12, -1, -1, -1]

@@ -6,31 +6,20 @@ import struct
 
 import pytest
 import torch
+from framing import frame_cell, frame_column, unframe_cell, unframe_column
 
-from dataplane_core.codec import ALL_DTYPES, frame_column, unframe_column
+from dataplane_core.codec import ALL_DTYPES
 from dataplane_core.codec.header import MAX_CELL_BYTES
 from dataplane_core.codec.tensors import DTYPE_CODES
-from dataplane_core.errors import FrameError, InvalidRequestError, InvalidTypeError, SchemaMismatchError
+from dataplane_core.errors import FrameError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.spec import FieldSpec
 
 DTYPES = sorted(ALL_DTYPES, key=str)
-OBJECTS = FieldSpec.of_objects()
 
 
 def frame(kind=1, code=12, dims=(2,), payload=b"\x00" * 8, magic=b"DPF", version=1, rank=None, zero=0):
     head = struct.pack("<3sBBBBB", magic, version, kind, code, len(dims) if rank is None else rank, zero)
     return head + struct.pack(f"<{len(dims)}q", *dims) + payload
-
-
-def frame_cell(cell):
-    """One cell as a frame."""
-    if isinstance(cell, torch.Tensor):
-        return bytes(frame_column(cell.unsqueeze(0), FieldSpec.of_cells(cell.dtype, tuple(cell.shape)))[0])
-    return bytes(frame_column([cell], FieldSpec.of_objects())[0])
-
-
-def unframe_cell(frame):
-    return unframe_column([frame], None)[0]
 
 
 def test_the_format_is_pinned():
@@ -84,7 +73,7 @@ def test_an_object_comes_back(item):
 def test_the_frames_of_a_column_are_those_of_its_cells(dtype, shapes, random_cell, assert_rows):
     rows = [random_cell(shape, dtype, seed) for seed, shape in enumerate(shapes)]
     spec = FieldSpec.of_cells(dtype, shapes[0])
-    frames = frame_column(rows, spec)
+    frames = frame_column(rows)
     assert [bytes(each) for each in frames] == [frame_cell(row) for row in rows]
     for believed in (spec, None):
         assert_rows(unframe_column(frames, believed), rows)
@@ -92,42 +81,29 @@ def test_the_frames_of_a_column_are_those_of_its_cells(dtype, shapes, random_cel
 
 def test_object_columns_are_framed_too():
     items = ["a", None, {"k": [torch.zeros(2).tolist()]}]
-    frames = frame_column(items, OBJECTS)
+    frames = frame_column(items)
     assert [bytes(each) for each in frames] == [frame_cell(item) for item in items]
-    assert unframe_column(frames, OBJECTS) == items
-    assert unframe_column(frames, None) == items
+    assert unframe_column(frames) == items
 
 
 def test_frames_of_other_bytes_like_types_are_read():
-    frames = [
-        bytearray(each) for each in frame_column(torch.arange(6.0).view(3, 2), FieldSpec.of_cells(torch.float32, (2,)))
-    ]
-    assert unframe_column(frames, None).tolist() == [[0, 1], [2, 3], [4, 5]]
+    frames = [bytearray(each) for each in frame_column(torch.arange(6.0).view(3, 2))]
+    assert unframe_column(frames).tolist() == [[0, 1], [2, 3], [4, 5]]
     floats = memoryview(bytearray(frames[0])).cast("H")
     assert unframe_cell(floats).tolist() == [0, 1]
 
 
 def test_what_is_read_is_new_and_writable_memory():
     data = bytearray(frame_cell(torch.zeros(2)))
-    column = unframe_column([data], None)
+    column = unframe_column([data])
     data[-1] = 1
     column += 1
     assert column.tolist() == [[1, 1]]
 
 
-def test_no_frames_need_a_spec():
-    assert unframe_column([], FieldSpec.of_cells(torch.int32, (4, 5))).shape == (0, 0, 5)
-    assert unframe_column([], FieldSpec.of_cells(torch.int32, ())).shape == (0,)
-    assert unframe_column([], OBJECTS) == []
-    with pytest.raises(InvalidRequestError, match="neither frames nor a spec"):
-        unframe_column([], None)
-    assert frame_column([], OBJECTS) == []
-    assert frame_column([], FieldSpec.of_cells(torch.int32, ())) == []
-
-
 def test_rows_that_do_not_fit_one_column_are_refused():
     with pytest.raises(SchemaMismatchError, match="field 'x' has rows"):
-        frame_column([torch.zeros(2, 3), torch.zeros(2, 4)], FieldSpec.of_cells(torch.float32, (2, 3)), name="x")
+        frame_column([torch.zeros(2, 3), torch.zeros(2, 4)])
 
 
 def test_a_cell_that_no_reader_would_accept_is_refused_by_the_writer():
@@ -171,10 +147,10 @@ def test_a_malformed_frame_says_what_is_wrong(data, reason, kind):
         unframe_cell(kind(data))
     for frames in ([kind(data)], [kind(data)] * 2):
         with pytest.raises(FrameError, match=rf"row 0.*{reason}"):
-            unframe_column(frames, None)
+            unframe_column(frames)
     if "object" not in reason and "malformed" not in reason:
         with pytest.raises(FrameError, match=rf"row 1.*{reason}"):
-            unframe_column([kind(frame()), kind(data), kind(frame())], None)
+            unframe_column([kind(frame()), kind(data), kind(frame())])
 
 
 @pytest.mark.parametrize(
@@ -189,31 +165,16 @@ def test_a_malformed_frame_says_what_is_wrong(data, reason, kind):
 )
 def test_frames_that_do_not_fit_one_column_name_the_row(other):
     with pytest.raises(FrameError, match=r"row 2: .*does not fit row 0"):
-        unframe_column([frame(), frame(), other], None)
+        unframe_column([frame(), frame(), other])
 
 
 def test_dims_after_the_first_must_agree():
     with pytest.raises(FrameError, match=r"row 1: .*only the first dim may differ"):
-        unframe_column([frame_cell(torch.zeros(3, 2)), frame_cell(torch.zeros(2, 3))], None)
+        unframe_column([frame_cell(torch.zeros(3, 2)), frame_cell(torch.zeros(2, 3))])
 
 
 def test_rows_that_claim_too_much_together_are_refused():
     huge = frame(dims=(2**45, 0), payload=b"")
     assert unframe_cell(huge).shape == (2**45, 0)
     with pytest.raises(FrameError, match="together"):
-        unframe_column([huge] * 9, None)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        FieldSpec.of_cells(torch.int32, (0,)),
-        FieldSpec.of_cells(torch.float32, ()),
-        FieldSpec.of_cells(torch.float32, (0, 1)),
-        OBJECTS,
-    ],
-    ids=FieldSpec.describe,
-)
-def test_frames_of_another_spec_are_refused(spec):
-    with pytest.raises(FrameError, match=r"frames hold float32 cells of shape \(L,\)\. Expected"):
-        unframe_column([frame()], spec)
+        unframe_column([huge] * 9)

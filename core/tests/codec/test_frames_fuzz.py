@@ -8,31 +8,12 @@ import tracemalloc
 
 import pytest
 import torch
+from framing import frame_cell, unframe_cell, unframe_column
 
-from dataplane_core.codec import (
-    ALL_DTYPES,
-    decode_item,
-    encode_item,
-    frame_column,
-    join_row,
-    split_rows,
-    unframe_column,
-)
+from dataplane_core.codec import ALL_DTYPES, decode_item, encode_item, join_row, split_rows
 from dataplane_core.errors import FrameError
-from dataplane_core.spec import FieldSpec
 
 INTERESTING = [0, 1, 0x7F, 0x80, 0xC1, 0xC7, 0xC9, 0xD4, 0xDC, 0xDD, 0xDE, 0xDF, 0xFF]
-
-
-def frame_cell(cell):
-    """One cell as a frame."""
-    if isinstance(cell, torch.Tensor):
-        return bytes(frame_column(cell.unsqueeze(0), FieldSpec.of_cells(cell.dtype, tuple(cell.shape)))[0])
-    return bytes(frame_column([cell], FieldSpec.of_objects())[0])
-
-
-def unframe_cell(frame):
-    return unframe_column([frame], None)[0]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +67,7 @@ def fuzz(seeds, count, seed):
         read += cell is not None
         if isinstance(cell, torch.Tensor):
             assert cell.nbytes <= len(data)
-        column = attempt(unframe_column, [dice.choice(seeds), data, data][dice.randrange(3) :], None)
+        column = attempt(unframe_column, [dice.choice(seeds), data, data][dice.randrange(3) :])
         if isinstance(column, torch.Tensor):
             plain = column.values() if column.is_nested else column
             assert plain.nbytes <= 5100 + 2 * len(data)
@@ -121,7 +102,7 @@ def test_every_single_byte_of_a_frame_may_be_damaged():
                 damaged = bytearray(data)
                 damaged[at] = value
                 attempt(unframe_cell, bytes(damaged))
-                attempt(unframe_column, [data, bytes(damaged)], None)
+                attempt(unframe_column, [data, bytes(damaged)])
 
 
 def test_every_truncation_of_a_frame_is_refused():
@@ -130,7 +111,7 @@ def test_every_truncation_of_a_frame_is_refused():
             with pytest.raises(FrameError):
                 unframe_cell(data[:size])
             with pytest.raises(FrameError):
-                unframe_column([data, data[:size]], None)
+                unframe_column([data, data[:size]])
 
 
 def test_a_forged_length_allocates_nothing():

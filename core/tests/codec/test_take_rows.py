@@ -33,8 +33,3 @@ def test_repeated_objects_are_independent():
     assert (one, two, three) == ({"a": 1}, {"a": 1}, {"b": 2})
     one["a"] = 5
     assert two == {"a": 1}
-
-
-def test_lists_keep_references():
-    frames = [b"a", b"b"]
-    assert take_rows(frames, [1, 1, 0]) == [b"b", b"b", b"a"]

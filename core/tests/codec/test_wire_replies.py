@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from framing import FRAMES, frame_column
 from tensordict import NonTensorStack
 
-from dataplane_core.codec import decode_columns, encode_columns, frame_column
+from dataplane_core.codec import decode_columns, encode_columns
 from dataplane_core.errors import BackendError, FrameError
 from dataplane_core.spec import FieldSpec, WireFormat
 
-JAGGED, ROWS, FRAMES = WireFormat(), WireFormat(ragged="rows"), WireFormat(bytes=True)
+JAGGED, ROWS = WireFormat(), WireFormat(ragged="rows")
 FLOATS = FieldSpec.of_cells(torch.float32, (0,))
 DEEP = FieldSpec.of_cells(torch.float32, (0, 2))
 SCALARS = FieldSpec.of_cells(torch.float32, ())
@@ -37,8 +38,8 @@ def raised(column, spec, wire=JAGGED, num_samples=3, **kwargs):
         ([], FLOATS, ROWS),
         (["a"], OBJECTS, WireFormat(objects="native")),
         (torch.zeros(2, 5, dtype=torch.uint8), OBJECTS, JAGGED),
-        (frame_column(torch.zeros(2), SCALARS), SCALARS, FRAMES),
-        (frame_column(["a"], OBJECTS), OBJECTS, FRAMES),
+        (frame_column(torch.zeros(2)), SCALARS, FRAMES),
+        (frame_column(["a"]), OBJECTS, FRAMES),
     ],
 )
 def test_fewer_or_more_rows_are_a_backend_error_with_both_numbers(column, spec, wire):
@@ -66,16 +67,16 @@ def test_fewer_or_more_rows_are_a_backend_error_with_both_numbers(column, spec, 
         (None, FLOATS, JAGGED),
         (torch.zeros(3, 2), OBJECTS, JAGGED),
         (torch.zeros(3, 2, device="meta"), FLOATS, JAGGED),
-        (frame_column(torch.zeros(3), SCALARS), FLOATS, FRAMES),
+        (frame_column(torch.zeros(3)), FLOATS, FRAMES),
         ([None] * 3, FLOATS, FRAMES),
         (torch.zeros(3, 2), FLOATS, FRAMES),
         (["a", "b", "c"], OBJECTS, FRAMES),
         (None, OBJECTS, FRAMES),
         (None, OBJECTS, WireFormat(objects="native")),
         ("abc", OBJECTS, WireFormat(objects="native")),
-        (frame_column(torch.zeros(3, 2), FLOATS), DEEP, FRAMES),
-        (frame_column(torch.zeros(3), SCALARS), OBJECTS, FRAMES),
-        (frame_column(["a", "b", "c"], OBJECTS), SCALARS, FRAMES),
+        (frame_column(torch.zeros(3, 2)), DEEP, FRAMES),
+        (frame_column(torch.zeros(3)), OBJECTS, FRAMES),
+        (frame_column(["a", "b", "c"]), SCALARS, FRAMES),
         (torch.zeros(3, 0), FLOATS, WireFormat(zero_length_rows=False)),
         (jagged([1, 0, 2]), FLOATS, WireFormat(zero_length_rows=False)),
     ],
@@ -101,7 +102,7 @@ def test_a_reply_without_a_spec_or_of_an_unknown_dtype_is_a_backend_error():
 
 def test_malformed_frames_name_the_field():
     with pytest.raises(FrameError, match="field 'x': row 1: frame of 3 bytes is truncated"):
-        raised([*frame_column(torch.zeros(2), SCALARS)[:1], b"abc", b"abc"], SCALARS, FRAMES)
+        raised([*frame_column(torch.zeros(2))[:1], b"abc", b"abc"], SCALARS, FRAMES)
 
 
 def test_malformed_objects_name_the_field():

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDictBase
 
 from dataplane_core.batch.rows import objects_of
-from dataplane_core.codec import Ragged, as_column, host_tensor, ragged_of_nested
+from dataplane_core.codec import Ragged, as_column, host_tensor, ragged_of_dense, ragged_of_nested
 from dataplane_core.errors import InvalidTypeError
 
 if TYPE_CHECKING:
@@ -124,8 +124,7 @@ def _arrow(name: str, column: Ragged | torch.Tensor | np.ndarray[Any, Any]) -> A
                 hint="Leave the field out, or turn its items into strings: json.dumps(item).",
             ) from error
     if isinstance(column, torch.Tensor) and column.dim() > 1:  # (N, L, ...)
-        offsets = torch.arange(len(column) + 1) * column.shape[1]
-        column = Ragged(column.flatten(0, 1), offsets)
+        column = ragged_of_dense(column)
     values = column.values if isinstance(column, Ragged) else column
     if values.is_complex():
         raise InvalidTypeError(

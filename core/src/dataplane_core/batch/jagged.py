@@ -30,6 +30,7 @@ from dataplane_core.codec import (
     object_column,
     offsets_of,
     pad_rows,
+    ragged_of_dense,
     ragged_of_nested,
     ragged_of_rows,
     to_nested,
@@ -256,8 +257,7 @@ def _rows(column: torch.Tensor, what: str) -> Ragged:
         column = rows
     if column.dim() < 2:
         raise InvalidRequestError(f"{what} is of shape {tuple(column.shape)}. Expected rows of rank 1 or more.")
-    plain = host_tensor(column, what)
-    return Ragged(plain.flatten(0, 1), torch.arange(len(plain) + 1) * plain.shape[1])
+    return ragged_of_dense(host_tensor(column, what))
 
 
 # --- unpack -----------------------------------------------------------------------------------------------------------

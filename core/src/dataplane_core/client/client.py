@@ -26,7 +26,7 @@ from dataplane_core.client.checks import (
 from dataplane_core.client.claims import Claims
 from dataplane_core.client.overview import common_fields
 from dataplane_core.client.saving import load, save
-from dataplane_core.codec import as_columns, decode_columns, encode_columns, spread
+from dataplane_core.codec import JaggedColumns, as_columns, decode_columns, encode_columns, spread
 from dataplane_core.errors import (
     BackendError,
     InvalidRequestError,
@@ -293,9 +293,9 @@ class DataPlaneClient(Claims):
             columns = self._decode_columns(batch, names, len(unique), share_rows)
             if len(unique) != len(ids):
                 at = {sample_id: position for position, sample_id in enumerate(unique)}
-                positions = [at[sample_id] for sample_id in ids]
+                positions, jagged = [at[sample_id] for sample_id in ids], JaggedColumns()
                 columns = {
-                    name: spread(column, positions, share=share_rows and isinstance(column, NonTensorStack))
+                    name: spread(column, positions, jagged, share=share_rows and isinstance(column, NonTensorStack))
                     for name, column in columns.items()
                 }
             return TensorDict(columns, batch_size=[len(ids)])

@@ -4,7 +4,7 @@ The client encodes every put and decodes every read here. Backends that store by
 """
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
-from dataplane_core.codec.frames import frame_column, join_row, join_rows, split_rows, unframe_column
+from dataplane_core.codec.frames import join_row, join_rows, split_rows
 from dataplane_core.codec.inputs import as_column, as_columns
 from dataplane_core.codec.objects import copy_item, decode_item, encode_item
 from dataplane_core.codec.packed import unpack_msgpack, unpack_msgpack_stream
@@ -30,6 +30,7 @@ from dataplane_core.codec.tensors import (
     jagged_parts,
     offsets_of,
     pad_rows,
+    ragged_of_dense,
     ragged_of_nested,
     ragged_of_rows,
     to_nested,
@@ -59,7 +60,6 @@ __all__ = [
     "empty_tensor",
     "encode_columns",
     "encode_item",
-    "frame_column",
     "gather_rows",
     "host_tensor",
     "is_jagged",
@@ -71,6 +71,7 @@ __all__ = [
     "object_column",
     "offsets_of",
     "pad_rows",
+    "ragged_of_dense",
     "ragged_of_nested",
     "ragged_of_rows",
     "row_nbytes",
@@ -79,7 +80,6 @@ __all__ = [
     "spread",
     "take_rows",
     "to_nested",
-    "unframe_column",
     "unpack_msgpack",
     "unpack_msgpack_stream",
 ]

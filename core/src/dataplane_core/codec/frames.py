@@ -9,8 +9,9 @@ Shape legend: ``N`` rows, ``C`` columns, ``L`` a row's own length.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
@@ -19,7 +20,6 @@ import torch
 
 from dataplane_core.codec.header import (
     HEADER_SIZE,
-    KIND_OBJECT,
     KIND_TENSOR,
     MAX_CELL_BYTES,
     Header,
@@ -27,35 +27,26 @@ from dataplane_core.codec.header import (
     pack_header,
     parse_header,
 )
-from dataplane_core.codec.objects import decode_items, encode_items
+from dataplane_core.codec.objects import encode_items
 from dataplane_core.codec.tensors import (
     BytesLike,
     Ragged,
     byte_view,
     from_bytes,
-    host_tensor,
     join_bytes,
     offsets_of,
-    ragged_of_nested,
-    ragged_of_rows,
-    to_nested,
 )
 from dataplane_core.errors import FrameError, InvalidRequestError
-from dataplane_core.spec import FieldSpec
 
 __all__ = [
-    "frame_column",
     "frame_ragged",
     "join_row",
     "join_rows",
     "ragged_of_items",
     "split_rows",
-    "unframe_column",
     "unframe_ragged",
 ]
 
-#: A column as callers have it: dense or nested tensor, a list of row tensors, or a list of items.
-Column: TypeAlias = torch.Tensor | Sequence[Any]
 _Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 #: Cells of more bytes are views of one buffer; smaller ones are byte strings. These take less time each. Also, the
@@ -68,32 +59,6 @@ _ROW_VERSION: Final = 1
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------
-
-
-def frame_column(
-    column: Column, spec: FieldSpec, *, name: str = "", allow_pickle: bool = False
-) -> list[bytes | bytearray | memoryview]:
-    """One frame per row.
-
-    Args:
-        column: N rows as ``spec`` says: a dense (N, *cell) or nested tensor, a list of row tensors, a list of items.
-        spec: The spec of the column.
-        name: The field, for error messages.
-        allow_pickle: Pickle object items outside the closed set.
-
-    Returns:
-        N frames in new memory. Some may be memoryviews of one buffer, which lives as long as any of them.
-
-    Raises:
-        InvalidTypeError: As `encode_columns`.
-        SchemaMismatchError: The rows do not fit one column.
-    """
-    what = f"field '{name}'"
-    if spec.kind == "object":
-        return frame_ragged(ragged_of_items(list(column), name, allow_pickle=allow_pickle), KIND_OBJECT)
-    if not isinstance(column, torch.Tensor):
-        return frame_ragged(ragged_of_rows(column, what)) if len(column) else []
-    return frame_ragged(ragged_of_nested(column, what) if column.is_nested else host_tensor(column, what))
 
 
 def frame_ragged(column: Ragged | torch.Tensor, kind: int = KIND_TENSOR) -> list[bytes | bytearray | memoryview]:
@@ -162,48 +127,6 @@ def ragged_of_items(items: Sequence[Any], name: str, *, allow_pickle: bool = Fal
     return Ragged(from_bytes(data, torch.uint8, (len(data),)), offsets_of(lengths))
 
 
-def unframe_column(
-    frames: Sequence[BytesLike], spec: FieldSpec | None, *, allow_pickle: bool = False
-) -> torch.Tensor | list[Any]:
-    """Reads `frame_column`'s frames.
-
-    Args:
-        frames: One per row.
-        spec: The spec that the column must have, or None to accept what the frames say.
-        allow_pickle: Unpickle object items that were pickled.
-
-    Returns:
-        In new memory: a dense tensor if all rows have the same shape, else one jagged nested tensor. For objects, a
-        list of items.
-
-    Raises:
-        FrameError: A frame is malformed, the frames do not fit one column, or the column differs from ``spec``.
-        InvalidRequestError: There are neither frames nor a spec.
-    """
-    if not frames:
-        if spec is None:
-            raise InvalidRequestError("unframe_column: neither frames nor a spec were given.")
-        if spec.kind == "object":
-            return []
-        return torch.empty((0, *((0, *spec.trailing) if spec.rank else ())), dtype=spec.torch_dtype)
-    kind, column = unframe_ragged(frames)
-    if kind == KIND_OBJECT:
-        found = FieldSpec.of_objects()
-    elif isinstance(column, Ragged):
-        found = FieldSpec.of_cells(column.values.dtype, tuple(column.values.shape))
-    else:
-        found = FieldSpec.of_cells(column.dtype, tuple(column.shape[1:]))
-    if spec is not None and found != spec:
-        raise FrameError(f"frames hold {found.describe()}. Expected {spec.describe()}.")
-    if kind == KIND_OBJECT:
-        assert isinstance(column, Ragged)
-        return decode_items(list(_cut(column)), allow_pickle=allow_pickle)
-    if isinstance(column, torch.Tensor):
-        return column
-    dense = column.dense()
-    return to_nested(column) if dense is None else dense
-
-
 def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Tensor]:
     """Reads frames into new memory: their kind, and the rows joined end to end.
 
@@ -239,8 +162,8 @@ def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Ten
     same[HEADER_SIZE : HEADER_SIZE + 8] = False
     lengths = table[:, HEADER_SIZE : HEADER_SIZE + 8].copy().view("<i8").astype(np.int64).reshape(-1)
     trailing = header.shape[1:]
-    extent = header.dtype.itemsize * _product(max(dim, 1) for dim in trailing)
-    step = header.dtype.itemsize * _product(trailing)
+    extent = header.dtype.itemsize * math.prod(max(dim, 1) for dim in trailing)
+    step = header.dtype.itemsize * math.prod(trailing)
     if (
         (table[:, same] != table[0, same]).any()
         or (lengths < 0).any()
@@ -254,13 +177,6 @@ def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Ten
     return header.kind, Ragged(join_bytes(cells, header.dtype, (int(offsets[-1]), *trailing)), offsets)
 
 
-def _product(dims: Any) -> int:
-    total = 1
-    for dim in dims:
-        total *= dim
-    return total
-
-
 def _flat(frame: BytesLike) -> BytesLike:
     if type(frame) is bytes:
         return frame if len(frame) <= _LARGE_CELL else memoryview(frame)
@@ -268,12 +184,6 @@ def _flat(frame: BytesLike) -> BytesLike:
     if view.ndim == 1 and view.itemsize == 1 and view.contiguous:
         return view
     return memoryview(view.tobytes())
-
-
-def _cut(column: Ragged) -> Iterator[memoryview]:
-    data = byte_view(column.values)
-    cuts = column.offsets.tolist()
-    return (data[start:stop] for start, stop in pairwise(cuts))
 
 
 def _in_row(error: FrameError, row: int) -> FrameError:

@@ -13,7 +13,15 @@ import numpy as np
 import torch
 
 from dataplane_core.codec.objects import copy_item
-from dataplane_core.codec.tensors import JaggedColumns, Ragged, byte_array, carrier, empty_tensor, offsets_of
+from dataplane_core.codec.tensors import (
+    JaggedColumns,
+    Ragged,
+    byte_array,
+    carrier,
+    empty_tensor,
+    offsets_of,
+    ragged_of_dense,
+)
 from dataplane_core.spec import WireColumn
 
 __all__ = ["Piece", "StoredColumn", "merge_pieces", "rows_in_order"]
@@ -135,5 +143,4 @@ def _as_ragged(column: StoredColumn) -> Ragged:
     if isinstance(column, Ragged):
         return column
     assert isinstance(column, torch.Tensor)
-    lengths = torch.full((column.shape[0],), column.shape[1], dtype=torch.int64)
-    return Ragged(column.flatten(0, 1), offsets_of(lengths))
+    return ragged_of_dense(column)

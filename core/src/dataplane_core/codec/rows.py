@@ -10,6 +10,7 @@ from tensordict import NonTensorData, NonTensorStack, is_tensor_collection
 
 from dataplane_core.codec.objects import copy_item
 from dataplane_core.codec.tensors import (
+    JaggedColumns,
     Ragged,
     carrier,
     dense_or_jagged,
@@ -39,25 +40,24 @@ def object_column(items: Sequence[Any]) -> NonTensorStack:
     return NonTensorStack(*[NonTensorData(data=item) if is_tensor_collection(item) else item for item in items])
 
 
-def take_rows(column: Any, positions: Sequence[int]) -> Any:
+def take_rows(column: Any, positions: Sequence[int], jagged: JaggedColumns | None = None) -> Any:
     """The rows at ``positions``, in that order. Repeats are allowed.
 
     Args:
-        column: What `decode_columns` returns, or a list (of frames, rows, or items).
+        column: What `decode_columns` returns.
         positions: Row numbers, not negative.
+        jagged: The jagged columns of the same read.
 
     Returns:
         Tensors in new memory: dense if all rows taken have the same shape, else jagged. A repeated item of a
-        ``NonTensorStack`` is copied, so that rows stay independent. A list keeps references.
+        ``NonTensorStack`` is copied, so that rows stay independent.
     """
     if isinstance(column, torch.Tensor):
         if not column.is_nested:
             return take_dense(host_tensor(column, "a column"), positions)
         rows = ragged_of_nested(column, "a column")
         assert isinstance(rows, Ragged)
-        return dense_or_jagged(take_ragged(rows, positions))
-    if isinstance(column, list):
-        return [column[position] for position in positions]
+        return dense_or_jagged(take_ragged(rows, positions), jagged)
     items = column.tolist()
     seen: set[int] = set()
     taken_items = []

@@ -18,7 +18,7 @@ import xxhash
 from tensordict import NonTensorData, NonTensorStack
 
 from dataplane_core.codec.rows import take_rows
-from dataplane_core.codec.tensors import ByteArray, Ragged, byte_array
+from dataplane_core.codec.tensors import ByteArray, JaggedColumns, Ragged, byte_array
 
 __all__ = ["LARGE_CELL_BYTES", "Repeats", "equal_rows", "same_memory", "spread"]
 
@@ -116,17 +116,18 @@ def _samples(data: ByteArray, starts: Any, sizes: Any) -> Any:
     return found
 
 
-def spread(column: Any, index: Sequence[int], *, share: bool) -> Any:
+def spread(column: Any, index: Sequence[int], jagged: JaggedColumns, *, share: bool) -> Any:
     """The N rows of a decoded column of U rows.
 
     Args:
         column: A tensor, or a ``NonTensorStack`` of items.
         index: The row of ``column`` that each row of the result is.
+        jagged: The jagged columns of the same read.
         share: Return a ``NonTensorStack`` of row tensors or items, in which equal rows are one object. If False, every
             row has memory of its own.
     """
     if not share:
-        return take_rows(column, index)
+        return take_rows(column, index, jagged)
     rows: Sequence[Any] = column.unbind() if isinstance(column, torch.Tensor) else column.tolist()
     wrapped = [NonTensorData(data=row) for row in rows]  # once each: it takes as long as copying some KB
     return NonTensorStack(*[wrapped[at] for at in index])

@@ -43,6 +43,7 @@ __all__ = [
     "offsets_of",
     "pad_front",
     "pad_rows",
+    "ragged_of_dense",
     "ragged_of_nested",
     "ragged_of_rows",
     "to_nested",
@@ -269,6 +270,11 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
     return offsets
 
 
+def ragged_of_dense(dense: torch.Tensor) -> Ragged:
+    """The rows of a tensor (N, L, *trailing) end to end. Aliases it if it is contiguous."""
+    return Ragged(dense.flatten(0, 1), torch.arange(len(dense) + 1) * dense.shape[1])
+
+
 def byte_slices(starts: torch.Tensor, lengths: torch.Tensor, step: int) -> list[slice]:
     """The slices of a buffer that hold rows, whose elements have ``step`` bytes."""
     return list(map(slice, (starts * step).tolist(), ((starts + lengths) * step).tolist()))
@@ -340,10 +346,17 @@ def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Te
     return NestedTensor(ragged.values, ragged.offsets, _metadata_cache=kept)
 
 
-def dense_or_jagged(rows: Ragged) -> torch.Tensor:
-    """Rows as one tensor, which aliases them: dense if all have the same shape, else jagged."""
+def dense_or_jagged(rows: Ragged, jagged: JaggedColumns | None = None) -> torch.Tensor:
+    """Rows as one tensor, which aliases them: dense if all have the same shape, else jagged.
+
+    Args:
+        rows: The rows.
+        jagged: The jagged columns of the same read, to share offsets with.
+    """
     dense = rows.dense()
-    return to_nested(rows) if dense is None else dense
+    if dense is not None:
+        return dense
+    return to_nested(rows) if jagged is None else jagged.add(rows.values, rows.offsets)
 
 
 class JaggedColumns:

@@ -32,11 +32,8 @@ from tensordict import (
 )
 
 from dataplane_core.codec.frames import frame_ragged, ragged_of_items, unframe_ragged
-from dataplane_core.codec.header import (
-    KIND_OBJECT,
-    KIND_TENSOR,
-)
-from dataplane_core.codec.objects import check_items, copy_item, decode_items
+from dataplane_core.codec.header import KIND_OBJECT, KIND_TENSOR
+from dataplane_core.codec.objects import check_items, decode_items
 from dataplane_core.codec.rows import num_rows, object_column, take_dense, take_ragged
 from dataplane_core.codec.shared import LARGE_CELL_BYTES, Repeats, equal_rows, same_memory, spread
 from dataplane_core.codec.sizes import cell_nbytes
@@ -54,6 +51,7 @@ from dataplane_core.codec.tensors import (
     jagged_parts,
     offsets_of,
     pad_front,
+    ragged_of_dense,
     ragged_of_nested,
     ragged_of_rows,
 )
@@ -80,7 +78,6 @@ def encode_columns(
     wire: WireFormat,
     *,
     allow_pickle: bool = False,
-    copy: bool = False,
 ) -> tuple[dict[str, WireColumn | SharedRows], dict[str, FieldSpec]]:
     """Converts a batch to the form that a backend's hooks take.
 
@@ -91,13 +88,12 @@ def encode_columns(
         num_samples: N, at least 1.
         wire: The backend's wire format.
         allow_pickle: Accept object items outside the closed set.
-        copy: Return no memory that is shared with ``fields``. If False, tensors that need no conversion alias the
-            caller's memory, and native object items are the caller's objects. A backend that keeps them must copy them
-            (`objects.copy_item`). Frames and encoded objects are new memory in both cases.
 
     Returns:
         Field -> column, contiguous and detached; and field -> spec of the cells before the conversion. The rows of a
-        column may be views of one buffer. Large equal rows of a column are `SharedRows`, if the wire has them.
+        column may be views of one buffer. Large equal rows of a column are `SharedRows`, if the wire has them. Tensors
+        that need no conversion alias the caller's memory, and native object items are the caller's objects: a backend
+        that keeps them must copy them (`objects.copy_item`). Frames and encoded objects are new memory.
 
     Raises:
         InvalidRequestError: A column does not have one row per sample.
@@ -111,11 +107,11 @@ def encode_columns(
         if isinstance(leaf, (torch.Tensor, TensorRows)):
             column, repeats = _ingest(name, leaf, num_samples, wire)
             specs[name] = _spec_of(column)
-            encoded = _encode_tensor(column, specs[name], wire, leaf if copy else None)
+            encoded = _encode_tensor(column, specs[name], wire)
         else:
             items = _object_items(name, leaf, num_samples)
             specs[name] = _OBJECTS
-            encoded, repeats = _encode_objects(items, name, wire, allow_pickle, copy)
+            encoded, repeats = _encode_objects(items, name, wire, allow_pickle)
         columns[name] = encoded if repeats is None else SharedRows(encoded, repeats.index)
     return columns, specs
 
@@ -209,7 +205,7 @@ def _object_items(name: str, leaf: Any, num_samples: int) -> list[Any]:
 
 
 def _encode_objects(
-    items: list[Any], name: str, wire: WireFormat, allow_pickle: bool, copy: bool
+    items: list[Any], name: str, wire: WireFormat, allow_pickle: bool
 ) -> tuple[WireColumn, Repeats | None]:
     """Encodes items. If the wire has shared rows, without large equal ones, and which rows these are."""
     same = same_memory(items) if wire.shared_rows else None
@@ -218,7 +214,7 @@ def _encode_objects(
         check_items(items, name, allow_pickle=allow_pickle)
         if same is not None and cell_nbytes(some, len(some)).sum() < LARGE_CELL_BYTES * len(some):
             some, same = items, None
-        return [copy_item(item) for item in some] if copy else some, same
+        return some, same
     try:
         column = ragged_of_items(some, name, allow_pickle=allow_pickle)
     except DataPlaneError:
@@ -231,21 +227,16 @@ def _encode_objects(
     return (list(frame_ragged(column, KIND_OBJECT)) if wire.bytes else _container(column, wire)), same
 
 
-def _encode_tensor(
-    column: Ragged | torch.Tensor, spec: FieldSpec, wire: WireFormat, source: torch.Tensor | TensorRows | None
-) -> WireColumn:
-    """Encodes plain rows. If ``source``, the caller's leaf, is given, the result shares no memory with it."""
+def _encode_tensor(column: Ragged | torch.Tensor, spec: FieldSpec, wire: WireFormat) -> WireColumn:
+    """Encodes plain rows."""
     if wire.bytes:
         return list(frame_ragged(column))
     dtype, trailing = _on_wire(spec, wire)
     if spec.rank == 0:
         assert isinstance(column, torch.Tensor)
-        scalars = column
         if dtype != column.dtype:
-            scalars = column.unsqueeze(-1).view(torch.uint8)
-        elif wire.promote_1d:
-            scalars = column.unsqueeze(-1)
-        return scalars.clone() if source is not None and _shares(scalars, source) else scalars
+            return column.unsqueeze(-1).view(torch.uint8)
+        return column.unsqueeze(-1) if wire.promote_1d else column
     values = column.values if isinstance(column, Ragged) else column.flatten(0, 1)
     if values.dtype != dtype or tuple(values.shape[1:]) != trailing:
         width = math.prod(spec.trailing)
@@ -254,14 +245,10 @@ def _encode_tensor(
         else:
             values = values.view(len(values), width).view(torch.uint8)
     if isinstance(column, Ragged):
-        encoded: Ragged | torch.Tensor = Ragged(values, column.offsets if source is None else column.offsets.clone())
+        encoded: Ragged | torch.Tensor = Ragged(values, column.offsets)
     else:
         encoded = values.view(column.shape[0], column.shape[1], *trailing)
-    if not wire.zero_length_rows:
-        encoded = _pad(encoded)
-    elif source is not None and _shares(values, source):
-        encoded = Ragged(values.clone(), encoded.offsets) if isinstance(encoded, Ragged) else encoded.clone()
-    return _container(encoded, wire)
+    return _container(encoded if wire.zero_length_rows else _pad(encoded), wire)
 
 
 def _on_wire(spec: FieldSpec, wire: WireFormat) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -277,14 +264,6 @@ def _on_wire(spec: FieldSpec, wire: WireFormat) -> tuple[torch.dtype, tuple[int,
     if not wire.carries(dtype):
         return torch.uint8, (width * dtype.itemsize,)
     return dtype, spec.trailing
-
-
-def _shares(tensor: torch.Tensor, source: torch.Tensor | TensorRows) -> bool:
-    if isinstance(source, TensorRows):
-        return any(_shares(tensor, row) for row in source)
-    if source.is_nested:
-        source = jagged_parts(source)[0] if is_jagged(source) else source
-    return tensor.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
 
 
 def _pad(rows: Ragged | torch.Tensor) -> Ragged | torch.Tensor:
@@ -315,21 +294,18 @@ def decode_columns(
     wire: WireFormat,
     *,
     allow_pickle: bool = False,
-    copy: bool = False,
     share_rows: bool = False,
 ) -> dict[str, Any]:
     """Checks what a backend returned and converts it to what the caller gets.
 
     Args:
-        columns: Field -> encoded column of ``num_samples`` rows. This function takes ownership. The container may
-            differ from the one that `encode_columns` made (a dense column may come back as jagged or as rows); the
-            cells may not.
+        columns: Field -> encoded column of ``num_samples`` rows. This function takes ownership: what needs no
+            conversion is returned as it is. The container may differ from the one that `encode_columns` made (a dense
+            column may come back as jagged or as rows); the cells may not.
         specs: Field -> the spec fixed by the field's first write. Must have every key of ``columns``.
         num_samples: N, at least 1.
         wire: The backend's wire format.
         allow_pickle: Unpickle object items that were pickled.
-        copy: The backend keeps the columns, so share no memory with them. If False, what needs no conversion is
-            returned as it is.
         share_rows: Return the rows of `SharedRows` as one object each. If False, each row gets memory of its own.
 
     Returns:
@@ -353,10 +329,10 @@ def decode_columns(
         rows, count = (column.rows, num_rows(column.rows)) if isinstance(column, SharedRows) else (column, num_samples)
         try:
             if spec.kind == "object":
-                found: Any = _decode_objects(name, rows, count, wire, allow_pickle, copy)
+                found: Any = _decode_objects(name, rows, count, wire, allow_pickle)
             else:
-                found = _decode_tensor(name, rows, spec, count, wire, copy, jagged)
-            decoded[name] = found if index is None else spread(found, index, share=share_rows)
+                found = _decode_tensor(name, rows, spec, count, wire, jagged)
+            decoded[name] = found if index is None else spread(found, index, jagged, share=share_rows)
         except CorruptDataError as error:
             error.message = f"get_samples: field '{name}': {error.message}"
             raise
@@ -392,47 +368,31 @@ def _check_frames(name: str, column: Any, num_samples: int) -> Sequence[BytesLik
     return column  # type: ignore[no-any-return]
 
 
-def _decode_objects(
-    name: str, column: Any, num_samples: int, wire: WireFormat, allow_pickle: bool, copy: bool
-) -> NonTensorStack:
+def _decode_objects(name: str, column: Any, num_samples: int, wire: WireFormat, allow_pickle: bool) -> NonTensorStack:
     if wire.bytes:
         kind, rows = unframe_ragged(_check_frames(name, column, num_samples))
         if kind != KIND_OBJECT:
             raise _mismatch(name, "framed tensors", "framed objects")
-        assert isinstance(rows, Ragged)
-        items = decode_items(_slices(rows), allow_pickle=allow_pickle)
+        items = _items_of(rows, allow_pickle)
     elif wire.objects == "native":
         if not isinstance(column, (Sequence, NonTensorStack, np.ndarray)) or isinstance(column, str):
             raise _mismatch(name, f"a {type(column).__name__}", f"a list of {num_samples} items")
         items = column.tolist() if isinstance(column, (NonTensorStack, np.ndarray)) else list(column)
         _check_count(name, len(items), num_samples)
-        if copy:
-            items = [copy_item(item) for item in items]
     else:
         found = _check_cells(name, _gather(name, column, num_samples), torch.uint8, ())
-        rows = found if isinstance(found, Ragged) else _ragged_of_dense(found)
-        items = decode_items(_slices(rows), allow_pickle=allow_pickle)
+        items = _items_of(found, allow_pickle)
     return object_column(items)
 
 
-def _slices(rows: Ragged) -> list[memoryview]:
+def _items_of(encoded: Ragged | torch.Tensor, allow_pickle: bool) -> list[Any]:
+    rows = encoded if isinstance(encoded, Ragged) else ragged_of_dense(encoded)
     data, cuts = byte_view(rows.values), rows.offsets.tolist()
-    return [data[start:stop] for start, stop in pairwise(cuts)]
-
-
-def _ragged_of_dense(dense: torch.Tensor) -> Ragged:
-    lengths = torch.full((dense.shape[0],), dense.shape[1], dtype=torch.int64)
-    return Ragged(dense.flatten(0, 1), offsets_of(lengths))
+    return decode_items([data[start:stop] for start, stop in pairwise(cuts)], allow_pickle=allow_pickle)
 
 
 def _decode_tensor(
-    name: str,
-    column: Any,
-    spec: FieldSpec,
-    num_samples: int,
-    wire: WireFormat,
-    copy: bool,
-    jagged: JaggedColumns,
+    name: str, column: Any, spec: FieldSpec, num_samples: int, wire: WireFormat, jagged: JaggedColumns
 ) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype, None)
     if dtype not in DTYPE_CODES:
@@ -444,7 +404,7 @@ def _decode_tensor(
             raise _mismatch(name, found, spec.describe())
     else:
         wire_dtype, trailing = _on_wire(spec, wire)
-        as_it_is = spec.rank and wire_dtype == dtype and wire.zero_length_rows and not copy
+        as_it_is = spec.rank and wire_dtype == dtype and wire.zero_length_rows
         kept = jagged.keep(column, num_samples) if as_it_is else None
         if kept is not None:
             values = jagged_parts(kept)[0]
@@ -456,24 +416,11 @@ def _decode_tensor(
             rows = rows.view(num_samples) if wire_dtype == dtype else from_byte_tensor(rows, dtype, (num_samples,))
         else:
             rows = _restore(name, _check_cells(name, rows, wire_dtype, trailing), spec, wire)
-        if copy and any(_shares(_plain(rows), part) for part in _tensors(column)):
-            rows = Ragged(rows.values.clone(), rows.offsets) if isinstance(rows, Ragged) else rows.clone()
-        if copy and isinstance(rows, Ragged):
-            rows = Ragged(rows.values, rows.offsets.clone())
-    if isinstance(rows, torch.Tensor):
-        return rows
-    dense = rows.dense()
-    if dense is not None:
-        return dense
-    return jagged.add(rows.values, rows.offsets)
+    return rows if isinstance(rows, torch.Tensor) else dense_or_jagged(rows, jagged)
 
 
 def _plain(rows: Ragged | torch.Tensor) -> torch.Tensor:
     return rows.values if isinstance(rows, Ragged) else rows
-
-
-def _tensors(column: Any) -> list[torch.Tensor]:
-    return [column] if isinstance(column, torch.Tensor) else list(column)
 
 
 def _gather(name: str, column: Any, num_samples: int) -> Ragged | torch.Tensor:

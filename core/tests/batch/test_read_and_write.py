@@ -190,7 +190,7 @@ def test_a_meta_without_lengths_cannot_cut(client):
     ("column", "error", "reason"),
     [
         (torch.ones(3, 4), InvalidRequestError, r"write_columns\('train', 3 samples\) refused: field 'x'.*length 5"),
-        (torch.ones(2, 5), InvalidRequestError, "field 'x'.*3 lengths for 2 rows"),
+        (torch.ones(2, 5), InvalidRequestError, r"field 'x' has 2 rows\. Expected 3"),
         ("text", InvalidTypeError, "non-tensor"),
     ],
 )
@@ -199,6 +199,9 @@ def test_columns_that_do_not_fit_are_refused_with_call_and_field(client, meta, c
         write_columns(client, meta, {"x": column}, token_aligned_fields=["x"])
 
 
-def test_a_wrong_number_of_rows_is_refused_without_declaration_too(client, meta):
-    with pytest.raises(InvalidRequestError, match=r"'x' has 2 rows\. Expected 3"):
-        write_columns(client, meta, {"x": torch.ones(2, 5)})
+@pytest.mark.parametrize("name", ["x", "input_ids"])
+def test_a_wrong_number_of_rows_is_refused_without_declaration_too(client, meta, name):
+    for num_rows in (2, 4):
+        columns = {name: torch.ones(num_rows, 5), "scores": torch.ones(num_rows, 5)}
+        with pytest.raises(InvalidRequestError, match=rf"'{name}' has {num_rows} rows\. Expected 3"):
+            write_columns(client, meta, columns)

@@ -1,9 +1,12 @@
-"""What a save keeps of samples that were cleared: before it, and while it is taken."""
+"""What a save keeps of samples that were cleared, and what it says when files cannot be written or read."""
+
+import os
 
 import pytest
 import torch
 
 from dataplane_core import connect
+from dataplane_core.errors import InvalidTypeError, SaveError
 from dataplane_core.spec import hookimpl
 
 
@@ -90,3 +93,49 @@ def test_a_sample_that_is_cleared_during_a_save_is_saved_or_counts_as_cleared(
     elif not whole:
         put(client, "q0_g0")  # its group had lost it
         assert client.claim_meta("p", "t", ["x"], 2, blocking=False).sample_ids == []
+
+
+def test_an_old_file_that_cannot_be_removed_does_no_harm_to_the_new_save(client, tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "not yours", path)
+
+    client.save(tmp_path, {"step": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refuse)
+        client.save(tmp_path, {"step": 2})
+    assert client.load(tmp_path) == {"step": 2}
+    client.save(tmp_path)  # which removes the old one
+    assert len(list(tmp_path.glob("rows-*.bin"))) == 1
+
+
+@pytest.mark.parametrize(("works", "kept", "step"), [(0, "A former save is as it was.", 1), (1, "It is there", 2)])
+def test_an_error_says_which_save_is_there(client, tmp_path, monkeypatch, works, kept, step):
+    client.save(tmp_path, {"step": 1})
+    calls = []
+
+    def sync(folder):
+        calls.append(folder)
+        if len(calls) > works:
+            raise OSError(28, "the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("dataplane_core.saves.files.sync_folder", sync)
+        with pytest.raises(SaveError, match=f"could not be written: the disk is full. {kept}"):
+            client.save(tmp_path, {"step": 2})
+    assert client.load(tmp_path) == {"step": step}
+
+
+def test_files_that_cannot_be_read_are_an_error_of_the_save(client, tmp_path):
+    client.save(tmp_path)
+    (rows,) = tmp_path.glob("rows-*.bin")
+    rows.unlink()
+    rows.mkdir()
+    with pytest.raises(SaveError, match="cannot be read"):
+        client.load(tmp_path)
+
+
+@pytest.mark.parametrize("metadata", [[1, 2], {"a": {1}}, "ab", 7])
+def test_metadata_is_a_dict_of_json_values(client, tmp_path, metadata):
+    with pytest.raises(InvalidTypeError, match="must be a dict of JSON values"):
+        client.save(tmp_path, metadata)
+    assert not list(tmp_path.iterdir())

@@ -151,6 +151,7 @@ def test_lazy_views_of_one_memory_are_told_apart(wire):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch says that this layout is in beta state
 def test_sparse_tensors_are_refused_as_ever():
     sparse = torch.eye(3).to_sparse()
-    for leaf in (sparse, sparse.to_sparse_csr()):
-        with pytest.raises(InvalidTypeError, match="is a sparse tensor"):
-            encode_columns({"x": leaf}, 3, WireFormat(shared_rows=True))
+    for leaf in (sparse, sparse.to_sparse_csr(), NonTensorStack(sparse, sparse, sparse)):
+        for wire in WIRES.values():
+            with pytest.raises(InvalidTypeError, match="sparse"):
+                encode_columns({"x": leaf}, 3, wire)

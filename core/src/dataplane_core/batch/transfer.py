@@ -211,6 +211,7 @@ def write_columns(
     columns: dict[str, Any] = {name: given.get(name) for name in given.keys()}
     if not columns:
         return meta.with_fields(())
+    _check_rows(where, columns, meta.size)
     lengths = meta.sequence_lengths
     if token_aligned_fields is None:
         cut = [] if lengths is None else _padded_columns(columns, lengths)
@@ -290,12 +291,7 @@ def kv_first_write(
             f"{where} refused: the batch has no {preview(lacking)}, which is required. Found: "
             f"{', '.join(map(repr, batch)) or 'nothing'}. Have what generates the rows return it."
         )
-    for name, column in batch.items():
-        if getattr(column, "ndim", 0) > 0 and (found := num_rows(column)) != len(ids):
-            raise InvalidRequestError(
-                f"{where} refused: the number of sample_ids must match batch size, got {len(ids)} ids and {found} rows "
-                f"in field '{name}'."
-            )
+    _check_rows(where, batch, len(ids))
     if tags is not None and len(tags) != len(ids):
         raise InvalidRequestError(f"{where} refused: tags must align 1:1 with sample_ids, got {len(tags)} entries.")
     info = dict(extra_info or {})
@@ -335,6 +331,15 @@ def kv_first_write(
         extra_info=info,
         tags=rows,
     )
+
+
+def _check_rows(where: str, columns: Mapping[str, Any], num_ids: int) -> None:
+    for name, column in columns.items():
+        if getattr(column, "ndim", 0) > 0 and (found := num_rows(column)) != num_ids:
+            raise InvalidRequestError(
+                f"{where} refused: field '{name}' has {found} rows. Expected {num_ids}: the number of sample_ids must "
+                "match batch size."
+            )
 
 
 def _padded_columns(batch: Mapping[str, Any], lengths: Sequence[int]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from dataplane_core.errors import BackendError, InvalidRequestError, InvalidTypeError, preview
-from dataplane_core.spec import PartitionInfo, Sampler
+from dataplane_core.spec import PartitionInfo, Sampler, check_text
 
 
 def check_name(what: str, name: Any) -> None:
@@ -18,14 +18,6 @@ def check_name(what: str, name: Any) -> None:
     if not name:
         raise InvalidRequestError(f"{what} must not be empty.")
     check_text(what, name)
-
-
-def check_text(what: str, text: str) -> None:
-    """Accepts valid Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{what} is not valid Unicode: {error}.") from error
 
 
 def check_list(what: str, names: Any) -> list[Any]:
@@ -99,7 +91,8 @@ def check_enum(where: str, name: str, strings: list[str], info: PartitionInfo) -
     words = info.enums.get(name)
     if words is None:
         return
-    unknown = list(dict.fromkeys(each for each in strings if each not in set(words)))
+    known = set(words)
+    unknown = list(dict.fromkeys(each for each in strings if each not in known))
     if unknown:
         raise InvalidRequestError(
             f"{where} refused: field '{name}' holds {preview(unknown)}. Expected strings of its enum: "

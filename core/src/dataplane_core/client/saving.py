@@ -92,12 +92,13 @@ def save(
 ) -> None:
     """See `DataPlaneClient.save`."""
     try:
-        json.dumps(metadata)
+        given = dict(metadata or {})
+        json.dumps(given)
     except (TypeError, ValueError) as error:
-        raise InvalidTypeError(f"save refused: metadata must be JSON values: {error}.") from error
+        raise InvalidTypeError(f"save refused: metadata must be a dict of JSON values: {error}.") from error
     names = client.list_partitions() if partitions is None else check_names("partitions", partitions)
     saved: list[dict[str, Any]] = []
-    body = {"metadata": dict(metadata or {}), "partitions": saved}  # filled while the blocks are written
+    body = {"metadata": given, "partitions": saved}  # filled while the blocks are written
     write_save(folder, _KIND, body, (block for name in names for block in _blocks_of(client, name, saved)))
 
 

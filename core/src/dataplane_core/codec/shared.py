@@ -62,12 +62,16 @@ class Repeats:
 
 def same_memory(rows: Sequence[Any]) -> Repeats | None:
     """Rows that are the same object or, if they are tensors, the same memory. None: there are none."""
-    starts = {row.data_ptr() if type(row) is torch.Tensor and row.numel() else id(row) for row in rows}
+    starts = {row.data_ptr() if _has_memory(row) else id(row) for row in rows}
     return None if len(starts) == len(rows) else Repeats.by_key([_memory_of(row) for row in rows])
 
 
+def _has_memory(row: Any) -> bool:
+    return type(row) is torch.Tensor and row.layout == torch.strided and row.numel() > 0
+
+
 def _memory_of(row: Any) -> Hashable:
-    if type(row) is not torch.Tensor or row.layout != torch.strided or not row.numel():
+    if not _has_memory(row):
         return id(row)
     return row.data_ptr(), row.shape, row.stride(), row.dtype, row.device, row.is_conj(), row.is_neg()
 

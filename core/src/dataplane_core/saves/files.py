@@ -55,10 +55,10 @@ def write_save(
         blocks: The content, consumed one by one, so that it need not fit in memory. ``body`` is read after them.
 
     Raises:
-        SaveError: The save cannot be written. The former save is unchanged.
+        SaveError: The save cannot be written. It says whether the former save is unchanged.
         DataPlaneError: What ``blocks`` raised. The former save is unchanged.
     """
-    path = Path(folder)
+    path, kept = Path(folder), "A former save is as it was."
     try:
         os.makedirs(path, exist_ok=True)
         rows_name = f"{_ROWS_PREFIX}{uuid.uuid4().hex}.bin"
@@ -73,16 +73,16 @@ def write_save(
         write_file(path / _TEMPORARY, [json.dumps(head).encode(), b"\n", text, b"\n"])
         sync_folder(path)
         os.replace(path / _TEMPORARY, path / MANIFEST)
+        kept = "It is there, but may be gone after a crash of the machine."
         sync_folder(path)
         for each in sorted(path.glob(f"{_ROWS_PREFIX}*.bin")):
             if each.name != rows_name:
-                os.unlink(each)
+                with suppress(OSError):  # the next save removes it
+                    os.unlink(each)
     except DataPlaneError:  # an error of the store, even if it is also an OSError (a timeout)
         raise
     except OSError as error:
-        raise SaveError(
-            f"the save in '{path}' could not be written: {error.strerror or error}. A former save is as it was."
-        ) from error
+        raise SaveError(f"the save in '{path}' could not be written: {error.strerror or error}. {kept}") from error
 
 
 def _write_blocks(path: Path, blocks: Iterable[bytes | bytearray]) -> list[dict[str, Any]]:
@@ -153,6 +153,7 @@ class SavedFiles:
 
         Raises:
             CorruptDataError: The file is missing, truncated or changed.
+            SaveError: It cannot be read.
         """
         path = self._path / self.body["rows_file"]
         where = f"'{path}' is not as it was written"
@@ -173,6 +174,8 @@ class SavedFiles:
                     raise CorruptDataError(f"{where}: it goes on after its {len(self.body['blocks'])} blocks.")
         except FileNotFoundError as error:
             raise CorruptDataError(f"the save in '{self._path}' lacks its file {path.name}.") from error
+        except OSError as error:
+            raise SaveError(f"the save in '{self._path}' cannot be read: {error.strerror or error}.") from error
 
 
 def _checked(body: Any) -> dict[str, Any]:

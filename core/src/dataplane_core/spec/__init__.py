@@ -65,6 +65,7 @@ from dataplane_core.spec.tags import (
     TagValue,
     check_tag_filter,
     check_tags,
+    check_text,
     lengths_of,
     matches,
 )
@@ -130,6 +131,7 @@ __all__ = [
     "WireFormat",
     "check_tag_filter",
     "check_tags",
+    "check_text",
     "fits",
     "holds",
     "hookimpl",

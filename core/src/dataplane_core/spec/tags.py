@@ -10,7 +10,16 @@ from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.schema import INPUT_LENGTHS_TAG
 from dataplane_core.spec.forms import AnyFloat
 
-__all__ = ["FILTER_OPERATORS", "TagFilter", "TagValue", "check_tag_filter", "check_tags", "lengths_of", "matches"]
+__all__ = [
+    "FILTER_OPERATORS",
+    "TagFilter",
+    "TagValue",
+    "check_tag_filter",
+    "check_tags",
+    "check_text",
+    "lengths_of",
+    "matches",
+]
 
 TagValue: TypeAlias = bool | int | AnyFloat | str | None
 #: Tag name -> the value that the tag must equal, or ``(operator, operand)``.
@@ -30,11 +39,23 @@ _COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
 FILTER_OPERATORS: Final[tuple[str, ...]] = tuple(_COMPARE)
 
 
+def check_text(what: str, text: str) -> None:
+    """Accepts valid Unicode.
+
+    Raises:
+        InvalidRequestError: It has a lone surrogate.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{what} is not valid Unicode: {error}.") from error
+
+
 def check_tags(tags: Sequence[Mapping[str, TagValue]], num_samples: int) -> list[dict[str, TagValue]]:
     """Copies one dict of tags per sample.
 
     Raises:
-        InvalidRequestError: There is not one dict per sample.
+        InvalidRequestError: There is not one dict per sample, or a string is not valid Unicode.
         InvalidTypeError: A name is not a string, or a value is not None, bool, int (64 bit), float or str.
     """
     if len(tags) != num_samples:
@@ -48,6 +69,8 @@ def check_tags(tags: Sequence[Mapping[str, TagValue]], num_samples: int) -> list
         for name, value in row.items():
             if not isinstance(name, str):
                 raise InvalidTypeError(f"tags[{index}]: a tag name must be a str, got {type(name).__name__}.")
+            if not name.isascii():
+                check_text(f"tags[{index}]: the tag name {name!r}", name)
             if value is not None and type(value) not in (bool, int, float, str):
                 raise InvalidTypeError(
                     f"tags[{index}]['{name}'] must be None, bool, int, float or str, got {type(value).__name__}. "
@@ -55,6 +78,8 @@ def check_tags(tags: Sequence[Mapping[str, TagValue]], num_samples: int) -> list
                 )
             if type(value) is int and not -(2**63) <= value < 2**63:
                 raise InvalidTypeError(f"tags[{index}]['{name}'] does not fit in 64 bits: {value}.")
+            if type(value) is str and not value.isascii():
+                check_text(f"tags[{index}]['{name}']", value)
         rows.append(dict(row))
     return rows
 
@@ -63,7 +88,7 @@ def check_tag_filter(tag_filter: TagFilter | None) -> dict[str, tuple[str, Any]]
     """Brings a filter to its full form, ``{name: (operator, operand)}``.
 
     Raises:
-        InvalidRequestError: Not a dict, an unknown operator, or an operand of the wrong type.
+        InvalidRequestError: Not a dict, an unknown operator, or an operand that no tag can be.
     """
     if tag_filter is None:
         return None
@@ -73,7 +98,7 @@ def check_tag_filter(tag_filter: TagFilter | None) -> dict[str, tuple[str, Any]]
     for name, condition in tag_filter.items():
         if not isinstance(condition, (tuple, list)):
             condition = ("==", condition)
-        if len(condition) != 2 or condition[0] not in _COMPARE:
+        if len(condition) != 2 or type(condition[0]) is not str or condition[0] not in _COMPARE:
             raise InvalidRequestError(
                 f"tag_filter['{name}'] must be a value or (operator, operand) with an operator of "
                 f"{', '.join(FILTER_OPERATORS)}; got {condition!r}."
@@ -87,6 +112,9 @@ def check_tag_filter(tag_filter: TagFilter | None) -> dict[str, tuple[str, Any]]
                 f"tag_filter['{name}']: the operand of '{symbol}' must be "
                 f"{'a list of primitives' if symbol == 'in' else 'a primitive'}, got {operand!r}."
             )
+        if not all(-(2**63) <= value < 2**63 for value in operands if type(value) is int):
+            raise InvalidRequestError(f"tag_filter['{name}']: the operand does not fit in 64 bits: {operand!r}.")
+        check_text(f"tag_filter[{name!r}]", "".join([str(name), *(value for value in operands if type(value) is str)]))
         full[str(name)] = (str(symbol), list(operand) if symbol == "in" else operand)
     return full
 

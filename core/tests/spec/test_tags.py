@@ -1,0 +1,29 @@
+"""What a tag may be, and a filter on tags: the rest is refused before a store sees it."""
+
+import pytest
+
+from dataplane_core.errors import InvalidRequestError
+from dataplane_core.spec import check_tag_filter, check_tags
+
+LONE = "\udc80"
+
+
+@pytest.mark.parametrize("tags", [{"word": LONE}, {LONE: 1}])
+def test_a_tag_is_valid_unicode(tags):
+    with pytest.raises(InvalidRequestError, match=r"tags\[1\].*is not valid Unicode"):
+        check_tags([{"wörd": "ü"}, tags], 2)
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [
+        (([1], 2), "must be a value or"),
+        (("<", 2**70), "does not fit in 64 bits"),
+        (("in", [1, -(2**70)]), "does not fit in 64 bits"),
+        (LONE, "is not valid Unicode"),
+        (("in", ["ü", LONE]), "is not valid Unicode"),
+    ],
+)
+def test_a_filter_that_no_tag_can_match_is_refused(condition, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        check_tag_filter({"x": condition})

@@ -1,7 +1,8 @@
 """`PrivateFolder`: a folder for the server process that a backend owns, found by the same user's other processes.
 
 The path is made from the user and a name, so processes with the same options find the same folder. The owner holds a
-lock on it.
+lock on a file beside it. Systems delete old files of the temporary folder, so a folder whose server listens is owned
+even if that file is gone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
 import time
 import weakref
@@ -69,14 +71,27 @@ class PrivateFolder:
         try:
             lock = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            return False
+            return self._is_served
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # held for a moment; an owner that starts tries again
         except BlockingIOError:
             return True
         finally:
             os.close(lock)
-        return False
+        return self._is_served
+
+    @property
+    def _is_served(self) -> bool:
+        """Whether a server listens on the socket."""
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.setblocking(False)
+            try:
+                channel.connect(str(self.socket))
+            except BlockingIOError:  # more connect at once than it takes
+                return True
+            except OSError:
+                return False
+        return True
 
     @property
     def lock_path(self) -> Path:
@@ -99,39 +114,43 @@ class PrivateFolder:
                 retryable=False,
             )
         give_up = min(deadline, time.monotonic() + _CLEANUP_S)
-        while self._lock is None:
+        while True:
             lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
+            # another process may hold it, or have removed it after it was opened here
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(lock), self.lock_path.stat()):
+                if self._is_lock(lock) and not self._is_served:
                     self._lock = lock
-            except FileNotFoundError:
-                pass  # the owner removed it after it was opened here
-            except BlockingIOError:
-                if time.monotonic() >= give_up:
-                    os.close(lock)
-                    raise AlreadyRunningError(
-                        f"connect(bootstrap=True) refused: another client runs the store of namespace "
-                        f"'{self.path.name}'.",
-                        retryable=True,
-                        hint="Attach with bootstrap=False, or choose another namespace.",
-                    ) from None
-                time.sleep(_POLL_S)
-            if self._lock is None:
-                os.close(lock)  # another process holds it, or removed it after it was opened here
+                    break
+            os.close(lock)
+            if time.monotonic() >= give_up:
+                raise AlreadyRunningError(
+                    f"connect(bootstrap=True) refused: another client runs the store of namespace '{self.path.name}'.",
+                    retryable=True,
+                    hint="Attach with bootstrap=False, or choose another namespace.",
+                )
+            time.sleep(_POLL_S)
         shutil.rmtree(self.path, ignore_errors=True)  # left by an owner that was killed with its watcher
         self.path.mkdir(mode=0o700)
 
     def release(self) -> None:
-        """Removes the folder and the lock. May be called again."""
+        """Removes the folder and the lock, unless they are another owner's by now. May be called again."""
         lock, self._lock = self._lock, None
         if lock is None:
             return
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.lock_path.unlink(missing_ok=True)
+        if self._is_lock(lock):
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.lock_path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_UN)  # the watcher shares the lock: closing the file would not release it
         os.close(lock)
+
+    def _is_lock(self, lock: int) -> bool:
+        """Whether this open file is the lock file."""
+        try:
+            return os.path.samestat(os.fstat(lock), self.lock_path.stat())
+        except FileNotFoundError:
+            return False
 
     def _forget_in_fork(self) -> None:
         """Closes the lock that a fork inherited, which would otherwise be held as long as the fork lives."""

@@ -26,7 +26,7 @@ class Clients:
         self.store = Store(self.arena, LedgerService(capacity_bytes, clock=lambda: self.now))
         self.session = self.store.begin_session()
         self.pins = iter(range(1, 1 << 30))
-        self.writes = iter(range(1, 1 << 30))
+        self.writes = iter(range(1, 1 << 30, 100))  # of several extents, each has an id
         self.call(commands.Register("p", ["x"], None, [], None, {}, "e1"))
 
     def call(self, request, session=None):
@@ -39,6 +39,18 @@ class Clients:
         begun = self.call(Begin(put, [layout]), session)
         (offset,) = begun.offsets
         return begun.write_id, self.arena.bytes[offset : offset + layout.size_bytes]
+
+    def begin_parts(self, sample_id, *sizes):
+        """Begins a put of a sample with an extent for each of its columns, of so many bytes."""
+        names = [f"f{index}" for index in range(len(sizes))]
+        specs = dict.fromkeys(names, SPECS["x"])
+        splits = [commands.Split((name,), [size], None) for name, size in zip(names[1:], sizes[1:], strict=True)]
+        write_id = next(self.writes)
+        put = commands.BeginPut("p", [sample_id], specs, [sizes[0]], write_id=write_id, splits=splits, ttl_s=30.0)
+        layouts = [Layout([]) for _ in sizes]
+        for layout, size in zip(layouts, sizes, strict=True):
+            layout.add_dense(1, size, size)
+        return self.call(Begin(put, layouts)).offsets
 
     def put(self, ids, length, number):
         write_id, data = self.begin(ids, length)
@@ -165,6 +177,32 @@ def test_room_is_not_searched_again_until_something_changed(clients, monkeypatch
     clients.clear(["n3", "n4"])
     clients.call(Release([pin]))
     clients.put(["large"], 5000, 1)
+
+
+def test_a_put_of_several_extents_that_is_refused_leaves_the_room_to_others(clients):
+    for sample_id in "abcd":
+        clients.put([sample_id], ARENA // 4, 1)
+    clients.clear(["a", "c"])
+    for _ in range(2):
+        with pytest.raises(CapacityExceededError):
+            clients.begin_parts("large", ARENA // 6, ARENA * 3 // 8)
+    clients.put(["fits"], ARENA * 7 // 16, 2)
+    assert [row[0] for row in clients.find(["b", "d"])[1]] == [1, 1]
+
+
+def test_a_put_of_several_extents_fits_wherever_their_bytes_do(clients):
+    clients.put(["a"], ARENA * 3 // 16, 1)
+    clients.put(["b"], ARENA * 7 // 16, 2)
+    clients.clear(["a"])
+    sizes = [ARENA * 5 // 16, ARENA * 7 // 32]
+    first, second = clients.begin_parts("c", *sizes)
+    (b,) = clients.find(["b"])[1]
+    assert (b == 2).all()
+    places = [range(first, first + sizes[0]), range(second, second + sizes[1])]
+    assert first + sizes[0] <= second or second + sizes[1] <= first
+    assert all(each.stop <= ARENA for each in places)
+    clients.arena.bytes[first : first + sizes[0]] = clients.arena.bytes[second : second + sizes[1]] = 3
+    assert (b == 2).all()
 
 
 def test_a_put_larger_than_the_arena_is_refused_for_good(clients):

@@ -282,17 +282,20 @@ class Store:
 
     def _allocate_all(self, sizes: Sequence[int]) -> list[Extent] | None:
         """Pinned extents of these sizes, or None if there is no room for all of them."""
-        extents: list[Extent] = []
-        for size_bytes in sizes:
-            extent = self._allocate(size_bytes)
+        extents: dict[int, Extent] = {}
+        refused_before = self._least_refused
+        for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+            extent = self._allocate(sizes[index])
             if extent is None:
-                for each in extents:
-                    each.pins -= 1
-                    self._free(each)
+                for each in extents.values():
+                    self._extents.free(each)
+                if extents:  # a size was refused for want of the room that these had
+                    self._least_refused = refused_before
                 return None
-            extent.pins += 1
-            extents.append(extent)
-        return extents
+            extents[index] = extent
+        for each in extents.values():  # not before: an extent slides to make room for the others
+            each.pins += 1
+        return [extents[index] for index in range(len(sizes))]
 
     def _allocate(self, size_bytes: int) -> Extent | None:
         extent = self._extents.allocate(size_bytes)

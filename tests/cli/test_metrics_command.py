@@ -14,7 +14,7 @@ import pytest
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_core.cli._metrics import Federation
-from dataplane_core.spec import AnnounceRequest, ClientInfo
+from dataplane_core.spec import AnnounceRequest, CallInfo, ClientInfo
 from dataplane_core.testing._timing import STARTS_S, eventually
 
 WORKER = """
@@ -94,6 +94,19 @@ def test_a_backend_whose_clients_do_not_announce_themselves(tmp_path, capsys, mo
         monkeypatch.setattr("dataplane_core.cli._metrics.attach", lambda path: client)
         assert main(["metrics", str(path)]) == 1
     assert "does not declare 'clients'" in capsys.readouterr().err
+
+
+def test_clients_of_one_process_are_one_line_each_metric():
+    """Prometheus refuses a page with two values of one label set."""
+    with connect({"backend": "noop"}) as client:
+        for name, running_s in (("one", 5.0), ("two", 7.0), ("three", 6.0)):
+            calls = [CallInfo(operation="claim_meta", partition_id="p", running_s=running_s)]
+            told = ClientInfo(client_id=name, host="h", pid=1, role="r", open_s=0.0, calls=calls)
+            client._backend.announce(AnnounceRequest(client=told, ttl_s=60.0, deadline=float("inf")))
+        for metric in Federation(client).collect():
+            assert len({tuple(each.labels.items()) for each in metric.samples}) == len(metric.samples), metric.name
+            if metric.name == "dataplane_client_longest_call_seconds":
+                assert [int(each.value) for each in metric.samples] == [7]
 
 
 @pytest.mark.parametrize(

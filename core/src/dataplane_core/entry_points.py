@@ -26,6 +26,7 @@ MIDDLEWARE_GROUP: Final = "dataplane.middleware"
 #: Backends of this project -> the distribution that contains it.
 KNOWN_BACKENDS: Final[dict[str, str]] = {
     "noop": "dataplane-noop",
+    "shm_store": "dataplane-shm",
     "redis_store": "dataplane-redis",
     "tq_simple": "dataplane-tq-simple",
     "tq_mooncake": "dataplane-mooncake",

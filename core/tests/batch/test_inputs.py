@@ -403,6 +403,11 @@ REFUSED = {
         InvalidTypeError,
         r"'x' holds None among numbers \(row 1",
     ),
+    "numbers of pandas that are missing": (
+        pd.DataFrame({"x": pd.array([1, None, 3], "Int64")}),
+        InvalidTypeError,
+        r"'x' holds None among numbers \(row 1",
+    ),
     "nulls among Arrow's numbers": (
         pa.table({"x": [1, None, None]}),
         InvalidTypeError,

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 from dataplane_core.cli import _backends, main
-from dataplane_core.plugins import find_plugins
+from dataplane_core.plugins import KNOWN_BACKENDS, find_plugins
 
 
 def test_the_list_names_backend_distribution_and_version(capsys):
@@ -27,3 +29,11 @@ def test_load_shows_what_each_declares(capsys, monkeypatch):
     assert rows["noop"]["scope"] == "process"
     assert "claims" in rows["noop"]["capabilities"]
     assert rows["noop"]["options"]["capacity_bytes"] == "None"
+
+
+def test_every_backend_of_this_project_is_known_with_its_package():
+    found = {}
+    for path in (Path(__file__).parents[3] / "plugins").glob("*/pyproject.toml"):
+        project = tomllib.loads(path.read_text())["project"]
+        found |= dict.fromkeys(project["entry-points"]["dataplane.backends"], project["name"])
+    assert found == KNOWN_BACKENDS

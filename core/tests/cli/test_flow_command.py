@@ -10,6 +10,7 @@ import torch
 
 from dataplane_core import connect
 from dataplane_core.cli import _flow, main
+from dataplane_core.cli._charts import show_bytes, show_seconds
 from dataplane_core.middleware import EventFile
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -255,3 +256,19 @@ def test_what_was_seen_of_a_store_that_ends_is_drawn(tmp_path, capsys, monkeypat
     assert re.search(r" and flow.svg: 1 look over ", out)
     assert "The store could not be looked at any more: " in err
     assert "could not be looked at any more" in page(tmp_path)[2]
+
+
+@pytest.mark.parametrize(
+    ("show", "value", "text"),
+    [
+        (show_bytes, 0, "0 B"),
+        (show_bytes, 1540, "1.54 kB"),
+        (show_bytes, 999_700, "1 MB"),
+        (show_bytes, 12_345e12, "12,345 TB"),
+        (show_seconds, 0.0123, "12.3 ms"),
+        (show_seconds, 90, "90 s"),
+        (show_seconds, 5000 * 3600, "5,000 h"),
+    ],
+)
+def test_numbers_have_a_unit_and_no_exponent(show, value, text):
+    assert show(value) == text

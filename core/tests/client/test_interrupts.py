@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from dataplane_core import connect
+from dataplane_core.client.waiting import Waiters
 from dataplane_core.errors import ClientClosedError
 
 
@@ -44,3 +45,10 @@ def test_a_close_that_was_interrupted_while_it_waited_can_be_repeated(monkeypatc
     for _ in range(2):
         client.close()
     assert stopped == [True]
+
+
+def test_what_begins_to_wait_on_a_client_that_is_closed_is_woken():
+    waiters, woken = Waiters(), threading.Event()
+    waiters.close()
+    with waiters.waiting(woken.set):
+        assert woken.is_set()

@@ -56,6 +56,21 @@ def test_an_unfinished_put_of_a_row_that_was_cleared_is_refused_after_loading_to
         made.apply(commands.AbortPut(LARGE + 1), 0.0)
 
 
+def test_a_lease_from_before_the_restart_is_older_than_one_from_after_it(made):
+    begin(made, ["a", "b"], LARGE)
+    made.apply(commands.CommitPut(LARGE), 0.0)
+
+    def claim(ledger, token, lease_s, now):
+        options = {"all_or_nothing": False, "lease_s": lease_s, "holder": token, "token": token}
+        return ledger.apply(commands.ClaimSamples("p", "t", ["x"], 1, **options), now)
+
+    claim(made, "old", 900.0, 0.0)
+    loaded = saved_and_loaded(made, now=1.0, then=1.0)
+    claim(loaded, "new", 5.0, 2.0)
+    for ledger in (made, loaded):
+        assert ledger.apply(commands.Inspect("p"), 3.0).tasks["t"].oldest_lease.holder == "old"
+
+
 def test_an_unfinished_put_has_as_long_as_before(made):
     begin(made, ["a"], LARGE, now=0.0)
     loaded = saved_and_loaded(made, now=4.0, then=1000.0)

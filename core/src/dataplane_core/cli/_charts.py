@@ -43,11 +43,16 @@ def show_count(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.2g}"
 
 
+def _digits(value: float) -> str:
+    """Three of them, or all of a larger number."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
 def show_bytes(value: float) -> str:
     """``1.5 MB``."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            return f"{value:.3g} {unit}"
+        if value < 999.5 or unit == "TB":
+            return f"{_digits(value)} {unit}"
         value /= 1000
     raise AssertionError("unreachable")
 
@@ -60,7 +65,7 @@ def show_seconds(value: float) -> str:
         return f"{value * 1e3:.3g} ms"
     for limit, unit, size in ((120, "s", 1), (7200, "min", 60), (math.inf, "h", 3600)):
         if value < limit:
-            return f"{value / size:.3g} {unit}"
+            return f"{_digits(value / size)} {unit}"
     raise AssertionError("unreachable")
 
 

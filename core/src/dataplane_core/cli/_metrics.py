@@ -61,7 +61,8 @@ def run(config_path: str, *, host: str, port: int) -> int:
 class Federation(Collector):
     """Collects what the endpoints of all announced clients say. Each sample gets the labels of its process.
 
-    Besides, it says of each client how long it was not heard of, and how long its longest operation has been under way.
+    Besides, it says of each process how long a client was not heard of, and how long the longest operation has been
+    under way.
     ``dataplane_process_up`` is 0 for a process whose endpoint does not answer; its other metrics are left out.
     """
 
@@ -79,10 +80,14 @@ class Federation(Collector):
         longest = GaugeMetricFamily(
             "dataplane_client_longest_call_seconds", "Of the operation that began first.", labels=_LABELS
         )
-        for each in clients:
-            heard.add_metric(_labels(each), each.heard_s)
+        told: dict[tuple[str, ...], tuple[float, float]] = {}
+        for each in clients:  # those of a process have the same labels
             running_s = each.calls[0].running_s + each.heard_s if each.calls else 0.0
-            longest.add_metric(_labels(each), running_s)
+            before = told.get(_labels(each), (0.0, 0.0))
+            told[_labels(each)] = max(before[0], each.heard_s), max(before[1], running_s)
+        for labels, (heard_s, longest_s) in told.items():
+            heard.add_metric(labels, heard_s)
+            longest.add_metric(labels, longest_s)
         # clients of a process share an endpoint; a loopback address is one for each host
         processes = {(each.host, each.metrics_address): each for each in clients if each.metrics_address}
         up = GaugeMetricFamily("dataplane_process_up", "Whether an endpoint answers.", labels=_LABELS)
@@ -95,8 +100,8 @@ class Federation(Collector):
         yield from (heard, longest, up, *found.values())
 
 
-def _labels(client: ClientInfo) -> list[str]:
-    return [client.host, str(client.pid), client.role]
+def _labels(client: ClientInfo) -> tuple[str, ...]:
+    return client.host, str(client.pid), client.role
 
 
 def _read(address: str) -> list[Metric] | None:

@@ -94,9 +94,11 @@ class Waiters:
 
     @contextmanager
     def waiting(self, wake: Callable[[], None]) -> Iterator[None]:
-        """While the ``with`` lasts, ``wake`` is called when the client closes."""
+        """While the ``with`` lasts, ``wake`` is called when the client closes, or at once if it is closed."""
         with self._lock:
             self._wakes.add(wake)
+            if self._closed:
+                wake()
         try:
             yield
         finally:

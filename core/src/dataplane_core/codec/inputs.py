@@ -87,7 +87,8 @@ def as_column(what: str, column: Any) -> Any:
     if _is_a(column, "datasets.arrow_dataset", "Column"):
         return as_column(what, column[:])
     if _is_a(column, "pandas", "Series"):
-        if column.dtype.kind == "O":  # strings and objects; pandas writes NaN where one is missing
+        # strings and objects, where pandas writes NaN if one is missing; numbers of which some are missing
+        if column.dtype.kind == "O" or (hasattr(column.dtype, "na_value") and column.hasnans):
             return column_of_list(what, column.astype(object).where(column.notna(), None).tolist())
         return column_of_array(what, column.to_numpy())
     if _is_a(column, "datasets.arrow_dataset", "Dataset"):

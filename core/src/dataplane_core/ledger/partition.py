@@ -29,7 +29,7 @@ from dataplane_core.ledger.rows import (
     group_of,
     packed_positions,
 )
-from dataplane_core.ledger.samplers import SAMPLERS, Batch
+from dataplane_core.ledger.samplers import SAMPLERS, Batch, ranks_of
 from dataplane_core.ledger.shortfall import find_shortfall
 from dataplane_core.ledger.views import ReadySet, ReadyView
 from dataplane_core.spec import Claim, FieldSpec, PartitionDescription, PartitionInfo, TagValue, TaskDescription
@@ -344,10 +344,8 @@ class Partition:
     def _find(self, command: commands.ClaimSamples, now: float) -> _Found:
         task = self._task(command.task_name)
         wanted, rest = divmod(command.batch_size, self._group_size)
-        least = 1
-        if SAMPLERS[command.sampler].for_all_ranks:
-            least = command.dp_size or 1
-            wanted *= least
+        least = ranks_of(command)
+        wanted *= least
         if rest:
             raise InvalidRequestError(
                 f"claim_meta('{self.partition_id}', '{command.task_name}') refused: batch_size {command.batch_size} "
@@ -468,7 +466,7 @@ class Partition:
     def consumed_ids(self) -> dict[str, list[str]]:
         """Task -> the rows that it was given for good."""
         return {
-            task_name: [row.sample_id for row in self.rows.values() if _is_done(row.holds.get(task_name))]
+            task_name: [row.sample_id for row in self.rows.values() if (hold := row.holds.get(task_name)) and hold.done]
             for task_name in self.tasks
         }
 
@@ -498,17 +496,18 @@ class Partition:
 
     def _oldest_lease(self, task_name: str, now: float) -> LeaseHolder | None:
         """The sample that the task has held longest under its present lease."""
-        oldest: tuple[float, int, Row, Hold] | None = None
+        oldest: tuple[bool, float, int, Row, Hold] | None = None
         for _, seq, sample_id, name in self.leases.heap:
             found = self._lease(sample_id, seq, name) if name == task_name else None
             if found is not None:
                 row, hold = found
+                is_known = hold.held_since is not None  # else it was given before the ledger was restarted
                 since = hold.expires_at if hold.held_since is None else hold.held_since
-                if oldest is None or (since, seq) < oldest[:2]:
-                    oldest = since, seq, row, hold
+                if oldest is None or (is_known, since, seq) < oldest[:3]:
+                    oldest = is_known, since, seq, row, hold
         if oldest is None:
             return None
-        _, _, row, hold = oldest
+        *_, row, hold = oldest
         return LeaseHolder(
             sample_id=row.sample_id,
             holder=hold.holder,
@@ -692,10 +691,6 @@ class Partition:
                 hint=f"Registered: {preview(self.tasks, limit=5) or 'none'}.",
             )
         return task
-
-
-def _is_done(hold: Hold | None) -> bool:
-    return hold is not None and hold.done
 
 
 def _there(hold: Hold | None) -> Hold:

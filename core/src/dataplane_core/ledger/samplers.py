@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from dataplane_core.ledger import commands
 from dataplane_core.ledger.rows import Claimable
 from dataplane_core.ledger.views import ReadySet
 from dataplane_core.schema import INPUT_LENGTHS_TAG
 from dataplane_core.spec import Sampler
 
-__all__ = ["SAMPLERS", "Batch", "Draw"]
+__all__ = ["SAMPLERS", "Batch", "Draw", "ranks_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +99,8 @@ SAMPLERS: Final[dict[Sampler, Draw]] = {
     "freshest": _Freshest(),
     "balanced": _Balanced(),
 }
+
+
+def ranks_of(claim: commands.ClaimSamples) -> int:
+    """For how many ranks a claim chooses its batch."""
+    return (claim.dp_size or 1) if SAMPLERS[claim.sampler].for_all_ranks else 1

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Final, TypeAlias
 
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.samplers import SAMPLERS
+from dataplane_core.ledger.samplers import ranks_of
 
 __all__ = ["WaitingClaims"]
 
@@ -101,9 +101,7 @@ class WaitingClaims:
         """
         for asked in self._some(partition_id):
             left = num_ready(asked.claim)
-            needed = asked.claim.batch_size
-            if SAMPLERS[asked.claim.sampler].for_all_ranks:
-                needed *= asked.claim.dp_size or 1
+            needed = asked.claim.batch_size * ranks_of(asked.claim)
             for token, waiter in list(asked.waiters.items()) if left >= needed else ():
                 if left < needed:
                     break

@@ -131,7 +131,7 @@ class ActorWatch:
 
 
 def controller_dead(instance: str, error: BaseException) -> BackendUnavailableError:
-    """The error of a controller with a journal that Ray does not start again."""
+    """The error of a controller that Ray does not start again."""
     return BackendUnavailableError(
         f"the controller of instance {instance!r} is dead for good: {cause(error)}",
         retryable=False,

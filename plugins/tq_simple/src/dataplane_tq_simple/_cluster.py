@@ -282,30 +282,30 @@ class Instance(ABC):
     def find_line(self, *, deadline: float, closed: Callable[[], bool] = lambda: False) -> Peer:
         """Asks the controller, over Ray, where it answers calls over plain connections.
 
-        Waits while a controller that keeps a journal is started again.
+        Waits while Ray cannot reach it, as when a controller that keeps a journal is started again.
 
         Args:
             deadline: On `time.monotonic`'s clock, in seconds.
             closed: Whether nobody waits for the answer any more.
 
         Raises:
-            BackendUnavailableError: The controller is dead, or this process is no longer connected to Ray.
+            BackendUnavailableError: The controller is dead, or this process is no longer connected to Ray: these are
+                not retryable. Or it was not back in time.
             OperationTimeoutError: It does not answer in time.
             ClientClosedError: Nobody waits any more.
         """
         what = "ask the controller where it answers calls"
-        if self.config.journal is None:
-            return self.line_in(get_within(self.ask_line(), what, deadline))
         while not closed():
             try:
                 return self.line_in(get_within(self.ask_line(), what, min(deadline, time.monotonic() + _ASK_S)))
             except (OperationTimeoutError, BackendUnavailableError) as error:
                 if isinstance(error.__cause__, ray.exceptions.ActorDiedError):
-                    raise controller_dead(self.config.instance, error.__cause__) from error
-                if not error.retryable:
-                    raise
-                if time.monotonic() + _ASK_AGAIN_S >= deadline:
+                    raise controller_dead(self.config.instance, error.__cause__) from error.__cause__
+                late = time.monotonic() + _ASK_AGAIN_S >= deadline
+                if late and error.retryable and self.config.journal is not None:
                     raise self._still_away() from error
+                if late or not error.retryable:
+                    raise
             time.sleep(_ASK_AGAIN_S)
         raise ClientClosedError(f"{what}: this client is closed.")
 

@@ -21,7 +21,13 @@ from uuid import uuid4
 import zmq as _zmq
 from transfer_queue.utils.zmq_utils import STORAGE_MANAGER_IDENTITY_PREFIX, create_zmq_socket
 
-from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    ClientClosedError,
+    DataPlaneError,
+    LostReplyError,
+    OperationTimeoutError,
+)
 from dataplane_tq_simple._line import Line
 
 __all__ = ["PATIENCE_S", "Exchange", "LineBrokenError", "Peer", "Question", "Request", "Watch"]
@@ -34,14 +40,11 @@ _POLL_S = 0.1
 PATIENCE_S = 1.0
 # Requests in flight from one exchange to one peer. Replies arrive in the order of the requests.
 _WINDOW = 4
-# Seconds for which a watch may find out why a connection broke, and between two questions.
-_BROKEN_S = 5.0
-_BROKEN_POLL_S = 0.02
 # Idle sockets kept per peer.
 _MAX_IDLE = 8
 
 
-class LineBrokenError(BackendUnavailableError):
+class LineBrokenError(LostReplyError):
     """A connection for calls broke, or leads to a process that is the controller no longer."""
 
 
@@ -118,7 +121,6 @@ class Exchange:
         *,
         timeout_s: float,
         patience_s: float = PATIENCE_S,
-        find_cause: bool = True,
     ) -> None:
         """Sends each peer its requests in order, and waits for all replies.
 
@@ -127,10 +129,9 @@ class Exchange:
             requests: The peers, each at most once, with the requests to each.
             timeout_s: For the whole exchange, in seconds.
             patience_s: Seconds without a reply after which it starts to watch the peers.
-            find_cause: Whether to find out why a connection for calls broke, before it raises.
 
         Raises:
-            LineBrokenError: A connection for calls broke, and the cause is not known.
+            LineBrokenError: A connection for calls broke.
             OperationTimeoutError: Not all replies arrived in time. The requests may have been executed or not.
             BackendUnavailableError: A peer is dead, or cannot be reached.
             ClientClosedError: `close` was called before or during the exchange.
@@ -152,10 +153,10 @@ class Exchange:
             except DataPlaneError:  # some are an `OSError`: a TimeoutError is one
                 raise
             except OSError as error:
-                peers = [lane.peer for lane in lanes if lane.peer.token]
-                if not find_cause:
-                    raise _line_broken(what, peers, error) from error
-                raise self._broken(what, peers, deadline, error) from error
+                names = ", ".join(lane.peer.name for lane in lanes if lane.peer.token)
+                raise LineBrokenError(
+                    f"{what} failed: the connection to the {names} broke: {error}. It may have been executed or not."
+                ) from error
 
     def _pump(self, what: str, lanes: list[_Lane], deadline: float, timeout_s: float, patience_s: float) -> None:
         poller = zmq.Poller()
@@ -193,20 +194,6 @@ class Exchange:
         finally:
             if watch is not None:
                 watch.close()
-
-    def _broken(self, what: str, peers: Sequence[Peer], deadline: float, error: OSError) -> Exception:
-        """After a connection broke: raises what a watch finds out about the peers. Returns an error if they live."""
-        watch = self._make_watch(peers)
-        try:
-            until = min(deadline, time.monotonic() + _BROKEN_S)
-            while time.monotonic() < until and not self._closed:
-                watch.check()
-                time.sleep(_BROKEN_POLL_S)
-        finally:
-            watch.close()
-        if self._closed:
-            return _closed_error(what)
-        return _line_broken(what, peers, error)
 
     def _out_of_time(self, what: str, waiting: list[_Lane], watch: Watch | None, timeout_s: float) -> Exception:
         names = ", ".join(lane.peer.name for lane in waiting)
@@ -402,13 +389,6 @@ class _LineLane(_Lane):
             self._num_answered += 1
             self.send()
             request.on_reply([reply])
-
-
-def _line_broken(what: str, peers: Sequence[Peer], error: OSError) -> LineBrokenError:
-    names = ", ".join(peer.name for peer in peers)
-    return LineBrokenError(
-        f"{what} failed: the connection to the {names} broke: {error}. It may have been executed or not."
-    )
 
 
 def _closed_error(what: str) -> ClientClosedError:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NoReturn, Self
 
 import ray
 
-from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
 from dataplane_core.spec import new_id
 from dataplane_tq_simple import _wire
 from dataplane_tq_simple._cluster import Instance
@@ -32,6 +32,8 @@ _logger = logging.getLogger(__name__)
 
 #: Seconds before a call is repeated whose line broke.
 _REPEAT_S: Final = 0.02
+#: Seconds for which a call asks Ray whether the controller is dead whose line broke.
+_BROKEN_S: Final = 5.0
 #: Seconds, beyond its deadline, for which the controller keeps the outcome of a call.
 _KEPT_S: Final = 30.0
 
@@ -196,9 +198,9 @@ class QueueEngine:
     def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         """Calls a method of the service in the controller. Atomic: calls of all clients run one after the other.
 
-        A call is executed at most once. It is not repeated after a failure, unless the controller keeps a journal: then
-        it is repeated when the controller was started again, until ``timeout_s`` has passed. A call that the controller
-        receives after that is not executed. The two clocks are compared to within a round trip.
+        A call is executed at most once. It is not repeated here after a failure, unless the controller keeps a journal:
+        then it is repeated when the controller was started again, until ``timeout_s`` has passed. A call that the
+        controller receives after that is not executed. The two clocks are compared to within a round trip.
 
         Args:
             method: Name of a public method.
@@ -212,6 +214,7 @@ class QueueEngine:
         Raises:
             DataPlaneError: What the method raised; any other exception as a `BackendError` with its traceback.
             OperationTimeoutError: No answer in time. The call may have been executed or not.
+            LineBrokenError: The connection broke. The call may have been executed or not.
             BackendUnavailableError: The controller is dead, or has died and was not back in time.
             ClientClosedError: This engine is closed.
         """
@@ -269,6 +272,14 @@ class QueueEngine:
         finally:
             self._finding.release()
 
+    def _check_controller(self, deadline: float) -> None:
+        """Raises `BackendUnavailableError` if the controller is known to be dead, soon after its line broke."""
+        try:
+            self._find_line(min(deadline, time.monotonic() + _BROKEN_S))
+        except DataPlaneError as error:
+            if not error.retryable:
+                raise
+
     def _send_call(self, method: str, call: bytes, line: Peer | None, deadline: float) -> bytes:
         """Sends a call, and returns the reply. Without a line, over TransferQueue's socket."""
         replies: list[list[Any]] = []
@@ -279,12 +290,13 @@ class QueueEngine:
             self._exchange.run(what, [(peer, [request])], timeout_s=deadline - time.monotonic())
             return _wire.read_call_reply(peer.name, replies[0])
         request = Request(lambda: [call], replies.append)
-        timeout_s, find_cause = deadline - time.monotonic(), self._lanes is None
         try:
-            self._exchange.run(what, [(line, [request])], timeout_s=timeout_s, find_cause=find_cause)
+            self._exchange.run(what, [(line, [request])], timeout_s=deadline - time.monotonic())
         except BackendUnavailableError as error:
-            if error.retryable and self._line is line:  # the controller lives: it may answer elsewhere
+            if error.retryable and self._line is line:  # the controller may live, and answer elsewhere
                 self._line = None
+            if isinstance(error, LineBrokenError) and self._lanes is None:
+                self._check_controller(deadline)
             raise
         return bytes(replies[0][0])
 

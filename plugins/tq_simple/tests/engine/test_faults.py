@@ -15,6 +15,7 @@ import psutil
 import pytest
 import ray
 
+from dataplane_core import connect
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
@@ -23,6 +24,7 @@ from dataplane_core.errors import (
 )
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple._line import Line
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +148,34 @@ def test_a_killed_controller(ray_cluster: str, stand_in: type) -> None:
         assert isinstance(error.value.__cause__, ray.exceptions.RayActorError)
         with takes(0.0, 30.0), pytest.raises(BackendUnavailableError):
             Engine.attach(TQSimpleConfig(instance="mortal"), wait_s=0.5)
+
+
+def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(
+    ray_cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[Line] = []
+    send, fill = Line.send, Line.fill
+
+    def note(line: Line, message: bytes) -> None:
+        if b"CommitPut" in message:
+            lost.append(line)
+        send(line, message)
+
+    def lose(line: Line) -> None:
+        fill(line)  # the reply arrives, so the put is committed
+        if lost == [line]:
+            lost.append(line)
+            raise ConnectionResetError("reset by the test")
+
+    with connect({"backend": "tq_simple", "options": {"instance": "breaks", "ray_address": ray_cluster}}) as client:
+        client.register_partition("p", ["x"], None, ["train"])
+        monkeypatch.setattr(Line, "send", note)
+        monkeypatch.setattr(Line, "fill", lose)
+        client.put_samples(["a", "b"], "p", {"x": [[1, 2], [3, 4]]})
+        assert len(lost) == 2
+        assert client.claim_meta("p", "train", ["x"], 3, blocking=False).sample_ids == ["a", "b"]
+        assert client.get_samples(["a", "b"], "p", ["x"])["x"].tolist() == [[1, 2], [3, 4]]
+        assert [each.num_rows for each in client.list_units()] == [2]
 
 
 def test_bootstrapping_beside_a_dead_controller_says_so(ray_cluster: str, stand_in: type) -> None:

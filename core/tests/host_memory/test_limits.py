@@ -50,5 +50,14 @@ def test_version_1(machine):
     assert machine("5:cpu:/x\n4:memory:/a\n", files).available_bytes == 300 * MIB
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_pages_of_files_that_the_kernel_can_drop_are_available(machine, version):
+    folder = "memory/" if version == 1 else ""
+    stat = {1: "inactive_file 0\ntotal_inactive_file {0}\n", 2: "anon 5\ninactive_file {0}\n"}[version]
+    files = limited(folder, 500 * MIB, 500 * MIB, version)
+    files[f"sys/fs/cgroup/{folder}memory.stat"] = stat.format(450 * MIB)
+    assert machine("4:memory:/\n" if version == 1 else "0::/\n", files).available_bytes == 450 * MIB
+
+
 def test_a_group_that_uses_more_than_its_limit(machine):
     assert machine("0::/\n", limited("", MIB, 2 * MIB)).available_bytes == 0

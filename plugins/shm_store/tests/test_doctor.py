@@ -15,6 +15,8 @@ import torch
 from dataplane_core import connect
 from dataplane_core.backends import Level
 from dataplane_core.cli import main
+from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.host_memory import MemoryLimit
 from dataplane_shm import ShmBackend
 from dataplane_shm._diagnosis import huge_pages
 from dataplane_shm.config import ShmConfig
@@ -66,6 +68,17 @@ def test_a_capacity_that_fits_is_ok_and_one_beyond_the_memory_is_a_warning_with_
     assert " MiB of memory are available, limited by th" in what
     assert f"capacity_bytes is {1 << 30} MiB. The system kills processes" in what
     assert hint == "Lower capacity_bytes."
+
+
+def test_a_machine_without_memory_is_an_error_and_no_store_is_started(namespace, monkeypatch):
+    for module in ("_backend", "_diagnosis"):
+        monkeypatch.setattr(f"dataplane_shm.{module}.memory_limit", lambda: MemoryLimit(0, "the container's limit"))
+    ((what, hint),) = findings(Level.ERROR, namespace=namespace)
+    assert "limited by the container's limit" in what
+    assert "set capacity_bytes" in hint
+    with pytest.raises(BackendUnavailableError, match="no memory is available for a store, limited by the container's"):
+        connect({"backend": "shm_store", "options": {"namespace": namespace}})
+    connect({"backend": "shm_store", "options": {"namespace": namespace, "capacity_bytes": CAPACITY}}).close()
 
 
 def test_a_limit_of_files_below_the_arena_is_an_error(namespace):

@@ -18,7 +18,6 @@ def test_this_machine_has_what_it_needs():
     machine.check_distributions()
     machine.check_library()
     machine.check_master()
-    assert 0 < machine.available_memory_bytes() < 1 << 50
 
 
 def test_two_wheels_over_each_other_are_named(tmp_path, monkeypatch, connect):

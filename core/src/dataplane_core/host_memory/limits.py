@@ -25,7 +25,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     """The memory that a new store on this host may use. Linux only.
 
     It is the least of what the machine has available and what the control groups of this process (versions 1 and 2)
-    leave it. Shared memory counts for both.
+    leave it. Shared memory counts for both. Pages of files that the kernel can drop at any time are available.
 
     Args:
         root: Where ``proc`` and ``sys`` lie.
@@ -42,8 +42,18 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
             limit, used = int(limit_file.read_text()), int(used_file.read_text())
         except (OSError, ValueError):  # no such group, or its limit is "max"
             continue
-        limits.append(MemoryLimit(max(0, limit - used), "the container's limit"))
+        left = limit - used + _droppable_bytes(limit_file.parent)
+        limits.append(MemoryLimit(max(0, left), "the container's limit"))
     return min(limits, key=lambda each: each.available_bytes)
+
+
+def _droppable_bytes(group: Path) -> int:
+    """Bytes of file pages that count as used by a group and the groups in it, although nobody needs them."""
+    try:
+        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))  # version 1 has both
 
 
 def _control_groups(root: Path) -> list[tuple[Path, Path]]:

@@ -127,7 +127,16 @@ class ShmBackend(LedgerBackend):
     def _launch(self, deadline: float) -> None:
         """Starts the ledger's process and waits until it listens."""
         config: ShmConfig = self.config
-        capacity_bytes = config.capacity_bytes or memory_limit().available_bytes // 2
+        capacity_bytes = config.capacity_bytes
+        if capacity_bytes is None:
+            limit = memory_limit()
+            capacity_bytes = limit.available_bytes // 2
+            if not capacity_bytes:
+                raise BackendUnavailableError(
+                    f"connect refused: no memory is available for a store, limited by {limit.source}.",
+                    retryable=False,
+                    hint="Free memory, raise the limit, or set capacity_bytes.",
+                )
         log = self._folder.path / "ledger.log"
         words = [self._folder.socket, arena_bytes_for(capacity_bytes), capacity_bytes, config.on_full]
         command = [sys.executable, "-P", "-m", "dataplane_shm", *map(str, words), str(config.touch_ahead_bytes)]

@@ -71,7 +71,9 @@ def _new_store(config: ShmConfig) -> Iterator[Finding]:
         f"{limit.available_bytes // _MIB} MiB of memory are available, limited by {limit.source}. "
         f"{which} {capacity_bytes // _MIB} MiB."
     )
-    if capacity_bytes > limit.available_bytes:
+    if not capacity_bytes:
+        yield Finding.error(f"{what} No store can be started.", "Free memory, raise the limit, or set capacity_bytes.")
+    elif capacity_bytes > limit.available_bytes:
         yield Finding.warning(
             f"{what} The system kills processes if the store uses more than there is.", "Lower capacity_bytes."
         )

@@ -17,6 +17,7 @@ import numpy as np
 import ray
 
 from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.host_memory import memory_limit
 from dataplane_core.spec import new_id
 from dataplane_mooncake._ending import listening_ports
 from dataplane_mooncake._keeper import Keeper
@@ -25,7 +26,6 @@ from dataplane_mooncake._store import StoreSettings, endpoint_of, open_engine, p
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import (
     NodeMemory,
-    available_memory_bytes,
     check_distributions,
     check_library,
     check_memory,
@@ -102,7 +102,7 @@ class SegmentHost:
             "life": self._life,
             "node": ray.get_runtime_context().get_node_id(),
             "ip": this_nodes_address(self._config),
-            "available_bytes": available_memory_bytes(),
+            "available_bytes": memory_limit().available_bytes,
         }
 
     def life(self) -> str:

@@ -8,10 +8,10 @@ from functools import partial
 
 from dataplane_core.backends import Finding
 from dataplane_core.errors import ConfigError
+from dataplane_core.host_memory import memory_limit
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import (
     NodeMemory,
-    available_memory_bytes,
     check_distributions,
     check_library,
     check_master,
@@ -36,7 +36,7 @@ def diagnose(config: TQMooncakeConfig) -> Iterator[Finding]:
         address = partial(announced_address, config.announce_address, ray_ip="", num_nodes=1)
         yield _finding(address, f"This node has one address that announce_address '{config.announce_address}' fits.")
     if config.ray_address is None and "RAY_ADDRESS" not in os.environ:  # then all units run here
-        available = available_memory_bytes()
+        available = memory_limit().available_bytes
         memory = partial(
             check_memory,
             [NodeMemory("this node", available, config.num_storage_units)],

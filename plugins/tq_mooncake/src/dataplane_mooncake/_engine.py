@@ -22,6 +22,7 @@ from dataplane_core.errors import (
     ConfigError,
     OperationTimeoutError,
 )
+from dataplane_core.host_memory import memory_limit
 from dataplane_mooncake._calls import Call, bounded
 from dataplane_mooncake._cluster import MooncakeInstance, check_machine, this_nodes_address
 from dataplane_mooncake._master import MasterWatch
@@ -35,7 +36,6 @@ from dataplane_mooncake._store import (
     Store,
     StoreSettings,
 )
-from dataplane_mooncake.machine import available_memory_bytes
 from dataplane_tq_simple._actors import ActorWatch
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._queue import QueueEngine
@@ -74,7 +74,7 @@ class Engine(QueueEngine):
     def _join(self, deadline: float) -> None:
         config = self.config.model_copy(update=self.own.own_options())
         check_machine(config)
-        available = available_memory_bytes()
+        available = memory_limit().available_bytes
         if config.local_buffer_size_bytes > available:
             raise ConfigError(
                 f"local_buffer_size_bytes is {config.local_buffer_size_bytes // _MIB} MiB, but this node has "

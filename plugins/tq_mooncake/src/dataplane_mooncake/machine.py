@@ -19,7 +19,6 @@ from dataplane_core.errors import ConfigError, preview
 __all__ = [
     "DISTRIBUTIONS",
     "NodeMemory",
-    "available_memory_bytes",
     "check_distributions",
     "check_library",
     "check_master",
@@ -165,35 +164,3 @@ def check_memory(
                 f"(clients_per_node) of {local_buffer_size_bytes // _MIB} MiB (local_buffer_size_bytes).",
                 hint="Lower segment_size_bytes or num_storage_units, or add nodes.",
             )
-
-
-def available_memory_bytes() -> int:
-    """Memory that this process can still take: what the kernel has available, within the limits of its cgroups."""
-    meminfo = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
-    available = int(meminfo.split()[0]) * 1024
-    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        for folder in _cgroups():
-            with contextlib.suppress(OSError, ValueError):  # no limit: "max", or no such file
-                room = int((folder / limit).read_text()) - int((folder / used).read_text())
-                available = min(available, room + _reclaimable(folder))
-    return max(0, available)
-
-
-def _cgroups() -> list[Path]:
-    root = Path("/sys/fs/cgroup")
-    own = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):
-                own.append(root / controllers / path.strip("/"))
-    return [root, root / "memory", *own]
-
-
-def _reclaimable(folder: Path) -> int:
-    """Bytes of file pages that count as used, although the kernel can drop them at any time."""
-    for line in (folder / "memory.stat").read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file"):
-            return int(value)
-    return 0

@@ -26,7 +26,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import Pacer
 from dataplane_core.middleware import MiddlewareContext
-from dataplane_core.spec import Capability, PartitionInfo, Scope, WireFormat
+from dataplane_core.spec import Capability, PartitionInfo, Scope
 
 __all__ = ["Connection"]
 
@@ -54,25 +54,7 @@ class Connection:
         deadline: float,
     ) -> Self:
         client = object.__new__(cls)
-        client._config = config
-        client._backend = backend
-        client._hooks = manager.hook
-        client._wire = type(backend).wire
-        client._capabilities = type(backend).capabilities
-        client._middleware = []
-        client._infos = {}
-        client._batches = {}
-        client._closed = client._stopped = False
-        client._bootstrapped = bootstrap
-        client._pid = os.getpid()
-        client._in_flight = 0
-        client._calls = {}
-        client._announcer = None
-        client._state = threading.Lock()
-        client._idle = threading.Condition(client._state)
-        client._close_lock = threading.Lock()
-        client._waiters = Waiters()
-        client._pacer = Pacer()
+        client._begin(config, backend, manager.hook, bootstrap)
         try:
             backend.start(bootstrap=bootstrap, deadline=deadline)
             for plugin in middleware:
@@ -96,28 +78,28 @@ class Connection:
             client._announcer = Announcer(client, config.announce_s)
         return client
 
-    _config: DataPlaneConfig
-    _backend: Backend
-    _hooks: Any
-    _wire: WireFormat
-    _capabilities: frozenset[Capability]
-    _middleware: list[Any]
-    _infos: dict[str, PartitionInfo]  # partition -> its registration, as last read
-    _batches: dict[
-        tuple[str, str, int | None], tuple[str | None, int]
-    ]  # rank -> epoch, batches given; guarded by _state
-    _closed: bool  # guarded by _state
-    _stopped: bool  # guarded by _close_lock
-    _bootstrapped: bool
-    _pid: int
-    _in_flight: int
-    _calls: dict[int, RunningCall]  # guarded by _state
-    _announcer: Announcer | None
-    _state: threading.Lock
-    _idle: threading.Condition  # no operation is under way
-    _close_lock: threading.Lock
-    _waiters: Waiters
-    _pacer: Pacer  # of all claims that wait on this client
+    def _begin(self, config: DataPlaneConfig, backend: Backend, hooks: Any, bootstrapped: bool) -> None:
+        self._config = config
+        self._backend = backend
+        self._hooks = hooks
+        self._bootstrapped = bootstrapped
+        self._wire = type(backend).wire
+        self._capabilities = type(backend).capabilities
+        self._middleware: list[Any] = []
+        self._infos: dict[str, PartitionInfo] = {}  # partition -> its registration, as last read
+        # rank -> epoch, batches given; guarded by _state
+        self._batches: dict[tuple[str, str, int | None], tuple[str | None, int]] = {}
+        self._closed = False  # guarded by _state
+        self._stopped = False  # guarded by _close_lock
+        self._pid = os.getpid()
+        self._in_flight = 0
+        self._calls: dict[int, RunningCall] = {}  # guarded by _state
+        self._announcer: Announcer | None = None
+        self._state = threading.Lock()
+        self._idle = threading.Condition(self._state)  # no operation is under way
+        self._close_lock = threading.Lock()
+        self._waiters = Waiters()
+        self._pacer = Pacer()  # of all claims that wait on this client
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 

@@ -12,12 +12,10 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final, Protocol
 
+from dataplane_core.config import DataPlaneConfig
 from dataplane_core.spec import AnnounceReply, AnnounceRequest, CallInfo, ClientInfo, new_id
-
-if TYPE_CHECKING:
-    from dataplane_core.client.connection import Connection
 
 __all__ = ["Announcer", "RunningCall"]
 
@@ -46,6 +44,23 @@ class RunningCall:
         self.began_at = time.monotonic()
 
 
+class _Client(Protocol):
+    """What is used of a client."""
+
+    _calls: dict[int, RunningCall]
+    _state: threading.Lock
+
+    @property
+    def config(self) -> DataPlaneConfig:
+        """Its config."""
+
+    @property
+    def middleware(self) -> tuple[Any, ...]:
+        """Its middleware."""
+
+    def _call(self, operation: str, request: Any, reply_type: type[AnnounceReply]) -> AnnounceReply: ...
+
+
 class Announcer:
     """Announces a client every ``period_s`` seconds, or less often if the store has many, in a thread of its own.
 
@@ -53,7 +68,7 @@ class Announcer:
     keep a client alive that nobody uses any longer.
     """
 
-    def __init__(self, client: Connection, period_s: float) -> None:
+    def __init__(self, client: _Client, period_s: float) -> None:
         self._client = weakref.ref(client)
         self._pid = os.getpid()
         self._period_s = period_s
@@ -99,7 +114,7 @@ class Announcer:
         except Exception:  # the operations of the client say what is wrong
             return None
 
-    def _describe(self, client: Connection) -> ClientInfo:
+    def _describe(self, client: _Client) -> ClientInfo:
         now = time.monotonic()
         with client._state:
             running = list(client._calls.values())

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from dataplane_core.backends import Backend
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.spec import Scope
 
-if TYPE_CHECKING:
-    from dataplane_core.client.connection import Connection
-
 __all__ = ["fork_hint", "open_clients", "refuse_in_fork"]
 
 
+class _Client(Protocol):
+    """The part of a client that this module uses: its backend, and the process that opened it."""
+
+    _backend: Backend
+    _pid: int
+
+
 #: The clients that are open in this process. In a fork, also those of the parent process.
-open_clients: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
+open_clients: Final[weakref.WeakSet[_Client]] = weakref.WeakSet()
 
 _CONNECT: Final = "Call connect(config, bootstrap=False) in this process: each opens a client of its own."
 _SPAWN: Final = (
@@ -37,7 +41,7 @@ def fork_hint(backend_class: type[Backend]) -> str:
     return _CONNECT if backend_class.opens_in_forks else _SPAWN
 
 
-def _all_open() -> list[Connection]:
+def _all_open() -> list[_Client]:
     while True:
         try:
             return list(open_clients)

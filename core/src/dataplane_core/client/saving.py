@@ -10,9 +10,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
+
+from tensordict import TensorDict
 
 from dataplane_core.client.checks import check_names
+from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import (
     CorruptDataError,
     DataPlaneError,
@@ -24,11 +27,9 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.ledger import group_of
+from dataplane_core.meta import KVBatchMeta
 from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
-from dataplane_core.spec import FieldSpec, TagValue, fits, holds
-
-if TYPE_CHECKING:
-    from dataplane_core.client.client import DataPlaneClient
+from dataplane_core.spec import FieldSpec, PartitionDescription, PartitionState, TagValue, fits, holds
 
 __all__ = ["load", "read_to_save", "save"]
 
@@ -61,11 +62,30 @@ _HEAD: Final[Mapping[str, Any]] = {
 }
 
 
+class _Client(Protocol):
+    """The part of `DataPlaneClient` that this module uses."""
+
+    @property
+    def config(self) -> DataPlaneConfig: ...
+    def register_partition(self, partition_id: str, *args: Any, **kwargs: Any) -> None: ...
+    def put_samples(self, sample_ids: Sequence[str], partition_id: str, *args: Any, **kwargs: Any) -> Any: ...
+    def get_samples(self, sample_ids: Sequence[str], partition_id: str, *args: Any, **kwargs: Any) -> TensorDict: ...
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None: ...
+    def list_partitions(self) -> list[str]: ...
+    def list_samples(self, partition_id: str) -> KVBatchMeta: ...
+    def describe(self, partition_id: str) -> PartitionDescription: ...
+    def _list_fields(self, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]: ...
+    def _export(self, what: str, partition_id: str) -> PartitionState: ...
+    def _set_cursor(
+        self, what: str, partition_id: str, task_name: str, sample_ids: Sequence[str], *, create: bool
+    ) -> int: ...
+
+
 # --- save -------------------------------------------------------------------------------------------------------------
 
 
 def save(
-    client: DataPlaneClient,
+    client: _Client,
     folder: str | os.PathLike[str],
     metadata: Mapping[str, Any] | None,
     partitions: Sequence[str] | None,
@@ -82,7 +102,7 @@ def save(
     write_save(folder, _KIND, body, (block for name in names for block in _blocks_of(client, name, saved)))
 
 
-def _blocks_of(client: DataPlaneClient, partition_id: str, saved: list[dict[str, Any]]) -> Iterator[bytes]:
+def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) -> Iterator[bytes]:
     """The blocks of a partition. Adds its entry to ``saved``."""
     info = client.describe(partition_id).info
     listed = client.list_samples(partition_id)
@@ -142,7 +162,7 @@ def _blocks_of(client: DataPlaneClient, partition_id: str, saved: list[dict[str,
 
 
 def _read(
-    client: DataPlaneClient, partition_id: str, sample_ids: Sequence[str], specs: dict[str, FieldSpec]
+    client: _Client, partition_id: str, sample_ids: Sequence[str], specs: dict[str, FieldSpec]
 ) -> tuple[list[tuple[list[str], dict[str, Any]]], set[str]]:
     """Reads rows: fields of the same rows together. Leaves out the rows that were cleared meanwhile.
 
@@ -183,11 +203,7 @@ def _read(
 
 
 def read_to_save(
-    client: DataPlaneClient,
-    sample_ids: Sequence[str],
-    partition_id: str,
-    fields: Sequence[str],
-    specs: dict[str, FieldSpec],
+    client: _Client, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str], specs: dict[str, FieldSpec]
 ) -> dict[str, Any]:
     """Reads columns for `dataplane_core.saves.pack_rows`: rows that the store shares are read once, and saved once.
 
@@ -210,7 +226,7 @@ def read_to_save(
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-def load(client: DataPlaneClient, folder: str | os.PathLike[str], partitions: Sequence[str] | None) -> dict[str, Any]:
+def load(client: _Client, folder: str | os.PathLike[str], partitions: Sequence[str] | None) -> dict[str, Any]:
     """See `DataPlaneClient.load`."""
     saved = SavedFiles(folder, _KIND)
     entries = _entries_of(saved.body, folder)
@@ -259,7 +275,7 @@ def _entries_of(body: Mapping[str, Any], folder: str | os.PathLike[str]) -> list
     return found
 
 
-def _load_partition(client: DataPlaneClient, entry: Mapping[str, Any], blocks: Iterator[bytes]) -> None:
+def _load_partition(client: _Client, entry: Mapping[str, Any], blocks: Iterator[bytes]) -> None:
     """Registers a partition without tasks, so that none can claim, writes its rows, and adds the tasks at last."""
     partition_id = entry["partition_id"]
     registration = {name: entry["registration"][name] for name in _REGISTRATION} | {"consumer_tasks": []}
@@ -288,7 +304,7 @@ def _load_partition(client: DataPlaneClient, entry: Mapping[str, Any], blocks: I
         client._set_cursor("load", partition_id, task, given, create=True)
 
 
-def _clear_again(client: DataPlaneClient, partition_id: str, entry: Mapping[str, Any]) -> None:
+def _clear_again(client: _Client, partition_id: str, entry: Mapping[str, Any]) -> None:
     """Writes and clears what had been cleared: so it counts for ``num_samples``, and its groups count as broken."""
     grouped = entry["registration"]["grpo_group_size"] is not None
     members: dict[str, list[str]] = {f"{group}_g": [] for group in entry["broken_groups"]}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import mooncake.store  # loaded before anything is set for it, as TransferQueue does
 import numpy as np
@@ -20,14 +21,15 @@ from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import (
     BackendUnavailableError,
     CapacityExceededError,
+    ClientClosedError,
     ConfigError,
     OperationTimeoutError,
 )
 from dataplane_core.ledger import commands
 from dataplane_core.plugins import connect_backend
-from dataplane_mooncake import TQMooncakeBackend, _calls
+from dataplane_mooncake import TQMooncakeBackend, _calls, _store
 from dataplane_mooncake._master import Master
-from dataplane_mooncake._store import Store
+from dataplane_mooncake._store import Store, StoreSettings
 
 MIB = 1 << 20
 #: Small; and a busy machine may need long to start the master.
@@ -183,6 +185,76 @@ def test_a_process_has_one_engine_which_its_last_client_closes(client, connect, 
     others[0].put_samples(ids(4), "p", rows(4, 100))
     others[0].close()
     assert torch.equal(others[1].get_samples(ids(4), "p", ["x"])["x"], rows(4, 100)["x"])
+
+
+class Noting:
+    """An engine that notes when it deletes rows and when it is closed."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.noted = []
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def batch_remove(self, *args):
+        self.noted.append("delete")
+        return self._engine.batch_remove(*args)
+
+    def close(self):
+        self.noted.append("close")
+        return self._engine.close()
+
+
+def test_an_engine_stays_open_until_the_rows_of_a_put_that_was_given_up_are_deleted(
+    client, connect, ray_address, monkeypatch, wait_until
+):
+    # other settings: an engine of its own
+    options = {"instance": "store", "ray_address": ray_address, "local_buffer_size_bytes": 5 * MIB}
+    other = connect(bootstrap=False, **options)
+    engine, store = other._backend._engine, other._backend._engine._store
+    noting, put, stored, go_on = Noting(store._engine), store.put, threading.Event(), threading.Event()
+
+    def put_slowly(*args, **more):
+        put(*args, **more)
+        stored.set()
+        go_on.wait(60)
+
+    monkeypatch.setattr(store, "_engine", noting)
+    monkeypatch.setattr(store, "put", put_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        putting = pool.submit(engine.put_rows, [1 << 39], b"abc", np.array([0, 3]), deadline=time.monotonic() + 60)
+        assert stored.wait(60)
+        other.close()  # gives the put up
+        with pytest.raises(ClientClosedError):
+            putting.result()
+        go_on.set()
+    wait_until(lambda: "close" in noting.noted)
+    assert noting.noted == ["delete", "close"]
+    with pytest.raises(ClientClosedError):
+        engine._bounded(store, "late", lambda _: store.there(["a"]), time.monotonic() + 60)
+
+
+def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connects(monkeypatch):
+    connecting, give_up = threading.Event(), threading.Event()
+
+    def connect_to_nobody(settings, *, segment_size_bytes):
+        connecting.set()
+        give_up.wait(60)
+        raise BackendUnavailableError("no master answers")
+
+    monkeypatch.setattr(_store, "open_engine", connect_to_nobody)
+    one, another = (StoreSettings(f"127.0.0.1:{port}", "127.0.0.1", "tcp", (), MIB, False) for port in (1, 2))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(Store.acquire, one, [], deadline=time.monotonic() + 20)
+        assert connecting.wait(60)
+        for settings in (one, another):
+            with pytest.raises(OperationTimeoutError):
+                Store.acquire(settings, [], deadline=time.monotonic() + 0.1)
+        assert not first.done()
+        give_up.set()
+        with pytest.raises(BackendUnavailableError, match="no master answers"):
+            first.result()
 
 
 # --- a full store ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
 
 from dataplane_core.errors import ClientClosedError, OperationTimeoutError
@@ -40,6 +41,11 @@ class GivenUp(Exception):
     """Raised inside a call that was given up."""
 
 
+_Work = Callable[["Call"], Any]
+_Undo = Callable[[Any], None]
+_Hold = Callable[["Call"], AbstractContextManager[object]]
+
+
 class Call:
     """A call that runs in another thread. Its caller may give it up."""
 
@@ -54,35 +60,41 @@ class Call:
         if self.given_up:
             raise GivenUp
 
-    def start(self, work: Callable[[Call], Any], undo: Callable[[Any], None] | None = None) -> None:
-        """Runs the call in a thread; for ``work`` and ``undo`` see `bounded`."""
+    def start(self, work: _Work, undo: _Undo | None = None, hold: _Hold = contextlib.nullcontext) -> None:
+        """Runs the call in a thread; for the arguments see `bounded`."""
         _register(self)
         try:
             try:
                 worker = _idle.pop()
             except IndexError:
                 worker = _Worker()
-            worker.tasks.put(functools.partial(self._run, work, undo))
+            worker.tasks.put(functools.partial(self._run, work, undo, hold))
         except BaseException:
             _running.discard(self)
             raise
 
-    def _run(self, work: Callable[[Call], Any], undo: Callable[[Any], None] | None) -> None:
-        result, error = None, None
+    def _run(self, work: _Work, undo: _Undo | None, hold: _Hold) -> None:
         try:
-            try:
-                result = work(self)
-            except BaseException as raised:
-                error = raised
-            with self._lock:
-                self._outcome = result, error
-                self._ended.set()
-                late = self.given_up
-            if late and undo is not None:
-                with contextlib.suppress(Exception):  # no caller waits for the error
-                    undo(result)
+            with hold(self):
+                result, error = None, None
+                try:
+                    result = work(self)
+                except BaseException as raised:
+                    error = raised
+                if self._end(result, error) and undo is not None:
+                    with contextlib.suppress(Exception):  # no caller waits for the error
+                        undo(result)
+        except BaseException as refused:  # by ``hold``
+            self._end(None, refused)
         finally:
             _running.discard(self)
+
+    def _end(self, result: Any, error: BaseException | None) -> bool:
+        """The call has ended. Returns whether it was given up before."""
+        with self._lock:
+            self._outcome = result, error
+            self._ended.set()
+            return self.given_up
 
     def wait(self, timeout_s: float) -> bool:
         """Waits at most ``timeout_s``. Returns whether the call has ended."""
@@ -129,7 +141,8 @@ def bounded(
     work: Callable[[Call], _Result],
     deadline: float,
     *,
-    undo: Callable[[Any], None] | None = None,
+    undo: _Undo | None = None,
+    hold: _Hold = contextlib.nullcontext,
     watch: Callable[[], Watch] | None = None,
     closed: Callable[[], bool] = lambda: False,
     on_give_up: Callable[[], None] = lambda: None,
@@ -141,6 +154,7 @@ def bounded(
         work: Makes the calls. It must not use memory that the caller may change after this returns.
         deadline: On `time.monotonic`'s clock, in seconds.
         undo: Called if the work ends after the call was given up: with its result, or None if it raised.
+        hold: Makes what is entered for the time of the work and of ``undo``. What it raises, this raises.
         watch: Makes a watch over the processes that the engine talks to, for calls that take long.
         closed: Whether the client was closed.
         on_give_up: Called in the caller's thread when the call was given up.
@@ -155,7 +169,7 @@ def bounded(
         raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
     call = Call()
     started = time.monotonic()
-    call.start(work, undo)
+    call.start(work, undo, hold)
     watching: Watch | None = None
     try:
         while not call.wait(max(0.0, min(POLL_S, deadline - time.monotonic()))):

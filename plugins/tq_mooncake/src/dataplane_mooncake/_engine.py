@@ -180,7 +180,7 @@ class Engine(QueueEngine):
 
         def check_units() -> None:
             dead = self._instance.details["dead"]
-            lost = set(self._bounded(what, lambda call: store.placed_in(call, keys, dead), deadline))
+            lost = set(self._bounded(store, what, lambda _: store.placed_in(keys, dead), deadline))
             if lost:
                 gone = [handle for handle, key in zip(handles, keys, strict=True) if key in lost]
                 raise RefsGoneError(f"{what}: the storage unit of {len(gone)} rows died.", handles=gone)
@@ -232,14 +232,8 @@ class Engine(QueueEngine):
         """
         while True:
             try:
-                return bounded(
-                    what,
-                    work,
-                    deadline,
-                    undo=undo,
-                    watch=self._watch,
-                    closed=lambda: self._closed,
-                    on_give_up=lambda: self._end_given_up(store),
+                return self._bounded(
+                    store, what, work, deadline, undo=undo, on_give_up=lambda: self._end_given_up(store)
                 )
             except EngineError as error:
                 if not self._master_came_back(store, what, error, deadline):
@@ -262,7 +256,7 @@ class Engine(QueueEngine):
 
         def there() -> bool:
             signs = [each.sign for each in self._instance.segments]
-            found: bool = self._bounded(what, lambda call: store.there(call, signs), deadline)
+            found: bool = self._bounded(store, what, lambda _: store.there(signs), deadline)
             return found
 
         waits = False
@@ -297,9 +291,10 @@ class Engine(QueueEngine):
         with contextlib.suppress(OperationTimeoutError, BackendUnavailableError):
             self._instance.refresh(deadline=min(deadline, time.monotonic() + _REFRESH_S))
 
-    def _bounded(self, what: str, work: Callable[[Call], Any], deadline: float) -> Any:
-        """Makes a call that changes nothing."""
-        return bounded(what, work, deadline, watch=self._watch, closed=lambda: self._closed)
+    def _bounded(self, store: Store, what: str, work: Callable[[Call], Any], deadline: float, **more: Any) -> Any:
+        """As `bounded`, for a call of this engine."""
+        held: dict[str, Any] = {"hold": store.in_call, "watch": self._watch, "closed": lambda: self._closed}
+        return bounded(what, work, deadline, **held, **more)
 
     def _watch(self) -> _Watch:
         return _Watch(self._instance.watch(self._instance.units), self._master, self._master_is_kept)

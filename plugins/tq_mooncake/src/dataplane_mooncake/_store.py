@@ -16,13 +16,14 @@ import itertools
 import os
 import queue
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
 from dataplane_mooncake._calls import POLL_S, Call, add_peers, bounded
 from dataplane_mooncake._ending import Endpoint, end_connections, parse_endpoint
 from dataplane_mooncake.machine import check_library
@@ -158,6 +159,7 @@ class Store:
     """
 
     _shared: ClassVar[dict[tuple[int, StoreSettings], Store]] = {}
+    _setting_up: ClassVar[dict[tuple[int, StoreSettings], threading.Lock]] = {}  # held by who sets an engine up
     _shared_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, settings: StoreSettings) -> None:
@@ -170,10 +172,11 @@ class Store:
             self._slots.put(slot)
         self._register(self._buffer)
         self._turns = itertools.count()  # of the segments, where puts name one
-        self._num_users = 0
+        self._num_users = 1
         self._calls: set[Call] = set()
         self._units: set[Endpoint] = set()
         self._ending = False  # whether a thread is ending calls that were given up
+        self._closed = False
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
 
@@ -194,16 +197,25 @@ class Store:
             OperationTimeoutError: It was not set up in time.
         """
         key = (os.getpid(), settings)
+        what = f"connecting to the mooncake_master at {settings.master}"
         with cls._shared_lock:
-            store = cls._shared.get(key)
+            setting_up = cls._setting_up.setdefault(key, threading.Lock())
+        if not setting_up.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise OperationTimeoutError(f"{what}: another client of this process did not end it in time.")
+        try:
+            with cls._shared_lock:
+                store = cls._shared.get(key)
+                if store is not None:
+                    store._num_users += 1
             if store is None:
-                what = f"connecting to the mooncake_master at {settings.master}"
                 add_peers(master=parse_endpoint(settings.master))
                 store = bounded(what, lambda call: cls(settings), deadline, undo=_close_late)
-                cls._shared[key] = store
-            store.add_units(units)
-            store._num_users += 1
-            return store
+                with cls._shared_lock:
+                    cls._shared[key] = store
+        finally:
+            setting_up.release()
+        store.add_units(units)
+        return store
 
     def add_units(self, units: Collection[Endpoint]) -> None:
         """Adds addresses on which storage units listen."""
@@ -223,14 +235,18 @@ class Store:
         self._end_given_up(call)
         with self._lock:
             self._idle.wait_for(lambda: not self._calls)
+            self._closed = True
         self._engine.close()
 
     @contextlib.contextmanager
-    def _in_call(self, call: Call) -> Iterator[Any]:
+    def in_call(self, call: Call) -> Iterator[None]:
+        """Keeps the engine open while a call, or its undo, uses it."""
         with self._lock:
+            if self._closed:
+                raise ClientClosedError("this client is closed.")
             self._calls.add(call)
         try:
-            yield self._engine
+            yield
         finally:
             with self._lock:
                 self._calls.remove(call)
@@ -261,7 +277,7 @@ class Store:
             with self._lock:
                 self._idle.wait(POLL_S)
 
-    # --- rows: called in the threads of `bounded` --------------------------------------------------------------------
+    # --- rows: called in the threads of `bounded`, within `in_call` --------------------------------------------------
 
     def put(
         self,
@@ -289,25 +305,24 @@ class Store:
         """
         source = np.frombuffer(buffer, dtype=np.uint8)
         names = list(segments or ())
-        with self._in_call(call) as engine:
-            for first, stop in self._parts(np.diff(offsets)):
-                rows = source[offsets[first] : offsets[stop]]
-                with self._registered(len(rows), call) as region:
-                    region[:] = rows
-                    starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
-                    sizes = np.diff(offsets[first : stop + 1]).tolist()
-                    part = list(keys[first:stop])
-                    config = pinned_in(names[next(self._turns) % len(names)] if names else None)
-                    codes = engine.batch_put_from(part, starts, sizes, config)
-                    again = [row for row, code in enumerate(codes) if code]
-                    if again and all(codes[row] == TRANSFER_FAILED for row in again):
-                        call.check()
-                        each = [[column[row] for row in again] for column in (part, starts, sizes)]
-                        codes = engine.batch_put_from(*each, config)
-                if any(codes):
-                    raise EngineError("batch_put_from", [code for code in codes if code])
-                if shared and segments is not None:
-                    self._check_placed(part, set(segments.values()))
+        for first, stop in self._parts(np.diff(offsets)):
+            rows = source[offsets[first] : offsets[stop]]
+            with self._registered(len(rows), call) as region:
+                region[:] = rows
+                starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
+                sizes = np.diff(offsets[first : stop + 1]).tolist()
+                part = list(keys[first:stop])
+                config = pinned_in(names[next(self._turns) % len(names)] if names else None)
+                codes = self._engine.batch_put_from(part, starts, sizes, config)
+                again = [row for row, code in enumerate(codes) if code]
+                if again and all(codes[row] == TRANSFER_FAILED for row in again):
+                    call.check()
+                    each = [[column[row] for row in again] for column in (part, starts, sizes)]
+                    codes = self._engine.batch_put_from(*each, config)
+            if any(codes):
+                raise EngineError("batch_put_from", [code for code in codes if code])
+            if shared and segments is not None:
+                self._check_placed(part, set(segments.values()))
 
     def get(self, call: Call, keys: Sequence[str], *, dead: Collection[str] = ()) -> list[memoryview]:
         """Reads rows, in the order of the keys.
@@ -325,28 +340,27 @@ class Store:
             RowsMissing: A row does not exist, or was deleted while it was read.
             EngineError: Some rows could not be read.
         """
-        with self._in_call(call) as engine:
-            sizes = self._sizes(keys, dead)
-            offsets = np.zeros(len(keys) + 1, dtype=np.int64)
-            np.cumsum(sizes, out=offsets[1:])
-            target: _Bytes = np.empty(int(offsets[-1]), dtype=np.uint8)
-            for first, stop in self._parts(sizes):
-                with self._registered(int(offsets[stop] - offsets[first]), call) as region:
-                    starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
-                    expected = sizes[first:stop].tolist()
-                    codes = engine.batch_get_into(list(keys[first:stop]), starts, expected)
-                    if TRANSFER_FAILED in codes:
-                        call.check()
-                        codes = engine.batch_get_into(list(keys[first:stop]), starts, expected)
-                    if codes != expected:
-                        failed = [code for code, size in zip(codes, expected, strict=True) if code != size]
-                        if set(failed) == {NOT_FOUND}:
-                            raise RowsMissing
-                        raise EngineError("batch_get_into", failed)
-                    target[offsets[first] : offsets[stop]] = region
-            # The memory of a deleted row is reused at once, so the bytes may belong to another row. But keys are used
-            # only once: a row that still exists has existed all the time.
-            self._check_there(keys)
+        sizes = self._sizes(keys, dead)
+        offsets = np.zeros(len(keys) + 1, dtype=np.int64)
+        np.cumsum(sizes, out=offsets[1:])
+        target: _Bytes = np.empty(int(offsets[-1]), dtype=np.uint8)
+        for first, stop in self._parts(sizes):
+            with self._registered(int(offsets[stop] - offsets[first]), call) as region:
+                starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
+                expected = sizes[first:stop].tolist()
+                codes = self._engine.batch_get_into(list(keys[first:stop]), starts, expected)
+                if TRANSFER_FAILED in codes:
+                    call.check()
+                    codes = self._engine.batch_get_into(list(keys[first:stop]), starts, expected)
+                if codes != expected:
+                    failed = [code for code, size in zip(codes, expected, strict=True) if code != size]
+                    if set(failed) == {NOT_FOUND}:
+                        raise RowsMissing
+                    raise EngineError("batch_get_into", failed)
+                target[offsets[first] : offsets[stop]] = region
+        # The memory of a deleted row is reused at once, so the bytes may belong to another row. But keys are used
+        # only once: a row that still exists has existed all the time.
+        self._check_there(keys)
         view = memoryview(target)  # type: ignore[arg-type]  # numpy's arrays have the buffer protocol
         cuts = offsets.tolist()
         return [view[start:stop] for start, stop in itertools.pairwise(cuts)]
@@ -360,24 +374,23 @@ class Store:
         Raises:
             EngineError: Some rows could not be deleted.
         """
-        with self._in_call(call) as engine:
-            for part in _requests(keys):
-                call.check()
-                codes = engine.batch_remove(part, True)  # forced: does not wait for readers, see `get`
-                failed = [code for code in codes if code not in (0, NOT_FOUND, _NOT_READY)]
-                if failed:
-                    raise EngineError("batch_remove", failed)
+        for part in _requests(keys):
+            call.check()
+            codes = self._engine.batch_remove(part, True)  # forced: does not wait for readers, see `get`
+            failed = [code for code in codes if code not in (0, NOT_FOUND, _NOT_READY)]
+            if failed:
+                raise EngineError("batch_remove", failed)
 
-    def placed_in(self, call: Call, keys: Sequence[str], endpoints: Collection[str]) -> list[str]:
+    def placed_in(self, keys: Sequence[str], endpoints: Collection[str]) -> list[str]:
         """The keys of rows in these segments."""
-        with self._in_call(call) as engine:
-            found = {key: rows for part in _requests(keys) for key, rows in engine.batch_get_replica_desc(part).items()}
+        found: dict[str, Any] = {}
+        for part in _requests(keys):
+            found.update(self._engine.batch_get_replica_desc(part))
         return [key for key in keys if key in found and endpoint_of(found[key]) in endpoints]
 
-    def there(self, call: Call, keys: Sequence[str]) -> bool:
+    def there(self, keys: Sequence[str]) -> bool:
         """Whether all rows exist. False if the master does not answer."""
-        with self._in_call(call) as engine:
-            return all(code == 1 for code in engine.batch_is_exist(list(keys)))
+        return all(code == 1 for code in self._engine.batch_is_exist(list(keys)))
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 

@@ -64,7 +64,6 @@ __all__ = [
     "WaitForRoom",
     "Write",
     "WriteId",
-    "size_of",
     "writes_of",
 ]
 
@@ -172,11 +171,6 @@ def writes_of(
     return writes
 
 
-def size_of(row_bytes: Sequence[int], splits: Sequence[Split]) -> int:
-    """Size in bytes of the payload of a put; arguments as for `writes_of`."""
-    return sum(row_bytes) + sum(sum(split.row_bytes) for split in splits)
-
-
 @dataclass(frozen=True, slots=True)
 class BeginPut(Command[int]):
     """Validates a put and reserves its bytes. Reply: the write id. Raises as the hook ``put_samples``.
@@ -214,7 +208,11 @@ class BeginPut(Command[int]):
     @property
     def size_bytes(self) -> int:
         """Size of the whole payload."""
-        return size_of(self.row_bytes, self.splits)
+        return sum(self.row_bytes) + sum(sum(split.row_bytes) for split in self.splits)
+
+    def writes(self, write_id: int) -> list[Write]:
+        """Its writes, once it is begun with this id."""
+        return writes_of(write_id, self.specs, self.row_bytes, self.splits)
 
     @property
     def num_ids(self) -> int:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, singledispatchmethod
 from itertools import repeat
 from typing import Any, Final, NoReturn
@@ -50,13 +50,11 @@ from dataplane_core.ledger.rows import Cells, Ref, Row, group_of
 from dataplane_core.spec import (
     Claim,
     FieldList,
-    FieldSpec,
     PartitionDescription,
     PartitionInfo,
     PartitionList,
     PartitionState,
     SampleList,
-    TagValue,
     matches,
 )
 
@@ -91,27 +89,19 @@ class Write:
 
 @dataclass(slots=True)
 class Pending:
-    partition_id: str
-    epoch: str
+    """A put that is begun and not yet committed.
+
+    Attributes:
+        put: The put, with memory of its own, and with its registration.
+        version: That of the partition when the put began.
+        known: Its rows that were there then.
+        expires_at: When it counts as abandoned.
+    """
+
+    put: commands.BeginPut
     version: int
-    sample_ids: list[str]
-    specs: dict[str, FieldSpec]
-    row_bytes: list[int]
-    splits: list[commands.Split]
-    tags: list[dict[str, TagValue]] | None
     known: list[Row | None]
     expires_at: float
-    ttl_s: float
-    request_id: str | None
-
-    def writes(self, write_id: int) -> list[commands.Write]:
-        """Its writes."""
-        return commands.writes_of(write_id, self.specs, self.row_bytes, self.splits)
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the whole payload."""
-        return commands.size_of(self.row_bytes, self.splits)
 
 
 @dataclass(slots=True)
@@ -200,20 +190,16 @@ class Ledger:
         elif write_id in self._pending or write_id in self._writes:
             raise InvalidRequestError(f"put_samples('{command.partition_id}') refused: its write id is used already.")
         self.held_bytes += size_bytes
-        self._pending[write_id] = Pending(
-            partition_id=command.partition_id,
-            epoch=partition.info.epoch,
-            version=partition.version,
+        put = replace(
+            command,
             sample_ids=list(command.sample_ids),
             specs=dict(command.specs),
             row_bytes=list(command.row_bytes),
             splits=list(command.splits),
             tags=None if command.tags is None else [dict(row) for row in command.tags],
-            known=known,
-            expires_at=now + command.ttl_s,
-            ttl_s=command.ttl_s,
-            request_id=command.request_id,
+            epoch=partition.info.epoch,
         )
+        self._pending[write_id] = Pending(put, partition.version, known, expires_at=now + command.ttl_s)
         return write_id
 
     @_apply.register
@@ -240,29 +226,30 @@ class Ledger:
             raise StalePartitionError(
                 "put_samples refused at commit: the put took too long and counts as abandoned. Nothing was written."
             )
-        partition = self._partitions.get(pending.partition_id)
+        put = pending.put
+        partition = self._partitions.get(put.partition_id)
         try:
-            self._refuse_done(pending.partition_id, pending.request_id)
-            if partition is None or partition.info.epoch != pending.epoch:
-                self._refuse_stale(pending, "the partition was cleared or registered again")
+            self._refuse_done(put.partition_id, put.request_id)
+            if partition is None or partition.info.epoch != put.epoch:
+                self._refuse_stale(put, "the partition was cleared or registered again")
             if partition.version != pending.version:
-                for sample_id, row in zip(pending.sample_ids, pending.known, strict=True):
+                for sample_id, row in zip(put.sample_ids, pending.known, strict=True):
                     if row is not None and partition.rows.get(sample_id) is not row:
-                        self._refuse_stale(pending, f"sample '{sample_id}' was cleared")
-                current = [partition.rows.get(sample_id) for sample_id in pending.sample_ids]
-                self._check_put(partition, pending, current)
+                        self._refuse_stale(put, f"sample '{sample_id}' was cleared")
+                current = [partition.rows.get(sample_id) for sample_id in put.sample_ids]
+                self._check_put(partition, put, current)
         except Exception:
-            self._abandon(write_id, pending)
+            self._abandon(write_id, put)
             raise
         partition.version += 1
-        self._note_done(pending.request_id, pending.ttl_s, now)
-        return self._apply_put(partition, write_id, pending, now)
+        self._note_done(put.request_id, put.ttl_s, now)
+        return self._apply_put(partition, write_id, put, now)
 
     @_apply.register
     def _abort_put(self, command: commands.AbortPut, now: float) -> list[Ref]:
         pending = self._pending.pop(command.write_id, None)
         if pending is not None:
-            return self._abandon(command.write_id, pending)
+            return self._abandon(command.write_id, pending.put)
         return [ref for ref, put in self._garbage.items() if put == command.write_id]
 
     @_apply.register
@@ -288,7 +275,7 @@ class Ledger:
         self._check_capacity(put, bound, now)
         return partition, known
 
-    def _check_put(self, partition: Partition, put: commands.BeginPut | Pending, rows: Sequence[Row | None]) -> None:
+    def _check_put(self, partition: Partition, put: commands.BeginPut, rows: Sequence[Row | None]) -> None:
         partition_id, sample_ids, specs = put.partition_id, put.sample_ids, put.specs
         for name, spec in specs.items():
             kept = partition.specs.get(name)
@@ -325,7 +312,7 @@ class Ledger:
         size_bytes = put.size_bytes
         if capacity_bytes is None or not size_bytes:  # tags take no room
             return
-        held_bytes = self.held_bytes - sum(self._pending[each].size_bytes for each in self._abandoned(now))
+        held_bytes = self.held_bytes - sum(self._pending[each].put.size_bytes for each in self._abandoned(now))
         free_bytes = capacity_bytes - held_bytes
         num_ahead = 0
         if size_bytes <= free_bytes:
@@ -347,11 +334,11 @@ class Ledger:
             hint="Write smaller batches or raise capacity_bytes." if never else "Clear samples that are consumed.",
         )
 
-    def _apply_put(self, partition: Partition, write_id: int, pending: Pending, now: float) -> list[Ref]:
-        for name, spec in pending.specs.items():
+    def _apply_put(self, partition: Partition, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
+        for name, spec in put.specs.items():
             partition.specs.setdefault(name, spec)
-        partition.held_bytes += pending.size_bytes
-        writes = pending.writes(write_id)
+        partition.held_bytes += put.size_bytes
+        writes = put.writes(write_id)
         for write in writes:
             num_sharers: dict[int, int] = {}
             if write.positions is not None:
@@ -359,13 +346,13 @@ class Ledger:
             self._writes[write.write_id] = Write(
                 slots_of(tuple(write.fields)), list(write.row_bytes), len(write.row_bytes), num_sharers
             )
-        put = PutWrites(writes)
+        put_writes = PutWrites(writes)
         freed: list[Ref] = []
-        seq, all_tags = self._next_seq, pending.tags
-        for index, sample_id in enumerate(pending.sample_ids):
+        seq, all_tags = self._next_seq, put.tags
+        for index, sample_id in enumerate(put.sample_ids):
             tags = None if all_tags is None else all_tags[index]
-            freed += partition.write_row(put, index, sample_id, seq + index, tags, now)
-        self._next_seq += len(pending.sample_ids)
+            freed += partition.write_row(put_writes, index, sample_id, seq + index, tags, now)
+        self._next_seq += len(put.sample_ids)
         return self._free(partition, freed)
 
     def _refuse_done(self, partition_id: str, request_id: str | None) -> None:
@@ -379,9 +366,9 @@ class Ledger:
             if looks and self._self_expiring:
                 self._done.forget(self._done.due(now))
 
-    def _refuse_stale(self, pending: Pending, what: str) -> NoReturn:
+    def _refuse_stale(self, put: commands.BeginPut, what: str) -> NoReturn:
         raise StalePartitionError(
-            f"put_samples('{pending.partition_id}', {len(pending.sample_ids)} samples) refused at commit: {what} while "
+            f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused at commit: {what} while "
             "the put ran. Nothing was written."
         )
 
@@ -517,7 +504,7 @@ class Ledger:
     def partition_of_put(self, write_id: int) -> str | None:
         """The partition of a put that is begun and not committed."""
         pending = self._pending.get(write_id)
-        return None if pending is None else pending.partition_id
+        return None if pending is None else pending.put.partition_id
 
     # --- expiry -------------------------------------------------------------------------------------------------------
 
@@ -597,10 +584,10 @@ class Ledger:
         self._room.freed |= bool(freed)
         return freed
 
-    def _abandon(self, write_id: int, pending: Pending) -> list[Ref]:
+    def _abandon(self, write_id: int, put: commands.BeginPut) -> list[Ref]:
         self._room.freed = True
-        self.held_bytes -= pending.size_bytes
-        refs = [(write.write_id, pos) for write in pending.writes(write_id) for pos in range(len(write.row_bytes))]
+        self.held_bytes -= put.size_bytes
+        refs = [(write.write_id, pos) for write in put.writes(write_id) for pos in range(len(write.row_bytes))]
         self._garbage.update(dict.fromkeys(refs, write_id))
         return refs
 
@@ -615,7 +602,7 @@ class Ledger:
         for write_id in writes:
             pending = self._pending.pop(write_id, None)
             if pending is not None:
-                self._abandon(write_id, pending)
+                self._abandon(write_id, pending.put)
 
     # --- look-ups -----------------------------------------------------------------------------------------------------
 

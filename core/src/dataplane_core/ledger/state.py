@@ -147,28 +147,30 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
     for partition in ledger._partitions.values():
         yield from _partition_state(partition, places, now)
     for write_id, pending in ledger._pending.items():
+        put = pending.put
         yield {
             "part": "pending",
             "write_id": pack_write_id(write_id),
-            "partition_id": pending.partition_id,
-            "epoch": pending.epoch,
+            "partition_id": put.partition_id,
+            "epoch": put.epoch,
             "version": pending.version,
-            "sample_ids": pending.sample_ids,
-            "specs": {name: spec.to_text() for name, spec in pending.specs.items()},
-            "row_bytes": pending.row_bytes,
-            "splits": pack_splits(pending.splits),
-            "tags": pending.tags,
+            "sample_ids": put.sample_ids,
+            "specs": {name: spec.to_text() for name, spec in put.specs.items()},
+            "row_bytes": put.row_bytes,
+            "splits": pack_splits(put.splits),
+            "tags": put.tags,
             "known_seqs": [None if row is None else row.seq for row in pending.known],
             "left_s": max(0.0, pending.expires_at - now),
-            "ttl_s": pending.ttl_s,
-            "request_id": pending.request_id,
+            "ttl_s": put.ttl_s,
+            "request_id": put.request_id,
         }
     garbage: dict[int | None, list[Ref]] = {}
-    for ref, put in ledger._garbage.items():
-        garbage.setdefault(put, []).append(ref)
-    for put, all_refs in garbage.items():
+    for ref, abandoned in ledger._garbage.items():
+        garbage.setdefault(abandoned, []).append(ref)
+    for abandoned, all_refs in garbage.items():
         for refs in _portions(all_refs):
-            yield {"part": "garbage", "refs": pack_refs(refs), "put": None if put is None else pack_write_id(put)}
+            of_put = None if abandoned is None else pack_write_id(abandoned)
+            yield {"part": "garbage", "refs": pack_refs(refs), "put": of_put}
     for kept, first, ids, left_s in ledger._done.portions(_SECTION_ITEMS, now):
         yield {"part": "done", "kept": kept, "first": first, "request_ids": ids, "left_s": left_s}
 
@@ -246,7 +248,7 @@ class StateReader:
                 for ref in row.refs:
                     sharers[ref] = sharers.get(ref, 0) + 1
         live = Counter(write_id for write_id, _ in sharers)
-        held_bytes = sum(pending.size_bytes for pending in ledger._pending.values())
+        held_bytes = sum(pending.put.size_bytes for pending in ledger._pending.values())
         held_bytes += sum(ledger._writes[write_id].row_bytes[pos] for write_id, pos in sharers)
         shared = {ref: count for ref, count in sharers.items() if count > 1}
         writes = ledger._writes.items()
@@ -404,29 +406,16 @@ def _restore_pending(ledger: Ledger, section: Mapping[str, Any], now: float) -> 
         known.append(
             None if seq is None else row if row is not None and row.seq == seq else Row(sample_id, seq, None, 0.0)
         )
-    splits, specs = unpack_splits(section.get("splits", ())), _unpack_specs(section["specs"])
-    write_id = unpack_write_id(section["write_id"])
-    begun = commands.BeginPut(
-        *(section["partition_id"], section["sample_ids"], specs, section["row_bytes"], section["tags"]),
-        write_id=write_id,
-        splits=splits,
-        ttl_s=section["left_s"],
-    )
-    check_command(begun)
-    return Pending(
-        partition_id=section["partition_id"],
-        epoch=section["epoch"],
-        version=section["version"],
-        sample_ids=section["sample_ids"],
-        specs=specs,
-        row_bytes=section["row_bytes"],
-        splits=splits,
-        tags=section["tags"],
-        known=known,
-        expires_at=now + section["left_s"],
+    put = commands.BeginPut(
+        *(section["partition_id"], section["sample_ids"], _unpack_specs(section["specs"])),
+        *(section["row_bytes"], section["tags"], section["epoch"]),
+        write_id=unpack_write_id(section["write_id"]),
+        splits=unpack_splits(section.get("splits", ())),
         ttl_s=section.get("ttl_s", section["left_s"]),  # none in version 5 of the format, and no id
         request_id=section.get("request_id"),
     )
+    check_command(put)
+    return Pending(put, section["version"], known, expires_at=now + section["left_s"])
 
 
 def _unpack_specs(packed: Mapping[str, str]) -> dict[str, FieldSpec]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from dataplane_core.errors import BackendUnavailableError, ConfigError
+from dataplane_core.errors import BackendUnavailableError, ConfigError, OperationTimeoutError
 from dataplane_tq_simple._ray_calls import end_within, refuse_fork
 from dataplane_tq_simple.config import QueueConfig
 
@@ -38,8 +38,7 @@ class RaySession:
     _local = False  # whether it also started Ray
     _num_users = 0
 
-    def __init__(self, *, started: bool, ours: bool) -> None:
-        self.started = started
+    def __init__(self, *, ours: bool) -> None:
         self._counted = ours
 
     @classmethod
@@ -48,11 +47,16 @@ class RaySession:
 
         Raises:
             BackendUnavailableError: There is no Ray to connect to, or this process is a fork of one that used Ray.
+            OperationTimeoutError: Another client of this process is connecting to Ray all that time.
             ConfigError: This process is connected to another cluster than the configured one.
         """
         refuse_fork()
-        with cls._lock:
-            started = False
+        if not cls._lock.acquire(timeout=max(0.0, timeout_s)):
+            raise OperationTimeoutError(
+                f"connect to instance {config.instance!r} timed out: another client of this process is still "
+                "connecting to Ray, or ending its connection."
+            )
+        try:
             if not ray.is_initialized():
                 address = config.ray_address or os.environ.get("RAY_ADDRESS") or ("local" if bootstrap else None)
                 if address is None:
@@ -63,14 +67,15 @@ class RaySession:
                         hint="Set ray_address (host:port, as the bootstrapping side logs it; or 'auto' for a cluster "
                         "on this machine) or RAY_ADDRESS, or call ray.init first.",
                     )
-                started = address == "local"
                 cls._connect(address, config, timeout_s)
-                cls._ours, cls._local, cls._num_users = _connection(), started, 0
+                cls._ours, cls._local, cls._num_users = _connection(), address == "local", 0
             else:
                 _check_same_cluster(config)
             ours = cls._ours is not None and cls._ours == _connection()
             cls._num_users += ours
-            return cls(started=started, ours=ours)
+            return cls(ours=ours)
+        finally:
+            cls._lock.release()
 
     @staticmethod
     def _connect(address: str, config: QueueConfig, timeout_s: float) -> None:

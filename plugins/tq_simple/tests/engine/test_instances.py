@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -23,9 +24,11 @@ from dataplane_core.errors import (
     ClientClosedError,
     ConfigError,
     LeaseExpiredError,
+    OperationTimeoutError,
 )
 from dataplane_tq_simple import TQSimpleConfig, _cluster
 from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple._session import RaySession
 
 _OWN_RAY = """
 import json
@@ -179,6 +182,13 @@ def test_too_few_cpus_are_reported_with_numbers_and_at_once(
 def test_another_cluster_than_the_connected_one_is_refused(ray_cluster: str) -> None:
     with pytest.raises(ConfigError, match="one cluster per process"):
         Engine.attach(TQSimpleConfig(ray_address="127.0.0.1:1"))
+
+
+def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connects_to_ray(ray_cluster: str) -> None:
+    with ThreadPoolExecutor(1) as pool, RaySession._lock:  # as the other one holds it
+        attaching = pool.submit(Engine.attach, TQSimpleConfig(), timeout_s=0.1)
+        with pytest.raises(OperationTimeoutError, match="another client of this process"):
+            attaching.result(timeout=20)
 
 
 def test_without_ray_attaching_says_what_to_do(python: Callable[..., Any]) -> None:

@@ -185,3 +185,13 @@ def test_puts_that_wait_for_room_are_woken_when_it_is_there():
     assert made.woken == ["a", "b", "b"]  # its turn
     made.service.call(commands.WaitForRoom("b", 50, wait_s=0.0))
     assert not made.service._room_wakes
+
+
+def test_puts_whose_clients_are_gone_are_forgotten():
+    made = Waiting(100)
+    for second in range(0, 300, 10):
+        made.now = float(second)
+        for name in ("a", f"gone {second}"):
+            made.service.call(commands.WaitForRoom(name, 200, wait_s=60.0), made.wake(name))
+    assert len(made.service._room_wakes) < 6
+    assert "a" in made.service._room_wakes

@@ -10,7 +10,7 @@ from dataplane_core.host_memory import Arena
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
 from dataplane_shm._layout import Layout
-from dataplane_shm._messages import Begin, Drop, Find, PutWhole, Release, Status
+from dataplane_shm._messages import Begin, ClaimOrWait, Drop, Find, PutWhole, Release, Status
 from dataplane_shm._store import Store
 
 SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
@@ -32,10 +32,11 @@ class Clients:
     def call(self, request, session=None):
         return self.store.handle(request, session or self.session)
 
-    def begin(self, ids, length, session=None, ttl_s=30.0):
+    def begin(self, ids, length, session=None, ttl_s=30.0, ticket=None):
         layout = Layout([])
         layout.add_dense(len(ids), length, length)
-        put = commands.BeginPut("p", ids, SPECS, [length] * len(ids), write_id=next(self.writes), ttl_s=ttl_s)
+        sizes, write_id = [length] * len(ids), next(self.writes)
+        put = commands.BeginPut("p", ids, SPECS, sizes, write_id=write_id, ttl_s=ttl_s, ticket=ticket)
         begun = self.call(Begin(put, [layout]), session)
         (offset,) = begun.offsets
         return begun.write_id, self.arena.bytes[offset : offset + layout.size_bytes]
@@ -52,8 +53,8 @@ class Clients:
             layout.add_dense(1, size, size)
         return self.call(Begin(put, layouts)).offsets
 
-    def put(self, ids, length, number):
-        write_id, data = self.begin(ids, length)
+    def put(self, ids, length, number, ticket=None):
+        write_id, data = self.begin(ids, length, ticket=ticket)
         data[:] = number
         self.call(commands.CommitPut(write_id))
 
@@ -110,6 +111,25 @@ def test_a_session_that_ends_holds_nothing(clients):
     assert (clients.status.pinned_bytes, clients.status.held_bytes, clients.status.num_extents) == (0, 0, 0)
     with pytest.raises(StalePartitionError):
         clients.call(commands.CommitPut(write_id))
+
+
+def test_a_session_that_ends_waits_for_nothing():
+    """Neither its put keeps others from room, nor its claim from samples."""
+    clients, woken = Clients(capacity_bytes=1000), []
+    dead, other = clients.store.begin_session(), clients.store.begin_session()
+    dead.wake = lambda token: woken.append(token) or True
+    other.wake = lambda token: woken.append(token) or True
+    clients.call(commands.Register("p", ["x"], None, ["t"], None, {}, "e2"))
+    for session, token in ((dead, "dead"), (other, "other")):
+        claim = commands.ClaimSamples("p", "t", ["x"], 1, all_or_nothing=True, lease_s=None, token=token)
+        clients.call(ClaimOrWait(claim), session)
+    clients.call(commands.WaitForRoom("dead put", 900, wait_s=600.0), dead)
+    clients.call(commands.WaitForRoom("other put", 500, wait_s=600.0), other)
+    woken.clear()
+    clients.store.end_session(dead)
+    assert woken == ["other put"]
+    clients.put(["a"], 500, 1, ticket="other put")
+    assert woken == ["other put", "other"]
 
 
 def test_an_abandoned_put_keeps_its_place_until_its_writer_says_that_it_stopped(clients):

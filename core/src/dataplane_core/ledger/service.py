@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -129,6 +130,8 @@ class LedgerService:
                 self._pacer.leave(command.ticket)
                 self._room_wakes.pop(command.ticket, None)
             case commands.WaitForRoom() if wake is not None:
+                queue = self._ledger.first_in_queue(sys.maxsize)  # clients of others are gone
+                self._room_wakes = {each: self._room_wakes[each] for each in queue if each in self._room_wakes}
                 self._room_wakes[command.ticket] = wake
         return self._ledger.apply(command, self._clock())
 

@@ -17,7 +17,7 @@ import numpy as np
 from dataplane_core.errors import CapacityExceededError, StalePartitionError
 from dataplane_core.host_memory import Arena, Extent, Extents
 from dataplane_core.ledger import LedgerService, Ref, commands
-from dataplane_core.spec import new_id
+from dataplane_core.spec import Claim, new_id
 from dataplane_shm._layout import Layout, squeeze
 from dataplane_shm._messages import (
     Begin,
@@ -86,6 +86,8 @@ class Session:
         writing: Write id of a put -> the extents that it writes.
         pins: Number of a pin -> the extents that it reads or views.
         aborted: Write ids of puts that it gave up before they were begun: their requests may be read later.
+        claims: Tokens of its claims that wait.
+        tickets: Those of its puts that wait for room.
         ended: Whether the client is gone.
         wake: Tells the client that a claim or a put, named by its token or ticket, is to ask again. False if the client
             is gone.
@@ -96,6 +98,8 @@ class Session:
     writing: dict[int, list[Extent]] = field(default_factory=dict)
     pins: dict[int, list[Extent]] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
+    claims: set[str] = field(default_factory=set)
+    tickets: set[str] = field(default_factory=set)
     ended: bool = False
     wake: Callable[[str], bool] = lambda token: False
 
@@ -133,7 +137,7 @@ class Store:
         return self._sessions.get(key)
 
     def end_session(self, session: Session) -> None:
-        """A client is gone: ends its pins, and aborts the puts that it had begun."""
+        """A client is gone: ends its pins, aborts the puts that it had begun, and gives up what it waited for."""
         session.ended = True
         del self._sessions[session.key]
         for pin in list(session.pins):
@@ -141,6 +145,10 @@ class Store:
         for write_id in list(session.writing):
             self._stop_writing(session, write_id)
             self._service.call(commands.AbortPut(write_id))
+        for token in session.claims:
+            self._service.stop_waiting(token)
+        for ticket in list(session.tickets):
+            self._wait_for_room(commands.WaitForRoom(ticket, 0, wait_s=0.0), session)
         self._sweep()
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -173,6 +181,8 @@ class Store:
             refs = self._service.call(commands.AbortPut(write_id))
             self._service.call(commands.Collected(refs))
             raise self._no_room(put, sum(layout.size_bytes for layout in request.layouts))
+        if put.ticket is not None:
+            session.tickets.discard(put.ticket)
         session.writing[write_id] = extents
         writes = commands.writes_of(write_id, put.specs, put.row_bytes, put.splits)
         for write, extent, layout in zip(writes, extents, request.layouts, strict=True):
@@ -247,13 +257,20 @@ class Store:
         for pin in request.pins:
             self._release(session, pin)
 
-    def _claim_or_wait(self, request: ClaimOrWait, session: Session) -> Any:
-        return self._service.call(request.claim, partial(session.wake, request.claim.token))
+    def _claim_or_wait(self, request: ClaimOrWait, session: Session) -> Claim:
+        claim, token = request.claim, request.claim.token
+        session.claims.discard(token)
+        found = self._service.call(claim, partial(session.wake, token))
+        if not (found.answered or claim.explain):
+            session.claims.add(token)
+        return found
 
     def _wait_for_room(self, command: commands.WaitForRoom, session: Session) -> Any:
+        (session.tickets.add if command.wait_s > 0 else session.tickets.discard)(command.ticket)
         return self._service.call(command, partial(session.wake, command.ticket))
 
     def _stop_waiting(self, request: StopWaiting, session: Session) -> None:
+        session.claims.discard(request.token)
         self._service.stop_waiting(request.token)
 
     def _drop(self, request: Drop, session: Session) -> None:

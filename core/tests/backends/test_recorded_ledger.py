@@ -405,6 +405,30 @@ def test_a_note_can_be_dropped(client: Client) -> None:
     assert client.ledger.notes == {"b": b"2"}
 
 
+def test_a_note_that_is_the_work_of_a_call_is_made_once_however_soon_the_journal_is_shortened(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note, made = client.ledger._file.note, []
+
+    def work() -> list[str]:
+        made.append("unit-3")
+        client.ledger.note_outcome("units", b"four", ["unit-3"])
+        return ["unit-3"]
+
+    def note_and_shorten(*words: Any) -> None:
+        note(*words)
+        client.ledger._file.trim(0)  # as the thread that shortens may at any moment
+
+    monkeypatch.setattr(client.ledger._file, "note", note_and_shorten)
+    call = CallId(client.name, 1, 1, 600.0)
+    assert client.ledger.once(call, work) == ["unit-3"]
+    client.ledger.commit()
+    client.again()
+    assert client.ledger.once(call, work) == ["unit-3"]
+    assert made == ["unit-3"]
+    assert client.ledger.notes["units"] == b"four"
+
+
 def test_capacity_and_abandoned_puts_are_as_without_a_journal(tmp_path: Path) -> None:
     ledger = RecordedLedger(tmp_path, 20)
     ledger.call(commands.Register("p", ["x"], None, ["train"], None, {}, "e"))

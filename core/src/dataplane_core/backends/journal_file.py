@@ -88,6 +88,7 @@ class JournalFile:
         notes: Name -> the newest value.
         head: What the head holds. Empty if there is none.
         make_head: Gives the head of a shortened file.
+        keep: Keeps the outcome of a call whose work was a note, for that head.
 
     Raises:
         BackendUnavailableError: There is no journal, or the folder cannot be used.
@@ -108,6 +109,7 @@ class JournalFile:
         self.notes: dict[str, bytes] = {}
         self.head: dict[str, Any] = {}
         self.make_head: Callable[[], dict[str, Any]] = dict
+        self.keep: Callable[[Entry, bytes], None] = lambda entry, outcome: None
         try:
             if must_exist and self._earlier() is None:
                 raise BackendUnavailableError(
@@ -273,9 +275,12 @@ class JournalFile:
 
     def note(self, name: str, value: bytes | None, call: CallId | None = None, outcome: bytes | None = None) -> None:
         """Keeps a value under a name; None: no longer. It may be the work of a call; then with its outcome."""
-        with self._lock:
-            self._write({"note": name, "value": value, "outcome": outcome}, Entry(self.now(), call))
+        with self._lock:  # as in `trim`: a shortened file has the frame, or a head that knows the outcome
+            entry = Entry(self.now(), call)
+            self._write({"note": name, "value": value, "outcome": outcome}, entry)
             self._take_note(name, value)
+            if outcome is not None:
+                self.keep(entry, outcome)
 
     def _take_note(self, name: str, value: bytes | None) -> None:
         if value is None:

@@ -139,9 +139,7 @@ class RecordedLedger:
 
     def note_outcome(self, name: str, value: bytes | None, outcome: object) -> None:
         """As `note`, as the work of the call that `once` was given, with what came of it."""
-        call, packed = self._journal.calling, _packed(outcome)
-        self._file.note(name, value, call, packed)
-        self._journal.keep(Entry(self._file.now(), call), packed)
+        self._file.note(name, value, self._journal.calling, _packed(outcome))
 
     def close(self) -> None:
         """Closes the journal, which stays in its folder."""
@@ -166,7 +164,7 @@ class _HostJournal(Journal):
         self._at: float | None = None  # the time at which a command runs, if it was recorded earlier
         super().__init__(file, capacity_bytes)
         self.clock = self._now
-        file.make_head = self._head
+        file.make_head, file.keep = self._head, self.keep
 
     def _now(self) -> float:
         return self._file.now() if self._at is None else self._at

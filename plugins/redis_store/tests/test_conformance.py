@@ -54,7 +54,7 @@ class TestRedis(BackendConformance):
         (refs,) = unpack_rows([_ask(backend, b"HGET", at + b"r", to_bytes(sample_id))])
         layouts = [unpack_layout(each) for each in _ask(backend, b"LRANGE", at + b"l", b"0", b"-1")]
         write, position, layout, _ = [ref for ref in refs if field in layouts[ref[2]]][-1]
-        return b"%s:w:%s" % (base, write.hex().encode()), b"%d" % position, layouts[layout].index(field)
+        return b"%s:w:%s" % (base, write.hex().encode()), b"%d" % position, list(layouts[layout]).index(field)
 
     def held_bytes(self, backend):
         """What the server says its hashes of rows take."""

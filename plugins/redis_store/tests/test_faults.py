@@ -21,7 +21,7 @@ from dataplane_core.errors import (
     LostSamplesError,
     OperationTimeoutError,
 )
-from dataplane_redis._wire import pack_layout, pack_request
+from dataplane_redis._wire import pack_request, pack_strings
 
 
 def columns(count, size=1, value=0):
@@ -388,8 +388,8 @@ def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
     made.register_partition("p", ["x"], None, ["train"])
     backend = made._backend
     write = os.urandom(16)
-    parts = [[pack_layout(["x"]), [900], ""]]
-    request = ("begin", "p", "", ["a"], parts, ["x", "tensor:int64:1:"], "", 1000, 0.05, "", write, b"")
+    parts = [[pack_strings(["x", "tensor:int64:1:"]), [900], ""]]
+    request = ("begin", "p", "", ["a"], parts, "", 1000, 0.05, "", write, b"")
     reply = backend._session.script("t", time.monotonic() + 5, "put", pack_request(*request))
     assert reply[0] == b"ok"
     key = b"dp:{reaped}:w:%s" % write.hex().encode()
@@ -397,7 +397,7 @@ def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
     time.sleep(0.1)
     made.put_samples(["b"], "p", columns(1, 50))  # has room again
     assert plain.admin("EXISTS", key) == 0
-    commit = ("commit", "p", reply[1], *request[3:10], write, reply[2])
+    commit = ("commit", "p", reply[1], *request[3:9], write, reply[2])
     late = backend._session.script("t", time.monotonic() + 5, "put", pack_request(*commit))
     assert late[0] == b"abandoned"
 

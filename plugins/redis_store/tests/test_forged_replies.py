@@ -9,9 +9,10 @@ from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import InvalidResponse
 
 from dataplane_core.errors import CorruptDataError
+from dataplane_core.spec import FieldSpec
 from dataplane_redis._overview import _info_of
 from dataplane_redis._rows import ArrayReader
-from dataplane_redis._wire import pack_layout, pack_tags, unpack_layout, unpack_tags
+from dataplane_redis._wire import pack_strings, pack_tags, unpack_layout, unpack_tags
 
 
 @pytest.mark.parametrize(
@@ -23,10 +24,20 @@ def test_damaged_tags_are_refused(data):
         unpack_tags(data)
 
 
-@pytest.mark.parametrize("data", [b"\x01", struct.pack("<I", 5) + b"x", struct.pack("<I", 1) + b"\xff"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x01",
+        struct.pack("<I", 5) + b"x",
+        struct.pack("<I", 1) + b"\xff",
+        pack_strings(["x"]),
+    ],
+)
 def test_a_damaged_layout_is_refused(data):
     with pytest.raises(CorruptDataError, match="the fields of a write cannot be read"):
         unpack_layout(data)
+    with pytest.raises(CorruptDataError, match="'tensor:int64' is no spec of a field"):
+        unpack_layout(pack_strings(["x", "tensor:int64"]))
 
 
 @pytest.mark.parametrize("text", [b"{}", b"[]", b"x", b"[" * 100_000, b'{"fields": "x"}'])
@@ -36,7 +47,9 @@ def test_a_damaged_registration_is_refused(text):
 
 
 def test_what_was_packed_is_read():
-    assert unpack_layout(pack_layout(["x", "", "ü"])) == ["x", "", "ü"]
+    spec = FieldSpec.from_text("tensor:int64:1:")
+    layout = unpack_layout(pack_strings(text for name in ("x", "", "ü") for text in (name, spec.to_text())))
+    assert list(layout.items()) == [("x", spec), ("", spec), ("ü", spec)]
     assert unpack_tags(pack_tags({"n": 2**60, "s": "t"})) == {"n": 2**60, "s": "t"}
 
 

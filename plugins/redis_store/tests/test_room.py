@@ -176,7 +176,7 @@ def test_a_put_that_waits_is_woken_when_room_becomes_free(client, never_asks, ho
     done = []
     session = client._backend._session
     if how == "abort":
-        words = ("p", "", ["begun"], [["", [40 * _UNIT], ""]], [], "", 100 * _UNIT, 60.0, "", b"w" * 16, b"", 0.0, b"")
+        words = ("p", "", ["begun"], [["", [40 * _UNIT], ""]], "", 100 * _UNIT, 60.0, "", b"w" * 16, b"", 0.0, b"")
         assert session.run("test", time.monotonic() + 5, "put", "begin", *words)[0] == b"ok"
     waiting = put_by_thread(client, "waits", 30 if how == "abort" else 50, done)
     until(lambda: line(client) == 1 and listening(client))

@@ -20,7 +20,7 @@ from dataplane_redis import _refusals
 from dataplane_redis._acknowledged import Acknowledged
 from dataplane_redis._session import KEPT_S, Session
 from dataplane_redis._wakes import Wakes
-from dataplane_redis._wire import pack_filter, pack_layout, pack_request, text_of, to_bytes, unpack_tags
+from dataplane_redis._wire import pack_filter, pack_request, pack_strings, text_of, to_bytes, unpack_tags
 
 __all__ = ["Claims"]
 
@@ -67,7 +67,7 @@ class Claims:
             return Claim(version=request.since, ask_again_s=self._pause_of(request, request.since))
         if counts:
             self._count_at = now + _COUNT_AGAIN_S
-        required, conditions = pack_layout(sorted(set(request.required_fields))), pack_conditions(request)
+        required, conditions = pack_strings(sorted(set(request.required_fields))), pack_conditions(request)
         question = (request.partition_id, request.task_name, request.batch_size, required, conditions)
         waiter = self._wakes.enter(request, question)
         ids: list[str] = []

@@ -38,7 +38,7 @@ from dataplane_redis._acknowledged import Acknowledged
 from dataplane_redis._claims import Claims
 from dataplane_redis._reads import Reads
 from dataplane_redis._session import Session
-from dataplane_redis._wire import pack_layout, text_of
+from dataplane_redis._wire import pack_strings, text_of
 
 __all__ = ["Overview"]
 
@@ -155,7 +155,7 @@ class Overview:
             _refusals.raise_partition(request.partition_id, reply)
         _, epoch, text, specs, num_samples, num_cleared, held_bytes, oldest_s, tasks, leases = reply
         info = _info_of(text_of(epoch), text)
-        required = pack_layout(sorted(info.fields))
+        required = pack_strings(sorted(info.fields))
         consumed = {text_of(name): count for name, count in _pairs(tasks)}
         oldest = {text_of(name): _holder_of(*lease) for name, lease in _pairs(leases)}
         described = {}

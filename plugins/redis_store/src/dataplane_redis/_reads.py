@@ -65,22 +65,17 @@ class Reads:
         """
         what = f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)"
         moved: set[_Place] = set()
+        most = INLINE_BYTES if len(request.sample_ids) <= INLINE_ROWS else -1
         while True:
-            reply = self._locate(what, request.partition_id, request.sample_ids, request.fields, request.deadline)
-            if reply[0] == b"unknown_partition":
-                _refusals.raise_partition(request.partition_id, reply)
-            layouts = [unpack_layout(layout) for layout in reply[2]]
-            if reply[0] != b"ok" or None in reply[3]:
-                _refusals.raise_missing(what, request, reply[1], layouts)
-            refs = unpack_rows(reply[1])
+            rows, layouts, sent = self._locate(what, request.partition_id, request.sample_ids, most, request.deadline)
+            if None in rows:
+                _refusals.raise_missing(what, request, rows, layouts)
+            refs = unpack_rows([row for row in rows if row is not None])
             plans = ReadPlans(request.fields, layouts)
             picks = [plans.of(each) for each in refs]
             if None in picks:
-                _refusals.raise_missing(what, request, reply[1], layouts)
-            specs = {
-                name: FieldSpec.from_text(text.decode()) for name, text in zip(request.fields, reply[3], strict=True)
-            }
-            sent = reply[5] if len(reply) > 5 else None
+                _refusals.raise_missing(what, request, rows, layouts)
+            specs = {name: spec for layout in layouts for name, spec in layout.items() if name in request.fields}
             columns, empty = self._fetch(what, request, refs, picks, [len(each) for each in layouts], sent)
             if not empty:
                 return WireBatch(columns=columns, specs=specs)
@@ -99,14 +94,11 @@ class Reads:
         self, what: str, partition_id: str, sample_ids: Sequence[str], deadline: float
     ) -> list[tuple[str, ...] | None]:
         """The produced fields of each sample. None for a sample that does not exist."""
-        reply = self._locate(what, partition_id, sample_ids, (), deadline)
-        if reply[0] == b"unknown_partition":
-            _refusals.raise_partition(partition_id, reply)
-        layouts = [unpack_layout(layout) for layout in reply[2]]
-        refs = iter(unpack_rows([row for row in reply[1] if row is not None]))
+        rows, layouts, _ = self._locate(what, partition_id, sample_ids, -1, deadline)
+        refs = iter(unpack_rows([row for row in rows if row is not None]))
         known: dict[tuple[int, ...], tuple[str, ...]] = {}
         found: list[tuple[str, ...] | None] = []
-        for row in reply[1]:
+        for row in rows:
             if row is None:
                 found.append(None)
                 continue
@@ -116,25 +108,30 @@ class Reads:
             found.append(known[key])
         return found
 
-    def _locate(self, what: str, partition_id: str, ids: Sequence[str], fields: Sequence[str], deadline: float) -> Any:
-        """Runs the script on parts of the rows, and joins the replies."""
-        most = INLINE_BYTES if fields and len(ids) <= INLINE_ROWS else -1
-        whole: Any = None
-        first = 0
-        while first < len(ids):
+    def _locate(
+        self, what: str, partition_id: str, ids: Sequence[str], most: int, deadline: float
+    ) -> tuple[list[bytes | None], Sequence[Mapping[str, FieldSpec]], list[Any] | None]:
+        """Runs the script on parts of the rows, and joins the replies.
+
+        Returns:
+            The rows, None for a sample that does not exist; the layouts of the partition; and the payload of all refs,
+            if it has at most so many bytes.
+        """
+        rows: list[bytes | None] = []
+        first, epoch = 0, b""
+        while True:
             some = ids[first : first + _LOCATE_ROWS]
-            reply = self._session.run(what, deadline, "locate", partition_id, some, fields, most)
+            reply = self._session.run(what, deadline, "locate", partition_id, some, most)
             if reply[0] == b"unknown_partition":
-                return reply
-            if whole is not None and whole[4] != reply[4]:  # the partition was registered again
-                whole, first = None, 0
+                _refusals.raise_partition(partition_id, reply)
+            _, found, layouts, now, *sent = reply
+            if first and now != epoch:  # the partition was registered again
+                rows, first = [], 0
                 continue
-            if whole is not None:
-                kind = b"ok" if whole[0] == reply[0] == b"ok" else b"missing"
-                reply = [kind, whole[1] + reply[1], *reply[2:]]  # the last reply has all layouts: they are only added
-            whole = reply
-            first += _LOCATE_ROWS
-        return whole
+            rows += found
+            first, epoch = first + _LOCATE_ROWS, now
+            if first >= len(ids):  # layouts are only added, so this reply has all of them
+                return rows, list(map(unpack_layout, layouts)), sent[0] if sent else None
 
     def _fetch(
         self,

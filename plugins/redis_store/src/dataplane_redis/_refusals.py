@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -110,7 +110,7 @@ def raise_put(what: str, request: PutRequest, reply: Sequence[Any]) -> NoReturn:
 
 
 def raise_missing(
-    what: str, request: GetRequest, rows: Sequence[bytes | None], layouts: Sequence[Sequence[str]]
+    what: str, request: GetRequest, rows: Sequence[bytes | None], layouts: Sequence[Mapping[str, FieldSpec]]
 ) -> NoReturn:
     """Some samples do not exist, or some cells are not produced."""
     absent = [sample_id for sample_id, row in zip(request.sample_ids, rows, strict=True) if row is None]

@@ -8,7 +8,7 @@ Shape legend: ``N`` rows, ``C`` columns.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +16,7 @@ from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import InvalidResponse, ResponseError
 
 from dataplane_core.codec import join_row
+from dataplane_core.spec import FieldSpec
 from dataplane_redis._wire import Refs
 
 __all__ = ["ArrayReader", "ReadPlans", "pack_rows", "row_overhead"]
@@ -67,7 +68,7 @@ def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]]) -> list[A
 class ReadPlans:
     """Finds which refs of a row a read needs, and which of their cells. Computed once per sequence of layouts."""
 
-    def __init__(self, fields: Sequence[str], layouts: Sequence[Sequence[str]]) -> None:
+    def __init__(self, fields: Sequence[str], layouts: Sequence[Mapping[str, FieldSpec]]) -> None:
         self._fields = fields
         self._slots = [{name: slot for slot, name in enumerate(layout)} for layout in layouts]
         self._known: dict[tuple[int, ...], list[tuple[int, list[tuple[int, int]]]] | None] = {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgpack
@@ -12,16 +13,16 @@ import numpy as np
 from dataplane_core.backends import Bundle
 from dataplane_core.codec import unpack_msgpack
 from dataplane_core.errors import CorruptDataError
-from dataplane_core.spec import TagValue
+from dataplane_core.spec import FieldSpec, TagValue
 
 __all__ = [
     "INLINE_BYTES",
     "INLINE_ROWS",
     "Refs",
     "pack_filter",
-    "pack_layout",
     "pack_parts",
     "pack_request",
+    "pack_strings",
     "pack_tags",
     "text_of",
     "to_bytes",
@@ -134,41 +135,47 @@ def pack_filter(tag_filter: Mapping[str, tuple[str, Any]] | None) -> list[Any]:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def pack_layout(names: Sequence[str]) -> bytes:
-    """Packs the field names of a write, in order."""
+def pack_strings(strings: Iterable[str]) -> bytes:
+    """Packs strings in order."""
     parts: list[bytes] = []
-    for name in map(to_bytes, names):
-        parts += (_SIZE.pack(len(name)), name)
+    for each in map(to_bytes, strings):
+        parts += (_SIZE.pack(len(each)), each)
     return b"".join(parts)
 
 
-def pack_parts(bundles: Sequence[Bundle]) -> list[list[Any]]:
+def pack_parts(bundles: Sequence[Bundle], specs: Mapping[str, FieldSpec]) -> list[list[Any]]:
     """What a script must know of each bundle of a put: its layout, the sizes of its rows, and where each sample's row
-    is (or nothing, if sample i has row i)."""
+    is (or nothing, if sample i has row i). A layout is the bundle's fields in order, each with its spec."""
     return [
-        [pack_layout(list(bundle.columns)), bundle.row_bytes, "" if bundle.positions is None else bundle.positions]
+        [
+            pack_strings(text for name in bundle.columns for text in (name, specs[name].to_text())),
+            bundle.row_bytes,
+            "" if bundle.positions is None else bundle.positions,
+        ]
         for bundle in bundles
     ]
 
 
-def unpack_layout(data: bytes) -> list[str]:
-    """Reads what `pack_layout` packed.
+@functools.lru_cache(maxsize=1024)
+def unpack_layout(data: bytes) -> Mapping[str, FieldSpec]:
+    """Reads a layout: its fields in order, with their specs.
 
     Raises:
         CorruptDataError: It is damaged.
     """
-    names = []
+    strings = []
     at = 0
     try:
         while at < len(data):
             (size,) = _SIZE.unpack_from(data, at)
             at += _SIZE.size + size
-            names.append(text_of(data[at - size : at]))
+            strings.append(text_of(data[at - size : at]))
         if at != len(data):
             raise ValueError("it is cut off")
+        names, texts = strings[::2], strings[1::2]
+        return dict(zip(names, map(FieldSpec.from_text, texts), strict=True))
     except (ValueError, struct.error) as error:
         raise _damaged("the fields of a write", error) from error
-    return names
 
 
 def _damaged(what: str, error: Exception) -> CorruptDataError:

@@ -4,12 +4,12 @@ local client, text, seconds = unpack(cmsgpack.unpack(ARGV[1]))
 local clients, ends = BASE .. ':clients', BASE .. ':announced'
 if seconds > 0 then
   call('HSET', clients, client, string.format('%.6f', now()) .. ':' .. text)
-  call('ZADD', ends, string.format('%.6f', now() + seconds), client)
+  call('ZADD', ends, now() + seconds, client)
 else
   call('ZADD', ends, '0', client)
 end
 keep_time()
-for _, over in ipairs(call('ZRANGEBYSCORE', ends, '-inf', string.format('%.6f', now()), 'LIMIT', 0, 3)) do
+for _, over in ipairs(call('ZRANGEBYSCORE', ends, '-inf', now(), 'LIMIT', 0, 3)) do
   call('HDEL', clients, over)
   call('ZREM', ends, over)
 end

@@ -48,7 +48,11 @@ local units_asked = batch_size / per_unit
 local want = units_asked - filled  -- units still to be given
 local view_name = task .. ':' .. required
 local Q = open_question(P, view_name, filter, budget)
-local digest = waiter ~= '' and digest_of(view_name, filter, units_asked)
+local digest
+if waiter ~= '' then
+  -- define here: digest_of
+  digest = digest_of(view_name, filter, units_asked)
+end
 
 local function again()
   save_question(P, Q)
@@ -57,7 +61,10 @@ end
 
 local function done(kind, ...)
   save_question(P, Q)
-  if digest and (kind ~= 'wait' or stops == 1) then stop_waiting(P, digest, waiter) end
+  if digest and (kind ~= 'wait' or stops == 1) then
+    -- define here: stop_waiting
+    stop_waiting(P, digest, waiter)
+  end
   return reply(kind, ...)
 end
 
@@ -65,27 +72,29 @@ end
 
 local step = math.min(want, math.max(1, math.floor(most / per_unit)))  -- the most that this script gives
 if not catch_up(P, Q) then return again() end
-local units = gather(P, Q, all_or_nothing == 1 and want or 1, step)
+local units, unqueued = gather(P, Q, all_or_nothing == 1 and want or 1, step)
 if not units then return again() end
 local exhausted = false
 if #units < step then
+  -- define here: more_may_come
   local more = more_may_come(P, Q)
   if more == nil then return again() end
   exhausted = not more
   if all_or_nothing == 1 and more then
+    -- define here: end_lease, start_waiting, next_end
     if lease then
       end_lease(P, lease)  -- other clients cleared samples of this claim
       return done('lost')
     end
     if client ~= '' then
-      call('ZREMRANGEBYSCORE', BASE .. ':waiters', '-inf', string.format('%.6f', now()))
-      call('ZADD', BASE .. ':waiters', string.format('%.6f', now() + COUNTED_S), client)
+      call('ZREMRANGEBYSCORE', BASE .. ':waiters', '-inf', now())
+      call('ZADD', BASE .. ':waiters', now() + COUNTED_S, client)
     end
     local is_woken = digest and stops == 0 and start_waiting(P, view_name, filter, units_asked, waiter)
     return done('wait', P.epoch, call('HGET', P.meta, 'change') or '', next_end(P), call('ZCARD', BASE .. ':waiters'),
       is_woken and 1 or 0)
   end
-  if exhausted and all_or_nothing == 1 then units = gather(P, Q, 0, step) end
+  if exhausted and all_or_nothing == 1 then units, unqueued = gather(P, Q, 0, step) end
   if not units then return again() end
 end
 
@@ -93,6 +102,7 @@ end
 
 local ids = units
 if P.group then
+  -- define here: load_groups
   ids = {}
   local groups = load_groups(P, units)
   for _, unit in ipairs(units) do
@@ -102,9 +112,14 @@ end
 local last = #units == want or #units < step
 if #ids > 0 then
   leave_mark()
-  for _, other in ipairs(views_of(P, task)) do batched('ZREM', other.ready, units) end
-  if Q.is_new then batched('ZREM', Q.view.ready, units) end
-  if Q.F then write_filter(Q.F, 'ZREM', Q.F.matching, units) end
+  for _, other in ipairs(views_of(P, task)) do
+    if other ~= Q.view then batched('ZREM', other.ready, units) end
+  end
+  if not unqueued then batched('ZREM', Q.view.ready, units) end
+  if Q.F then
+    -- define here: write_filter
+    write_filter(Q.F, 'ZREM', Q.F.matching, units)
+  end
   if P.group then call('HINCRBY', P.meta, 'w:' .. task, #units) end
   if lease_s >= 0 or lease or not last then
     lease = lease or new_lease(P, 'P', task, token, holder)

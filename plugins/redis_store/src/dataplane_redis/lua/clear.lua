@@ -6,6 +6,7 @@ leave_mark()
 local P = open_partition(name)
 if not P or (epoch ~= '' and epoch ~= P.epoch) then return {'ok', 0, has_trash(), ''} end
 if whole == 1 then
+  -- define here: drop_partition
   local count = drop_partition(P)
   return {'ok', count, has_trash(), ''}
 end
@@ -20,6 +21,7 @@ end
 if #gone > 0 then
   local units = gone
   if P.group then
+    -- define here: distinct_groups, load_groups, save_heads
     units = distinct_groups(gone)
     local groups, leaving = load_groups(P, units), {}
     for _, id in ipairs(gone) do

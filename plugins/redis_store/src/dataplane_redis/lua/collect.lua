@@ -27,9 +27,9 @@ if epoch then
 end
 local given, again = {}, {}
 if SPREAD then
-  given = call('ZRANGEBYSCORE', BASE .. ':gone', '-inf', string.format('%.6f', now()), 'LIMIT', 0, limit)
+  given = call('ZRANGEBYSCORE', BASE .. ':gone', '-inf', now(), 'LIMIT', 0, limit)
   for i, entry in ipairs(given) do
-    again[2 * i - 1] = string.format('%.6f', now() + GIVEN_S)
+    again[2 * i - 1] = now() + GIVEN_S
     again[2 * i] = entry
   end
   batched('ZADD', BASE .. ':gone', again)

@@ -31,7 +31,7 @@
 --                        w   zset   "<time>:<seq>" by seq: when rows from this seq on were first written
 --                        x   set    ids that were cleared, if num is set
 --                        s   hash   field -> spec
---                        l   list   layouts: the field names of a write, in order; li: hash layout -> index
+--                        l   list   layouts: the fields of a write in order, with their specs; li: hash layout -> index
 --                        u   set    writes that rows refer to
 --                        uc  hash   such a write in other slots -> its rows that are still referred to
 --                        n   hash   write and position of a row that several ids share -> how many
@@ -49,7 +49,6 @@ local BASE = KEYS[1]
 local CHUNK = 1000
 local REF = 32
 local MEMBERS = 64
-local HEX = '%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x%02x'
 local call = redis.call
 
 local ASKER = ARGV[#ARGV]
@@ -63,7 +62,7 @@ local function leave_mark()
   if #ASKER <= 56 then return end
   local caller, number = struct.unpack('<c10I8', ASKER, 57)
   if number > tonumber(call('HGET', BASE .. ':marks', caller) or 0) then
-    call('HSET', BASE .. ':marks', caller, string.format('%.0f', number))
+    call('HSET', BASE .. ':marks', caller, number)
   end
 end
 
@@ -73,7 +72,7 @@ local function is_done(request) return request ~= '' and call('EXISTS', BASE .. 
 
 local function keep_done(request, seconds)
   if request == '' then return end
-  call('SET', BASE .. ':done:' .. request, '', 'PX', string.format('%.0f', 1000 * seconds))
+  call('SET', BASE .. ':done:' .. request, '', 'PX', math.ceil(1000 * seconds))
 end
 
 -- The time of the store in seconds. It never goes back. Each client gets it when it connects, and adds the seconds of
@@ -140,7 +139,7 @@ local function add_to(lists, order, key, value)
 end
 
 local function key_of_write(write)
-  return BASE .. ':w:' .. string.format(HEX, string.byte(write, 1, 16))
+  return BASE .. ':w:' .. string.format('%08x%08x%08x%08x', struct.unpack('>I4I4I4I4', write))
 end
 
 -- Whether a write's rows lie in other slots of the cluster. Then its number of groups is not 0, see _placing.py.
@@ -157,7 +156,7 @@ end
 -- 1 if `collect` has something to do now, else 0.
 local function has_trash()
   if call('EXISTS', BASE .. ':trash') == 1 then return 1 end
-  return SPREAD and #call('ZRANGEBYSCORE', BASE .. ':gone', '-inf', string.format('%.6f', now()), 'LIMIT', 0, 1) or 0
+  return SPREAD and #call('ZRANGEBYSCORE', BASE .. ':gone', '-inf', now(), 'LIMIT', 0, 1) or 0
 end
 
 -- A partition, and the index of one of its tasks, if a task is named. Nil if there is no such partition or task.
@@ -181,7 +180,7 @@ local function changed(P, units)
   if not units or #units == 0 or call('EXISTS', P.at .. 'c') == 0 then return end
   local args, last = {}, call('HINCRBY', P.meta, 'noted', #units)
   for i = 1, #units do
-    args[2 * i - 1] = string.format('%.0f', last - #units + i)
+    args[2 * i - 1] = last - #units + i
     args[2 * i] = units[i]
   end
   batched('ZADD', P.at .. 'c', args)
@@ -214,14 +213,15 @@ local function signature(row)
   return table.concat(parts)
 end
 
-local function names_of(layout)
-  local names, at = {}, 1
-  while at <= #layout do
-    local size = struct.unpack('<I4', layout, at)
-    names[#names + 1] = string.sub(layout, at + 4, at + 3 + size)
+-- Packed strings: those of a layout are a field, its spec, the next field, ...
+local function strings_of(packed)
+  local strings, at = {}, 1
+  while at <= #packed do
+    local size = struct.unpack('<I4', packed, at)
+    strings[#strings + 1] = string.sub(packed, at + 4, at + 3 + size)
     at = at + 4 + size
   end
-  return names
+  return strings
 end
 
 local function layout_names(P, index)
@@ -231,7 +231,9 @@ local function layout_names(P, index)
   end
   local names = P.names[index]
   if not names then
-    names = names_of(P.layouts[index + 1])
+    names = {}
+    local strings = strings_of(P.layouts[index + 1])
+    for i = 1, #strings, 2 do names[#names + 1] = strings[i] end
     P.names[index] = names
   end
   return names
@@ -249,21 +251,13 @@ local function fields_of(P, sig)
   return set
 end
 
-local function holds_all(P, sig, required)
-  local set = fields_of(P, sig)
-  for _, name in ipairs(required) do
-    if not set[name] then return false end
-  end
-  return true
-end
-
 local function group_of(id)
   return string.match(id, '^(.*)_g')
 end
 
 -- Sends a message to a client (8 bytes), see _wakes.py. False if it does not listen.
 local function tell(client, message)
-  local channel = BASE .. ':wake:' .. string.format(string.sub(HEX, 1, 32), string.byte(client, 1, 8))
+  local channel = BASE .. ':wake:' .. string.format('%08x%08x', struct.unpack('>I4I4', client))
   local heard = redis.pcall('SPUBLISH', channel, message)
   return type(heard) == 'table' or heard > 0  -- an error: this user may not publish. The client asks by itself later.
 end
@@ -295,11 +289,22 @@ end
 -- Subtracts payload bytes that are no longer held.
 local function free_room(bytes)
   if bytes == 0 then return end  -- the server does not accept '-0' as a number
-  call('INCRBY', BASE .. ':held', string.format('%.0f', -bytes))
+  call('INCRBY', BASE .. ':held', -bytes)
   if call('EXISTS', BASE .. ':line') == 1 then
-    call('SET', BASE .. ':freed', string.format('%.6f', now()))
+    -- define here: wake_puts
+    call('SET', BASE .. ':freed', now())
     wake_puts()
   end
+end
+
+-- Gives up a put that was begun and not committed, if there still is one.
+local function give_up(write)
+  if call('ZREM', BASE .. ':pending', write) == 0 then return false end
+  local size = call('HGET', BASE .. ':reserved', write)
+  call('HDEL', BASE .. ':reserved', write)
+  free_room(tonumber(size or 0))
+  delete_write(write)
+  return true
 end
 
 -- Notes how many ids have each row of a part, where it is more than one.
@@ -317,9 +322,7 @@ end
 
 -- The refs of a list that no other id has. Counts those of the others down.
 local function unshared(P, refs)
-  local key = P.at .. 'n'
-  if call('EXISTS', key) == 0 then return refs end
-  local rows, free, uses, order = {}, {}, {}, {}
+  local key, rows, free, uses, order = P.at .. 'n', {}, {}, {}, {}
   for i, ref in ipairs(refs) do rows[i] = string.sub(ref, 1, 20) end
   local counts = hmget(key, rows)
   for i, ref in ipairs(refs) do
@@ -348,8 +351,12 @@ end
 -- Gives up payload: `refs` is a list of ref byte strings, one for each id that had it. Frees what no id has any longer.
 local function free_refs(P, refs)
   if #refs == 0 then return end
+  if call('EXISTS', P.at .. 'n') == 1 then
+    -- define here: unshared
+    refs = unshared(P, refs)
+  end
   local by_write, order, bytes = {}, {}, 0
-  for _, ref in ipairs(unshared(P, refs)) do
+  for _, ref in ipairs(refs) do
     local write, position, _, size = struct.unpack('<c16I4I4I8', ref)
     bytes = bytes + size
     add_to(by_write, order, write, position)
@@ -373,7 +380,7 @@ local function free_refs(P, refs)
   end
   if bytes > 0 then
     free_room(bytes)
-    call('HINCRBY', P.meta, 'bytes', string.format('%.0f', -bytes))
+    call('HINCRBY', P.meta, 'bytes', -bytes)
   end
 end
 
@@ -381,15 +388,9 @@ end
 local function reap()
   keep_time()
   local pending = BASE .. ':pending'
-  for _, write in ipairs(call('ZRANGEBYSCORE', pending, '-inf', string.format('%.6f', now()), 'LIMIT', 0, 100)) do
-    local size = call('HGET', BASE .. ':reserved', write)
-    if size then
-      free_room(tonumber(size))
-      call('HDEL', BASE .. ':reserved', write)
-    end
-    call('ZREM', pending, write)
-    delete_write(write)
-  end
+  if call('EXISTS', pending) == 0 then return end
+  -- define here: give_up
+  for _, write in ipairs(call('ZRANGEBYSCORE', pending, '-inf', now(), 'LIMIT', 0, 100)) do give_up(write) end
 end
 
 -- --- views and units -------------------------------------------------------------------------------------------------
@@ -397,9 +398,19 @@ end
 local function open_view(P, name, mark)
   local colon = string.find(name, ':', 1, true)
   return {
-    name = name, task = string.sub(name, 1, colon - 1), required = names_of(string.sub(name, colon + 1)),
-    kept = mark, mark = tonumber(mark or 0), ready = P.at .. 'v:' .. name,
+    name = name, task = string.sub(name, 1, colon - 1), layout = string.sub(name, colon + 1),
+    kept = tonumber(mark or nil), mark = tonumber(mark or 0), ready = P.at .. 'v:' .. name,
   }
+end
+
+-- Whether rows with a signature have the fields that a view requires.
+local function holds_all(P, sig, view)
+  view.required = view.required or strings_of(view.layout)
+  local set = fields_of(P, sig)
+  for _, name in ipairs(view.required) do
+    if not set[name] then return false end
+  end
+  return true
 end
 
 local function views_of(P, task)
@@ -500,6 +511,17 @@ local function is_whole(P, g)
   return g and not g.broken and g.count == P.group
 end
 
+-- Adds new ids to their groups: `heads` has the groups that are known.
+local function join_groups(P, names, heads, joining, seqs)
+  for _, name in ipairs(names) do
+    local g = heads[name] or {seq = seqs[name], broken = false, count = 0, listed = 0, first = ''}
+    heads[name] = g
+    join_group(P, name, g, joining[name])
+    if is_whole(P, g) then call('HINCRBY', P.meta, 'whole', 1) end
+  end
+  save_heads(P, names, heads)
+end
+
 local function distinct_groups(ids)
   local seen, names = {}, {}
   for _, id in ipairs(ids) do
@@ -537,6 +559,23 @@ local function groups_to_offer(P, views, ids)
   return some
 end
 
+-- The rows that a view may give now: {seq, id, seq, id, ...}.
+local function claimable(P, view, ids, rows)
+  local held, found, verdicts = hmget(P.at .. 'h:' .. view.task, ids), {}, {}
+  for j, row in ipairs(rows) do
+    local sig = signature(row)
+    if verdicts[sig] == nil then verdicts[sig] = holds_all(P, sig, view) end
+    if verdicts[sig] and not held[j] then
+      local seq = seq_of(row)
+      if seq <= view.mark then
+        found[#found + 1] = seq
+        found[#found + 1] = ids[j]
+      end
+    end
+  end
+  return found
+end
+
 -- Queues claimable units: rows `ids` (with their `rows`), or their groups. Returns the number of group members that it
 -- looked at.
 local function offer(P, views, ids, rows)
@@ -545,23 +584,9 @@ local function offer(P, views, ids, rows)
   local queued = {}
   for i = 1, #views do queued[i] = {} end
   if not P.group then
-    local held = {}
-    for i, view in ipairs(views) do
-      held[view.task] = held[view.task] or hmget(P.at .. 'h:' .. view.task, ids)
-      local mine, args, verdicts = held[view.task], queued[i], {}
-      for j, row in ipairs(rows) do
-        local sig = signature(row)
-        if verdicts[sig] == nil then verdicts[sig] = holds_all(P, sig, view.required) end
-        if verdicts[sig] and not mine[j] then
-          local seq = seq_of(row)
-          if seq <= view.mark then
-            args[#args + 1] = string.format('%.0f', seq)
-            args[#args + 1] = ids[j]
-          end
-        end
-      end
-    end
+    for i, view in ipairs(views) do queued[i] = claimable(P, view, ids, rows) end
   else
+    -- define here: groups_to_offer, load_groups
     for first = 1, #ids, CHUNK do
       local names = groups_to_offer(P, views, {unpack(ids, first, math.min(first + CHUNK - 1, #ids))})
       local groups = load_groups(P, names)
@@ -574,11 +599,11 @@ local function offer(P, views, ids, rows)
           local ready = held[view.task]
           for j = 1, #members do
             if not ready then break end
-            ready = members[j] and holds_all(P, signature(members[j]), view.required)
+            ready = members[j] and holds_all(P, signature(members[j]), view)
           end
           if ready then
             local args = queued[i]
-            args[#args + 1] = string.format('%.0f', g.seq)
+            args[#args + 1] = g.seq
             args[#args + 1] = name
           end
         end

@@ -36,7 +36,7 @@ local function compare(a, b)
   return a == b, nil, nil
 end
 
-local function holds(value, symbol, operand)
+local function satisfies(value, symbol, operand)
   if symbol == 'in' then
     for _, option in ipairs(operand) do
       if (compare(value, option)) then return true end
@@ -59,7 +59,7 @@ local function matches(packed, conditions)
   local tags = cmsgpack.unpack(packed)
   for _, condition in ipairs(conditions) do
     local value = tags[condition[1]]
-    if not value or not holds(value, condition[2], condition[3]) then return false end
+    if not value or not satisfies(value, condition[2], condition[3]) then return false end
   end
   return true
 end

@@ -35,7 +35,7 @@ local function new_lease(P, kind, task, token, holder)
   local number = string.format('%.0f', call('HINCRBY', P.meta, 'lease', 1))
   local lease = {
     number = number, kind = kind, task = task, rows = 0, given = 0, token = token, holder = holder, parts = 0,
-    since = string.format('%.6f', now()),
+    since = now(),
   }
   P.leases = P.leases or {}
   P.leases[number] = lease
@@ -43,7 +43,7 @@ local function new_lease(P, kind, task, token, holder)
 end
 
 local function ends_in(P, lease, seconds)
-  call('ZADD', P.at .. 'q', string.format('%.6f', now() + seconds), lease.number)
+  call('ZADD', P.at .. 'q', now() + seconds, lease.number)
 end
 
 -- The lease of a hold. False if it was acked or given for good.
@@ -96,6 +96,7 @@ local function give_back(P, task, ids)
   if #ids == 0 then return end
   batched('HDEL', P.at .. 'h:' .. task, ids)
   if P.group then
+    -- define here: distinct_groups, load_groups
     local names = distinct_groups(ids)
     local groups = load_groups(P, names)
     for _, name in ipairs(names) do
@@ -118,14 +119,16 @@ end
 -- Returns about `budget` rows of ended leases to the pool. Replies whether these were all.
 local function end_due(P, budget)
   keep_time()
-  local queue, limit = P.at .. 'q', string.format('%.6f', now())
+  local queue, limit = P.at .. 'q', now()
   while true do
     local number = call('ZRANGEBYSCORE', queue, '-inf', limit, 'LIMIT', 0, 1)[1]
     if not number then return true end
     if budget <= 0 then return false end
+    -- define here: end_lease, drop_lease
     local lease = read_lease(P, number)
     if lease.kind ~= 'E' then end_lease(P, lease) end
     if lease.parts > 0 then
+      -- define here: give_back
       local field, mine = number .. ':' .. lease.parts, {}
       local ids = cmsgpack.unpack(call('HGET', P.at .. 'a', field))
       for i, hold in ipairs(hmget(P.at .. 'h:' .. lease.task, ids)) do

@@ -72,7 +72,7 @@ local function refuse_room(write, bytes, capacity, wait_s, client, enters)
   local waiting = read_waiting(write)
   if not waiting then
     local last = call('ZREVRANGE', LINE, 0, 0, 'WITHSCORES')
-    call('ZADD', LINE, string.format('%.0f', (tonumber(last[2]) or 0) + 1), write)
+    call('ZADD', LINE, (tonumber(last[2]) or 0) + 1, write)
     waiting = {write = write, bytes = bytes, came = time, kept = 0, passed = 0, client = client}
   end
   if waiting.kept - time < KEPT_S / 2 or waiting.client ~= client then
@@ -83,4 +83,15 @@ local function refuse_room(write, bytes, capacity, wait_s, client, enters)
   local before = call('ZRANK', LINE, write)
   local pause_s = math.max(client == '' and 0 or PAUSE_LISTENS_S, PAUSE_S * (1 + before))
   return {'full', held, before, string.format('%.3f', math.min(PAUSE_MOST_S, pause_s))}
+end
+
+-- Takes room for a put. If there is none, it joins the queue, and this replies as refuse_room.
+local function take_room(write, bytes, capacity, wait_s, client)
+  local refused = refuse_room(write, bytes, capacity, wait_s, client, true)
+  if refused then return refused end
+  call('INCRBY', BASE .. ':held', bytes)
+  if leave_line(write) then
+    -- define here: wake_puts
+    wake_puts()
+  end
 end

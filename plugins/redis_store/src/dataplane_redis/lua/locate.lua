@@ -1,13 +1,14 @@
--- Request: {partition, ids, fields, most bytes to send along}. Replies with rows, layouts, specs and the epoch. If the
--- payload of all rows is small, also with the payload of every ref, in order.
-local name, ids, fields, most = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {partition, ids, most bytes to send along}. Replies with rows, layouts and the epoch. If the payload of all
+-- rows is small, also with the payload of every ref, in order.
+local name, ids, most = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name)
 if not P then return unknown_partition() end
 local rows = hmget(P.at .. 'r', ids)
+local layouts = call('LRANGE', P.at .. 'l', 0, -1)
 local payload, total = {}, 0
 for i = 1, #ids do
   local row = rows[i]
-  if not row then return {'missing', rows, call('LRANGE', P.at .. 'l', 0, -1), {}, P.epoch} end
+  if not row then return {'missing', rows, layouts, P.epoch} end
   if total <= most then
     for at = 9, #row, REF do
       total = total + struct.unpack('<I8', row, at + 24)
@@ -23,6 +24,4 @@ if total <= most then
     end
   end
 end
-local reply = {'ok', rows, call('LRANGE', P.at .. 'l', 0, -1), hmget(P.at .. 's', fields), P.epoch}
-if total <= most then reply[6] = payload end
-return reply
+return {'ok', rows, layouts, P.epoch, total <= most and payload or nil}

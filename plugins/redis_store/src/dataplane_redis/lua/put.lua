@@ -1,11 +1,11 @@
--- Request: {mode, partition, epoch ("" for any), ids, parts, {field, spec, ...}, tags ("" or one msgpack map or "" per
+-- Request: {mode, partition, epoch ("" for any), ids, parts, tags ("" or one msgpack map or "" per
 -- row), capacity (0: none), ttl_s, request id, write (16 bytes), known, how long to wait for room, the client that listens or ""}. A
 -- part is some fields of the put, which have rows of their own: {layout, sizes of its rows, for each id its row, from 0
 -- ("": row i)}. Mode "begin" checks and reserves; "commit" checks again what may have changed and makes the rows visible;
 -- "inline" does both, with the rows in ARGV[2...]. A put is identified by its random write id. So if the server restarted
 -- from a state without the begin, the commit is refused; and no seq is used twice. A put whose request id is kept was
 -- carried out: "begin" replies {"done"}, the others as if they had done it. Mode "again" only asks for that reply.
-local mode, name, epoch, ids, parts, specs, tags, capacity, ttl_s, request, write, known, wait_s, client =
+local mode, name, epoch, ids, parts, tags, capacity, ttl_s, request, write, known, wait_s, client =
   unpack(cmsgpack.unpack(ARGV[1]))
 local total, num_rows = 0, 0
 for _, part in ipairs(parts) do
@@ -17,11 +17,8 @@ local write_key, elsewhere = key_of_write(write), lies_elsewhere(write)
 
 local function refuse(...)
   if mode == 'commit' then
-    if call('ZREM', BASE .. ':pending', write) == 1 then
-      call('HDEL', BASE .. ':reserved', write)
-      free_room(total)
-    end
-    delete_write(write)
+    -- define here: give_up
+    give_up(write)
   end
   return {...}
 end
@@ -52,19 +49,27 @@ if mode == 'commit' then
     end
   end
 end
-local fields, new_specs = {}, {}
-for i = 1, #specs, 2 do fields[#fields + 1] = specs[i] end
-for i, kept in ipairs(hmget(P.at .. 's', fields)) do
-  local spec = specs[2 * i]
-  if not kept then
-    new_specs[#new_specs + 1] = fields[i]
-    new_specs[#new_specs + 1] = spec
-  elseif kept ~= spec then
-    return refuse('schema', fields[i], kept)
+local layouts, new_specs = {}, {}
+for i, part in ipairs(parts) do layouts[i] = part[1] end
+for i, index in ipairs(hmget(P.at .. 'li', layouts)) do
+  parts[i].layout = tonumber(index or nil)
+  if not index then  -- else its specs are those that are kept
+    -- define here: strings_of
+    local strings, fields = strings_of(layouts[i]), {}
+    for k = 1, #strings, 2 do fields[#fields + 1] = strings[k] end
+    for k, kept in ipairs(hmget(P.at .. 's', fields)) do
+      if not kept then
+        new_specs[#new_specs + 1] = fields[k]
+        new_specs[#new_specs + 1] = strings[2 * k]
+      elseif kept ~= strings[2 * k] then
+        return refuse('schema', fields[k], kept)
+      end
+    end
   end
 end
 local groups, group_names, joining = {}, {}, {}
 if P.group then
+  -- define here: group_of, load_heads
   for i, id in ipairs(ids) do
     if not rows[i] then
       local key = group_of(id)
@@ -78,17 +83,18 @@ if P.group then
     if count > P.group then return refuse('surplus', key, count, P.group) end
   end
 end
-if mode ~= 'commit' then
-  if capacity > 0 and total > 0 then
-    local refused = refuse_room(write, total, capacity, wait_s, client, true)
+if mode ~= 'commit' and total > 0 then
+  if capacity > 0 then
+    -- define here: take_room
+    local refused = take_room(write, total, capacity, wait_s, client)
     if refused then return refused end
+  else
+    call('INCRBY', BASE .. ':held', total)
   end
-  if num_rows > 0 then call('INCRBY', BASE .. ':held', string.format('%.0f', total)) end
-  if capacity > 0 and total > 0 and leave_line(write) then wake_puts() end
 end
 if mode == 'begin' then
-  call('ZADD', BASE .. ':pending', string.format('%.6f', now() + ttl_s), write)
-  call('HSET', BASE .. ':reserved', write, string.format('%.0f', total))
+  call('ZADD', BASE .. ':pending', now() + ttl_s, write)
+  call('HSET', BASE .. ':reserved', write, total)
   local seqs = {}
   for i = 1, #ids do seqs[i] = rows[i] and string.sub(rows[i], 1, 8) or '\0\0\0\0\0\0\0\0' end
   return {'ok', P.epoch, table.concat(seqs)}
@@ -114,17 +120,18 @@ local new_sig = ''
 if num_rows > 0 then
   batched('HSET', P.at .. 's', new_specs)
   for _, part in ipairs(parts) do
-    local index = call('HGET', P.at .. 'li', part[1])
-    if not index then
-      index = call('RPUSH', P.at .. 'l', part[1]) - 1
-      call('HSET', P.at .. 'li', part[1], index)
+    if not part.layout then
+      part.layout = call('RPUSH', P.at .. 'l', part[1]) - 1
+      call('HSET', P.at .. 'li', part[1], part.layout)
     end
-    part.layout = tonumber(index)
     new_sig = new_sig .. struct.pack('<I4', part.layout)
-    if part[3] ~= '' then add_sharers(P, write, part) end
+    if part[3] ~= '' then
+      -- define here: add_sharers
+      add_sharers(P, write, part)
+    end
   end
   call('SADD', P.at .. 'u', write)
-  call('HINCRBY', P.meta, 'bytes', string.format('%.0f', total))
+  call('HINCRBY', P.meta, 'bytes', total)
 end
 
 -- The refs of the put's rows of an id.
@@ -142,6 +149,7 @@ local plans = {}
 local function plan_of(sig)
   local plan = plans[sig]
   if not plan then
+    -- define here: layout_names
     plan = {stays = {}, sig = ''}
     local later = {}
     for _, part in ipairs(parts) do
@@ -167,10 +175,15 @@ end
 local first_seq = call('INCRBY', BASE .. ':seq', #ids) - #ids
 local row_args, order_args, tag_args, freed = {}, {}, {}, {}
 local new_ids, old_ids, old_rows, known_ids = {}, {}, {}, {}
-local views = views_of(P)
+local is_new = none_held(rows)
+local views = {}
+if not is_new then  -- new rows enter a view when a claim looks at them
+  -- define here: views_of
+  views = views_of(P)
+end
 local gained = {}
-local old_tags = {}
-if tags ~= '' and not none_held(rows) then old_tags = hmget(P.at .. 't', ids) end
+local old_tags, group_seqs = {}, {}
+if tags ~= '' and not is_new then old_tags = hmget(P.at .. 't', ids) end
 for i, id in ipairs(ids) do
   local row, ref = rows[i], ''
   if row then known_ids[#known_ids + 1] = id end
@@ -180,11 +193,12 @@ for i, id in ipairs(ids) do
     local seq = first_seq + i
     after = struct.pack('<I8', seq) .. ref
     new_ids[#new_ids + 1] = id
-    order_args[#order_args + 1] = string.format('%.0f', seq)
+    order_args[#order_args + 1] = seq
     order_args[#order_args + 1] = id
     if P.group then
+      -- define here: group_of
       local key = group_of(id)
-      if not groups[key] then groups[key] = {seq = seq, broken = false, count = 0, listed = 0, first = ''} end
+      group_seqs[key] = group_seqs[key] or seq
     end
   elseif num_rows > 0 then
     local sig = signature(row)
@@ -199,9 +213,10 @@ for i, id in ipairs(ids) do
     if #views > 0 then
       local key = sig .. '|' .. plan.sig
       if gained[key] == nil then
+        -- define here: holds_all
         gained[key] = false
         for _, view in ipairs(views) do
-          if holds_all(P, plan.sig, view.required) and not holds_all(P, sig, view.required) then gained[key] = true end
+          if holds_all(P, plan.sig, view) and not holds_all(P, sig, view) then gained[key] = true end
         end
       end
       if gained[key] then
@@ -229,11 +244,12 @@ set_fields(P.at .. 'r', row_args)
 batched('ZADD', P.at .. 'o', order_args)
 if order_args[1] then note_time(P, order_args[1]) end
 set_fields(P.at .. 't', tag_args)
-for _, key in ipairs(group_names) do
-  join_group(P, key, groups[key], joining[key])
-  if is_whole(P, groups[key]) then call('HINCRBY', P.meta, 'whole', 1) end
+local units = known_ids  -- those that are now whole or match may have an early seq
+if P.group then
+  -- define here: join_groups, distinct_groups
+  join_groups(P, group_names, groups, joining, group_seqs)
+  units = distinct_groups(ids)
 end
-save_heads(P, group_names, groups)
 if P.num and #new_ids > 0 then
   local fresh = #new_ids
   if call('EXISTS', P.at .. 'x') == 1 then
@@ -244,8 +260,14 @@ if P.num and #new_ids > 0 then
   end
   if fresh > 0 then call('HINCRBY', P.meta, 'seen', fresh) end
 end
-free_refs(P, freed)
-offer(P, views, old_ids, old_rows)
-changed(P, P.group and distinct_groups(ids) or known_ids)  -- units that are now whole or match may have an early seq
+if #freed > 0 then
+  -- define here: free_refs
+  free_refs(P, freed)
+end
+if #old_ids > 0 then
+  -- define here: offer
+  offer(P, views, old_ids, old_rows)
+end
+changed(P, units)
 wake(P)
 return {'ok', P.epoch, SPREAD and has_trash() or 0}

@@ -1,27 +1,33 @@
 -- What a claim asks: the ready units of a view, or those of them that match a filter, in order of first write.
 -- `Q.budget` is about how many rows a script may still look at for it.
 --
---   Q.view, Q.F   the view, and the filter's state (false: no filter)
+--   Q.view, Q.F   the view, and the filter's state (nil: no filter)
 --   Q.is_new      no claim asked for this view before
 local function open_question(P, view_name, filter, budget)
   local view = view_of(P, view_name)
   local Q = {view = view or open_view(P, view_name), is_new = not view, budget = budget}
   Q.units = math.max(1, math.floor(CHUNK / (P.group or 1)))  -- units looked at per step
   Q.held = P.at .. 'h:' .. Q.view.task
-  Q.F = filter ~= '' and open_filter(P, Q.view, filter)
+  if filter ~= '' then
+    -- define here: open_filter
+    Q.F = open_filter(P, Q.view, filter)
+  end
   return Q
 end
 
 local function save_question(P, Q)
-  local view, mark = Q.view, string.format('%.0f', Q.view.mark)
-  if mark ~= view.kept then call('HSET', P.at .. 'vw', view.name, mark) end
+  local view = Q.view
+  if view.mark ~= view.kept then call('HSET', P.at .. 'vw', view.name, view.mark) end
   if not view.kept then P.views[#P.views + 1] = view end
-  view.kept = mark
-  if Q.F then save_filter(P, Q.F) end
+  view.kept = view.mark
+  if Q.F then
+    -- define here: save_filter
+    save_filter(P, Q.F)
+  end
 end
 
 -- Up to `count` members of a sorted set after a seq, and their seqs.
-local function after(key, seq, count)
+local function members_after(key, seq, count)
   local flat, members, seqs = call('ZRANGEBYSCORE', key, '(' .. seq, '+inf', 'WITHSCORES', 'LIMIT', 0, count), {}, {}
   for i = 1, #flat, 2 do
     members[#members + 1] = flat[i]
@@ -32,17 +38,26 @@ end
 
 -- Offers the next rows to the view, in order of first write. False if there are none.
 local function scan(P, Q)
-  local ids, seqs = after(P.at .. 'o', string.format('%.0f', Q.view.mark), Q.units)
+  local ids, seqs = members_after(P.at .. 'o', Q.view.mark, Q.units)
   if #ids == 0 then return false end
   Q.view.mark = tonumber(seqs[#seqs])
   Q.budget = Q.budget - #ids - offer(P, {Q.view}, ids, P.group and {} or hmget(P.at .. 'r', ids))
   return true
 end
 
+-- As scan, but returns the rows that may be given, as claimable does, instead of queueing them. Nil if there are none.
+local function take(P, Q)
+  local ids, seqs = members_after(P.at .. 'o', Q.view.mark, Q.units)
+  if #ids == 0 then return nil end
+  Q.view.mark = tonumber(seqs[#seqs])
+  Q.budget = Q.budget - #ids
+  return claimable(P, Q.view, ids, hmget(P.at .. 'r', ids))
+end
+
 -- --- filters ---------------------------------------------------------------------------------------------------------
 
 -- For each unit: whether it exists, is whole, and all its rows match.
-local function matching(P, F, units)
+local function judged(P, F, units)
   local verdicts = {}
   if not P.group then
     local tags = hmget(P.at .. 't', units)
@@ -88,10 +103,10 @@ end
 local function follow(P, Q)
   local F, ready_key = Q.F, Q.view.ready
   while true do
-    local units, notes = after(P.at .. 'c', F.seen, Q.units)
+    local units, notes = members_after(P.at .. 'c', F.seen, Q.units)
     if #units == 0 then return true end
     if Q.budget <= 0 then return false end
-    local ready, good, enter, leave, coming, known = scores(ready_key, units), matching(P, F, units), {}, {}, {}, {}
+    local ready, good, enter, leave, coming, known = scores(ready_key, units), judged(P, F, units), {}, {}, {}, {}
     for i, unit in ipairs(units) do
       if ready[i] and good[i] and tonumber(ready[i]) <= tonumber(F.at) then
         enter[#enter + 1] = ready[i]
@@ -114,10 +129,10 @@ end
 -- Looks at the next ready units that the filter has not seen. False if there are none.
 local function look(P, Q, count)
   local F = Q.F
-  local units, seqs = after(Q.view.ready, F.at, math.min(Q.units, math.max(count, 100)))
+  local units, seqs = members_after(Q.view.ready, F.at, math.min(Q.units, math.max(count, 100)))
   if #units == 0 then return false end
   local enter = {}
-  for i, good in ipairs(matching(P, F, units)) do
+  for i, good in ipairs(judged(P, F, units)) do
     if good then
       enter[#enter + 1] = seqs[i]
       enter[#enter + 1] = units[i]
@@ -135,7 +150,7 @@ local function one_is_coming(P, Q)
   while true do
     local some = call('SRANDMEMBER', F.coming, math.min(Q.units, 100))
     if #some > 0 then
-      local ready, good, gone = scores(Q.view.ready, some), matching(P, F, some), {}
+      local ready, good, gone = scores(Q.view.ready, some), judged(P, F, some), {}
       for i, unit in ipairs(some) do
         if good[i] and not ready[i] and unheld(P, Q, unit) then return true end
         gone[#gone + 1] = unit
@@ -144,11 +159,11 @@ local function one_is_coming(P, Q)
       Q.budget = Q.budget - #some * (P.group or 1)
       if Q.budget <= 0 then return nil end
     else
-      local rows, seqs = after(P.at .. 'o', F.more, Q.units)
+      local rows, seqs = members_after(P.at .. 'o', F.more, Q.units)
       if #rows == 0 then return false end
       if Q.budget <= 0 then return nil end
       local units, found = units_of(P, rows), {}
-      local good = matching(P, F, units)
+      local good = judged(P, F, units)
       for i, unit in ipairs(units) do
         if good[i] and unheld(P, Q, unit) then found[#found + 1] = unit end
       end
@@ -168,24 +183,61 @@ local function catch_up(P, Q)
       if Q.budget <= 0 then return false end
     end
   end
-  return not Q.F or Q.F.is_new or follow(P, Q)
+  if not Q.F or Q.F.is_new then return true end
+  -- define here: follow
+  return follow(P, Q)
 end
 
--- The first ready units, up to `most`. Empty if there are fewer than `least`. Nil if the budget was spent.
+-- The next rows that are ready, where none is queued: up to `most`. Queues the others that it found; if these are fewer
+-- than `least`, all of them, and replies nil.
+local function gather_new(P, Q, least, most)
+  local found = {}
+  while #found < 2 * most and Q.budget > 0 do
+    local some = take(P, Q)
+    if not some then break end
+    for i = 1, #some do found[#found + 1] = some[i] end
+  end
+  local units, rest = {}, {}
+  local enough = #found >= 2 * math.max(least, 1)
+  for i = 1, #found, 2 do
+    if enough and #units < most then
+      units[#units + 1] = found[i + 1]
+    else
+      rest[#rest + 1] = found[i]
+      rest[#rest + 1] = found[i + 1]
+    end
+  end
+  batched('ZADD', Q.view.ready, rest)
+  return enough and units or nil
+end
+
+-- The first ready units, up to `most`. Empty if there are fewer than `least`. Nil if the budget was spent. Replies also
+-- whether they were not queued.
 local function gather(P, Q, least, most)
   local F = Q.F
   local source = F and F.matching or Q.view.ready
   while true do
     local count = call('ZCARD', source)
+    if count == 0 and not F and not P.group then
+      local units = gather_new(P, Q, least, most)
+      if units then return units, true end
+      count = call('ZCARD', source)
+    end
     while count < math.max(least, most) do
       if Q.budget <= 0 then return nil end
-      if not (F and look(P, Q, most - count) or scan(P, Q)) then break end
+      local found = false
+      if F then
+        -- define here: look
+        found = look(P, Q, most - count)
+      end
+      if not (found or scan(P, Q)) then break end
       count = call('ZCARD', source)
     end
     if count < least then return {} end
+    if not F then return call('ZRANGE', source, 0, most - 1) end
+    -- define here: scores, write_filter
     local flat, units, gone = call('ZRANGE', source, 0, most - 1, 'WITHSCORES'), {}, {}
     for i = 1, #flat, 2 do units[#units + 1] = flat[i] end
-    if not F then return units end
     local ready, still = scores(Q.view.ready, units), {}
     for i, unit in ipairs(units) do  -- other clients may have claimed or cleared them
       local list = ready[i] == flat[2 * i] and still or gone
@@ -209,5 +261,6 @@ local function more_may_come(P, Q)
   end
   rest = rest - call('ZCARD', Q.view.ready)
   if rest == 0 or not Q.F then return rest ~= 0 end
+  -- define here: one_is_coming
   return one_is_coming(P, Q)
 end

@@ -8,11 +8,11 @@ local meta = BASE .. ':p:' .. name
 local args = {'epoch', epoch, 'info', info, 'ntasks', #tasks}
 if num >= 0 then
   args[#args + 1] = 'num'
-  args[#args + 1] = string.format('%.0f', num)
+  args[#args + 1] = num
 end
 if group >= 0 then
   args[#args + 1] = 'group'
-  args[#args + 1] = string.format('%.0f', group)
+  args[#args + 1] = group
 end
 for i, task in ipairs(tasks) do
   args[#args + 1] = 't:' .. task

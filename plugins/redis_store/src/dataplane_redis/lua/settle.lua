@@ -26,8 +26,15 @@ local same = epoch == '' or epoch == P.epoch
 -- Returns nacked rows to the pool.
 local function finish()
   leave_mark()
-  local left = action == 'nack' and same and not end_due(P, budget)
-  if P.is_changed then wake(P) end
+  local left = false
+  if action == 'nack' and same then
+    -- define here: end_due
+    left = not end_due(P, budget)
+  end
+  if P.is_changed then
+    -- define here: wake
+    wake(P)
+  end
   return {'ok', left and 1 or 0}
 end
 if mode == 'finish' then return finish() end
@@ -58,6 +65,7 @@ end
 
 -- The first group that the request names only in part, or nil.
 local function find_part()
+  -- define here: distinct_groups, load_groups
   local counts, names = {}, distinct_groups(ids)
   for _, id in ipairs(ids) do
     local unit = group_of(id)
@@ -76,6 +84,7 @@ end
 
 -- Moves rows of a lease to an equal one: a new lease, or the one with the given number.
 local function split(from, number, rows)
+  -- define here: new_lease, add_rows, drop_lease
   local to = number ~= '' and read_lease(P, number)
   if not to then
     to = new_lease(P, 'L', from.task, from.token, from.holder)
@@ -95,8 +104,12 @@ local function commit(lease)
   elseif action == 'renew' then
     local was = end_of(lease)
     ends_in(P, lease, lease_s)
-    if end_of(lease) < was then changed(P) end  -- it ends sooner now, so waiting claims must look again
+    if end_of(lease) < was then  -- it ends sooner now, so waiting claims must look again
+      -- define here: changed
+      changed(P)
+    end
   else
+    -- define here: end_lease
     end_lease(P, lease)
   end
 end

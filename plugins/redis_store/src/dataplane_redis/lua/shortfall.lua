@@ -13,7 +13,7 @@ local NAMED = 3
 local P, task = open_partition(name, task_name)
 if not P then return unknown_partition() end
 if not task then return unknown_task(P) end
-local fields, held_key = names_of(required), P.at .. 'h:' .. task
+local fields, held_key = strings_of(required), P.at .. 'h:' .. task
 local conditions = filter ~= '' and cmsgpack.unpack(filter)
 local S = {at = '0', ready = 0, leased = 0, first = {}, passed = 0, incomplete = 0, groups = {}, lost = {},
   lacking = 0, cells = {}, rows = 0}

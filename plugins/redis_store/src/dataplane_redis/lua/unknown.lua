@@ -17,7 +17,7 @@ local function condemn(writes)
   local gone = {}
   for i, write in ipairs(writes) do
     if not known[i] then
-      gone[#gone + 1] = string.format('%.6f', now() + DOUBT_S)
+      gone[#gone + 1] = now() + DOUBT_S
       gone[#gone + 1] = write
     end
   end

@@ -36,8 +36,8 @@ local function save_filter(P, F)
     call('PEXPIRE', F.key, left_ms)
     call('ZADD', P.at .. 'c', '0', '')
     call('PEXPIRE', P.at .. 'c', left_ms)
-    call('ZREMRANGEBYSCORE', P.at .. 'fs', '-inf', string.format('%.6f', now() - 2 * KEEP_S))
-    call('ZADD', P.at .. 'fs', string.format('%.6f', now()), F.digest)
+    call('ZREMRANGEBYSCORE', P.at .. 'fs', '-inf', now() - 2 * KEEP_S)
+    call('ZADD', P.at .. 'fs', now(), F.digest)
   end
   if F.wrote then
     call('PEXPIRE', F.matching, left_ms)

@@ -104,7 +104,7 @@ local function wake_question(P, digest, name, filter, units, budget)
     for _, waiter in ipairs(waiters) do
       if left < units then break end
       if not told[waiter] and tell_claim(waiter) then
-        call('HSET', known, waiter, string.format('%.6f', time))
+        call('HSET', known, waiter, time)
         left = left - units
       elseif told[waiter] and time - tonumber(told[waiter]) < TOLD_S then
         left = left - units
@@ -118,8 +118,7 @@ local function wake_question(P, digest, name, filter, units, budget)
   return Q.budget
 end
 
--- Wakes claims after a change of the partition.
-local function wake(P)
+local function wake_claims(P)
   local digests = call('ZRANGE', P.at .. 'wq', 0, QUESTIONS - 1)
   local budget, filters = WAKE_ROWS, 0
   for _, digest in ipairs(digests) do
@@ -135,6 +134,13 @@ local function wake(P)
       end
     end
   end
+end
+
+-- Wakes claims after a change of the partition.
+local function wake(P)
+  if call('EXISTS', P.at .. 'wq') == 0 then return end
+  -- define here: wake_claims
+  wake_claims(P)
 end
 
 -- The keys of all questions. Wakes all claims, since the partition is about to be dropped.

@@ -1,0 +1,99 @@
+"""The texts of the scripts: each name is defined where it is used, and none is defined in vain."""
+
+import re
+
+import pytest
+
+from dataplane_redis import _scripts
+from dataplane_redis._scripts import SCRIPTS
+
+_TOKENS = re.compile(r"--[^\n]*|'(?:\\.|[^'\\])*'|[A-Za-z_]\w*|\d[\w.]*|\.\.\.?|[=~<>]=|\S")
+_KEYWORDS = {
+    "and",
+    "break",
+    "do",
+    "else",
+    "elseif",
+    "end",
+    "false",
+    "for",
+    "function",
+    "if",
+    "in",
+    "local",
+    "nil",
+    "not",
+}
+_KEYWORDS |= {"or", "repeat", "return", "then", "true", "until", "while"}
+_GLOBALS = {"KEYS", "ARGV", "redis", "cmsgpack", "struct", "string", "table", "math", "ipairs", "pairs", "unpack"}
+_GLOBALS |= {"tonumber", "tostring", "type"}
+
+
+def undefined_names(text):
+    """Names that no scope around their use defines."""
+    tokens = [each for each in _TOKENS.findall(text) if not each.startswith(("--", "'"))]
+    scopes, braces, loop, found = [set(_GLOBALS)], [], set(), set()
+    at = 0
+
+    def names():
+        """Those that follow, separated by commas."""
+        nonlocal at
+        listed = set()
+        while re.match(r"[A-Za-z_,]", tokens[at + 1]) and tokens[at + 1] not in _KEYWORDS:
+            at += 1
+            listed.add(tokens[at])
+        return listed
+
+    def parameters():
+        nonlocal at
+        at = tokens.index("(", at)
+        listed = names()
+        at = tokens.index(")", at)
+        return listed
+
+    while at < len(tokens):
+        token = tokens[at]
+        if token == "local" and tokens[at + 1] == "function":
+            scopes[-1].add(tokens[at + 2])
+            at += 2
+            scopes.append(parameters())
+        elif token == "local":
+            scopes[-1] |= names()
+        elif token == "function":
+            scopes.append(parameters())
+        elif token == "for":
+            loop = names()
+        elif token in ("do", "then", "repeat"):
+            scopes.append(loop)
+            loop = set()
+        elif token in ("end", "until", "elseif", "else"):
+            scopes.pop()
+            if token == "else":
+                scopes.append(set())
+        elif token in "{([":
+            braces.append(token)
+        elif token in "})]":
+            braces.pop()
+        elif re.match(r"[A-Za-z_]", token) and token not in _KEYWORDS and tokens[at - 1] not in (".", ":"):
+            is_key = braces[-1:] == ["{"] and tokens[at - 1] in "{," and tokens[at + 1] == "="
+            if not is_key and not any(token in scope for scope in scopes):
+                found.add(token)
+        at += 1
+    return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_name_of_a_script_is_defined_where_it_is_used(name):
+    assert undefined_names(SCRIPTS[name].text.decode().partition("\n")[2]) == set()
+
+
+def test_a_name_that_is_defined_elsewhere_only_is_found():
+    text = "local function one(a, b)\n  if a then\n    local inner = 1\n  end\n  return inner, {key = b}\nend\nreturn two(one)"
+    assert undefined_names(text) == {"inner", "two"}
+
+
+def test_each_definition_is_in_some_script():
+    used = "".join(script.text.decode() for script in SCRIPTS.values())
+    assert [
+        each.names for each in _scripts._definitions() if each.text not in used and "define here" not in each.text
+    ] == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.cli import _flow, main
+from dataplane_core.cli import _inspect, main
 from dataplane_core.cli._charts import show_bytes, show_seconds
 from dataplane_core.middleware import EventFile
 
@@ -243,14 +243,14 @@ def test_what_was_seen_of_a_store_that_ends_is_drawn(tmp_path, capsys, monkeypat
     config.write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
     client = connect(str(config))
     client.register_partition("train", ["x"], None, ["policy"])
-    look = _flow._look
+    look = _inspect.look
 
     def look_and_end(attached):
         seen = look(attached)
         client.close()
         return seen
 
-    monkeypatch.setattr(_flow, "_look", look_and_end)
+    monkeypatch.setattr(_inspect, "look", look_and_end)
     assert main(["flow", str(config), "--seconds", "60", "-o", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert re.search(r" and flow.svg: 1 look over ", out)

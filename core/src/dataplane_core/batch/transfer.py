@@ -8,13 +8,12 @@ Shape legend: ``N`` samples, ``S`` padded sequence length.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
@@ -223,12 +222,8 @@ def write_columns(
             f"{where} refused: {', '.join(aligned)} is declared token-aligned, but the meta has no sequence_lengths to "
             "cut it by."
         )
-    with _naming_call(where):
-        if aligned:
-            td = pack_jagged_fields(columns, lengths=lengths, token_aligned_fields=aligned)
-        else:
-            td = to_tensordict(columns, meta.size)
-    client.put_samples(meta.sample_ids, meta.partition_id, fields=td)
+    packed = _packed(where, columns, meta.size, lengths, aligned)
+    client.put_samples(meta.sample_ids, meta.partition_id, fields=packed)
     return meta.with_fields(columns)
 
 
@@ -315,13 +310,9 @@ def kv_first_write(
                 f"{where} refused: token_aligned_fields were given, but the batch has no '{INPUT_LENGTHS_FIELD}' to "
                 "cut them by."
             )
-    with _naming_call(where):
-        if lengths is None or not ids:
-            td = to_tensordict(batch, len(ids))
-        else:
-            td = pack_jagged_fields(batch, lengths=lengths, token_aligned_fields=aligned)
+    packed = _packed(where, batch, len(ids), lengths, aligned if ids else ())
     if ids:
-        dp_client.put_samples(ids, partition_id, fields=td, tags=rows)
+        dp_client.put_samples(ids, partition_id, fields=packed, tags=rows)
     return KVBatchMeta(
         partition_id,
         task_name,
@@ -371,11 +362,14 @@ def _is_zero_beyond(column: torch.Tensor, lengths: Sequence[int]) -> bool:
     return not (cells & ((1 << (8 * size - 1)) - 1) if signed else cells).any()
 
 
-@contextmanager
-def _naming_call(where: str) -> Iterator[None]:
-    """Adds the call to the message of a refusal."""
+def _packed(
+    where: str, columns: Mapping[str, Any], num_rows: int, lengths: Sequence[int] | None, aligned: Collection[str]
+) -> TensorDict:
+    """Columns as they are written. Adds the call to the message of a refusal."""
     try:
-        yield
+        if aligned:
+            return pack_jagged_fields(columns, lengths=lengths, token_aligned_fields=aligned)
+        return to_tensordict(columns, num_rows)
     except (InvalidRequestError, InvalidTypeError) as error:
         error.message = f"{where} refused: {error.message}"
         raise

@@ -29,7 +29,7 @@ from dataplane_core.cli._charts import (
     show_count,
     show_seconds,
 )
-from dataplane_core.errors import DataPlaneError, InvalidRequestError, UnknownPartitionError
+from dataplane_core.errors import DataPlaneError, InvalidRequestError
 
 __all__ = ["draw_files", "draw_store"]
 
@@ -75,20 +75,18 @@ def draw_store(config_path: str, *, seconds: float, folder: str | None) -> int:
         BackendUnavailableError: No store runs.
         InvalidRequestError: ``seconds`` is not a positive number.
     """
-    from dataplane_core.config import load_config
-    from dataplane_core.plugins import connect
+    from dataplane_core.cli._inspect import attach, look
 
     if not 0 < seconds < math.inf:
         raise InvalidRequestError(f"flow refused: --seconds {seconds:g}. Expected a number above 0.")
-    config = load_config(config_path).model_copy(update={"middleware": [], "attach_wait_s": 0.0})
     looks: list[tuple[float, dict[str, Any]]] = []
     remarks: list[str] = []
-    with connect(config, bootstrap=False) as client:
+    with attach(config_path) as client:
         start = time.monotonic()
         while True:
             now = time.monotonic() - start
             try:
-                looks.append((now, _look(client)))
+                looks.append((now, look(client)))
             except DataPlaneError as error:
                 if not looks:
                     raise
@@ -99,7 +97,7 @@ def draw_store(config_path: str, *, seconds: float, folder: str | None) -> int:
             time.sleep(min(1.0, seconds - now))
     if not any(found for _, found in looks):
         remarks.append("The store had no partition.")
-    return _write(Path(folder or "."), _page_of_store(looks, config.backend, remarks), remarks)
+    return _write(Path(folder or "."), _page_of_store(looks, client.backend_name, remarks), remarks)
 
 
 def _write(folder: Path, page: tuple[str, str, str], remarks: Sequence[str]) -> int:
@@ -434,16 +432,6 @@ def _p90(values: Sequence[float]) -> float:
 
 
 # --- the page of a store ----------------------------------------------------------------------------------------------
-
-
-def _look(client: Any) -> dict[str, Any]:
-    found = {}
-    for name in client.list_partitions():
-        try:
-            found[name] = client.describe(name)
-        except UnknownPartitionError:
-            continue  # cleared between the two calls
-    return found
 
 
 def _page_of_store(

@@ -18,7 +18,7 @@ from dataplane_core.errors import LeaseHolder, MissingDataError, UnknownPartitio
 from dataplane_core.plugins import connect
 from dataplane_core.spec import Capability, ClientInfo, FieldSpec, PartitionDescription
 
-__all__ = ["attach", "call_text", "client_report", "lag_of", "partition_report", "run", "size_text", "table"]
+__all__ = ["attach", "call_text", "client_report", "lag_of", "look", "partition_report", "run", "size_text", "table"]
 
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 _STACKS_TIMEOUT_S: Final = 20.0
@@ -42,11 +42,11 @@ def run(config_path: str, partition_id: str | None, *, interval_s: float, as_jso
     """
     with attach(config_path) as client:
         start = time.monotonic()
-        before = _look(client, partition_id)
+        before = look(client, partition_id)
         if interval_s > 0:
             time.sleep(interval_s)
         passed_s = time.monotonic() - start
-        after = _look(client, partition_id) if interval_s > 0 else before
+        after = look(client, partition_id) if interval_s > 0 else before
         waiting = {} if partition_id is None else _waiting(client, partition_id)
         clients = client.list_clients() if stacks or Capability.CLIENTS in client.capabilities else None
         report = {
@@ -72,7 +72,8 @@ def attach(config_path: str) -> DataPlaneClient:
     return connect(load_config(config_path).model_copy(update=quiet), bootstrap=False)
 
 
-def _look(client: DataPlaneClient, partition_id: str | None) -> dict[str, PartitionDescription]:
+def look(client: DataPlaneClient, partition_id: str | None = None) -> dict[str, PartitionDescription]:
+    """What a partition holds, or all of them."""
     found: dict[str, PartitionDescription] = {}
     for name in client.list_partitions() if partition_id is None else [partition_id]:
         try:

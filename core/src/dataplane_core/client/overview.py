@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from dataplane_core.client.checks import check_counts, check_ids, check_name
+from dataplane_core.client.checks import check_count, check_counts, check_ids, check_name
 from dataplane_core.client.connection import Connection
-from dataplane_core.errors import InvalidRequestError, UnknownTaskError, preview
+from dataplane_core.errors import UnknownTaskError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     Capability,
@@ -251,8 +251,7 @@ class Overview(Connection):
         """
         with self._operation("add_units"):
             self._require(Capability.UNITS, "add_units")
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise InvalidRequestError(f"add_units({count!r}) refused. Expected a number of 1 or more.")
+            check_count("count", count)
             request = ChangeUnitsRequest(add=count, deadline=self._deadline())
             return list(self._call("change_units", request, UnitList).units)
 

@@ -429,7 +429,7 @@ class Ledger:
     def _list_samples(self, command: commands.ListSamples, now: float) -> SampleList:
         partition = self._partition(command.partition_id)
         if command.sample_ids is None:
-            rows = sorted(partition.rows.values(), key=lambda row: row.seq)
+            rows = list(partition.rows.values())
         else:
             rows = [partition.rows[each] for each in command.sample_ids if each in partition.rows]
         rows = [row for row in rows if matches(row.tags, command.tag_filter)]

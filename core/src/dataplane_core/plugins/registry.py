@@ -13,14 +13,7 @@ from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.backends import Backend, spread_over
 from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, check_count, refuse_in_fork
 from dataplane_core.config import DataPlaneConfig, load_config, validate_model
-from dataplane_core.entry_points import (
-    BACKEND_GROUP,
-    KNOWN_BACKENDS,
-    MIDDLEWARE_GROUP,
-    PluginRecord,
-    find_plugins,
-    load_plugin,
-)
+from dataplane_core.entry_points import BACKEND_GROUP, MIDDLEWARE_GROUP, load_plugin
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
@@ -32,18 +25,7 @@ from dataplane_core.middleware import Middleware, MiddlewareContext
 from dataplane_core.plugins.manager import build_manager, check_backend_class
 from dataplane_core.spec import Scope
 
-__all__ = [
-    "BACKEND_GROUP",
-    "KNOWN_BACKENDS",
-    "MIDDLEWARE_GROUP",
-    "Bootstrap",
-    "PluginRecord",
-    "connect",
-    "connect_async",
-    "connect_backend",
-    "find_plugins",
-    "load_backend",
-]
+__all__ = ["Bootstrap", "connect", "connect_async", "connect_backend", "load_backend"]
 
 _M = TypeVar("_M", bound=BaseModel)
 

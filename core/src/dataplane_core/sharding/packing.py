@@ -32,6 +32,7 @@ __all__ = [
     "PACKERS",
     "PackingMetrics",
     "SequencePacker",
+    "as_sizes",
     "concatenative",
     "first_fit_decreasing",
     "first_fit_shuffle",
@@ -309,19 +310,34 @@ def _check(lengths: Sequence[int] | Ints, capacity: int, min_bin_count: int, bin
             f"packing refused: capacity is {capacity}, min_bin_count {min_bin_count}, bin_count_multiple "
             f"{bin_count_multiple}. Expected at least 1, 0 and 1."
         )
-    sizes = np.asarray(lengths)
-    if sizes.ndim != 1 or (len(sizes) and sizes.dtype.kind not in "iu"):
-        raise InvalidRequestError(
-            f"packing refused: lengths are {sizes.dtype} of shape {sizes.shape}. Expected one integer per sequence."
-        )
-    if len(sizes) and int(sizes.min()) < 0:
-        raise InvalidRequestError(
-            f"packing refused: sequence {int(sizes.argmin())} has {int(sizes.min())} tokens. Expected 0 or more."
-        )
+    sizes = as_sizes("packing", "sequence", lengths)
     if len(sizes) and int(sizes.max()) > capacity:
         raise InvalidRequestError(
             f"packing refused: sequence {int(sizes.argmax())} has {int(sizes.max())} tokens. Expected at most the "
             f"capacity of a bin, {capacity}."
+        )
+    return sizes
+
+
+def as_sizes(what: str, each: str, lengths: Sequence[int] | Ints) -> Ints:
+    """Tokens per row.
+
+    Args:
+        what: What refuses others.
+        each: What has a length.
+        lengths: The lengths.
+
+    Raises:
+        InvalidRequestError: They are not integers of 0 or more.
+    """
+    sizes = np.asarray(lengths)
+    if sizes.ndim != 1 or (len(sizes) and sizes.dtype.kind not in "iu"):
+        raise InvalidRequestError(
+            f"{what} refused: lengths are {sizes.dtype} of shape {sizes.shape}. Expected one integer per {each}."
+        )
+    if len(sizes) and int(sizes.min()) < 0:
+        raise InvalidRequestError(
+            f"{what} refused: {each} {int(sizes.argmin())} has {int(sizes.min())} tokens. Expected 0 or more."
         )
     return sizes.astype(np.int64, copy=False)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dataplane_core.errors import InvalidRequestError, preview
 from dataplane_core.schema import PLAN_KEYS, padded_length
 from dataplane_core.sharding._placing import stable_argsort
-from dataplane_core.sharding.packing import PACKERS, pack_flat
+from dataplane_core.sharding.packing import PACKERS, as_sizes, pack_flat
 
 __all__ = [
     "DynamicBatchingArgs",
@@ -164,7 +164,7 @@ def plan_dynamic_batches(
     limit = _at_least(1, what, args, "max_tokens_per_microbatch")
     multiple = _at_least(1, what, args, "sequence_length_round")
     chunks = _chunks(len(lengths), shards, batch_size, equal=True)
-    sizes = _as_sizes(lengths)
+    sizes = as_sizes("sharding", "row", lengths)
     width = width or int(sizes.max())
     if int(sizes.max()) > width:
         raise InvalidRequestError(
@@ -242,7 +242,7 @@ def plan_packed_batches(
         if value not in known:
             raise InvalidRequestError(f"{what} refused: {key} is {value!r}. Expected one of {', '.join(known)}.")
     chunks = _chunks(len(lengths), shards, batch_size, equal=False)
-    sizes = _as_sizes(lengths)
+    sizes = as_sizes("sharding", "row", lengths)
     rounded = padded_length(sizes, multiple)
     longest = int(rounded.argmax())
     if int(rounded[longest]) > limit:
@@ -365,16 +365,3 @@ def _at_least(least: int, what: str, args: Mapping[str, Any], key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise InvalidRequestError(f"{what} refused: {key} is {value!r}. Expected an integer of {least} or more.")
     return int(value)
-
-
-def _as_sizes(lengths: Sequence[int]) -> NDArray[np.int64]:
-    sizes = np.asarray(lengths)
-    if sizes.ndim != 1 or sizes.dtype.kind not in "iu":
-        raise InvalidRequestError(
-            f"sharding refused: lengths are {sizes.dtype} of shape {sizes.shape}. Expected one integer per row."
-        )
-    if int(sizes.min()) < 0:
-        raise InvalidRequestError(
-            f"sharding refused: row {int(sizes.argmin())} has {int(sizes.min())} tokens. Expected 0 or more."
-        )
-    return sizes.astype(np.int64, copy=False)

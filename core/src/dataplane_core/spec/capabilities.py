@@ -61,22 +61,17 @@ class Capability(StrEnum):
     """Neither core nor the engine unpickles bytes from outside the process."""
 
 
-OPERATIONS: Final[frozenset[Capability]] = frozenset(
+GUARANTEES: Final[frozenset[Capability]] = frozenset(
     {
-        Capability.CLAIMS,
-        Capability.GROUPS,
-        Capability.LEASES,
-        Capability.TAG_FILTERS,
-        Capability.CAPACITY,
-        Capability.LISTING,
-        Capability.CURSORS,
-        Capability.SAMPLERS,
-        Capability.CLIENTS,
-        Capability.UNITS,
-        Capability.OVERWRITE,
+        Capability.DURABLE,
+        Capability.FENCED,
+        Capability.ATOMIC_OVERWRITE,
+        Capability.WAKES,
+        Capability.REPEATABLE,
+        Capability.NO_PICKLE,
     }
 )
-GUARANTEES: Final[frozenset[Capability]] = frozenset(Capability) - OPERATIONS
+OPERATIONS: Final[frozenset[Capability]] = frozenset(Capability) - GUARANTEES
 
 
 class Scope(StrEnum):

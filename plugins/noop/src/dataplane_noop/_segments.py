@@ -21,6 +21,7 @@ class Segment:
     def __init__(self, columns: Mapping[str, StoredColumn], num_rows: int) -> None:
         self._columns = dict(columns)
         self._at: list[int] = list(range(num_rows))  # row of the put -> row of the columns; -1: deleted
+        self._num_kept = num_rows  # rows of the columns
         self.num_live = num_rows
 
     @classmethod
@@ -38,16 +39,16 @@ class Segment:
 
     def without(self, rows: Sequence[int]) -> Segment:
         """The segment without some rows. Frees memory once half of the rows are deleted."""
-        rest = Segment(self._columns, 0)
+        rest = Segment(self._columns, self._num_kept)
         rest._at = list(self._at)
         for row in rows:
             rest._at[row] = -1
         live = [row for row, at in enumerate(rest._at) if at >= 0]
         rest.num_live = len(live)
-        kept = 1 + max((at for at in rest._at), default=-1)
-        if 0 < 2 * rest.num_live <= kept:
+        if 0 < 2 * rest.num_live <= rest._num_kept:
             old = [rest._at[row] for row in live]
             rest._columns = {name: _copy(column, old) for name, column in self._columns.items()}
+            rest._num_kept = len(live)
             for new, row in enumerate(live):
                 rest._at[row] = new
         return rest

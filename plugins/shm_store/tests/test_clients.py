@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -370,6 +371,25 @@ def test_the_ledgers_process_may_open_as_many_files_as_the_system_allows(config)
             assert resource.prlimit(client._backend._process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_ledgers_process_without_file_descriptors_serves_on_rests_and_accepts_later(owner, config):
+    pid = owner._backend._process.pid
+    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = set(map(int, os.listdir(f"/proc/{pid}/fd")))
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(set(range(1000)) - used), hard))
+            attaching = pool.submit(connect, config, bootstrap=False)
+            log = owner._backend._folder.path / "ledger.log"
+            eventually(lambda: "no client is accepted for 1.0 s: [Errno 24] Too many open files" in log.read_text())
+            put(owner)
+            stat = Path(f"/proc/{pid}/stat")
+            eventually(lambda: {stat.read_text().rpartition(")")[2].split()[0] for _ in range(20)} == {"S"})
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
+        with attaching.result() as client:
+            assert client.list_samples("p").sample_ids == IDS
 
 
 def test_a_socket_whose_queue_is_full_is_waited_for(tmp_path):

@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -42,6 +43,8 @@ __all__ = ["Server"]
 _log = logging.getLogger("dataplane_shm")
 
 _RECEIVE_BYTES: Final = 1 << 18
+#: Seconds until clients are accepted again that could not be.
+_ACCEPT_AGAIN_S: Final = 1.0
 _hello_decoder: Final = msgspec.msgpack.Decoder(Hello)
 
 
@@ -88,13 +91,16 @@ class Server:
         self._listener.bind(str(made))
         self._listener.listen(1024)
         made.rename(path)  # who sees the path can connect
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._accept_at: float | None = 0.0  # when to accept clients again; None: they are accepted
 
     def run(self) -> None:
         """Answers clients. Never returns."""
         while True:
             self._touch_ahead()
-            for key, events in self._selector.select():
+            if self._accept_at is not None and time.monotonic() >= self._accept_at:
+                self._selector.register(self._listener, selectors.EVENT_READ)
+                self._accept_at = None
+            for key, events in self._selector.select(None if self._accept_at is None else _ACCEPT_AGAIN_S):
                 if key.data is None:
                     self._accept()
                     continue
@@ -114,8 +120,13 @@ class Server:
     def _accept(self) -> None:
         try:
             channel, _ = self._listener.accept()
-        except OSError:
-            return  # the client is gone again, or there are too many open files
+        except BlockingIOError:  # the client is gone again
+            return
+        except OSError as error:  # most likely too many open files
+            _log.warning("no client is accepted for %s s: %s", _ACCEPT_AGAIN_S, error)
+            self._selector.unregister(self._listener)
+            self._accept_at = time.monotonic() + _ACCEPT_AGAIN_S
+            return
         credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         _, user, _ = struct.unpack("3i", credentials)
         if user != os.getuid():

@@ -171,6 +171,9 @@ def test_a_client_that_did_not_wait_for_the_reply_holds_nothing(clients):
             clients.call(kind(put, *data))
     assert (clients.status.pinned_bytes, clients.status.num_extents) == (0, 1)
     assert clients.call(commands.ListSamples("p")).sample_ids == ["a"]
+    for _ in range(5000):  # as a client does after each commit that was refused
+        clients.call(commands.AbortPut(next(clients.writes)))
+    assert len(clients.session.aborted) <= 1000
 
 
 def test_dropped_payload_is_said_to_be_gone(clients):

@@ -214,6 +214,8 @@ def test_units_that_were_added_outlive_it(client: DataPlaneClient, ray_address: 
     with connect(options(ray_address, tmp_path), bootstrap=False) as late:
         put(late, ["late-1"])
         assert right(client, ["late-1"])
+    lines = [peer for peer in client._backend._engine._exchange._idle if peer.token]
+    assert len(lines) == 1, "sockets to former controllers are kept"
 
 
 def test_a_read_that_waits_for_a_unit_asks_the_new_controller(client: DataPlaneClient) -> None:

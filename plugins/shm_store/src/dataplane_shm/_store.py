@@ -38,6 +38,8 @@ __all__ = ["Session", "Store"]
 
 #: Bytes of an extent without rows that the store squeezes at least. Less is not worth the work.
 _LEAST_DEAD: Final = 64
+#: Puts that were given up, and not begun, of which a session remembers the ids. A request is read soon or never.
+_MOST_ABORTED: Final = 1000
 #: Seconds after which a put that found no room in the arena asks again.
 _ASK_AGAIN_S: Final = 0.02
 
@@ -85,7 +87,7 @@ class Session:
         key: Identifies it among the sessions of all stores.
         writing: Write id of a put -> the extents that it writes.
         pins: Number of a pin -> the extents that it reads or views.
-        aborted: Write ids of puts that it gave up before they were begun: their requests may be read later.
+        aborted: Write ids of puts that it gave up last and that were not begun: their requests may be read later.
         claims: Tokens of its claims that wait.
         tickets: Those of its puts that wait for room.
         ended: Whether the client is gone.
@@ -97,7 +99,7 @@ class Session:
     key: str = field(default_factory=new_id)
     writing: dict[int, list[Extent]] = field(default_factory=dict)
     pins: dict[int, list[Extent]] = field(default_factory=dict)
-    aborted: set[int] = field(default_factory=set)
+    aborted: dict[int, None] = field(default_factory=dict)
     claims: set[str] = field(default_factory=set)
     tickets: set[str] = field(default_factory=set)
     ended: bool = False
@@ -209,7 +211,9 @@ class Store:
 
     def _abort(self, command: commands.AbortPut, session: Session) -> Any:
         if command.write_id not in session.writing:
-            session.aborted.add(command.write_id)
+            session.aborted[command.write_id] = None
+            if len(session.aborted) > _MOST_ABORTED:
+                del session.aborted[next(iter(session.aborted))]
         self._stop_writing(session, command.write_id)
         self._service.call(command)
         self._sweep()

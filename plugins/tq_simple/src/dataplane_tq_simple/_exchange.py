@@ -267,7 +267,7 @@ class Exchange:
         return Question(self._connect(peer, serial), frames)
 
     def forget(self, peers: Collection[Peer]) -> None:
-        """Closes the idle sockets to peers that have ended."""
+        """Closes the idle sockets to peers that have ended, or that are reached anew."""
         with self._lock:
             sockets = [socket for peer in peers for socket in self._idle.pop(peer, ())]
         for socket in sockets:

@@ -295,6 +295,7 @@ class QueueEngine:
         except BackendUnavailableError as error:
             if error.retryable and self._line is line:  # the controller may live, and answer elsewhere
                 self._line = None
+                self._exchange.forget([line])
             if isinstance(error, LineBrokenError) and self._lanes is None:
                 self._check_controller(deadline)
             raise

@@ -88,7 +88,7 @@ def test_each_name_of_a_script_is_defined_where_it_is_used(name):
 
 
 def test_a_name_that_is_defined_elsewhere_only_is_found():
-    text = "local function one(a, b)\n  if a then\n    local inner = 1\n  end\n  return inner, {key = b}\nend\nreturn two(one)"
+    text = "local function one(a) if a then local inner = 1 end return inner, {key = a} end return two(one)"
     assert undefined_names(text) == {"inner", "two"}
 
 

@@ -114,7 +114,7 @@ class RedisBackend(Backend):
         self._puts = Puts(self._session, payload, self._litter, self._wakes)
         self._reads = Reads(self._session, payload)
         self._claims = Claims(self._session, self._wakes)
-        self._overview = Overview(self._session, self._reads, self._claims)
+        self._overview = Overview(self._session, self._claims)
 
     @classmethod
     def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class RedisBackend(Backend):
 
     def list_fields(self, request: FieldsRequest) -> FieldList:
         """Lists the produced fields of samples."""
-        return self._overview.list_fields(request)
+        return self._reads.list_fields(request)
 
     def announce(self, request: AnnounceRequest) -> AnnounceReply:
         """Lists a client. In a cluster, also deletes payload that other clients left."""

@@ -122,7 +122,7 @@ class Claims:
                     raise OperationTimeoutError(f"{what} timed out: another claim of this task took many samples.")
                 time.sleep(_BUSY_S)
             elif kind == b"wait":
-                if not waiter and not request.explain and self._wakes.listen(request):
+                if not (waiter or request.explain or request.wake is None) and self._wakes.listens(request.deadline):
                     waiter = self._wakes.enter(request, question)
                     if waiter:
                         continue  # now the server will know it

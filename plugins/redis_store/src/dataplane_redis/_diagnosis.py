@@ -24,6 +24,7 @@ from dataplane_redis._instance import (
     version_of,
 )
 from dataplane_redis._link import Link
+from dataplane_redis._placing import base_of
 from dataplane_redis._refusals import label_of
 from dataplane_redis._sentinel import Service
 from dataplane_redis._server import INSTALL_HINT
@@ -80,7 +81,7 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
         yield from _sentinels(service, deadline)
     link = Link(url, label_of(url))
     try:
-        base = f"dp:{{{config.namespace}}}".encode()
+        base = base_of(config.namespace)
         link.follow("doctor", deadline, base)
         version = version_of(link, deadline)
         durability = durability_of(link, config, deadline)

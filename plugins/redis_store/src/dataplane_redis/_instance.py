@@ -259,8 +259,7 @@ class Instance:
                 hint="Attach with bootstrap=False, choose another namespace, or, if its owner died, run: "
                 f"redis-cli HDEL '{base.decode()}:instance' owner",
             )
-        offset_s = _clock_offset_s(reply[4])
-        return cls(_capacity_of(reply[2]), reply[3].decode(), reply[1], owner, offset_s, int(reply[5]))
+        return cls._of(reply, owner)
 
     @classmethod
     def attach(cls, link: Link, base: bytes, config: RedisConfig, deadline: float) -> Instance:
@@ -275,8 +274,12 @@ class Instance:
                 f"connect(bootstrap=False) failed: namespace '{config.namespace}' on {link.label} holds no instance.",
                 hint="Bootstrap it first: connect(config, bootstrap=True).",
             )
-        offset_s = _clock_offset_s(reply[4])
-        return cls(_capacity_of(reply[2]), reply[3].decode(), reply[1], b"", offset_s, int(reply[5]))
+        return cls._of(reply, b"")
+
+    @classmethod
+    def _of(cls, reply: list[Any], owner: bytes) -> Instance:
+        _, number, capacity, on_full, clock, buckets = reply
+        return cls(_capacity_of(capacity), on_full.decode(), number, owner, _clock_offset_s(clock), int(buckets))
 
     def end(self, link: Link, base: bytes, config: RedisConfig, deadline: float) -> None:
         """Removes the owner, unless a later client took over. Then no client can attach. Data and clients stay."""

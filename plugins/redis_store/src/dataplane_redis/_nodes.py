@@ -19,7 +19,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_redis._link import Link, Read, in_chunks
-from dataplane_redis._protocol import is_moving, is_temporary_refusal, pack
+from dataplane_redis._protocol import is_moving, is_temporary_refusal, pack, redirection_of
 from dataplane_redis._route import Address, left_s
 from dataplane_redis._rows import ArrayReader
 
@@ -403,11 +403,11 @@ class Nodes:
         for reply in replies:
             if not isinstance(reply, Exception):
                 continue
-            text = _text_of(reply)
-            if text.startswith(("MOVED ", "ASK ")):
-                host, _, port = text.split(" ")[2].rpartition(":")
+            named = redirection_of(reply)
+            if named is not None:
+                kind, host, port = named
                 address = self._link.address_of(host, port)
-                if text.startswith("ASK "):
+                if kind == "ASK":
                     left.asked[index] = address
                     return
                 with self._lock:
@@ -482,13 +482,3 @@ class Nodes:
 
 def _is_late(error: Exception | None) -> bool:
     return isinstance(error, (redis.TimeoutError, TimeoutError))
-
-
-def _text_of(error: Exception) -> str:
-    """A refusal as the server sent it: redis-py cuts off the first word of some."""
-    text = str(error)
-    if isinstance(error, redis.exceptions.MovedError):
-        return f"MOVED {error.slot_id} {error.host}:{error.port}"
-    if isinstance(error, redis.exceptions.AskError):
-        return f"ASK {error.slot_id} {error.host}:{error.port}"
-    return text

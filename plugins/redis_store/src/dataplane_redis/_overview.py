@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from dataplane_core.errors import CorruptDataError, InvalidRequestError, LeaseHolder, MissingDataError
+from dataplane_core.errors import CorruptDataError, InvalidRequestError, LeaseHolder
 from dataplane_core.spec import (
     AnnounceReply,
     AnnounceRequest,
@@ -17,9 +17,7 @@ from dataplane_core.spec import (
     ClientList,
     DescribeRequest,
     ExportRequest,
-    FieldList,
     FieldSpec,
-    FieldsRequest,
     InspectRequest,
     ListClientsRequest,
     ListPartitionsRequest,
@@ -36,7 +34,6 @@ from dataplane_core.spec import (
 from dataplane_redis import _refusals
 from dataplane_redis._acknowledged import Acknowledged
 from dataplane_redis._claims import Claims
-from dataplane_redis._reads import Reads
 from dataplane_redis._session import Session
 from dataplane_redis._wire import pack_strings, text_of
 
@@ -71,9 +68,8 @@ _CALL: Final[Mapping[str, Any]] = {"operation": str, "partition_id": str, "runni
 class Overview:
     """Registrations and cursors, as one client sees them."""
 
-    def __init__(self, session: Session, reads: Reads, claims: Claims) -> None:
+    def __init__(self, session: Session, claims: Claims) -> None:
         self._session = session
-        self._reads = reads
         self._claims = claims
 
     # --- registrations ------------------------------------------------------------------------------------------------
@@ -176,17 +172,6 @@ class Overview:
             oldest_s=float(oldest_s) if oldest_s else None,
             tasks=described,
         )
-
-    def list_fields(self, request: FieldsRequest) -> FieldList:
-        """Lists the produced fields of samples."""
-        what = f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)"
-        found = self._reads.fields_of(what, request.partition_id, request.sample_ids, request.deadline)
-        absent = [sample_id for sample_id, names in zip(request.sample_ids, found, strict=True) if names is None]
-        if absent:
-            raise MissingDataError.for_samples(what, request.partition_id, absent)
-        patterns: dict[Any, int] = {}
-        index = [patterns.setdefault(names, len(patterns)) for names in found]
-        return FieldList(patterns=list(patterns), index=index)
 
     # --- clients ------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""Rows that are spread over the nodes of a cluster: written before the commit of their put, read, and deleted.
+"""Rows: cut into parts and read, on one server or on the nodes of a cluster. In a cluster also written and deleted.
 
-Rows are written with an expiry, which is removed before the commit, once all of them are there. So the rows of a client
-that died before expire by themselves; those of one that died afterwards are known to the ledger as a put that was not
-committed.
+There, rows are written with an expiry, which is removed before the commit, once all of them are there. So the rows of a
+client that died before expire by themselves; those of one that died afterwards are known to the ledger as a put that
+was not committed.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from dataplane_core.backends import Bundle, framed_columns
 from dataplane_redis._link import Read
 from dataplane_redis._nodes import Job, LostNodeError, Nodes
 from dataplane_redis._protocol import pack
-from dataplane_redis._rows import pack_rows
+from dataplane_redis._rows import PACKED_REPLIES, pack_rows
 from dataplane_redis._session import Session
 
 __all__ = ["Payload"]
 
-#: Rows are sent in commands of at most about this size.
+#: Rows are sent in commands of at most about this size, and so many rows.
 _CHUNK_BYTES: Final = 4 << 20
-#: Size of the replies that rows are read in.
+_CHUNK_ROWS: Final = 1000
+#: Size of the replies that rows are read in: the server copies one while the client receives another.
 _READ_BYTES: Final = 512 * 1024
 #: An entry of base:gone that is a write, see common.lua. Longer ones end with the position of a row.
 _WRITE_BYTES: Final = 16
 
 
 class Payload:
-    """Rows on the nodes of a cluster, for one client."""
+    """Rows, for one client."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -60,17 +61,11 @@ class Payload:
         """
         nodes, session = self._nodes(), self._session
         jobs, counts = [], Counter[int]()
-        for bucket, first, frames in self._chunks(write, bundles):
+        for bucket, first, frames in self.chunks(write, bundles):
             key = session.placing.key_of(write, bucket)
             counts[bucket] += len(frames[0])
-            keep_ms = int(1000 * (max(0.0, deadline - time.monotonic()) + keep_s))
-            packed = [
-                *pack((b"MULTI",)),
-                *pack_rows(key, first, frames),
-                *pack((b"PEXPIRE", key, b"%d" % keep_ms)),
-                *pack((b"EXEC",)),
-            ]
-            jobs.append(Job(session.placing.slot_of(bucket), packed, 4))
+            packed = pack_rows(key, first, frames, max(0.0, deadline - time.monotonic()) + keep_s)
+            jobs.append(Job(session.placing.slot_of(bucket), packed, PACKED_REPLIES))
         nodes.exchange(what, deadline, jobs, again=False)
         self._check(what, jobs)
 
@@ -108,8 +103,8 @@ class Payload:
             if refusal is not None:
                 self._session.connected()[0].raise_error(what, refusal)
 
-    def _chunks(self, write: bytes, bundles: Sequence[Bundle]) -> Iterator[tuple[int, int, list[Any]]]:
-        """The rows in parts: bucket, position of the first row, and the frames by column."""
+    def chunks(self, write: bytes, bundles: Sequence[Bundle]) -> Iterator[tuple[int, int, list[Any]]]:
+        """The rows of a put in parts: bucket, position of the first row, and the frames by column."""
         placing = self._session.placing
         first = 0  # row of the bundle
         for bundle in bundles:
@@ -117,7 +112,7 @@ class Payload:
             start = 0
             while start < len(sizes):
                 group = placing.group_rows(write)
-                stop = min(len(sizes), start + group - (first + start) % group)
+                stop = min(len(sizes), start + _CHUNK_ROWS, start + group - (first + start) % group)
                 end, size = start, 0
                 while end < stop and (end == start or size + sizes[end] <= _CHUNK_BYTES):
                     size += sizes[end]
@@ -132,7 +127,7 @@ class Payload:
     def fetch(
         self, what: str, deadline: float, rows: Sequence[tuple[bytes, int, int]]
     ) -> tuple[list[tuple[bytes, int]], list[Any]]:
-        """Reads rows from all nodes at the same time.
+        """Reads rows, in a cluster from all nodes at the same time.
 
         Args:
             what: The operation; messages start with it.
@@ -159,10 +154,11 @@ class Payload:
                 size_bytes += size
                 places.append((write, position))
             reads.append((slot, Read(b"".join(pack(words)), size_bytes)))
-        found: list[Any] = []
-        for part in self._nodes().fetch(what, deadline, reads):
-            found += part
-        return places, found
+        if placing.is_spread:
+            parts = self._nodes().fetch(what, deadline, reads)
+        else:
+            parts = self._session.connected()[0].fetch(what, deadline, [read for _, read in reads])
+        return places, [row for part in parts for row in part]
 
     def refresh(self, deadline: float) -> None:
         """Asks again who serves which slot: a node that was replaced may not know it yet."""

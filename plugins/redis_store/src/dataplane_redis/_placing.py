@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import os
 import struct
+import sys
 from collections.abc import Iterator
 from typing import Final
 
@@ -83,10 +84,12 @@ class Placing:
 
     def group_rows(self, write: bytes) -> int:
         """How many rows, one after the other, lie in one bucket."""
-        return 1 << write[1]
+        return 1 << write[1] if self.is_spread else sys.maxsize
 
     def bucket_of(self, write: bytes, position: int) -> int:
         """The bucket of a row. -1: it lies with the ledger."""
+        if not self.is_spread:
+            return -1
         first, bits, num_groups = _HEAD.unpack_from(write)
         return (first + (position >> bits)) % self.num_buckets if num_groups else -1
 

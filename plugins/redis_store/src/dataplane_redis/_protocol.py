@@ -41,23 +41,23 @@ def pack(command: Command) -> list[bytes | bytearray | memoryview]:
     return parts
 
 
-def redirection_of(refusal: Exception) -> tuple[str, int] | None:
-    """Host and port of the node that a refusal names. None if it names none. An empty host: the node that was asked."""
-    text = str(refusal)
-    if isinstance(refusal, MovedError):
-        return refusal.host, int(refusal.port)
-    if text.startswith("MOVED "):
-        host, _, port = text.split(" ")[-1].rpartition(":")
-        return host, int(port)
-    return None
+def redirection_of(refusal: Exception) -> tuple[str, str, int] | None:
+    """``MOVED`` or ``ASK``, host and port, if a refusal names another node. An empty host: the node that was asked."""
+    if isinstance(refusal, AskError):  # MovedError is one
+        return "MOVED" if isinstance(refusal, MovedError) else "ASK", refusal.host, int(refusal.port)
+    kind, _, place = str(refusal).partition(" ")
+    if kind not in ("MOVED", "ASK"):
+        return None
+    host, _, port = place.split(" ")[-1].rpartition(":")
+    return kind, host, int(port)
 
 
 def is_moving(error: Exception) -> bool:
     """Whether a node of a cluster refused since the keys are being moved, or since the cluster lacks a node."""
     return (
         isinstance(error, (ClusterDownError, TryAgainError))
-        or (isinstance(error, AskError) and not isinstance(error, MovedError))
-        or str(error).startswith(("ASK ", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN"))
+        or str(error).startswith(("TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN"))
+        or (redirection_of(error) or ("",))[0] == "ASK"
     )
 
 
@@ -95,7 +95,7 @@ def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
         )
     if text.startswith(("WRONGPASS", "NOAUTH", "NOPERM", "ACL failure in script")):
         return to_error(what, label, AuthenticationError(text))
-    if redirection_of(error) is not None or text.startswith(("ASK ", "TRYAGAIN")) or isinstance(error, AskError):
+    if redirection_of(error) is not None or text.startswith("TRYAGAIN"):
         return BackendUnavailableError(
             f"{what} refused: {label} is a cluster that is moving this namespace to another node.",
             hint="Ask again: the next call goes to the node that serves it then.",

@@ -24,7 +24,7 @@ from dataplane_redis._litter import Litter
 from dataplane_redis._nodes import LostNodeError
 from dataplane_redis._payload import Payload
 from dataplane_redis._protocol import pack
-from dataplane_redis._rows import pack_rows
+from dataplane_redis._rows import PACKED_REPLIES, pack_rows
 from dataplane_redis._scripts import SCRIPTS
 from dataplane_redis._session import Session
 from dataplane_redis._wakes import Wakes
@@ -32,8 +32,6 @@ from dataplane_redis._wire import INLINE_BYTES, INLINE_ROWS, pack_parts, pack_re
 
 __all__ = ["Puts"]
 
-#: Rows are sent in commands of about this size.
-_CHUNK_BYTES: Final = 4 << 20
 #: A put that is not committed so many seconds after its deadline counts as abandoned.
 _ABANDON_GRACE_S: Final = 30.0
 #: Seconds that undoing a failed put may take at most, within the put's deadline.
@@ -182,8 +180,8 @@ class Puts:
 
     def _confirm(self, what: str, request: PutRequest, common: Sequence[Any], write: bytes) -> None:
         """Confirms a put that an earlier request with the same id has carried out."""
-        again = pack_request("again", *common, write)
-        reply = self._session.script(what, request.deadline, "put", again, confirms=_call_of(request))
+        commit = pack_request("commit", *common, write)
+        reply = self._session.script(what, request.deadline, "put", commit, confirms=_call_of(request))
         if reply[0] != b"ok":
             _refusals.raise_put(what, request, reply)
 
@@ -229,23 +227,17 @@ class Puts:
         """Sends the rows and the commit. Raises unless the server confirms the commit."""
         link, _ = self._session.connected()
         key = self._session.placing.key_of(write)
-        chunks = _chunks_of(bundles)
-        left_s = max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S
-        expiry = pack((b"PEXPIRE", key, b"%d" % int(left_s * 1000)))
-        multi, execute = pack((b"MULTI",)), pack((b"EXEC",))
-        put = SCRIPTS["put"]
+        chunks = list(self._payload.chunks(write, bundles))
+        keep_s = max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S
 
         def commands(context: bytes) -> Iterator[list[Any]]:
-            for position, frames in chunks:  # each sets the expiry: should this client die, the server drops the rows
-                yield multi
-                yield pack_rows(key, position, frames)
-                yield expiry
-                yield execute
-            yield pack((b"EVALSHA", put.sha, b"1", self._session.base, commit, context))
+            for _, position, frames in chunks:
+                yield pack_rows(key, position, frames, keep_s)
+            yield pack((b"EVALSHA", SCRIPTS["put"].sha, b"1", self._session.base, commit, context))
 
         with self._session.receipt(_call_of(request)) as receipt:
             sent = commands(self._session.context(receipt))
-            replies = link.commands(what, request.deadline, sent, 4 * len(chunks) + 1, receipt)
+            replies = link.commands(what, request.deadline, sent, PACKED_REPLIES * len(chunks) + 1, receipt)
             reply = replies.pop()
             if not isinstance(reply, Exception):
                 self._session.accept(what, receipt, reply)
@@ -297,20 +289,6 @@ class Puts:
             except DataPlaneError:
                 self._not_undone.append(write)
                 raise
-
-
-def _chunks_of(bundles: Sequence[Bundle]) -> list[tuple[int, list[Any]]]:
-    """The rows of a put in parts of about `_CHUNK_BYTES`: the position of the first row, and the frames by column."""
-    chunks = []
-    first = 0
-    for bundle in bundles:
-        frames = framed_columns(bundle.columns)
-        num_rows = len(bundle.row_bytes)
-        step = max(1, min(1000, _CHUNK_BYTES * num_rows // max(1, sum(bundle.row_bytes))))
-        for start in range(0, num_rows, step):
-            chunks.append((first + start, [column[start : start + step] for column in frames]))
-        first += num_rows
-    return chunks
 
 
 def _call_of(request: PutRequest) -> Acknowledged:

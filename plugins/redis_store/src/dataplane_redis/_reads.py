@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from dataplane_core.codec import split_rows
-from dataplane_core.errors import CorruptDataError, OperationTimeoutError
+from dataplane_core.errors import CorruptDataError, MissingDataError, OperationTimeoutError
 from dataplane_core.spec import (
+    FieldList,
     FieldSpec,
+    FieldsRequest,
     GetRequest,
     ListRequest,
     SampleList,
@@ -23,9 +25,7 @@ from dataplane_core.spec import (
     WireColumn,
 )
 from dataplane_redis import _refusals
-from dataplane_redis._link import Read
 from dataplane_redis._payload import Payload
-from dataplane_redis._protocol import pack
 from dataplane_redis._rows import ReadPlans, row_overhead
 from dataplane_redis._session import Session
 from dataplane_redis._wire import (
@@ -41,8 +41,6 @@ from dataplane_redis._wire import (
 
 __all__ = ["Reads"]
 
-#: Size of the replies that rows are read in: the server copies one while the client receives another.
-_READ_BYTES: Final = 512 * 1024
 #: Rows that one script locates, and rows that it lists.
 _LOCATE_ROWS: Final = 4000
 _LIST_ROWS: Final = 4000
@@ -90,23 +88,23 @@ class Reads:
                     f"{what} timed out: the rows were overwritten faster than they could be read."
                 )
 
-    def fields_of(
-        self, what: str, partition_id: str, sample_ids: Sequence[str], deadline: float
-    ) -> list[tuple[str, ...] | None]:
-        """The produced fields of each sample. None for a sample that does not exist."""
-        rows, layouts, _ = self._locate(what, partition_id, sample_ids, -1, deadline)
-        refs = iter(unpack_rows([row for row in rows if row is not None]))
-        known: dict[tuple[int, ...], tuple[str, ...]] = {}
-        found: list[tuple[str, ...] | None] = []
-        for row in rows:
-            if row is None:
-                found.append(None)
-                continue
-            key = tuple([layout for _, _, layout, _ in next(refs)])
-            if key not in known:
-                known[key] = tuple(dict.fromkeys(name for layout in key for name in layouts[layout]))
-            found.append(known[key])
-        return found
+    def list_fields(self, request: FieldsRequest) -> FieldList:
+        """Lists the produced fields of samples."""
+        what = f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)"
+        rows, layouts, _ = self._locate(what, request.partition_id, request.sample_ids, -1, request.deadline)
+        absent = [sample_id for sample_id, row in zip(request.sample_ids, rows, strict=True) if row is None]
+        if absent:
+            raise MissingDataError.for_samples(what, request.partition_id, absent)
+        patterns: dict[tuple[str, ...], int] = {}
+        numbers: dict[tuple[int, ...], int] = {}  # layouts of a row -> pattern
+        index = []
+        for refs in unpack_rows([row for row in rows if row is not None]):
+            key = tuple([layout for _, _, layout, _ in refs])
+            if key not in numbers:
+                names = tuple(dict.fromkeys(name for layout in key for name in layouts[layout]))
+                numbers[key] = patterns.setdefault(names, len(patterns))
+            index.append(numbers[key])
+        return FieldList(patterns=list(patterns), index=index)
 
     def _locate(
         self, what: str, partition_id: str, ids: Sequence[str], most: int, deadline: float
@@ -157,7 +155,7 @@ class Reads:
             If any was, there are no columns.
         """
         uses: dict[_Place, list[tuple[int, Any]]] = {}  # place -> rows of the request, each with (column, slot) pairs
-        by_write: dict[bytes, list[tuple[int, int]]] = {}
+        wanted: list[tuple[bytes, int, int]] = []
         payload: list[Any] = []
         start = 0
         for row, (each, plan) in enumerate(zip(refs, picks, strict=True)):
@@ -171,18 +169,11 @@ class Reads:
                 if sent is not None:
                     payload.append(sent[start + index])
                 else:
-                    by_write.setdefault(write, []).append((position, size + row_overhead(num_cells[layout])))
+                    wanted.append((write, position, size + row_overhead(num_cells[layout])))
             start += len(each)
         places: list[_Place] = list(uses)
         if sent is None:
-            link, _ = self._session.connected()
-            if self._session.placing.is_spread:
-                wanted = [(write, *each) for write, rows in by_write.items() for each in rows]
-                places, payload = self._payload.fetch(what, request.deadline, wanted)
-            else:
-                for found in link.fetch(what, request.deadline, self._reads(by_write)):
-                    payload += found
-                places = [(write, position) for write, rows in by_write.items() for position, _ in rows]
+            places, payload = self._payload.fetch(what, request.deadline, wanted)
         if None in payload:
             empty = [place for place, data in zip(places, payload, strict=True) if data is None]
             return {}, [(*place, row, pairs) for place in empty for row, pairs in uses[place]]
@@ -200,23 +191,6 @@ class Reads:
             name: _shared_rows(column) if number in shared else column
             for number, (name, column) in enumerate(zip(request.fields, columns, strict=True))
         }, []
-
-    def _reads(self, by_write: Mapping[bytes, Sequence[tuple[int, int]]]) -> list[Read]:
-        """Commands that read rows, given per write as (position, size in bytes).
-
-        A reply has at most `_READ_BYTES`, or is a single row.
-        """
-        reads = []
-        for write, rows in by_write.items():
-            words, size_bytes = [b"HMGET", self._session.placing.key_of(write)], 0
-            for position, size in rows:
-                if size_bytes and size_bytes + size > _READ_BYTES:
-                    reads.append(Read(b"".join(pack(words)), size_bytes))
-                    words, size_bytes = [b"HMGET", self._session.placing.key_of(write)], 0
-                words.append(b"%d" % position)
-                size_bytes += size
-            reads.append(Read(b"".join(pack(words)), size_bytes))
-        return reads
 
     def list_samples(self, request: ListRequest) -> SampleList:
         """Lists ids and tags."""

@@ -123,10 +123,10 @@ class Route:
 
     def _follow_redirection(self, refusal: Exception) -> bool:
         """Switches to the node that a refusal names. False if it names none."""
-        named = redirection_of(refusal)
-        if named is not None:
-            self._switch_to(_place_of(self.address_of(*named)))
-        return named is not None
+        kind, host, port = redirection_of(refusal) or ("", "", 0)
+        if kind == "MOVED":
+            self._switch_to(_place_of(self.address_of(host, port)))
+        return kind == "MOVED"
 
     # --- errors -------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ Shape legend: ``N`` rows, ``C`` columns.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -17,18 +16,20 @@ from redis.exceptions import InvalidResponse, ResponseError
 
 from dataplane_core.codec import join_row
 from dataplane_core.spec import FieldSpec
+from dataplane_redis._protocol import pack
+from dataplane_redis._route import left_s
 from dataplane_redis._wire import Refs
 
-__all__ = ["ArrayReader", "ReadPlans", "pack_rows", "row_overhead"]
+__all__ = ["PACKED_REPLIES", "ArrayReader", "ReadPlans", "pack_rows", "row_overhead"]
 
+#: Replies to what `pack_rows` packs.
+PACKED_REPLIES: Final = 4
 #: The most that a byte string of a reply takes besides its own bytes: ``$<digits>\\r\\n`` and ``\\r\\n``.
 _STRING_BYTES: Final = 24
 #: Added to every buffer, for the heads of the replies or an error message.
 _SLACK_BYTES: Final = 64 * 1024
 #: The longest number in a reply, with its kind and its sign.
 _MOST_DIGITS: Final = 21
-#: The least socket timeout in seconds: zero would mean not to wait at all.
-_MIN_TIMEOUT_S: Final = 0.001
 
 
 def row_overhead(num_columns: int) -> int:
@@ -36,16 +37,18 @@ def row_overhead(num_columns: int) -> int:
     return 8 + 8 * num_columns + _STRING_BYTES
 
 
-def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]]) -> list[Any]:
-    """Packs an HSET of N rows. Each row is stored under its position, counted from ``first``.
+def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]], keep_s: float) -> list[Any]:
+    """Packs an HSET of N rows. Each row is stored under its position, counted from ``first``. The hash then expires, at
+    the same moment as it is written: so should this client die, the server drops the rows.
 
     Args:
         key: The hash.
         first: Position of the first row.
         frames: C columns of N frames.
+        keep_s: Seconds until the hash expires.
 
     Returns:
-        The parts of the command. Frames are not copied.
+        The parts of the commands. Frames are not copied.
     """
     num_columns, num_rows = len(frames), len(frames[0])
     sizes = np.empty((num_rows, num_columns), dtype="<i8")
@@ -55,14 +58,14 @@ def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]]) -> list[A
     heads = sizes.tobytes()
     step = 8 * num_columns
     totals = (sizes.sum(axis=1) + (len(fixed) + step)).tolist()
-    parts: list[Any] = [b"*%d\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n" % (2 + 2 * num_rows, len(key), key)]
+    parts: list[Any] = [*pack((b"MULTI",)), b"*%d\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n" % (2 + 2 * num_rows, len(key), key)]
     for row, cells in enumerate(zip(*frames, strict=True)):
         position = b"%d" % (first + row)
         head = b"$%d\r\n%b\r\n$%d\r\n" % (len(position), position, totals[row])
         parts.append(head + fixed + heads[row * step : (row + 1) * step])
         parts += cells
         parts.append(b"\r\n")
-    return parts
+    return [*parts, *pack((b"PEXPIRE", key, b"%d" % int(1000 * keep_s))), *pack((b"EXEC",))]
 
 
 class ReadPlans:
@@ -163,8 +166,7 @@ class ArrayReader:
         while self._stop - self._start < size:
             if self._stop == len(self._buffer):
                 self._grow(size)
-            left_s = self._deadline - time.monotonic()
-            self._sock.settimeout(max(_MIN_TIMEOUT_S, left_s))
+            self._sock.settimeout(left_s(self._deadline))
             count = self._sock.recv_into(self._buffer[self._stop :])
             if not count:
                 raise LostConnectionError("Connection closed by server.")

@@ -145,14 +145,11 @@ class Wakes:
             self._nudge()
         return self.client + to_bytes(token)
 
-    def listen(self, request: ClaimRequest) -> bool:
-        """Called when a claim waits. Whether this client listens.
+    def listens(self, deadline: float) -> bool:
+        """Called when a claim or a put waits. Whether this client listens.
 
-        Starts to listen if no claim waited before, and blocks until it does, for a short time at most.
+        Starts to listen if nothing waited before, and blocks until it does, for a short time at most.
         """
-        return request.wake is not None and self._listens(request.deadline)
-
-    def _listens(self, deadline: float) -> bool:
         if self._refused or self._closed:
             return False
         if not self._tried.is_set():
@@ -232,7 +229,7 @@ class Wakes:
 
     def listener(self, deadline: float) -> bytes:
         """Before a question of a put that waits: the client's id if it listens, else nothing. Blocks as `listen`."""
-        if not self._listens(deadline):
+        if not self.listens(deadline):
             return b""
         connection = self._connection
         if connection is not None and not self._session.connected()[0].leads_to(connection):

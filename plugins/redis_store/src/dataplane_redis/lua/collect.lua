@@ -20,9 +20,7 @@ if epoch then
     end
   end
   batched('ZADD', BASE .. ':gone', gone)
-  for first = 1, #keys, CHUNK do
-    call('UNLINK', unpack(keys, first, math.min(first + CHUNK - 1, #keys)))
-  end
+  unlink(keys)
   if #writes < limit then call('SREM', trash, epoch) end
 end
 local given, again = {}, {}

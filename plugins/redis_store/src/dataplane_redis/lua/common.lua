@@ -96,16 +96,36 @@ local function keep_time()
   call('HSET', BASE .. ':instance', 'clock', struct.pack('<dd', time, t[1] + t[2] / 1e6))
 end
 
+-- The replies of a command to many members.
+local function ask_many(command, key, members)
+  local out = {}
+  for first = 1, #members, CHUNK do
+    local part = call(command, key, unpack(members, first, math.min(first + CHUNK - 1, #members)))
+    for i = 1, #part do out[first + i - 1] = part[i] end
+  end
+  return out
+end
+
 local function hmget(key, names)
   local n = #names
   if n == 0 then return {} end
   if n <= CHUNK then return call('HMGET', key, unpack(names)) end
-  local out = {}
-  for first = 1, n, CHUNK do
-    local part = call('HMGET', key, unpack(names, first, math.min(first + CHUNK - 1, n)))
-    for i = 1, #part do out[first + i - 1] = part[i] end
+  -- define here: ask_many
+  return ask_many('HMGET', key, names)
+end
+
+local function unlink(keys)
+  for first = 1, #keys, CHUNK do call('UNLINK', unpack(keys, first, math.min(first + CHUNK - 1, #keys))) end
+end
+
+-- Up to `count` members of a sorted set after a seq, and their seqs.
+local function members_after(key, seq, count)
+  local flat, members, seqs = call('ZRANGEBYSCORE', key, '(' .. seq, '+inf', 'WITHSCORES', 'LIMIT', 0, count), {}, {}
+  for i = 1, #flat, 2 do
+    members[#members + 1] = flat[i]
+    seqs[#seqs + 1] = flat[i + 1]
   end
-  return out
+  return members, seqs
 end
 
 -- One command over many arguments, in chunks of an even size.
@@ -191,12 +211,20 @@ local function unknown_partition()
   return {'unknown_partition', names}
 end
 
-local function unknown_task(P)
-  local names = {}
-  for _, field in ipairs(call('HKEYS', P.meta)) do
-    if string.sub(field, 1, 2) == 't:' then names[#names + 1] = string.sub(field, 3) end
+-- The names of all tasks, and the index of each.
+local function tasks_of(P)
+  local names, indices, flat = {}, {}, call('HGETALL', P.meta)
+  for i = 1, #flat, 2 do
+    if string.sub(flat[i], 1, 2) == 't:' then
+      names[#names + 1] = string.sub(flat[i], 3)
+      indices[#names] = flat[i + 1]
+    end
   end
-  return {'unknown_task', names}
+  return names, indices
+end
+
+local function unknown_task(P)
+  return {'unknown_task', (tasks_of(P))}
 end
 
 -- --- rows ------------------------------------------------------------------------------------------------------------

@@ -5,17 +5,14 @@ local name, epoch, seq, most = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name)
 if not P then return unknown_partition() end
 if epoch ~= '' and epoch ~= P.epoch then return {'changed'} end
-local flat = call('ZRANGEBYSCORE', P.at .. 'o', '(' .. seq, '+inf', 'WITHSCORES', 'LIMIT', 0, most)
-local ids, tasks, names = {}, {}, call('HGETALL', P.meta)
-for i = 1, #flat, 2 do ids[#ids + 1] = flat[i] end
-for i = 1, #names, 2 do
-  if string.sub(names[i], 1, 2) == 't:' then
-    local marks = {}
-    for j, hold in ipairs(hmget(P.at .. 'h:' .. names[i + 1], ids)) do
-      marks[j] = hold and not unsettled_lease(P, hold) and '1' or '0'
-    end
-    tasks[#tasks + 1] = string.sub(names[i], 3)
-    tasks[#tasks + 1] = table.concat(marks)
+local ids, seqs = members_after(P.at .. 'o', seq, most)
+local tasks, names, indices = {}, tasks_of(P)
+for i, task in ipairs(names) do
+  local marks = {}
+  for j, hold in ipairs(hmget(P.at .. 'h:' .. indices[i], ids)) do
+    marks[j] = hold and not unsettled_lease(P, hold) and '1' or '0'
   end
+  tasks[#tasks + 1] = task
+  tasks[#tasks + 1] = table.concat(marks)
 end
-return {'ok', ids, P.epoch, #ids == most and flat[#flat] or '', tasks}
+return {'ok', ids, P.epoch, #ids == most and seqs[most] or '', tasks}

@@ -21,7 +21,7 @@ for _, digest in ipairs(call('ZRANGE', P.at .. 'fs', 0, -1)) do
 end
 batched('HDEL', P.at .. 'vw', names)
 P.views = nil
-for first = 1, #dropped, CHUNK do call('UNLINK', unpack(dropped, first, math.min(first + CHUNK - 1, #dropped))) end
+unlink(dropped)
 for _, number in ipairs(call('HKEYS', P.at .. 'k')) do
   local lease = read_lease(P, number)
   if lease.task == task then drop_lease(P, lease) end

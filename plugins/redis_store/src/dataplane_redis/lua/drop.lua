@@ -12,9 +12,7 @@ local function drop_partition(P)
     for _, suffix in ipairs({'', ':m', ':n'}) do keys[#keys + 1] = P.at .. 'f:' .. digest .. suffix end
   end
   for _, key in ipairs(end_waiting(P)) do keys[#keys + 1] = key end
-  for first = 1, #keys, CHUNK do
-    call('UNLINK', unpack(keys, first, math.min(first + CHUNK - 1, #keys)))
-  end
+  unlink(keys)
   local writes = P.at .. 'u'
   if call('EXISTS', writes) == 1 then
     call('RENAME', writes, BASE .. ':trash:' .. P.epoch)

@@ -6,13 +6,11 @@ local name = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name)
 if not P then return unknown_partition() end
 local m = call('HMGET', P.meta, 'info', 'cleared', 'bytes')
-local tasks, names, flat = {}, {}, call('HGETALL', P.meta)
-for i = 1, #flat, 2 do
-  if string.sub(flat[i], 1, 2) == 't:' then
-    tasks[#tasks + 1] = string.sub(flat[i], 3)
-    names[flat[i + 1]] = string.sub(flat[i], 3)
-    tasks[#tasks + 1] = tonumber(call('HGET', P.meta, 'd:' .. flat[i + 1]) or 0)
-  end
+local tasks, name_of, names, indices = {}, {}, tasks_of(P)
+for i, task in ipairs(names) do
+  name_of[indices[i]] = task
+  tasks[#tasks + 1] = task
+  tasks[#tasks + 1] = tonumber(call('HGET', P.meta, 'd:' .. indices[i]) or 0)
 end
 local age, oldest = '', call('ZRANGE', P.at .. 'o', 0, 0, 'WITHSCORES')
 if oldest[2] then
@@ -41,7 +39,7 @@ local leases = {}
 for task, found in pairs(oldest_leases) do
   local id = row_of(found.lease)
   if id then
-    leases[#leases + 1] = names[task]
+    leases[#leases + 1] = name_of[task]
     leases[#leases + 1] = {
       id, found.lease.holder, string.format('%.6f', found.ends - now()), string.format('%.6f', now() - found.since),
     }

@@ -43,7 +43,14 @@ local function new_lease(P, kind, task, token, holder)
 end
 
 local function ends_in(P, lease, seconds)
-  call('ZADD', P.at .. 'q', now() + seconds, lease.number)
+  lease.ends = now() + seconds
+  call('ZADD', P.at .. 'q', lease.ends, lease.number)
+end
+
+-- When a lease ends. 0: it has no end.
+local function end_of(P, lease)
+  lease.ends = lease.ends or tonumber(call('ZSCORE', P.at .. 'q', lease.number) or 0)
+  return lease.ends
 end
 
 -- The lease of a hold. False if it was acked or given for good.

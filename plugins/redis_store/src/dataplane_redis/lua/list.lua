@@ -12,9 +12,9 @@ if #chosen > 0 then
     if rows[i] then ids[#ids + 1] = id end
   end
 else
-  local flat = call('ZRANGEBYSCORE', P.at .. 'o', '(' .. seq, '+inf', 'WITHSCORES', 'LIMIT', 0, most)
-  for i = 1, #flat, 2 do ids[#ids + 1] = flat[i] end
-  if #ids == most then last = flat[#flat] end
+  local seqs
+  ids, seqs = members_after(P.at .. 'o', seq, most)
+  if #ids == most then last = seqs[most] end
 end
 local tags = hmget(P.at .. 't', ids)
 for i, id in ipairs(ids) do

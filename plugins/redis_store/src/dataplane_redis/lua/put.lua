@@ -4,7 +4,7 @@
 -- ("": row i)}. Mode "begin" checks and reserves; "commit" checks again what may have changed and makes the rows visible;
 -- "inline" does both, with the rows in ARGV[2...]. A put is identified by its random write id. So if the server restarted
 -- from a state without the begin, the commit is refused; and no seq is used twice. A put whose request id is kept was
--- carried out: "begin" replies {"done"}, the others as if they had done it. Mode "again" only asks for that reply.
+-- carried out: "begin" replies {"done"}, the others as if they had done it.
 local mode, name, epoch, ids, parts, tags, capacity, ttl_s, request, write, known, wait_s, client =
   unpack(cmsgpack.unpack(ARGV[1]))
 local total, num_rows = 0, 0
@@ -30,7 +30,6 @@ if is_done(request) then
   if mode == 'commit' and call('ZSCORE', BASE .. ':pending', write) then return refuse('ok', '', SPREAD and 1 or 0) end
   return {'ok', '', 0}
 end
-if mode == 'again' then return {'abandoned'} end
 if mode == 'commit' then
   if not call('ZSCORE', BASE .. ':pending', write) then return {'abandoned'} end
 end
@@ -253,10 +252,8 @@ end
 if P.num and #new_ids > 0 then
   local fresh = #new_ids
   if call('EXISTS', P.at .. 'x') == 1 then
-    for first = 1, #new_ids, CHUNK do
-      local part = call('SMISMEMBER', P.at .. 'x', unpack(new_ids, first, math.min(first + CHUNK - 1, #new_ids)))
-      for _, was in ipairs(part) do fresh = fresh - was end
-    end
+    -- define here: ask_many
+    for _, was in ipairs(ask_many('SMISMEMBER', P.at .. 'x', new_ids)) do fresh = fresh - was end
   end
   if fresh > 0 then call('HINCRBY', P.meta, 'seen', fresh) end
 end

@@ -26,16 +26,6 @@ local function save_question(P, Q)
   end
 end
 
--- Up to `count` members of a sorted set after a seq, and their seqs.
-local function members_after(key, seq, count)
-  local flat, members, seqs = call('ZRANGEBYSCORE', key, '(' .. seq, '+inf', 'WITHSCORES', 'LIMIT', 0, count), {}, {}
-  for i = 1, #flat, 2 do
-    members[#members + 1] = flat[i]
-    seqs[#seqs + 1] = flat[i + 1]
-  end
-  return members, seqs
-end
-
 -- Offers the next rows to the view, in order of first write. False if there are none.
 local function scan(P, Q)
   local ids, seqs = members_after(P.at .. 'o', Q.view.mark, Q.units)
@@ -83,15 +73,6 @@ local function unheld(P, Q, unit)
   return g and none_held(hmget(Q.held, g.members))
 end
 
-local function scores(key, units)
-  local found = {}
-  for first = 1, #units, CHUNK do
-    local part = call('ZMSCORE', key, unpack(units, first, math.min(first + CHUNK - 1, #units)))
-    for i = 1, #part do found[first + i - 1] = part[i] end
-  end
-  return found
-end
-
 local function write_filter(F, command, key, args)
   if #args > 0 then
     batched(command, key, args)
@@ -106,7 +87,7 @@ local function follow(P, Q)
     local units, notes = members_after(P.at .. 'c', F.seen, Q.units)
     if #units == 0 then return true end
     if Q.budget <= 0 then return false end
-    local ready, good, enter, leave, coming, known = scores(ready_key, units), judged(P, F, units), {}, {}, {}, {}
+    local ready, good, enter, leave, coming, known = ask_many('ZMSCORE', ready_key, units), judged(P, F, units), {}, {}, {}, {}
     for i, unit in ipairs(units) do
       if ready[i] and good[i] and tonumber(ready[i]) <= tonumber(F.at) then
         enter[#enter + 1] = ready[i]
@@ -150,7 +131,7 @@ local function one_is_coming(P, Q)
   while true do
     local some = call('SRANDMEMBER', F.coming, math.min(Q.units, 100))
     if #some > 0 then
-      local ready, good, gone = scores(Q.view.ready, some), judged(P, F, some), {}
+      local ready, good, gone = ask_many('ZMSCORE', Q.view.ready, some), judged(P, F, some), {}
       for i, unit in ipairs(some) do
         if good[i] and not ready[i] and unheld(P, Q, unit) then return true end
         gone[#gone + 1] = unit
@@ -235,10 +216,10 @@ local function gather(P, Q, least, most)
     end
     if count < least then return {} end
     if not F then return call('ZRANGE', source, 0, most - 1) end
-    -- define here: scores, write_filter
+    -- define here: ask_many, write_filter
     local flat, units, gone = call('ZRANGE', source, 0, most - 1, 'WITHSCORES'), {}, {}
     for i = 1, #flat, 2 do units[#units + 1] = flat[i] end
-    local ready, still = scores(Q.view.ready, units), {}
+    local ready, still = ask_many('ZMSCORE', Q.view.ready, units), {}
     for i, unit in ipairs(units) do  -- other clients may have claimed or cleared them
       local list = ready[i] == flat[2 * i] and still or gone
       list[#list + 1] = unit

@@ -40,9 +40,7 @@ end
 if mode == 'finish' then return finish() end
 local key = P.at .. 'h:' .. task
 
-local function end_of(lease) return tonumber(call('ZSCORE', P.at .. 'q', lease.number)) end
-
-local function is_leased(lease) return lease and lease.kind == 'L' and end_of(lease) > now() end
+local function is_leased(lease) return lease and lease.kind == 'L' and end_of(P, lease) > now() end
 
 -- The leases of the ids, in order, with their rows; and the ids that are not held under their tokens.
 local function look_up()
@@ -50,11 +48,8 @@ local function look_up()
   local held = same and hmget(key, ids) or {}
   for i, id in ipairs(ids) do
     local lease = held[i] and held[i] ~= 'D' and read_lease(P, held[i])
-    if lease and lease.kind == 'L' and lease.due == nil then
-      lease.due = end_of(lease) <= now()
-    end
     local good = lease and lease.token == tokens[i]
-    if not good or not ((lease.kind == 'L' and not lease.due) or (lease.kind == 'A' and action == 'ack')) then
+    if not good or not (is_leased(lease) or (lease.kind == 'A' and action == 'ack')) then
       lost[#lost + 1] = id
     elseif lease.kind == 'L' then
       add_to(rows_of, order, lease, id)
@@ -102,9 +97,9 @@ local function commit(lease)
   if action == 'ack' then
     give_for_good(P, lease, 'A')
   elseif action == 'renew' then
-    local was = end_of(lease)
+    local was = end_of(P, lease)
     ends_in(P, lease, lease_s)
-    if end_of(lease) < was then  -- it ends sooner now, so waiting claims must look again
+    if end_of(P, lease) < was then  -- it ends sooner now, so waiting claims must look again
       -- define here: changed
       changed(P)
     end

@@ -22,23 +22,15 @@ local kept_at = BASE .. ':why:' .. redis.sha1hex(question)
 local kept = call('GET', kept_at)
 if kept then S = cmsgpack.unpack(kept) end
 
-local ends = {}
-local function end_of(lease)
-  if not ends[lease.number] then
-    ends[lease.number] = tonumber(call('ZSCORE', P.at .. 'q', lease.number) or 0)
-  end
-  return ends[lease.number]
-end
-
 -- Counts a held row if it is leased. Keeps those whose leases end first, in this order.
 local function note_held(id, hold)
   local lease = unsettled_lease(P, hold)
   if not lease then return end
   S.leased = S.leased + 1
   local place = #S.first + 1
-  while place > 1 and S.first[place - 1][3] > end_of(lease) do place = place - 1 end
+  while place > 1 and S.first[place - 1][3] > end_of(P, lease) do place = place - 1 end
   if place > NAMED then return end
-  table.insert(S.first, place, {id, lease.holder, end_of(lease)})
+  table.insert(S.first, place, {id, lease.holder, end_of(P, lease)})
   S.first[NAMED + 1] = nil
 end
 
@@ -159,9 +151,8 @@ end
 
 local done, count = S.done, P.group and math.max(1, math.floor(CHUNK / P.group)) or CHUNK
 while not done and budget > 0 do
-  local flat = call('ZRANGEBYSCORE', P.at .. 'o', '(' .. S.at, '+inf', 'WITHSCORES', 'LIMIT', 0, count)
-  local ids, names = {}, {}
-  for i = 1, #flat, 2 do ids[#ids + 1] = flat[i] end
+  local ids, seqs = members_after(P.at .. 'o', S.at, count)
+  local names = {}
   if not P.group then
     look_at_rows(ids)
   else  -- a group is looked at with its first row, which has the group's seq
@@ -171,7 +162,7 @@ while not done and budget > 0 do
       group.name = group_of(id)
       if group.broken then
         look_at_lost(id, group)
-      elseif group.seq == tonumber(flat[2 * i]) then
+      elseif group.seq == tonumber(seqs[i]) then
         names[#names + 1] = group.name
       end
     end
@@ -182,7 +173,7 @@ while not done and budget > 0 do
       budget = budget - #groups[unit].members
     end
   end
-  S.at = flat[#flat] or S.at
+  S.at = seqs[#seqs] or S.at
   S.rows = S.rows + #ids
   budget = budget - #ids
   done = #ids < count

@@ -51,10 +51,10 @@ def engine_contestant(engine: Engine, lengths: np.ndarray) -> Contestant:
         nonlocal first, handles
         handles = list(range(first, first + len(lengths)))
         first += len(lengths)
-        engine.put_rows(handles, buffer, offsets, column="cells", timeout_s=TIMEOUT_S)
+        engine.put_rows(handles, buffer, offsets, timeout_s=TIMEOUT_S)
 
     def get() -> None:
-        rows = engine.get_rows(handles, column="cells", timeout_s=TIMEOUT_S)
+        rows = engine.get_rows(handles, timeout_s=TIMEOUT_S)
         assert sum(row.nbytes for row in rows) == offsets[-1]
 
     return Contestant(put, get, lambda: engine.delete_rows(handles, timeout_s=TIMEOUT_S))

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, RefsGoneError, RowStoreBackend
+from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, RowStoreBackend
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger import Command, LedgerService, Ref, Reply, commands
 from dataplane_core.spec import Capability, ChangeUnitsRequest, ListUnitsRequest, PutRequest, Scope, UnitList, new_id
 from dataplane_tq_simple._diagnosis import diagnose
-from dataplane_tq_simple._errors import RowsGoneError, UnitsGoneError
+from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["QueueBackend", "TQSimpleBackend", "left_s"]
 
 _Engine = TypeVar("_Engine", bound="QueueEngine")
-
-#: The TransferQueue field that holds the joined cells of a sample.
-_COLUMN = "dataplane"
 
 #: Seconds after which a put is tried again whose storage unit ended.
 _AGAIN_S = 0.1
@@ -186,13 +183,10 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         return UnitList(units=[each for each in units if each.name == request.remove])
 
     def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
-        self._connected().put_rows(handles, buffer, offsets, column=_COLUMN, timeout_s=left_s(deadline))
+        self._connected().put_rows(handles, buffer, offsets, timeout_s=left_s(deadline))
 
     def _get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:
-        try:
-            return self._connected().get_rows(handles, column=_COLUMN, timeout_s=left_s(deadline))
-        except RowsGoneError as error:
-            raise RefsGoneError(error.message, handles=error.handles if error.exact else ()) from error
+        return self._connected().get_rows(handles, timeout_s=left_s(deadline))
 
     def _delete_rows(self, handles: Sequence[int], deadline: float) -> None:
         self._connected().delete_rows(handles, timeout_s=left_s(deadline))

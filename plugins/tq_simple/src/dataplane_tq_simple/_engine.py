@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, OperationTimeoutError, preview
+from dataplane_core.backends import RefsGoneError
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError, preview
 from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple import _wire
 from dataplane_tq_simple._cluster import check_cpus
-from dataplane_tq_simple._errors import RowsGoneError, UnitsGoneError
+from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._exchange import Peer, Request, Watch
 from dataplane_tq_simple._places import UNIT_PATIENCE_S, Places, UnitWatch
 from dataplane_tq_simple._queue import QueueEngine
@@ -109,7 +110,6 @@ class Engine(QueueEngine):
         buffer: Any,
         offsets: npt.NDArray[np.int64],
         *,
-        column: str,
         timeout_s: float,
     ) -> None:
         """Stores rows of bytes. Returns when every unit has confirmed its rows.
@@ -122,11 +122,9 @@ class Engine(QueueEngine):
             buffer: The bytes: any contiguous object with the buffer protocol, such as a uint8 array. The caller may
                 reuse it when this returns.
             offsets: Shape (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``. Rows may have length 0.
-            column: The TransferQueue field to store under; handles of different columns must differ too.
             timeout_s: In seconds.
 
         Raises:
-            InvalidRequestError: Offsets that do not fit the buffer, or a negative handle.
             CapacityExceededError: A unit holds as many rows as it may.
             UnitsGoneError: A unit has ended. Put the rows under other handles.
             BackendError: A unit refused for another reason.
@@ -136,17 +134,6 @@ class Engine(QueueEngine):
         offsets = np.asarray(offsets, dtype=np.int64)
         view = memoryview(buffer).cast("B")
         sizes = np.diff(offsets)
-        if (
-            offsets.shape != (len(handles) + 1,)
-            or offsets[0] < 0
-            or offsets[-1] > view.nbytes
-            or (sizes < 0).any()
-            or (handles < 0).any()
-        ):
-            raise InvalidRequestError(
-                f"put_rows({len(handles)} rows) refused: offsets of shape {offsets.shape} over {view.nbytes} bytes. "
-                f"Expected {len(handles) + 1} ascending offsets within the buffer, and handles of 0 or more.",
-            )
         if not len(handles):
             return
         bounds = offsets.tolist()
@@ -154,7 +141,7 @@ class Engine(QueueEngine):
         def request(unit: Peer, token: str, chunk: _wire.Chunk) -> Request:
             def frames() -> list[Any]:
                 rows = [view[bounds[i] : bounds[i + 1]] for i in chunk.positions]
-                return _wire.put_request(unit.name, token, column, chunk, rows)
+                return _wire.put_request(unit.name, token, chunk, rows)
 
             return Request(frames, lambda reply: _wire.check_put_reply(unit.name, reply, chunk))
 
@@ -165,18 +152,11 @@ class Engine(QueueEngine):
             raise UnitsGoneError(f"{what}: a storage unit has ended. Nothing was written.")
         self._run(what, _wire.plan_by_bytes(lives, handles, sizes, self.config.chunk_size_bytes), request, deadline)
 
-    def get_rows(
-        self,
-        handles: Sequence[int] | npt.NDArray[np.int64],
-        *,
-        column: str,
-        timeout_s: float,
-    ) -> list[memoryview]:
+    def get_rows(self, handles: Sequence[int] | npt.NDArray[np.int64], *, timeout_s: float) -> list[memoryview]:
         """Reads rows of bytes.
 
         Args:
             handles: N row handles; repeats are allowed.
-            column: The field that they were stored under.
             timeout_s: In seconds.
 
         Returns:
@@ -184,7 +164,7 @@ class Engine(QueueEngine):
             stays in memory as long as any view of it: copy what you keep. They are aligned for bytes only.
 
         Raises:
-            RowsGoneError: A row does not exist, or no longer, or its unit has ended: at once.
+            RefsGoneError: A row does not exist, or no longer. Or its unit has ended: at once, with the handles.
             BackendError: A unit refused for another reason.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
@@ -198,12 +178,10 @@ class Engine(QueueEngine):
 
         def request(unit: Peer, token: str, chunk: _wire.Chunk) -> Request:
             def on_reply(reply: list[Any]) -> None:
-                for position, row in zip(
-                    chunk.positions, _wire.read_get_reply(unit.name, reply, column, chunk), strict=True
-                ):
+                for position, row in zip(chunk.positions, _wire.read_get_reply(unit.name, reply, chunk), strict=True):
                     rows[position] = row
 
-            return Request(functools.partial(_wire.get_request, unit.name, token, column, chunk.handles), on_reply)
+            return Request(functools.partial(_wire.get_request, unit.name, token, chunk.handles), on_reply)
 
         what = f"get_rows({num_rows} rows)"
         deadline = time.monotonic() + timeout_s
@@ -221,10 +199,10 @@ class Engine(QueueEngine):
         alive = self._places.alive(lives)
         if not alive.all():
             gone = handles[~alive].tolist()
-            raise RowsGoneError(f"{what}: the storage units of {len(gone)} rows ended.", handles=gone, exact=True)
+            raise RefsGoneError(f"{what}: the storage units of {len(gone)} rows ended.", handles=gone)
 
     def delete_rows(self, handles: Sequence[int] | npt.NDArray[np.int64], *, timeout_s: float) -> None:
-        """Deletes rows, in all columns, and frees their memory in the units. Ignores handles of rows that do not exist.
+        """Deletes rows, and frees their memory in the units. Ignores handles of rows that do not exist.
 
         Args:
             handles: Row handles.

@@ -21,8 +21,9 @@ import numpy.typing as npt
 from transfer_queue.storage.simple_storage import KEY_NOT_FOUND_MARKER
 from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
+from dataplane_core.backends import RefsGoneError
 from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError
-from dataplane_tq_simple._errors import RowsGoneError, UnitsGoneError
+from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._sampler import CALL_FIELD, CALL_KEY, CALL_PARTITION
 
 __all__ = [
@@ -56,6 +57,9 @@ LARGE_ROW_BYTES = 256 * 1024
 LIFE_KEY = "~life"
 #: Marks that refusal.
 OTHER_LIFE = "DataplaneOtherLife"
+
+#: The TransferQueue field that holds the rows.
+_COLUMN = "dataplane"
 
 _SENDER = "dataplane"
 
@@ -190,7 +194,7 @@ def _cut(
     return [Chunk(unit, part.tolist(), handles[part].tolist()) for part in np.split(positions, cuts)]
 
 
-def put_request(receiver: str, life: str, column: str, chunk: Chunk, rows: Sequence[memoryview]) -> Frames:
+def put_request(receiver: str, life: str, chunk: Chunk, rows: Sequence[memoryview]) -> Frames:
     """A put of ``rows``, one per handle of ``chunk``. Large rows are not copied: do not change them before the reply.
 
     Raises:
@@ -200,7 +204,7 @@ def put_request(receiver: str, life: str, column: str, chunk: Chunk, rows: Seque
         if row.nbytes > MAX_ROW_BYTES:
             raise InvalidRequestError(f"row {position} has {row.nbytes} bytes. Expected at most {MAX_ROW_BYTES}.")
     cells = [row if row.nbytes < LARGE_ROW_BYTES else np.frombuffer(row, dtype=np.uint8) for row in rows]
-    body = {"global_indexes": chunk.handles, "data": {column: cells}, "data_parser": None, LIFE_KEY: life}
+    body = {"global_indexes": chunk.handles, "data": {_COLUMN: cells}, "data_parser": None, LIFE_KEY: life}
     return _request(ZMQRequestType.PUT_DATA, receiver, body)
 
 
@@ -221,17 +225,17 @@ def check_put_reply(receiver: str, frames: Frames, chunk: Chunk) -> None:
     raise error
 
 
-def get_request(receiver: str, life: str, column: str, handles: list[int]) -> Frames:
+def get_request(receiver: str, life: str, handles: list[int]) -> Frames:
     """A read of the rows ``handles``."""
-    body = {"global_indexes": handles, "fields": [column], LIFE_KEY: life}
+    body = {"global_indexes": handles, "fields": [_COLUMN], LIFE_KEY: life}
     return _request(ZMQRequestType.GET_DATA, receiver, body)
 
 
-def read_get_reply(receiver: str, frames: Frames, column: str, chunk: Chunk) -> list[memoryview]:
+def read_get_reply(receiver: str, frames: Frames, chunk: Chunk) -> list[memoryview]:
     """The rows of a reply, as views into its frames.
 
     Raises:
-        RowsGoneError: The unit does not hold one of the rows, or was started again.
+        RefsGoneError: The unit does not hold one of the rows. With their handles, if it was started again.
         BackendError: Any other refusal, or a reply that cannot be read.
     """
     try:
@@ -239,18 +243,16 @@ def read_get_reply(receiver: str, frames: Frames, column: str, chunk: Chunk) -> 
     except msgspec.MsgspecError as error:
         raise BackendError(f"{receiver} sent a reply that cannot be read: {error}") from error
     if reply.body.data is not None:
-        rows = reply.body.data.get(column, [])
+        rows = reply.body.data.get(_COLUMN, [])
         if len(rows) != len(chunk.handles):
             raise BackendError(f"{receiver} returned {len(rows)} rows of {len(chunk.handles)} asked for.")
         return [row if isinstance(row, memoryview) else _large_row(row, frames) for row in rows]
     message = reply.body.message or reply.request_type
-    # A unit that never stored a row of this column reports an unknown column. It means the same: the rows do not exist.
-    if KEY_NOT_FOUND_MARKER in message or f"field '{column}' not found" in message:
-        raise RowsGoneError(
-            f"{receiver} lacks some of the {len(chunk.handles)} rows asked for: {message}", handles=chunk.handles
-        )
+    # A unit that never stored a row reports an unknown field. It means the same: the rows do not exist.
+    if KEY_NOT_FOUND_MARKER in message or f"field '{_COLUMN}' not found" in message:
+        raise RefsGoneError(f"{receiver} lacks some of the {len(chunk.handles)} rows asked for: {message}")
     if OTHER_LIFE in message:
-        raise RowsGoneError(f"{receiver} was started again.", handles=chunk.handles, exact=True)
+        raise RefsGoneError(f"{receiver} was started again.", handles=chunk.handles)
     raise BackendError(f"{receiver} refused to return {len(chunk.handles)} rows: {message}")
 
 
@@ -260,7 +262,7 @@ def _large_row(header: msgspec.msgpack.Ext, frames: Frames) -> memoryview:
 
 
 def delete_request(receiver: str, life: str, handles: list[int]) -> Frames:
-    """A request to delete the rows ``handles`` in all columns. The unit ignores rows that do not exist."""
+    """A request to delete the rows ``handles``. The unit ignores rows that do not exist."""
     return _request(ZMQRequestType.CLEAR_DATA, receiver, {"global_indexes": handles, LIFE_KEY: life})
 
 

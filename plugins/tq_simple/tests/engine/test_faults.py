@@ -64,24 +64,24 @@ def test_a_controller_that_stands_still(engine: Engine) -> None:
             engine.call("note", "while stopped", timeout_s=0.3)
         with takes(0.5, 10.0), pytest.raises(OperationTimeoutError):
             Engine.attach(TQSimpleConfig(instance="faults"), timeout_s=0.5)
-        engine.put_rows([1, 2], b"ab", [0, 1, 2], column="c", timeout_s=10)  # the units go on
+        engine.put_rows([1, 2], b"ab", [0, 1, 2], timeout_s=10)  # the units go on
     assert engine.call("note", "after", timeout_s=10) == ["before", "after"]
 
 
 def test_a_storage_unit_that_stands_still(engine: Engine, unit_pid: Callable[[str, int], int]) -> None:
-    engine.put_rows([10, 11], b"ab", [0, 1, 2], column="c", timeout_s=10)
+    engine.put_rows([10, 11], b"ab", [0, 1, 2], timeout_s=10)
     with stopped(unit_pid("faults", 1)):
         for operation in (
-            lambda: engine.put_rows([12, 13], b"ab", [0, 1, 2], column="c", timeout_s=0.5),
-            lambda: engine.get_rows([10, 11], column="c", timeout_s=0.5),
+            lambda: engine.put_rows([12, 13], b"ab", [0, 1, 2], timeout_s=0.5),
+            lambda: engine.get_rows([10, 11], timeout_s=0.5),
             lambda: engine.delete_rows([12, 13], timeout_s=0.5),
         ):
             with takes(0.5, 10.0), pytest.raises(OperationTimeoutError, match="storage unit-1"):
                 operation()
-        assert bytes(engine.get_rows([10], column="c", timeout_s=10)[0]) == b"a"
+        assert bytes(engine.get_rows([10], timeout_s=10)[0]) == b"a"
         assert engine.call("echo", 1, timeout_s=10) == 1
     # What it received meanwhile it carries out late, and no reply of that is taken for another's.
-    assert [bytes(row) for row in engine.get_rows([10, 11], column="c", timeout_s=10)] == [b"a", b"b"]
+    assert [bytes(row) for row in engine.get_rows([10, 11], timeout_s=10)] == [b"a", b"b"]
     engine.delete_rows([12, 13], timeout_s=10)
 
 
@@ -117,7 +117,7 @@ def test_a_delete_that_overtakes_a_put_which_was_given_up_leaves_none_of_its_row
             handles, before = list(range(first, first + 8, 2)), num_puts()
             with stopped(pid):
                 with pytest.raises(OperationTimeoutError):
-                    engine.put_rows(handles, b"abcd", [0, 1, 2, 3, 4], column="c", timeout_s=1.0)
+                    engine.put_rows(handles, b"abcd", [0, 1, 2, 3, 4], timeout_s=1.0)
                 deleting = pool.submit(delete, *handles)
                 eventually(lambda: engine._exchange._num_leased == 1)
             deleting.result()
@@ -203,7 +203,7 @@ engine = Engine.bootstrap(TQSimpleConfig(ray_num_cpus=1), dict)
 rest = psutil.Process().children(recursive=True)
 head.kill()
 head.wait()
-engine.put_rows([1], b"a", [0, 1], column="c", timeout_s=20)  # data goes on
+engine.put_rows([1], b"a", [0, 1], timeout_s=20)  # data goes on
 started = time.monotonic()
 engine.close()
 print(time.monotonic() - started, flush=True)

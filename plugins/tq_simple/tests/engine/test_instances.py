@@ -40,8 +40,8 @@ first = Engine.bootstrap(TQSimpleConfig(ray_num_cpus=1), dict)
 second = Engine.attach(TQSimpleConfig())
 assert ray.is_initialized() and ray.cluster_resources()["CPU"] == 1
 for engine in (first, second):
-    engine.put_rows([1, 2], b"ab", [0, 1, 2], column="c", timeout_s=20)
-    assert len(engine.get_rows([1, 2], column="c", timeout_s=20)) == 2
+    engine.put_rows([1, 2], b"ab", [0, 1, 2], timeout_s=20)
+    assert len(engine.get_rows([1, 2], timeout_s=20)) == 2
     engine.delete_rows([1, 2], timeout_s=20)
 started = [process.pid for process in psutil.Process().children(recursive=True)]
 first.close()
@@ -80,26 +80,26 @@ def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_clust
     ):
         one.call("note", "one", timeout_s=10)
         assert two.call("note", "two", timeout_s=10) == ["two"]
-        one.put_rows([7], b"one", [0, 3], column="c", timeout_s=10)
-        two.put_rows([7], b"two", [0, 3], column="c", timeout_s=10)
-        assert bytes(one.get_rows([7], column="c", timeout_s=10)[0]) == b"one"
+        one.put_rows([7], b"one", [0, 3], timeout_s=10)
+        two.put_rows([7], b"two", [0, 3], timeout_s=10)
+        assert bytes(one.get_rows([7], timeout_s=10)[0]) == b"one"
 
         # An attached engine knows the instance's options, not its own.
         with Engine.attach(TQSimpleConfig(instance="two", num_storage_units=7)) as attached:
             assert attached.config == two.config
             assert attached.config.storage_unit_size == 3
             assert not attached.bootstrapped
-            assert bytes(attached.get_rows([7], column="c", timeout_s=10)[0]) == b"two"
+            assert bytes(attached.get_rows([7], timeout_s=10)[0]) == b"two"
         attached.close()
         with pytest.raises(ClientClosedError):
             attached.call("note", "closed", timeout_s=10)
         assert two.call("note", "still", timeout_s=10) == ["two", "still"]
 
-        two.put_rows([8], b"a", [0, 1], column="c", timeout_s=10)
+        two.put_rows([8], b"a", [0, 1], timeout_s=10)
         with pytest.raises(CapacityExceededError, match="2 existing"):
-            two.put_rows([9, 10], b"cd", [0, 1, 2], column="c", timeout_s=10)
+            two.put_rows([9, 10], b"cd", [0, 1, 2], timeout_s=10)
         two.delete_rows([7], timeout_s=10)
-        two.put_rows([9, 10], b"cd", [0, 1, 2], column="c", timeout_s=10)
+        two.put_rows([9, 10], b"cd", [0, 1, 2], timeout_s=10)
 
         started = time.monotonic()
         with pytest.raises(AlreadyRunningError, match="'one' is already running"):
@@ -135,7 +135,7 @@ def test_close_ends_the_processes_and_the_name_can_be_used_again(
     with pytest.raises(ClientClosedError):
         engine.call("pid", timeout_s=10)
     with pytest.raises(ClientClosedError):
-        engine.put_rows([1], b"a", [0, 1], column="c", timeout_s=10)
+        engine.put_rows([1], b"a", [0, 1], timeout_s=10)
     started = time.monotonic()
     with pytest.raises(BackendUnavailableError, match="controller of instance 'again' is dead"):
         attached.call("pid", timeout_s=30)

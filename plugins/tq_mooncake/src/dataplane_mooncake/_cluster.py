@@ -156,7 +156,7 @@ class MooncakeInstance(Instance):
 
     prefix = "tqm-"
     distribution = "dataplane-mooncake"
-    protocol = 5
+    protocol = 6
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

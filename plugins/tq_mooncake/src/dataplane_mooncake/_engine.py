@@ -61,7 +61,7 @@ class Engine(QueueEngine):
         self._store: Store | None = None
         self._master: MasterWatch | None = None
 
-    def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """As `QueueEngine.call`, but first checks a master that is not started again: without it, the rows are lost.
 
         Raises:
@@ -69,7 +69,7 @@ class Engine(QueueEngine):
         """
         if self._master is not None and not self._master_is_kept:
             self._master.check()
-        return super().call(method, *args, timeout_s=timeout_s, **kwargs)
+        return super().call(method, *args, timeout_s=timeout_s)
 
     def _join(self, deadline: float) -> None:
         config = self.config.model_copy(update=self.own.own_options())

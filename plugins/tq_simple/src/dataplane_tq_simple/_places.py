@@ -151,7 +151,7 @@ class UnitWatch:
         now = time.monotonic()
         if self._question is None:
             if now >= self._ask_at:
-                call = encode_call(UNITS, ("view", self._places.version), {}, None)
+                call = encode_call(UNITS, ("view", self._places.version), None)
                 self._question = self._exchange.ask(self._controller, _wire.call_request(self._controller.name, call))
             return
         reply = self._question.reply()

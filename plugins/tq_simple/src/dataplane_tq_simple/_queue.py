@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, NoReturn, Self
 
 import ray
 
+from dataplane_core.backends import CallId
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
 from dataplane_core.spec import new_id
 from dataplane_tq_simple import _wire
@@ -195,7 +196,7 @@ class QueueEngine:
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """Calls a method of the service in the controller. Atomic: calls of all clients run one after the other.
 
         A call is executed at most once. It is not repeated here after a failure, unless the controller keeps a journal:
@@ -206,7 +207,6 @@ class QueueEngine:
             method: Name of a public method.
             *args: Its arguments; they must pickle.
             timeout_s: In seconds.
-            **kwargs: Its keyword arguments; they must pickle.
 
         Returns:
             What the method returned.
@@ -220,11 +220,11 @@ class QueueEngine:
         """
         deadline = time.monotonic() + timeout_s
         if self._lanes is None:
-            return self._call(method, args, kwargs, None, deadline, timeout_s)
+            return self._call(method, args, None, deadline, timeout_s)
         with self._lanes.lease(timeout_s) as call_id:
             while True:
                 try:
-                    return self._call(method, args, kwargs, call_id, deadline, timeout_s)
+                    return self._call(method, args, call_id, deadline, timeout_s)
                 except LineBrokenError:  # Ray may start the controller again
                     if self._closed:
                         raise ClientClosedError(f"call {method!r}: this client is closed.") from None
@@ -233,18 +233,12 @@ class QueueEngine:
                     time.sleep(_REPEAT_S)
 
     def _call(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call_id: tuple[str, int, int, float] | None,
-        deadline: float,
-        timeout_s: float,
+        self, method: str, args: tuple[Any, ...], call_id: CallId | None, deadline: float, timeout_s: float
     ) -> Any:
         while True:
             line = None if method == PING and call_id is None else self._find_line(deadline)
             clock = self._clock
-            call = encode_call(method, args, kwargs, clock.at_controller(deadline), call_id)
+            call = encode_call(method, args, clock.at_controller(deadline), call_id)
             reply = self._send_call(method, call, line, deadline)
             executed, result, controller_time_s = decode_reply(reply)
             clock.observe(controller_time_s)
@@ -312,8 +306,8 @@ class _Lanes:
         self._serials: list[int] = []  # of each lane
 
     @contextmanager
-    def lease(self, timeout_s: float) -> Iterator[tuple[str, int, int, float]]:
-        """The id of a call that is repeated for at most ``timeout_s``. See `CallId`."""
+    def lease(self, timeout_s: float) -> Iterator[CallId]:
+        """The id of a call that is repeated for at most ``timeout_s``."""
         with self._lock:
             if self._idle:
                 lane = self._idle.pop()
@@ -323,7 +317,7 @@ class _Lanes:
             self._serials[lane] += 1
             serial = self._serials[lane]
         try:
-            yield self._client, lane, serial, timeout_s + _KEPT_S
+            yield CallId(self._client, lane, serial, timeout_s + _KEPT_S)
         finally:
             with self._lock:
                 self._idle.append(lane)

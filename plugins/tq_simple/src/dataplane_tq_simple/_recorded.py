@@ -2,77 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NoReturn, cast
+from typing import cast
 
-from dataplane_core.backends import CallId, RecordedLedger
+from dataplane_core.backends import RecordedLedger
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger import Command, Ref, Reply, commands
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook
 from dataplane_tq_simple._service import Placing
 
-__all__ = ["PlacingRecordedService", "RecordedService", "Recorder"]
-
-_logger = logging.getLogger(__name__)
-
-#: The exit status of a controller that may answer nobody any more.
-_EXIT_STATUS: Final = 70
-
-
-class Recorder:
-    """What the controller needs of its journal beside the ledger. For one thread at a time.
-
-    Args:
-        ledger: The ledger.
-
-    Attributes:
-        book: The book of storage units that is kept too, or None.
-    """
-
-    def __init__(self, ledger: RecordedLedger) -> None:
-        self._ledger = ledger
-        self.book: UnitBook | None = None
-
-    def once(self, call: tuple[Any, ...], work: Callable[[], Any]) -> Any:
-        """As `RecordedLedger.once`; ``call`` is a `CallId` as a tuple."""
-        return self._ledger.once(CallId(*call), work)
-
-    def note(self, name: str, value: bytes) -> None:
-        """As `RecordedLedger.note`."""
-        self._ledger.note(name, value)
-
-    def noted(self, name: str) -> bytes | None:
-        """What was noted last."""
-        return self._ledger.notes.get(name)
-
-    def save(self) -> None:
-        """Notes what has changed in the book."""
-        if self.book is None:
-            return
-        mark, notes = self.book.unsaved()
-        for name, value in notes.items():
-            self._ledger.note(name, value)
-        self.book.saved(mark, notes)
-
-    def save_change(self, outcome: object) -> None:
-        """Notes that the call under way changed the units, with what came of it."""
-        if self.book is not None:
-            self._ledger.note_outcome(UNITS_NOTE, self.book.pack(), outcome)
-
-    def commit(self) -> None:
-        """Returns when everything that was done is kept. If it cannot be, ends the process: nobody gets an answer.
-
-        Ray then starts the controller again, unless another process is the controller already.
-        """
-        try:
-            self._ledger.commit()
-        except (OSError, BackendUnavailableError) as error:
-            _end(error)
+__all__ = ["PlacingRecordedService", "RecordedService"]
 
 
 class RecordedService:
@@ -85,7 +28,7 @@ class RecordedService:
         must_exist: Whether there must be a journal: the controller was started again.
 
     Attributes:
-        recorder: See `Recorder`.
+        journal: The ledger, for what the controller keeps beside it.
 
     Raises:
         BackendUnavailableError: The folder cannot be used.
@@ -99,19 +42,18 @@ class RecordedService:
                 retryable=False,
                 hint="Set `journal` to a folder that all nodes of the Ray cluster share, and make it first.",
             )
-        self._ledger = RecordedLedger(folder, capacity_bytes, sync=sync, must_exist=must_exist)
-        self.recorder = Recorder(self._ledger)
+        self.journal = RecordedLedger(folder, capacity_bytes, sync=sync, must_exist=must_exist)
 
     def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         """As `LedgerService.call`."""
         if isinstance(command, commands.BeginPut) and command.write_id is None:
-            begin = replace(command, write_id=self._ledger.take_ids(command.num_ids))
-            return cast("Reply", self._ledger.call(begin, wake))
-        return self._ledger.call(command, wake)
+            begin = replace(command, write_id=self.journal.take_ids(command.num_ids))
+            return cast("Reply", self.journal.call(begin, wake))
+        return self.journal.call(command, wake)
 
     def garbage(self) -> list[Ref]:
         """As `LedgerService.garbage`."""
-        return self._ledger.garbage()
+        return self.journal.garbage()
 
 
 class PlacingRecordedService(Placing, RecordedService):
@@ -120,22 +62,21 @@ class PlacingRecordedService(Placing, RecordedService):
     def use_book(self, book: UnitBook) -> None:
         """As `PlacingLedgerService.use_book`. Fills the book with what was recorded."""
         super().use_book(book)
-        self.recorder.book = book
-        if UNITS_NOTE in self._ledger.notes:
-            book.restore(self._ledger.notes, self._ledger.payload(), self._ledger.next_number)
+        if UNITS_NOTE in self.journal.notes:
+            book.restore(self.journal.notes, self.journal.payload(), self.journal.next_number)
+
+    def save_book(self) -> None:
+        """Notes what has changed in the book."""
+        mark, notes = self._book.unsaved()
+        for name, value in notes.items():
+            self.journal.note(name, value)
+        self._book.saved(mark, notes)
 
     def _before_put(self) -> None:
-        self.recorder.save()  # the journal knows the layout before it knows a put that uses it
+        self.save_book()  # the journal knows the layout before it knows a put that uses it
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        with self._ledger.aside():
-            yield
+    def _aside(self) -> AbstractContextManager[None]:
+        return self.journal.aside()
 
     def _pass_on(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         return RecordedService.call(self, command, wake)
-
-
-def _end(error: Exception) -> NoReturn:
-    _logger.critical("this controller may answer nobody any more, and ends: %s", error)
-    os._exit(_EXIT_STATUS)

@@ -14,24 +14,25 @@ Importing this module imports TransferQueue.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 from transfer_queue.sampler import BaseSampler
 
-from dataplane_core.errors import BackendError, DataPlaneError
+from dataplane_core.errors import BackendError, BackendUnavailableError, DataPlaneError
 from dataplane_core.ledger import Ref
-from dataplane_tq_simple._book import UnitBook
+from dataplane_tq_simple._book import UNITS_NOTE, UnitBook
 from dataplane_tq_simple._line import CallServer
 from dataplane_tq_simple._pickles import dumps
 
 if TYPE_CHECKING:
-    from dataplane_tq_simple._recorded import Recorder
+    from dataplane_core.backends import CallId, RecordedLedger
 
 __all__ = [
     "CALL_FIELD",
@@ -55,6 +56,10 @@ PING = "~ping"
 #: A call of a method of the book of storage units: its name, and the arguments.
 UNITS = "~units"
 
+_logger = logging.getLogger(__name__)
+
+#: The exit status of a controller that may answer nobody any more.
+_EXIT_STATUS: Final = 70
 _REPLY_ROW = 0
 _OK, _ERROR, _EXPIRED = "ok", "error", "expired"
 
@@ -72,8 +77,8 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
     Args:
         service_factory: Picklable. Called without arguments in the controller's process, it returns the service, whose
             public methods can be called. Their results and `DataPlaneError`s must pickle. If the service has a method
-            ``use_book``, it is called with the book of storage units first. If it keeps a journal, it has an attribute
-            ``recorder``, and in a controller that was started again the factory is called with ``must_exist=True``.
+            ``use_book``, it is called with the book of storage units first. If it keeps a journal, see
+            `RecordedService`, the factory is called with ``must_exist=True`` in a controller that was started again.
 
     Attributes:
         book: The book of storage units of this process.
@@ -83,7 +88,8 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
         super().__init__()
         self._service_factory = service_factory
         self._service: object | None = None
-        self._recorder: Recorder | None = None
+        self._save_book: Callable[[], None] = lambda: None
+        self._journal: RecordedLedger | None = None
         self._lock = threading.Lock()
         self.book = UnitBook()
 
@@ -103,13 +109,13 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
     def note(self, name: str, value: bytes) -> None:
         """Keeps a value for a controller that is started again. Nothing happens without a journal."""
         with self._lock:
-            if self._recorder is not None:
-                self._recorder.note(name, value)
-                self._recorder.commit()
+            if self._journal is not None:
+                self._journal.note(name, value)
+                self._commit()
 
     def noted(self, name: str) -> bytes | None:
         """What `note` was given last, also by an earlier process."""
-        return None if self._recorder is None else self._recorder.noted(name)
+        return None if self._journal is None else self._journal.notes.get(name)
 
     def open_line(self, ip: str) -> CallServer:
         """Also answers calls over plain connections to this address. Called once, in the controller's process.
@@ -145,59 +151,71 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
 
     def _settle(self) -> None:
         """Returns when all that was answered is kept."""
-        if self._recorder is not None:
+        if self._journal is not None:
             with self._lock:
-                self._recorder.commit()
+                self._commit()
+
+    def _commit(self) -> None:
+        """Returns when all that was done is kept. If it cannot be, ends the process: nobody gets an answer.
+
+        Ray then starts the controller again, unless another process is the controller already.
+        """
+        try:
+            if self._journal is not None:
+                self._journal.commit()
+        except (OSError, BackendUnavailableError) as error:
+            _logger.critical("this controller may answer nobody any more, and ends: %s", error)
+            os._exit(_EXIT_STATUS)
 
     def _answer(self, call: bytes, *, settled: bool = True) -> bytes:
         """Answers a call. If not ``settled``, `_settle` must be called before the reply is sent."""
         name: Any = "?"
         try:
-            name, args, kwargs, expires_at, call_id = pickle.loads(call)
+            name, args, expires_at, call_id = pickle.loads(call)
             if expires_at is not None and time.monotonic() > expires_at:
                 return pickle.dumps((_EXPIRED, None, time.monotonic()))
             with self._lock:
                 try:
-                    result = self._execute(name, args, kwargs, call_id)
-                    if self._recorder is not None:
-                        self._recorder.save()
+                    result = self._execute(name, args, call_id)
+                    self._save_book()
                 finally:
-                    if self._recorder is not None and settled:
-                        self._recorder.commit()
+                    if settled:
+                        self._commit()
             return dumps((_OK, result, time.monotonic()))
         except BaseException as error:  # the controller's only thread must survive every call
             return pickle.dumps((_ERROR, _pickle_error(name, error), time.monotonic()))
 
-    def _execute(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], call_id: Any) -> Any:
+    def _execute(self, name: str, args: tuple[Any, ...], call_id: CallId | None) -> Any:
         if name == UNITS:
-            return self._once(call_id, self._ask_book, args, kwargs)
+            return self._once(call_id, self._ask_book, args)
         if self._service is None:
             self._make_service()
         if name == PING:
             return {"pid": os.getpid(), "service": type(self._service).__qualname__}
         if name.startswith("_"):
             raise AttributeError(f"{name!r} is private")
-        return self._once(call_id, getattr(self._service, name), args, kwargs)
+        return self._once(call_id, getattr(self._service, name), args)
 
-    def _once(self, call_id: Any, work: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._recorder is None or call_id is None:
-            return work(*args, **kwargs)
-        return self._recorder.once(call_id, lambda: work(*args, **kwargs))
+    def _once(self, call_id: CallId | None, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self._journal is None or call_id is None:
+            return work(*args)
+        return self._journal.once(call_id, lambda: work(*args))
 
     def _make_service(self, **how: Any) -> None:
         service = self._service_factory(**how)
         use_book = getattr(service, "use_book", None)
         if use_book is not None:
             use_book(self.book)
-        self._recorder = getattr(service, "recorder", None)
+        self._journal = getattr(service, "journal", None)
+        self._save_book = getattr(service, "save_book", lambda: None)
         self._service = service
 
-    def _ask_book(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _ask_book(self, method: str, *args: Any) -> Any:
         if method not in ("view", "records", "add_units", "remove_unit"):
             raise AttributeError(f"the book of storage units has no {method!r} for clients")
-        found = getattr(self.book, method)(*args, **kwargs)
-        if self._recorder is not None and method in ("add_units", "remove_unit"):
-            self._recorder.save_change(found)
+        found = getattr(self.book, method)(*args)
+        if self._journal is not None and method in ("add_units", "remove_unit"):
+            self._journal.note_outcome(UNITS_NOTE, self.book.pack(), found)
         return found
 
 
@@ -216,24 +234,17 @@ def _pickle_error(name: object, error: BaseException) -> bytes:
     )
 
 
-def encode_call(
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    expires_at: float | None,
-    call_id: tuple[str, int, int, float] | None = None,
-) -> bytes:
+def encode_call(name: str, args: tuple[Any, ...], expires_at: float | None, call_id: CallId | None = None) -> bytes:
     """Packs one call.
 
     Args:
         name: A public method of the service, or `PING`.
-        args: Positional arguments; they must pickle.
-        kwargs: Keyword arguments; they must pickle.
+        args: Its arguments; they must pickle.
         expires_at: Time on the controller's monotonic clock, in seconds. After it the call is not executed, since its
             caller no longer waits. None: never.
-        call_id: For a controller with a journal: the same whenever the call is repeated. See `CallId`.
+        call_id: For a controller with a journal: the same whenever the call is repeated.
     """
-    return dumps((name, args, dict(kwargs), expires_at, call_id))
+    return dumps((name, args, expires_at, call_id))
 
 
 def decode_reply(reply: bytes) -> tuple[bool, Any, float]:

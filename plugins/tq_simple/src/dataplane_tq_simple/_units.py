@@ -113,7 +113,7 @@ class SimpleStorageInstance(Instance):
 
     prefix = "tq-"
     distribution = "dataplane-tq-simple"
-    protocol = 4
+    protocol = 5
     keeps_units = True
 
     @classmethod

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dataplane_core.backends import CallId
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidRequestError
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
@@ -41,7 +42,7 @@ class Controller:
         """Calls, or repeats the newest call."""
         self._serial += not again
         executed, result, _ = decode_reply(
-            self.sampler._answer(encode_call(method, args, {}, None, ("me", 0, self._serial, 60.0)))
+            self.sampler._answer(encode_call(method, args, None, CallId("me", 0, self._serial, 60.0)))
         )
         assert executed
         return result

@@ -9,7 +9,7 @@ from dataplane_core.backends import Finding
 from dataplane_core.spec import Capability
 from dataplane_mooncake._diagnosis import diagnose
 from dataplane_mooncake.config import TQMooncakeConfig
-from dataplane_mooncake.machine import check_distributions, check_library, check_master, check_rdma
+from dataplane_mooncake.machine import check_machine, check_master
 from dataplane_tq_simple._backend import QueueBackend
 
 if TYPE_CHECKING:
@@ -45,12 +45,10 @@ class TQMooncakeBackend(QueueBackend["Engine"]):
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Checks this machine, then starts the instance on Ray, or attaches to it."""
-        check_distributions()
-        check_library()  # before TransferQueue is imported: it hides the reason if the library does not load
+        # before TransferQueue is imported: it hides the reason if the library does not load
+        check_machine(self.config.protocol, self.config.rdma_devices)
         if bootstrap and self.config.master_address is None:
             check_master()
-        if self.config.protocol == "rdma":
-            check_rdma(self.config.rdma_devices)
         super().start(bootstrap=bootstrap, deadline=deadline)
 
     def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:

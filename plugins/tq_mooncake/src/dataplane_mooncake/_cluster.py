@@ -24,18 +24,12 @@ from dataplane_mooncake._keeper import Keeper
 from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import StoreSettings, endpoint_of, open_engine, pinned_in
 from dataplane_mooncake.config import TQMooncakeConfig
-from dataplane_mooncake.machine import (
-    NodeMemory,
-    check_distributions,
-    check_library,
-    check_memory,
-    check_rdma,
-)
+from dataplane_mooncake.machine import NodeMemory, check_machine, check_memory
 from dataplane_tq_simple._actors import get_within
 from dataplane_tq_simple._cluster import Instance
 from dataplane_tq_simple.addresses import announced_address
 
-__all__ = ["MooncakeInstance", "Segment", "SegmentHost", "check_machine", "this_nodes_address"]
+__all__ = ["MooncakeInstance", "Segment", "SegmentHost", "this_nodes_address"]
 
 _SIGN_BYTES: Final = 64
 #: How often a storage unit may be given the endpoint of a dead one, before it is an error.
@@ -56,18 +50,6 @@ class Segment(NamedTuple):
     endpoint: str
     listening: list[tuple[str, int]]
     sign: str
-
-
-def check_machine(config: TQMooncakeConfig) -> None:
-    """Checks what every process that loads Mooncake needs.
-
-    Raises:
-        ConfigError: Something is missing; the message names the command that repairs it.
-    """
-    check_distributions()
-    check_library()
-    if config.protocol == "rdma":
-        check_rdma(config.rdma_devices)
 
 
 def this_nodes_address(config: TQMooncakeConfig) -> str:
@@ -97,7 +79,7 @@ class SegmentHost:
         Raises:
             ConfigError: As `check_machine`; or other nodes cannot reach its address.
         """
-        check_machine(self._config)
+        check_machine(self._config.protocol, self._config.rdma_devices)
         return {
             "life": self._life,
             "node": ray.get_runtime_context().get_node_id(),

@@ -24,7 +24,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.host_memory import memory_limit
 from dataplane_mooncake._calls import Call, bounded
-from dataplane_mooncake._cluster import MooncakeInstance, check_machine, this_nodes_address
+from dataplane_mooncake._cluster import MooncakeInstance, this_nodes_address
 from dataplane_mooncake._master import MasterWatch
 from dataplane_mooncake._store import (
     FULL,
@@ -36,6 +36,7 @@ from dataplane_mooncake._store import (
     Store,
     StoreSettings,
 )
+from dataplane_mooncake.machine import check_machine
 from dataplane_tq_simple._actors import ActorWatch
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._queue import QueueEngine
@@ -59,7 +60,7 @@ class Engine(QueueEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._store: Store | None = None
-        self._master: MasterWatch | None = None
+        self._master: MasterWatch | None = None  # of a master that is not started again if it dies
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """As `QueueEngine.call`, but first checks a master that is not started again: without it, the rows are lost.
@@ -67,13 +68,13 @@ class Engine(QueueEngine):
         Raises:
             BackendUnavailableError: Also if that master is dead.
         """
-        if self._master is not None and not self._master_is_kept:
+        if self._master is not None:
             self._master.check()
         return super().call(method, *args, timeout_s=timeout_s)
 
     def _join(self, deadline: float) -> None:
         config = self.config.model_copy(update=self.own.own_options())
-        check_machine(config)
+        check_machine(config.protocol, config.rdma_devices)
         available = memory_limit().available_bytes
         if config.local_buffer_size_bytes > available:
             raise ConfigError(
@@ -90,23 +91,17 @@ class Engine(QueueEngine):
             config.local_buffer_size_bytes,
             config.store_memcpy,
         )
-        self._master = MasterWatch(self.config.instance, master)
-        if not self._master_is_kept:
+        if not self._instance.details["owns_master"]:
+            self._master = MasterWatch(self.config.instance, master)
             self._master.check()
         while self._store is None:
             try:
                 self._store = Store.acquire(settings, self._listening(), deadline=deadline)
             except BackendUnavailableError:
                 self._watch().check()
-                if not self._master_is_kept or time.monotonic() + _COMES_BACK_S >= deadline:
+                if self._master is not None or time.monotonic() + _COMES_BACK_S >= deadline:
                     raise
                 time.sleep(_COMES_BACK_S)
-
-    @property
-    def _master_is_kept(self) -> bool:
-        """Whether the process that bootstrapped the instance starts its master again."""
-        owns: bool = self._instance.details["owns_master"]
-        return owns
 
     def _listening(self) -> list[tuple[str, int]]:
         """Where the storage units listen for transfers."""
@@ -145,7 +140,7 @@ class Engine(QueueEngine):
             self._refresh(deadline)
             raise UnitsGoneError(f"{what}: no storage unit has a segment at the moment. Nothing was stored.")
         # a master of our own without segments of dead units may place the rows as it likes
-        shared = not self._master_is_kept
+        shared = self._master is not None
         named = None
         if shared or self._instance.details["dead"]:
             named = {each.name: each.endpoint for each in self._instance.segments}
@@ -251,7 +246,7 @@ class Engine(QueueEngine):
         Raises:
             BackendUnavailableError: It is not back by the deadline, or the instance is dead.
         """
-        if not self._master_is_kept:
+        if self._master is not None:
             return False
 
         def there() -> bool:
@@ -297,11 +292,11 @@ class Engine(QueueEngine):
         return bounded(what, work, deadline, **held, **more)
 
     def _watch(self) -> _Watch:
-        return _Watch(self._instance.watch(self._instance.units), self._master, self._master_is_kept)
+        return _Watch(self._instance.watch(self._instance.units), self._master)
 
     def _await_news(self, error: EngineError, check_units: Callable[[], None], deadline: float) -> None:
         """Asks what is known about the units, a few times if a transfer failed: their death is soon known."""
-        if error.code == FULL and self._master_is_kept:
+        if error.code == FULL and self._master is None:
             return  # the master knows what has room
         give_up = min(deadline, time.monotonic() + _FIND_CAUSE_S)
         while error.code in (FULL, TRANSFER_FAILED):
@@ -320,7 +315,7 @@ class Engine(QueueEngine):
                 f"({error}).",
                 hint="Clear samples, or raise segment_size_bytes or num_storage_units.",
             ) from error
-        if self._master is not None and not self._master_is_kept:
+        if self._master is not None:
             self._master.check(every_s=0)
         if error.code == UNREACHABLE:
             raise BackendUnavailableError(
@@ -338,16 +333,15 @@ class Engine(QueueEngine):
 
 
 class _Watch:
-    """Checks that the storage units and the master are alive, while a call takes long."""
+    """Checks that the storage units, and a master that is not started again, are alive, while a call takes long."""
 
-    def __init__(self, units: ActorWatch, master: MasterWatch | None, master_is_kept: bool) -> None:
+    def __init__(self, units: ActorWatch, master: MasterWatch | None) -> None:
         self._units = units
         self._master = master
-        self._master_is_kept = master_is_kept
 
     def check(self) -> None:
         """Raises `BackendUnavailableError` if one of them is dead, and not started again."""
-        if self._master is not None and not self._master_is_kept:
+        if self._master is not None:
             self._master.check(every_s=0.25)
         self._units.check()
 

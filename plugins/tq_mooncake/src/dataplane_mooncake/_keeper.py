@@ -6,12 +6,15 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import ray
 import ray.exceptions
 
 from dataplane_mooncake._master import Master
+
+if TYPE_CHECKING:
+    from dataplane_mooncake._cluster import MooncakeInstance
 
 __all__ = ["Keeper"]
 
@@ -24,18 +27,6 @@ _AGAIN_S: Final = 1.0
 _ASK_S: Final = 0.5
 #: Seconds that the storage units have to let go of a dead master, and the controller to publish what changed.
 _LET_GO_S: Final = 30.0
-
-
-class _Instance(Protocol):
-    """What is used of an instance."""
-
-    def unmount_all(self, deadline: float) -> None: ...
-
-    def mount_all(self, deadline: float) -> None: ...
-
-    def unit_died(self, actor: str, deadline: float) -> None: ...
-
-    def unit_came_back(self, actor: str, deadline: float) -> None: ...
 
 
 class _Unit:
@@ -65,7 +56,7 @@ class Keeper:
     """
 
     def __init__(
-        self, instance: _Instance, master: Master | None, units: Mapping[str, tuple[Any, str]], start_s: float
+        self, instance: MooncakeInstance, master: Master | None, units: Mapping[str, tuple[Any, str]], start_s: float
     ) -> None:
         self._instance = instance
         self._master = master

@@ -21,6 +21,7 @@ __all__ = [
     "NodeMemory",
     "check_distributions",
     "check_library",
+    "check_machine",
     "check_master",
     "check_memory",
     "check_rdma",
@@ -126,6 +127,14 @@ def check_rdma(devices: Sequence[str] = ()) -> None:
             f"protocol is 'rdma', but {wanted} in {_DEVICES}; there: {preview(there) or 'none'}.",
             hint="Load the device's driver and pass it to the container, correct rdma_devices, or set protocol: tcp.",
         )
+
+
+def check_machine(protocol: str, devices: Sequence[str]) -> None:
+    """Checks what every process that loads Mooncake needs: the library, and for ``rdma`` the devices."""
+    check_distributions()
+    check_library()
+    if protocol == "rdma":
+        check_rdma(devices)
 
 
 class NodeMemory(NamedTuple):

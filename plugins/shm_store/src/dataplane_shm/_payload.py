@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
 from dataplane_core.codec import (
@@ -23,7 +22,7 @@ from dataplane_core.codec import (
 )
 from dataplane_core.ledger import Located, commands
 from dataplane_core.spec import FieldSpec, WireColumn
-from dataplane_shm._layout import Bytes, Column, Layout
+from dataplane_shm._layout import Bytes, Column, Layout, offsets_at
 from dataplane_shm._messages import Place
 
 __all__ = ["plan", "read", "view", "write"]
@@ -114,7 +113,7 @@ def _stored(
 
 def _column(extent: Bytes, column: Column, num_rows: int, spec: FieldSpec) -> StoredColumn:
     if column.table >= 0:
-        offsets = torch.from_numpy(extent[column.table : column.table + 8 * (num_rows + 1)].view(np.int64))
+        offsets = torch.from_numpy(offsets_at(extent, column, num_rows))
         return Ragged(_tensor(extent, column.start, int(offsets[-1]), column.step, spec), offsets)
     return _tensor(extent, column.start, num_rows, column.step, spec, column.length)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from dataplane_core.errors import CapacityExceededError, StalePartitionError
 from dataplane_core.host_memory import Arena, Extent, Extents
-from dataplane_core.ledger import LedgerService, Ref, commands
+from dataplane_core.ledger import Command, LedgerService, Ref, commands
 from dataplane_core.spec import Claim, new_id
 from dataplane_shm._layout import Layout, squeeze
 from dataplane_shm._messages import (
@@ -219,15 +219,10 @@ class Store:
         self._sweep()
         return []
 
-    def _register(self, command: commands.Register, session: Session) -> Any:
-        info, _ = self._service.call(command)
+    def _register_or_clear(self, command: Command[tuple[Any, list[Ref]]], session: Session) -> Any:
+        found, _ = self._service.call(command)
         self._sweep()
-        return info, []
-
-    def _clear(self, command: commands.Clear, session: Session) -> Any:
-        count, _ = self._service.call(command)
-        self._sweep()
-        return count, []
+        return found, []
 
     def _find(self, request: Find, session: Session) -> Placed:
         located = self._service.call(request.locate)
@@ -426,7 +421,7 @@ _HANDLERS: Final[Mapping[type[Any], Callable[[Store, Any, Session], Any]]] = {
     Status: Store._status,
     commands.CommitPut: Store._commit,
     commands.AbortPut: Store._abort,
-    commands.Register: Store._register,
-    commands.Clear: Store._clear,
+    commands.Register: Store._register_or_clear,
+    commands.Clear: Store._register_or_clear,
     commands.WaitForRoom: Store._wait_for_room,
 }

@@ -389,11 +389,7 @@ class Instance(ABC):
         where = f"the Ray cluster at {ray.get_runtime_context().gcs_address!r}"
         if starting:
             return OperationTimeoutError(f"instance {config.instance!r} on {where} was still starting at the deadline.")
-        running = sorted(
-            actor["name"].removeprefix(cls.prefix)
-            for actor in ray.util.list_named_actors(all_namespaces=True)
-            if actor["namespace"] == NAMESPACE and actor["name"].startswith(cls.prefix) and "/" not in actor["name"]
-        )
+        running = sorted(name.removeprefix(cls.prefix) for name in named_actors(cls.prefix) if "/" not in name)
         return BackendUnavailableError(
             f"no instance {config.instance!r} runs on {where}; there: {preview(running) or 'none'}.",
             hint="Bootstrap it first (bootstrap=True, in a process that stays), with the same `instance` and cluster.",
@@ -509,7 +505,7 @@ def _kill_all(handles: dict[str, Any], prefix: str | None) -> None:
     if prefix is not None:
         for name in named_actors(prefix):
             with contextlib.suppress(Exception):
-                ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+                ray.kill(lookup(name), no_restart=True)
             names.append(name)
     give_up = time.monotonic() + _SETTLE_S
     for name in names:

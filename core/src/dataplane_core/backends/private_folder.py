@@ -68,16 +68,14 @@ class PrivateFolder:
     @property
     def is_owned(self) -> bool:
         """Whether some process owns the folder now."""
-        try:
+        with contextlib.suppress(OSError):  # there is no lock file
             lock = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return self._is_served
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # held for a moment; an owner that starts tries again
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # held for a moment; an owner that starts tries again
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(lock)
         return self._is_served
 
     @property

@@ -188,9 +188,8 @@ class Server:
         session = self._store.begin_session()
         connection.session, connection.begins = session, True
         session.wake = partial(self._wake, connection)
-        limits = (self._capacity_bytes, self._on_full, self._touch_until)
-        welcome = Welcome(VERSION, session.number, *limits, session.key)
-        socket.send_fds(connection.channel, [encode(welcome)], [self._arena.fd])
+        said = (self._capacity_bytes, self._on_full, self._touch_until, session.key)
+        socket.send_fds(connection.channel, [encode(Welcome(VERSION, session.number, *said))], [self._arena.fd])
 
     def _wake(self, connection: _Connection, token: str) -> bool:
         """Sends a token to the client that waits with it. False if the client is gone."""

@@ -6,6 +6,7 @@ ledger says of it meanwhile. A session is a client; when it ends, however it end
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,7 +121,7 @@ class Store:
         self._extents = Extents(arena.size_bytes)
         self._payloads: dict[int, _Payload] = {}
         self._sessions: dict[str, Session] = {}  # by key
-        self._last_session = 0
+        self._numbers = itertools.count(1)
         self._doomed: dict[Extent, None] = {}  # free as soon as nobody pins them
         #: The least size for which no room could be made since rows were dropped or pins ended. Not searched again.
         self._least_refused: int | None = None
@@ -129,8 +130,7 @@ class Store:
 
     def begin_session(self) -> Session:
         """A client connects."""
-        self._last_session += 1
-        session = Session(self._last_session)
+        session = Session(next(self._numbers))
         self._sessions[session.key] = session
         return session
 

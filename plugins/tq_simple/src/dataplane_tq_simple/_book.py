@@ -216,9 +216,7 @@ class UnitBook:
         with self._lock:
             unit = self._units.get(name)
             if unit is not None:
-                self._failures = [*self._failures[-9:], f"{name}: {why}"]
-                self._end(unit)
-                unit.state = "removed"
+                self._fail(unit, why)
                 self._forget()
 
     def live(self) -> list[tuple[str, str, Started]]:
@@ -522,9 +520,7 @@ class UnitBook:
                 elif unit.num_starts == 0 and unit.state == "starting":
                     unit.created = False
                 else:
-                    self._failures = [*self._failures[-9:], f"{unit.name}: its actor ended"]
-                    self._end(unit)
-                    unit.state = "removed"
+                    self._fail(unit, "its actor ended")
             self._forget()
             self._changes()
 
@@ -575,6 +571,11 @@ class UnitBook:
             unit.state = "starting"
         self._current = {lives: layout for lives, layout in self._current.items() if life not in lives}
         self._forget()
+
+    def _fail(self, unit: _Unit, why: str) -> None:
+        self._failures = [*self._failures[-9:], f"{unit.name}: {why}"]
+        self._end(unit)
+        unit.state = "removed"
 
     def _life(self, handle: int) -> int | None:
         lives = self._layouts.get(handle >> LAYOUT_BITS)

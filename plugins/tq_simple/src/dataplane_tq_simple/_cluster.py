@@ -303,7 +303,12 @@ class Instance(ABC):
                     raise controller_dead(self.config.instance, error.__cause__) from error.__cause__
                 late = time.monotonic() + _ASK_AGAIN_S >= deadline
                 if late and error.retryable and self.config.journal is not None:
-                    raise self._still_away() from error
+                    raise BackendUnavailableError(
+                        f"the controller of instance {self.config.instance!r} died, and was not back by the deadline. "
+                        "What was called may have been done or not.",
+                        hint="Ray starts it again, and it finds its ledger in its journal: try again, or raise "
+                        "op_timeout_s.",
+                    ) from error
                 if late or not error.retryable:
                     raise
             time.sleep(_ASK_AGAIN_S)
@@ -320,13 +325,6 @@ class Instance(ABC):
         port, token, ip, request_port = answer
         self.controller = self.controller._replace(ip=ip, port=request_port)
         return self.controller._replace(port=port, token=token)
-
-    def _still_away(self) -> BackendUnavailableError:
-        return BackendUnavailableError(
-            f"the controller of instance {self.config.instance!r} died, and was not back by the deadline. What was "
-            "called may have been done or not.",
-            hint="Ray starts it again, and it finds its ledger in its journal: try again, or raise op_timeout_s.",
-        )
 
     @classmethod
     def find(cls, config: Any, *, deadline: float, wait_s: float = 0.0) -> Self:

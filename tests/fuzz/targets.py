@@ -54,7 +54,6 @@ from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
 from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, WireFormat
 from dataplane_redis import _rows as redis_rows
 from dataplane_redis import _wire as redis_wire
-from dataplane_redis._acknowledged import is_acknowledged
 from dataplane_redis._backend import RedisBackend
 from dataplane_redis._claims import Claims
 from dataplane_redis._overview import Overview
@@ -669,7 +668,7 @@ class _Told(RedisSession):
         confirms: Confirms | None = None,
     ) -> Any:
         reply = self._next()
-        if callable(confirms) and is_acknowledged(reply):
+        if callable(confirms) and isinstance(reply, list) and reply[:1] in ([b"ok"], [b"part"]):
             confirms(reply)
         return reply
 
@@ -685,7 +684,7 @@ class _ToldRedis(RedisBackend):
         session = self._session = _Told()
         self._wakes = Wakes(session)
         self._reads, self._claims = Reads(session, Payload(session)), Claims(session, self._wakes)
-        self._overview = Overview(session, self._reads, self._claims)
+        self._overview = Overview(session, self._claims)
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         pass

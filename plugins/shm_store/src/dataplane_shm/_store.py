@@ -298,20 +298,20 @@ class Store:
 
     def _allocate_all(self, sizes: Sequence[int]) -> list[Extent] | None:
         """Pinned extents of these sizes, or None if there is no room for all of them."""
-        extents: dict[int, Extent] = {}
+        extents: list[Extent] = []
         refused_before = self._least_refused
-        for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
-            extent = self._allocate(sizes[index])
+        for size_bytes in sizes:
+            extent = self._allocate(size_bytes)
             if extent is None:
-                for each in extents.values():
+                for each in extents:
                     self._extents.free(each)
-                if extents:  # a size was refused for want of the room that these had
+                if extents:  # the size was refused for want of the room that these had
                     self._least_refused = refused_before
                 return None
-            extents[index] = extent
-        for each in extents.values():  # not before: an extent slides to make room for the others
+            extents.append(extent)
+        for each in extents:  # not before: an extent slides to make room for the others
             each.pins += 1
-        return [extents[index] for index in range(len(sizes))]
+        return extents
 
     def _allocate(self, size_bytes: int) -> Extent | None:
         extent = self._extents.allocate(size_bytes)

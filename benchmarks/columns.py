@@ -29,7 +29,7 @@ os.environ.setdefault("TQ_NUM_THREADS", "2")
 
 import torch
 from batches import Step, batch, medians_ms
-from tensordict import LazyStackedTensorDict, TensorDict
+from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
 
@@ -41,7 +41,7 @@ KIB, MIB = 1 << 10, 1 << 20
 def steps(client: DataPlaneClient, partition: str, columns: Any, **options: Any) -> tuple[Step, Step, Step]:
     """Put, get and clear of a batch."""
     names = list(columns.keys())
-    ids = [f"prompt{i // 16}_g{i % 16}" for i in range(columns.batch_size[0])]
+    ids = [f"prompt{i // 16}_g{i % 16}" for i in range(len(columns[names[0]]))]
     client.register_partition(partition, names, None, ["train"])
     return (
         lambda: client.put_samples(ids, partition, columns),
@@ -143,14 +143,10 @@ def print_batches(client: DataPlaneClient, rounds: int) -> None:
 def image_batches() -> Mapping[str, Any]:
     """64 images; 64 groups of 16 that share them, as the same memory and as equal bytes."""
     images = random_rows(64, MIB)
-
-    def rows_of(rows: list[torch.Tensor]) -> LazyStackedTensorDict:
-        return LazyStackedTensorDict(*[TensorDict({"image": row}, batch_size=[]) for row in rows])
-
     return {
-        "64 images": rows_of(list(images)),
-        "same memory": rows_of([images[i // 16] for i in range(1024)]),
-        "equal bytes": TensorDict({"image": images.repeat_interleave(16, 0)}, batch_size=[1024]),
+        "64 images": {"image": list(images)},
+        "same memory": {"image": [images[i // 16] for i in range(1024)]},
+        "equal bytes": {"image": images.repeat_interleave(16, 0)},
     }
 
 

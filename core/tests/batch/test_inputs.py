@@ -16,7 +16,7 @@ import tqdm
 from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core.batch import kv_first_write, read_columns, write_columns
-from dataplane_core.codec import as_column, as_columns, jagged_parts
+from dataplane_core.codec import as_column, as_columns, jagged_parts, shared, wire
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.meta import KVBatchMeta
 
@@ -57,6 +57,46 @@ def writer(request):
 def values(column):
     """A column's rows as Python values."""
     return [row.tolist() for row in column.unbind()] if isinstance(column, torch.Tensor) else column.tolist()
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("as_numpy", [False, True], ids=["tensors", "arrays"])
+def test_rows_of_a_list_that_are_the_same_large_tensor_are_stored_once_without_a_look_at_their_bytes(
+    client, writer, as_numpy, monkeypatch
+):
+    monkeypatch.setattr(shared, "equal_rows", lambda column: None)
+    monkeypatch.setattr(wire, "equal_rows", lambda column: None)
+    one, other = torch.arange(100_000.0), torch.arange(120_000.0)
+    rows = [one.numpy(), other.numpy(), one.numpy()] if as_numpy else [one, other, one]
+    writer(client, {"image": rows, "input_lengths": [1, 2, 3]})
+    assert client.describe("train").held_bytes < one.nbytes + other.nbytes + 10_000
+    found = client.get_samples(IDS, "train", ["image"], share_rows=True)["image"].tolist()
+    assert torch.equal(found[0], one)
+    assert torch.equal(found[1], other)
+    assert found[2] is found[0]
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda each: each.__name__)
+def test_lists_of_large_tensors_that_do_not_fit_are_refused_as_small_ones_are(client, writer):
+    large = torch.zeros(200_000)
+    with pytest.raises(SchemaMismatchError, match="field 'x' has rows that do not fit one column: row 0") as caught:
+        writer(client, {"x": [large, large, large.view(2, -1)]})
+    assert caught.value.hint == "Write NonTensorStack(*items) for one object per sample."
+    with pytest.raises(InvalidRequestError, match="field 'x' has 2 rows"):
+        writer(client, {"x": [large, large]})
+    assert client.list_samples("train").size == 0
+
+
+@pytest.mark.parametrize("writer", [write, first_write])
+def test_a_list_of_large_rows_that_is_named_as_token_aligned_is_cut(client, writer):
+    rows = [torch.ones(3, 20_000), torch.ones(3, 20_000), torch.ones(3, 20_000)]
+    if writer is write:
+        meta = KVBatchMeta("train", "policy", IDS, sequence_lengths=[1, 2, 3])
+        write_columns(client, meta, {"x": rows}, token_aligned_fields=["x"])
+    else:
+        columns = {"x": rows, "input_lengths": [1, 2, 3]}
+        kv_first_write(columns, sample_ids=IDS, dp_client=client, partition_id="train", token_aligned_fields=["x"])
+    assert [len(row) for row in client.get_samples(IDS, "train", ["x"])["x"].unbind()] == [1, 2, 3]
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

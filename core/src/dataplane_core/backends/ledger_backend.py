@@ -558,18 +558,18 @@ def _without_repeats(located: Located, field: str, num_samples: int) -> tuple[Lo
     """What was located of one field, each row of a write once; and for each sample its place among these rows."""
     index = [0] * num_samples
     parts = []
-    places: dict[Ref, int] = {}
+    places: dict[int, dict[int, int]] = {}  # write -> position -> place
+    count = 0
     for part in _only(located, [field]).parts:
-        first = len(places)
-        new: list[int] = []
-        for row, position in zip(part.rows, part.positions, strict=True):
-            ref = (part.write_id, position)
-            if ref not in places:
-                places[ref] = len(places)
-                new.append(position)
-            index[row] = places[ref]
+        known = places.setdefault(part.write_id, {})
+        new = [position for position in dict.fromkeys(part.positions) if position not in known]
         if new:
-            parts.append(replace(part, rows=list(range(first, len(places))), positions=new))
+            rows = list(range(count, count + len(new)))
+            known.update(zip(new, rows, strict=True))
+            parts.append(replace(part, rows=rows, positions=new))
+            count += len(new)
+        for row, position in zip(part.rows, part.positions, strict=True):
+            index[row] = known[position]
     return replace(located, parts=parts, specs={field: located.specs[field]}), index
 
 

@@ -19,7 +19,7 @@ from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
 from dataplane_core.batch.message_log import rebuild_message_logs
 from dataplane_core.batch.tokens import as_lengths, is_per_sample, row_lengths, token_columns
-from dataplane_core.codec import as_columns, byte_array, host_tensor, is_jagged, num_rows
+from dataplane_core.codec import TensorRows, as_columns, byte_array, host_tensor, is_jagged, num_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
@@ -326,7 +326,8 @@ def kv_first_write(
 
 def _check_rows(where: str, columns: Mapping[str, Any], num_ids: int) -> None:
     for name, column in columns.items():
-        if getattr(column, "ndim", 0) > 0 and (found := num_rows(column)) != num_ids:
+        has_rows = isinstance(column, TensorRows) or getattr(column, "ndim", 0) > 0
+        if has_rows and (found := num_rows(column)) != num_ids:
             raise InvalidRequestError(
                 f"{where} refused: field '{name}' has {found} rows. Expected {num_ids}: the number of sample_ids must "
                 "match batch size."
@@ -364,12 +365,16 @@ def _is_zero_beyond(column: torch.Tensor, lengths: Sequence[int]) -> bool:
 
 def _packed(
     where: str, columns: Mapping[str, Any], num_rows: int, lengths: Sequence[int] | None, aligned: Collection[str]
-) -> TensorDict:
+) -> TensorDict | dict[str, Any]:
     """Columns as they are written. Adds the call to the message of a refusal."""
+    kept = {name: rows for name, rows in columns.items() if isinstance(rows, TensorRows) and name not in aligned}
+    others = {name: column for name, column in columns.items() if name not in kept}
     try:
         if aligned:
-            return pack_jagged_fields(columns, lengths=lengths, token_aligned_fields=aligned)
-        return to_tensordict(columns, num_rows)
+            packed = pack_jagged_fields(others, lengths=lengths, token_aligned_fields=aligned)
+        else:
+            packed = to_tensordict(others, num_rows)
+        return packed if not kept else {name: kept.get(name, packed.get(name, None)) for name in columns}
     except (InvalidRequestError, InvalidTypeError) as error:
         error.message = f"{where} refused: {error.message}"
         raise

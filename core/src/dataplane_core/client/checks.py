@@ -38,11 +38,12 @@ def check_names(what: str, names: Any) -> list[str]:
 def check_ids(sample_ids: Any) -> list[str]:
     """Accepts a list of non-empty strings; returns it with its repeats."""
     ids = check_list("sample_ids", sample_ids)
-    for index, sample_id in enumerate(ids):
-        if type(sample_id) is not str and not isinstance(sample_id, str):
-            raise InvalidTypeError(f"sample_ids[{index}] must be a str, got {type(sample_id).__name__}.")
-        if not sample_id:
-            raise InvalidRequestError(f"sample_ids[{index}] must not be empty.")
+    if set(map(type, ids)) != {str} or not all(ids):
+        for index, sample_id in enumerate(ids):
+            if not isinstance(sample_id, str):
+                raise InvalidTypeError(f"sample_ids[{index}] must be a str, got {type(sample_id).__name__}.")
+            if not sample_id:
+                raise InvalidRequestError(f"sample_ids[{index}] must not be empty.")
     check_text("sample_ids", "".join(ids))
     return ids
 

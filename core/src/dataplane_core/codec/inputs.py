@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 
 from dataplane_core.codec.arrow import column_of_arrow
 from dataplane_core.codec.lists import column_of_array, column_of_list
-from dataplane_core.codec.wire import TensorRows
+from dataplane_core.codec.rows import TensorRows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 
 __all__ = ["as_column", "as_columns"]
@@ -36,7 +36,8 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | di
         num_samples: N.
 
     Returns:
-        Columns, which alias ``fields`` where they can. Their numbers of rows are not checked.
+        Columns, which alias ``fields`` where they can. A list of large tensors becomes `TensorRows`. The numbers of
+        rows are not checked.
 
     Raises:
         InvalidTypeError: None of these, or a column that cannot be converted.
@@ -67,19 +68,20 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | di
     if len(set(names)) != len(names):
         repeated = sorted({name for name in names if names.count(name) > 1})
         raise InvalidRequestError(f"{where} refused: fields have several columns named {preview(repeated)}.")
-    return {name: as_column(f"{where} refused: field '{name}'", column) for name, column in columns}
+    return {name: as_column(f"{where} refused: field '{name}'", column, keep_rows=True) for name, column in columns}
 
 
-def as_column(what: str, column: Any) -> Any:
+def as_column(what: str, column: Any, *, keep_rows: bool = False) -> Any:
     """The tensor or object column that a column stands for. What it does not know, it returns as it is.
 
     Lists by `column_of_list`, arrays by `column_of_array`, Arrow columns by `column_of_arrow`. A pandas ``Series`` is
     an array, or, if it has strings or objects, a list. A column of a ``datasets.Dataset`` is what ``column[:]`` gives.
+    With ``keep_rows``, a list of large tensors is returned as `TensorRows`.
     """
-    if isinstance(column, (torch.Tensor, TensorDictBase, TensorRows)):
+    if isinstance(column, (torch.Tensor, TensorDictBase)) or (keep_rows and isinstance(column, TensorRows)):
         return column
     if isinstance(column, (list, tuple)):
-        return column_of_list(what, column)
+        return column_of_list(what, column, keep_rows=keep_rows)
     if isinstance(column, np.ndarray):
         return column_of_array(what, column)
     if _is_a(column, "pyarrow.lib", "Array", "ChunkedArray"):

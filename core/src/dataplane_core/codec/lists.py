@@ -19,9 +19,10 @@ import torch
 from tensordict import NonTensorStack
 
 from dataplane_core.codec.objects import MAX_DEPTH
-from dataplane_core.codec.rows import object_column
-from dataplane_core.codec.tensors import Ragged, dense_or_jagged, offsets_of, ragged_of_rows
-from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
+from dataplane_core.codec.rows import TensorRows, object_column
+from dataplane_core.codec.shared import LARGE_CELL_BYTES
+from dataplane_core.codec.tensors import Ragged, dense_or_jagged, offsets_of
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
 __all__ = ["column_of_array", "column_of_list"]
 
@@ -38,7 +39,9 @@ _HINT: Final = (
 )
 
 
-def column_of_list(what: str, items: Sequence[Any]) -> torch.Tensor | NonTensorStack:
+def column_of_list(
+    what: str, items: Sequence[Any], *, keep_rows: bool = False
+) -> torch.Tensor | TensorRows | NonTensorStack:
     """The column that a list (or tuple) of N items stands for.
 
     - Numbers: a tensor (N,). Lists of numbers: a tensor (N, L) if all rows are equally long, else one jagged nested
@@ -51,6 +54,7 @@ def column_of_list(what: str, items: Sequence[Any]) -> torch.Tensor | NonTensorS
     Args:
         what: The call and the field. Messages begin with it.
         items: One per row.
+        keep_rows: Return tensors that are large as `TensorRows`, in their own memory, for the codec to find equal ones.
 
     Raises:
         InvalidTypeError: None, bools or lists are mixed with numbers, or tensors with anything of these, or lists of
@@ -73,7 +77,7 @@ def column_of_list(what: str, items: Sequence[Any]) -> torch.Tensor | NonTensorS
             values = torch.from_numpy(_numbers(what, list(chain.from_iterable(items)), inner))
             return dense_or_jagged(Ragged(values, offsets_of(torch.tensor(list(map(len, items))))))
     if kinds and all(issubclass(kind, _TENSORS) for kind in kinds):
-        return _column_of_tensors(what, items)
+        return _column_of_tensors(what, items, keep_rows)
     _refuse_near_numbers(what, items)
     return object_column(items)
 
@@ -145,16 +149,14 @@ def _numbers(what: str, numbers: Sequence[Any], kinds: set[type]) -> np.ndarray[
     return singles
 
 
-def _column_of_tensors(what: str, items: Sequence[Any]) -> torch.Tensor:
-    rows = [
+def _column_of_tensors(what: str, items: Sequence[Any], keep_rows: bool) -> torch.Tensor | TensorRows:
+    rows = TensorRows(
         _tensor_of(f"{what}, row {number},", item) if isinstance(item, np.ndarray) else item
         for number, item in enumerate(items)
-    ]
-    try:
-        joined = ragged_of_rows(rows, what)
-    except SchemaMismatchError as error:
-        error.hint = "Write NonTensorStack(*items) for one object per sample."
-        raise
+    )
+    if keep_rows and sum(row.nbytes for row in rows) >= LARGE_CELL_BYTES * len(rows):
+        return rows
+    joined = rows.joined(what)
     return dense_or_jagged(joined) if isinstance(joined, Ragged) else joined
 
 

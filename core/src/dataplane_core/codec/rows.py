@@ -20,10 +20,24 @@ from dataplane_core.codec.tensors import (
     jagged_parts,
     offsets_of,
     ragged_of_nested,
+    ragged_of_rows,
 )
+from dataplane_core.errors import SchemaMismatchError
 from dataplane_core.spec import SharedRows
 
-__all__ = ["num_rows", "object_column", "take_dense", "take_ragged", "take_rows"]
+__all__ = ["TensorRows", "num_rows", "object_column", "take_dense", "take_ragged", "take_rows"]
+
+
+class TensorRows(list[torch.Tensor]):
+    """A tensor column as its rows. Rows may be the same memory: large ones are then stored once."""
+
+    def joined(self, what: str) -> Ragged | torch.Tensor:
+        """The rows end to end. Raises as `ragged_of_rows`."""
+        try:
+            return ragged_of_rows(self, what)
+        except SchemaMismatchError as error:
+            error.hint = "Write NonTensorStack(*items) for one object per sample."
+            raise
 
 
 def num_rows(column: Any) -> int:

@@ -62,12 +62,25 @@ class Repeats:
 
 def same_memory(rows: Sequence[Any]) -> Repeats | None:
     """Rows that are the same object or, if they are tensors, the same memory. None: there are none."""
-    starts = {row.data_ptr() if _has_memory(row) else id(row) for row in rows}
-    return None if len(starts) == len(rows) else Repeats.by_key([_memory_of(row) for row in rows])
+    addresses = [(_has_memory(row) and row.data_ptr()) or -id(row) for row in rows]
+    found = Repeats.by_key(addresses)
+    if found is None or all(_is_same(rows[found.firsts[at]], row) for at, row in zip(found.index, rows, strict=True)):
+        return found
+    return Repeats.by_key([_memory_of(row) for row in rows])
 
 
 def _has_memory(row: Any) -> bool:
     return type(row) is torch.Tensor and row.layout == torch.strided and row.numel() > 0
+
+
+def _is_same(first: Any, row: Any) -> bool:
+    """Whether two rows that begin at the same address are the same."""
+    return first is row or (
+        first.is_set_to(row)
+        and first.dtype == row.dtype
+        and first.is_conj() == row.is_conj()
+        and first.is_neg() == row.is_neg()
+    )
 
 
 def _memory_of(row: Any) -> Hashable:

@@ -34,7 +34,7 @@ from tensordict import (
 from dataplane_core.codec.frames import frame_ragged, ragged_of_items, unframe_ragged
 from dataplane_core.codec.header import KIND_OBJECT, KIND_TENSOR
 from dataplane_core.codec.objects import check_items, decode_items
-from dataplane_core.codec.rows import num_rows, object_column, take_dense, take_ragged
+from dataplane_core.codec.rows import TensorRows, num_rows, object_column, take_dense, take_ragged
 from dataplane_core.codec.shared import LARGE_CELL_BYTES, Repeats, equal_rows, same_memory, spread
 from dataplane_core.codec.sizes import cell_nbytes
 from dataplane_core.codec.tensors import (
@@ -64,7 +64,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 
-__all__ = ["TensorRows", "decode_columns", "encode_columns"]
+__all__ = ["decode_columns", "encode_columns"]
 
 _OBJECTS: Final = FieldSpec.of_objects()
 
@@ -132,10 +132,6 @@ def _leaves(fields: TensorDictBase | Mapping[str, Any]) -> Iterator[tuple[str, A
         yield from fields.items()
 
 
-class TensorRows(list[torch.Tensor]):
-    """A tensor column as its rows. Rows may be the same memory: large ones are then stored once."""
-
-
 def _ingest(
     name: str, leaf: torch.Tensor | TensorRows, num_samples: int, wire: WireFormat
 ) -> tuple[Ragged | torch.Tensor, Repeats | None]:
@@ -158,7 +154,7 @@ def _ingest(
         try:
             column = ragged_of_rows(leaf if same is None else [leaf[row] for row in same.firsts], what)
         except DataPlaneError:
-            column = ragged_of_rows(leaf, what)  # raises the error with the numbers of the rows
+            column = leaf.joined(what)  # raises the error with the numbers of all rows
     elif leaf.is_nested:
         column = ragged_of_nested(leaf, what)
     else:
@@ -345,7 +341,7 @@ def _index_of(name: str, column: WireColumn | SharedRows, num_samples: int) -> S
         return None
     _check_count(name, len(column.index), num_samples)
     found = num_rows(column.rows)
-    if not all(0 <= row < found for row in column.index):
+    if min(column.index) < 0 or max(column.index) >= found:
         raise _mismatch(name, f"an index that does not lie within its {found} rows", "a row for each sample")
     return column.index
 

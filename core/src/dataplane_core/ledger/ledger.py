@@ -27,7 +27,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, singledispatchmethod
-from itertools import repeat
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final, NoReturn
 
 from dataplane_core.errors import (
@@ -44,9 +45,10 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.commands import Command, Located, Part, Reply
 from dataplane_core.ledger.done import DoneRequests
-from dataplane_core.ledger.partition import Partition, PutWrites, Task
+from dataplane_core.ledger.partition import Partition, Task
+from dataplane_core.ledger.put_writes import PutWrites
 from dataplane_core.ledger.room import RoomQueue
-from dataplane_core.ledger.rows import Cells, Ref, Row, group_of
+from dataplane_core.ledger.rows import Cells, Ref, Row, group_of, positions_in
 from dataplane_core.spec import (
     Claim,
     FieldList,
@@ -115,6 +117,9 @@ class _Located:
 
     rows: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+
+
+_CELLS_OF: Final = attrgetter("cells")
 
 
 class Ledger:
@@ -346,12 +351,7 @@ class Ledger:
             self._writes[write.write_id] = Write(
                 slots_of(tuple(write.fields)), list(write.row_bytes), len(write.row_bytes), num_sharers
             )
-        put_writes = PutWrites(writes)
-        freed: list[Ref] = []
-        seq, all_tags = self._next_seq, put.tags
-        for index, sample_id in enumerate(put.sample_ids):
-            tags = None if all_tags is None else all_tags[index]
-            freed += partition.write_row(put_writes, index, sample_id, seq + index, tags, now)
+        freed = partition.write_rows(PutWrites(writes, len(put.sample_ids)), put, self._next_seq, now)
         self._next_seq += len(put.sample_ids)
         return self._free(partition, freed)
 
@@ -378,26 +378,21 @@ class Ledger:
     def _locate(self, command: commands.Locate, now: float) -> Located:
         partition_id, sample_ids, fields = command.partition_id, command.sample_ids, command.fields
         partition = self._partition(partition_id)
-        rows = partition.rows
         found: dict[Cells, tuple[_Located, list[int]]] = {}
         located: dict[tuple[int, ...], _Located] = {}
+        start = 0
         try:
-            for index, sample_id in enumerate(sample_ids):
-                row = rows[sample_id]
-                entry = found.get(row.cells)
-                if entry is None:
-                    numbers = [row.cells.fields[name] for name in fields]
-                    each = located.setdefault(tuple([row.cells.write_ids[number] for number in numbers]), _Located())
-                    entry = found[row.cells] = (each, list(dict.fromkeys(numbers)))
-                each, numbers = entry
-                each.rows.append(index)
-                positions = row.positions
-                if not isinstance(positions, int):
-                    each.positions += [positions[number] for number in numbers]
-                elif len(numbers) == 1:
-                    each.positions.append(positions)
-                else:
-                    each.positions += repeat(positions, len(numbers))
+            rows = [partition.rows[sample_id] for sample_id in sample_ids]
+            for cells, some in groupby(rows, _CELLS_OF):  # rows that lie side by side mostly have the same cells
+                alike = [row.positions for row in some]
+                if cells not in found:
+                    numbers = [cells.fields[name] for name in fields]
+                    each = located.setdefault(tuple([cells.write_ids[number] for number in numbers]), _Located())
+                    found[cells] = (each, list(dict.fromkeys(numbers)))
+                each, numbers = found[cells]
+                each.rows += range(start, start + len(alike))
+                each.positions += positions_in(numbers, alike)
+                start += len(alike)
         except KeyError:
             self._refuse_missing(partition_id, partition, sample_ids, fields)
         parts: list[Part] = []

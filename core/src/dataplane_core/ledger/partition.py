@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from dataplane_core.errors import (
     InvalidRequestError,
@@ -17,8 +16,10 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.leases import Leases
+from dataplane_core.ledger.put_writes import Change, PutWrites
 from dataplane_core.ledger.rows import (
     NO_CELLS,
+    NO_TAGS,
     Cells,
     Claimable,
     Group,
@@ -27,14 +28,13 @@ from dataplane_core.ledger.rows import (
     Ref,
     Row,
     group_of,
-    packed_positions,
 )
 from dataplane_core.ledger.samplers import SAMPLERS, Batch, ranks_of
 from dataplane_core.ledger.shortfall import find_shortfall
 from dataplane_core.ledger.views import ReadySet, ReadyView
 from dataplane_core.spec import Claim, FieldSpec, PartitionDescription, PartitionInfo, TagValue, TaskDescription
 
-__all__ = ["Partition", "PutWrites", "Task"]
+__all__ = ["Partition", "Task"]
 
 
 @dataclass(slots=True)
@@ -67,67 +67,6 @@ class _Found:
     num_claimables: int
     hands_out: bool
     exhausted: bool
-
-
-class _Change(NamedTuple):
-    """What a put changes in all rows that have the same cells before.
-
-    Attributes:
-        cells: Their cells after it.
-        sources, dropped: See `Join`.
-        ready: Tasks and their views whose fields the rows have since this put.
-        satisfied: All views whose fields the rows have.
-    """
-
-    cells: Cells
-    sources: tuple[int, ...]
-    dropped: tuple[int, ...]
-    ready: list[tuple[str, ReadyView]]
-    satisfied: list[ReadyView]
-
-
-class PutWrites:
-    """The writes of a put that commits, and what it changes in the rows of one partition.
-
-    Args:
-        writes: Its writes.
-
-    Attributes:
-        writes: The id and the fields of each.
-        changes: The cells that rows had -> what the put changes in these rows. None: in new rows.
-    """
-
-    __slots__ = ("_of_new_rows", "_positions", "_simple", "changes", "writes")
-
-    def __init__(self, writes: Sequence[commands.Write]) -> None:
-        self.writes = [(write.write_id, tuple(write.fields)) for write in writes]
-        self.changes: dict[Cells | None, _Change] = {}
-        self._positions = [write.positions for write in writes]
-        self._simple = all(each is None for each in self._positions)
-        self._of_new_rows: Sequence[int | tuple[int, ...]] | None = None
-
-    def positions(self, row: Row, index: int, sources: Sequence[int]) -> int | tuple[int, ...]:
-        """The positions of a row of the put, as `Row.positions`, before the row gets its new cells."""
-        before, num_before = row.positions, len(row.cells.write_ids)
-        if self._simple and (not num_before or before == index):
-            return index
-        if not num_before and len(sources) == len(self.writes):
-            if self._of_new_rows is None:
-                self._of_new_rows = self._new_positions()
-            return self._of_new_rows[index]
-        all_before = [before] * num_before if isinstance(before, int) else list(before)
-        found = [*all_before, *(index if each is None else each[index] for each in self._positions)]
-        return packed_positions([found[number] for number in sources])
-
-    def _new_positions(self) -> Sequence[int | tuple[int, ...]]:
-        """The positions of all rows of the put, as those of rows that have no other cells."""
-        if len(self._positions) == 1:
-            return self._positions[0] or ()
-        num_rows = next(len(each) for each in self._positions if each is not None)
-        return [
-            packed_positions(each)
-            for each in zip(*(range(num_rows) if each is None else each for each in self._positions), strict=True)
-        ]
 
 
 @dataclass(slots=True)
@@ -185,7 +124,39 @@ class Partition:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def write_row(
+    def write_rows(self, put: PutWrites, command: commands.BeginPut, seq: int, now: float) -> list[Ref]:
+        """Makes the cells of all rows of a put produced, with their tags. Creates rows that do not exist.
+
+        Args:
+            put: The put's writes.
+            command: Its rows and tags. Tags are merged key by key into those of a row, and kept if it has none.
+            seq: The number that its first row gets, if it is created; the others get those that follow.
+            now: The time.
+
+        Returns:
+            Refs that no cell uses any longer.
+        """
+        if self.rows.keys().isdisjoint(command.sample_ids):
+            self._add_rows(put, command, seq, now)
+            return []
+        freed: list[Ref] = []
+        for index, sample_id in enumerate(command.sample_ids):
+            tags = None if command.tags is None else command.tags[index]
+            freed += self._write_row(put, index, sample_id, seq + index, tags, now)
+        return freed
+
+    def _add_rows(self, put: PutWrites, command: commands.BeginPut, seq: int, now: float) -> None:
+        """As `_write_row` for rows of which none exists, in less time."""
+        change = self._change_of(put, None)
+        tags, cells = command.tags, change.cells
+        positions = put.new_positions(change.sources)
+        for index, sample_id in enumerate(command.sample_ids):
+            row_tags = NO_TAGS if tags is None else tags[index] or NO_TAGS
+            row = self._new_row(sample_id, seq + index, now, cells, positions[index] if put.writes else 0, row_tags)
+            if change.ready or (change.satisfied and tags is not None):
+                self._offer(row, change, retagged=tags is not None and tags[index] is not None)
+
+    def _write_row(
         self,
         put: PutWrites,
         index: int,
@@ -194,28 +165,12 @@ class Partition:
         tags: Mapping[str, TagValue] | None,
         now: float,
     ) -> Sequence[Ref]:
-        """Makes the cells of one row of a put produced, all at once, with its tags.
-
-        Args:
-            put: The put.
-            index: The row's index in it.
-            sample_id: The row. It is created if it does not exist.
-            seq: Its number, if it is created.
-            tags: Merged key by key into the row's tags, or None. Kept, if the row has none.
-            now: The time.
-
-        Returns:
-            Refs that no cell of the row uses any longer.
-        """
+        """Makes the cells of one row of a put produced, all at once, with its tags. Returns the refs that it frees."""
         row = self.rows.get(sample_id)
+        before = None if row is None else row.cells
         if row is None:
-            before = None
             row = self._new_row(sample_id, seq, now)
-        else:
-            before = row.cells
-        change = put.changes.get(before)
-        if change is None:
-            change = put.changes[before] = self._change(put, before)
+        change = self._change_of(put, before)
         freed: Sequence[Ref] = ()
         if put.writes:
             if change.dropped:
@@ -226,16 +181,26 @@ class Partition:
         if tags:
             row.tags = {**row.tags, **tags} if row.tags else tags
         if change.ready or tags is not None:
-            claimable = self._claimable_of(row)
-            for task_name, view in change.ready:
-                self._count_member(view, row)
-                self._add_if_ready(view, claimable, task_name)
-            if tags is not None:
-                for view in change.satisfied:
-                    view.touch(claimable.seq)
+            self._offer(row, change, retagged=tags is not None)
         return freed
 
-    def _change(self, put: PutWrites, before: Cells | None) -> _Change:
+    def _offer(self, row: Row, change: Change, *, retagged: bool) -> None:
+        """Adds a row that a put has changed to the views for which it is ready now."""
+        claimable = self._claimable_of(row)
+        for task_name, view in change.ready:
+            self._count_member(view, row)
+            self._add_if_ready(view, claimable, task_name)
+        if retagged:
+            for view in change.satisfied:
+                view.touch(claimable.seq)
+
+    def _change_of(self, put: PutWrites, before: Cells | None) -> Change:
+        change = put.changes.get(before)
+        if change is None:
+            change = put.changes[before] = self._change(put, before)
+        return change
+
+    def _change(self, put: PutWrites, before: Cells | None) -> Change:
         """What a put changes in rows with these cells; None: in new rows."""
         had = NO_CELLS if before is None else before
         cells, joint = had.joined(put.writes) if put.writes else (had, None)
@@ -246,7 +211,7 @@ class Partition:
             for view in task.views.values()
             if view.required <= has
         ]
-        return _Change(
+        return Change(
             cells=cells,
             sources=() if joint is None else joint.sources,
             dropped=() if joint is None else joint.dropped,
@@ -279,8 +244,17 @@ class Partition:
             self.broken_groups.add(row.group)
         return row.refs
 
-    def _new_row(self, sample_id: str, seq: int, now: float) -> Row:
-        row = Row(sample_id, seq, None if self.info.grpo_group_size is None else group_of(sample_id), now)
+    def _new_row(
+        self,
+        sample_id: str,
+        seq: int,
+        now: float,
+        cells: Cells = NO_CELLS,
+        positions: int | tuple[int, ...] = 0,
+        tags: Mapping[str, TagValue] = NO_TAGS,
+    ) -> Row:
+        group_size = self.info.grpo_group_size
+        row = Row(sample_id, seq, None if group_size is None else group_of(sample_id), now, cells, positions, tags)
         self.rows[sample_id] = row
         if self.info.num_samples is not None and len(self.seen) < self.info.num_samples:
             self.seen.add(sample_id)

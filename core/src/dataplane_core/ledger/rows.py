@@ -12,6 +12,7 @@ from dataplane_core.spec import TagValue
 
 __all__ = [
     "NO_CELLS",
+    "NO_TAGS",
     "Cells",
     "Claimable",
     "Group",
@@ -22,6 +23,7 @@ __all__ = [
     "group_of",
     "join",
     "packed_positions",
+    "positions_in",
 ]
 
 #: Names the payload of one row of one put: ``(write_id, pos)``.
@@ -118,7 +120,7 @@ class Hold:
 
 
 #: What rows without tags and rows without holds have.
-_NO_TAGS: Final[dict[str, TagValue]] = {}
+NO_TAGS: Final[dict[str, TagValue]] = {}
 _NO_HOLDS: Final[dict[str, Hold]] = {}
 
 
@@ -126,6 +128,13 @@ def packed_positions(positions: Sequence[int]) -> int | tuple[int, ...]:
     """A row's positions in its writes, as `Row.positions`."""
     first = positions[0] if positions else 0
     return first if positions.count(first) == len(positions) else tuple(positions)
+
+
+def positions_in(numbers: Sequence[int], rows: Sequence[int | tuple[int, ...]]) -> list[int]:
+    """The positions of rows, each as `Row.positions`, in some of their writes: row by row."""
+    if len(numbers) == 1 and len(same := [each for each in rows if isinstance(each, int)]) == len(rows):
+        return same
+    return [each if isinstance(each, int) else each[number] for each in rows for number in numbers]
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +158,7 @@ class Row:
     written_at: float
     cells: Cells = NO_CELLS
     positions: int | tuple[int, ...] = 0
-    tags: Mapping[str, TagValue] = field(default_factory=lambda: _NO_TAGS)
+    tags: Mapping[str, TagValue] = field(default_factory=lambda: NO_TAGS)
     holds: Mapping[str, Hold] = field(default_factory=lambda: _NO_HOLDS)
 
     @property

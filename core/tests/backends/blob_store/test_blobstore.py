@@ -228,18 +228,18 @@ def test_a_lease_that_another_process_let_run_out_comes_back(monkeypatch):
 
 def test_a_call_that_is_interrupted_in_the_middle_leaves_no_half_in_this_process(monkeypatch):
     cls = journaled()
-    write_row, written = Partition.write_row, []
+    new_row, written = Partition._new_row, []
 
     def interrupted(partition, *args):
         if len(written) == 1:
             written.append(None)
             raise KeyboardInterrupt
         written.append(None)
-        return write_row(partition, *args)
+        return new_row(partition, *args)
 
     with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
         one.register_partition("p", ["x"], None, ["t"])
-        monkeypatch.setattr(Partition, "write_row", interrupted)
+        monkeypatch.setattr(Partition, "_new_row", interrupted)
         with pytest.raises(KeyboardInterrupt):
             one.put_samples(["a", "b"], "p", {"x": torch.tensor([1, 2])})
         for client in (two, one):  # the interrupt came after the commit was recorded

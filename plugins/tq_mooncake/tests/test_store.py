@@ -235,6 +235,30 @@ def test_an_engine_stays_open_until_the_rows_of_a_put_that_was_given_up_are_dele
         engine._bounded(store, "late", lambda _: store.there(["a"]), time.monotonic() + 60)
 
 
+def test_no_connections_are_ended_while_a_call_that_was_given_up_deletes_what_it_left(client, monkeypatch, wait_until):
+    store, ended = client._backend._engine._store, []
+    undoing, go_on = threading.Event(), threading.Event()
+
+    def work(call):
+        while not call.given_up:
+            time.sleep(0.005)
+
+    def undo(_):
+        undoing.set()
+        go_on.wait(60)
+
+    with pytest.raises(OperationTimeoutError):
+        _calls.bounded("late", work, time.monotonic() + 0.1, undo=undo, hold=store.in_call)
+    try:
+        assert undoing.wait(60)
+        monkeypatch.setattr(_store, "end_connections", ended.append)
+        store.end_given_up()
+        wait_until(lambda: not store._ending)
+    finally:
+        go_on.set()
+    assert ended == []
+
+
 def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connects(monkeypatch):
     connecting, give_up = threading.Event(), threading.Event()
 

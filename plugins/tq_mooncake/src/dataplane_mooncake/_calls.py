@@ -55,6 +55,11 @@ class Call:
         self._outcome: tuple[Any, BaseException | None] = (None, None)
         self.given_up = False
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it was given up and its work has not ended."""
+        return self.given_up and not self._ended.is_set()
+
     def check(self) -> None:
         """Called between the steps of a call: raises if the call was given up."""
         if self.given_up:

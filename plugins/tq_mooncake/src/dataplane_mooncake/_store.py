@@ -267,14 +267,13 @@ class Store:
         """Runs in a thread, and repeats: a transfer keeps opening connections."""
         while True:
             with self._lock:
-                if not any(each.given_up for each in self._calls):
+                stuck = [each for each in self._calls if each.is_stuck]
+                if not stuck:
                     self._ending = False
                     return
-                alone = all(each.given_up for each in self._calls)
-            if alone:
-                with contextlib.suppress(Exception):  # then the calls end later by themselves
-                    end_connections(self._units)
-            with self._lock:
+                if len(stuck) == len(self._calls):  # no other call begins meanwhile
+                    with contextlib.suppress(Exception):  # then the calls end later by themselves
+                        end_connections(self._units)
                 self._idle.wait(POLL_S)
 
     # --- rows: called in the threads of `bounded`, within `in_call` --------------------------------------------------

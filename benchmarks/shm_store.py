@@ -2,7 +2,8 @@
 
 Run:  python benchmarks/shm_store.py [--seconds 5]
 
-Prints how many MB a second one process and four processes put (batch B of `batches.py`); how many claims of one sample
+Prints how many MB a second one process and four processes put (batch B of `batches.py`), beside plain copies of as many
+bytes into shared memory, which are the limit; how many claims of one sample
 a second four processes make; microseconds of a put, a read and a claim of one sample with one scalar, on noop and on
 shm_store; the time of a read of batch B as views; and how far the memory of a process grows in a put and in a read,
 beyond the tensors that it gets.
@@ -11,6 +12,7 @@ beyond the tensors that it gets.
 from __future__ import annotations
 
 import argparse
+import mmap
 import multiprocessing
 import os
 import statistics
@@ -47,6 +49,19 @@ def many_puts(number: int, seconds: float, start: Any, results: Any) -> None:
             client.clear_samples(ids, "bench")
             count += 1
         results.put(np.array([size_bytes(columns) * count / in_puts]))
+
+
+def many_copies(number: int, seconds: float, start: Any, results: Any) -> None:
+    """Copies the bytes of batch B into shared memory until the time is over. Reports bytes per second."""
+    source = np.ones(size_bytes(batch("B")), dtype=np.uint8)
+    target = np.frombuffer(mmap.mmap(-1, len(source)), dtype=np.uint8)
+    np.copyto(target, source)
+    start.wait()
+    begun, count = time.perf_counter(), 0
+    while time.perf_counter() < begun + seconds:
+        np.copyto(target, source)
+        count += 1
+    results.put(np.array([len(source) * count / (time.perf_counter() - begun)]))
 
 
 def many_claims(number: int, seconds: float, start: Any, results: Any) -> None:
@@ -150,11 +165,11 @@ def main() -> None:
         print(f"its read as views, again and again: {took_us / 1e3:.2f} ms")
         client.clear_samples(ids, "bench")
 
-        (one,) = together(many_puts, 1, options.seconds)
-        (four,) = together(many_puts, 4, options.seconds)
-        print(
-            f"\nputs of batch B: 1 process {one / 1e6:.0f} MB/s, 4 processes {four / 1e6:.0f} MB/s, {four / one:.2f}x"
-        )
+        print()
+        for name, work in (("puts of batch B", many_puts), ("plain copies", many_copies)):
+            (one,), (four,) = (together(work, count, options.seconds) for count in (1, 4))
+            times = f"{four / one:.2f}x"
+            print(f"{name}: 1 process {one / 1e6:.0f} MB/s, 4 processes {four / 1e6:.0f} MB/s, {times}")
 
         total = int(40_000 * options.seconds)
         client.register_partition("claims", ["x"], None, ["train"])

@@ -4,10 +4,13 @@ import contextlib
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -144,3 +147,39 @@ def test_the_dashboard_shows_every_metric_and_no_other():
         assert isinstance(middleware, Prometheus)
         names = {name.partition("{")[0] for name in scrape(middleware.metrics_address)}
     assert shown == {name for name in names if not name.endswith(("_created", "_count", "_sum"))}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="not run: the Debian package prometheus is missing")
+def test_each_panel_of_the_dashboard_has_data_in_a_real_prometheus(tmp_path):
+    settings = (ROOT / "examples/grafana/prometheus.yml").read_text().replace("5s", "1s")
+    (tmp_path / "prometheus.yml").write_text(settings)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    words = [
+        "prometheus",
+        "--config.file=prometheus.yml",
+        f"--web.listen-address={address}",
+        "--storage.tsdb.path=data",
+    ]
+    dashboard = json.loads((ROOT / "examples/grafana/dataplane.json").read_text())
+    questions = {target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())}
+
+    def has_data(question):
+        url = f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': question})}"
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10) as reply:
+            return any(each["value"][1] != "NaN" for each in json.load(reply)["data"]["result"])
+        return False
+
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL) as server:
+        try:
+            with connect(config(targets_folder=str(tmp_path / "targets"))) as client:
+                client.register_partition("p", ["x"], None, ["train"])
+                give_up = time.monotonic() + 120
+                while left := {each for each in questions if not has_data(each)}:
+                    assert time.monotonic() < give_up, left
+                    client.put_samples(["a"], "p", {"x": torch.ones(1)})
+                    suppressed(MissingDataError, client.get_samples, ["b"], "p", ["x"])
+                    time.sleep(0.2)
+        finally:
+            server.terminate()

@@ -30,6 +30,8 @@ _TIMEOUT_S = 300
 #: Test class -> test -> its record for the report.
 _Records = dict[str, dict[str, dict[str, Any]]]
 _RECORDS = pytest.StashKey[_Records]()
+#: Test that was not selected -> its record.
+_NOT_SELECTED = pytest.StashKey[dict[str, dict[str, Any]]]()
 #: Test, category and text of each warning.
 _WARNED = pytest.StashKey[list[tuple[str, str, str]]]()
 
@@ -47,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "dataplane(proves, chapter): a test of the data-plane conformance kit; added by the kit itself"
     )
     config.stash[_RECORDS] = {}
+    config.stash[_NOT_SELECTED] = {}
     config.stash[_WARNED] = []
 
 
@@ -90,7 +93,16 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
         for name, record in item.user_properties:
             if name == _PROPERTY and isinstance(record, dict):
+                item.config.stash[_NOT_SELECTED][item.nodeid] = record
                 _keep(item.config, item.nodeid, record, outcome="not run", reason="not selected", duration_s=0.0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Counts the tests that were not selected, as a process of pytest-xdist tells at its end."""
+    for nodeid, record in getattr(node, "workeroutput", {}).get(_PROPERTY, {}).items():
+        if nodeid not in node.config.stash[_RECORDS].get(record["class"], {}):
+            _keep(node.config, nodeid, record, outcome="not run", reason="not selected", duration_s=0.0)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -152,10 +164,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Writes the files."""
+    """Writes the files. A process of pytest-xdist leaves that to the one that started it, which collects no tests."""
     config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[_PROPERTY] = config.stash[_NOT_SELECTED]
+        return
     json_path, markdown_path = config.getoption("--dataplane-json"), config.getoption("--dataplane-markdown")
-    if hasattr(config, "workerinput") or not (json_path or markdown_path):
+    if not (json_path or markdown_path):
         return
     from dataplane_core.testing import report
 
@@ -178,7 +193,7 @@ def reports_of(config: pytest.Config) -> list[Report]:
         Report.of(
             list(tests.values()),
             [
-                (category, text, tests[nodeid]["test"] if nodeid else "no test")
+                (category, text, tests[nodeid]["name"] if nodeid else "no test")
                 for nodeid, category, text in warned
                 if nodeid in tests or not nodeid
             ],

@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from dataplane_core.errors import (
+    BackendError,
+    BackendUnavailableError,
+    CapacityExceededError,
+    ClaimTimeoutError,
+    OperationTimeoutError,
+)
 from dataplane_core.testing.chaos import RULES, Call, Event, History, check, shrunk
-from dataplane_core.testing.chaos.history import Recorder, from_json, read_calls, to_json
+from dataplane_core.testing.chaos.history import Recorder, outcome_of, read_calls, to_json
 from dataplane_core.testing.chaos.page import page
 from dataplane_core.testing.chaos.schedule import Plan, disruptions, steps
 
@@ -215,11 +222,11 @@ CASES = {
         "waiting",
         [
             *(A, B),
-            claim(4, 9, limit=2, blocking=True, outcome="refused", error="ClaimTimeoutError: 2 are ready"),
+            claim(4, 9, limit=2, blocking=True, timeout_s=5, outcome="refused", error="ClaimTimeoutError: 2 are ready"),
         ],
         [
             *(A, B),
-            claim(4, 9, limit=3, blocking=True, outcome="refused", error="ClaimTimeoutError: 2 are ready"),
+            claim(4, 9, limit=3, blocking=True, timeout_s=5, outcome="refused", error="ClaimTimeoutError: 2 are ready"),
         ],
     ),
     "a lease never ends": (
@@ -283,11 +290,31 @@ CASES = {
     "a call fails for no reason": (
         "error",
         [put(1, 0, 1, "a", outcome="unknown", error="BackendUnavailableError: no reply")],
-        [put(1, 0, 1, "a", outcome="unknown", error="OperationTimeoutError: no reply")],
+        [put(1, 0, 60, "a", outcome="unknown", error="OperationTimeoutError: no reply")],
         History(
             calls=(put(1, 0, 1, "a", outcome="unknown", error="BackendUnavailableError: no reply"),),
             events=(Event(kind="the server stops", process="", begin_s=0.5, end_s=2),),
         ),
+    ),
+    "a put times out at once": (
+        "error",
+        [put(1, 0, 1, "a", outcome="unknown", error="OperationTimeoutError: no reply")],
+        History(
+            calls=(put(1, 0, 1, "a", outcome="unknown", error="OperationTimeoutError: no reply"),),
+            events=(Event(kind="the server stops", process="", begin_s=0.5, end_s=2),),
+        ),
+    ),
+    "a claim times out at once": (
+        "error",
+        [claim(4, 5, limit=1, blocking=True, timeout_s=5, outcome="refused", error="ClaimTimeoutError: 0 are ready")],
+    ),
+    "no put succeeds": (
+        "puts",
+        [
+            put(each, each, each + 0.1, "a", outcome="refused", error="CapacityExceededError: full")
+            for each in range(20)
+        ],
+        [put(each, each, each + 0.1, "a", outcome="refused", error="CapacityExceededError: full") for each in range(5)],
     ),
     "an error is not of the data plane": (
         "error",
@@ -399,10 +426,30 @@ def test_a_kill_loses_the_end_of_the_call_under_way_at_most(tmp_path):
     assert calls[1].seen == {"a": {"#v": 3}}
 
 
-def test_a_history_is_the_same_from_json():
+def test_a_history_is_written_whole():
     history, _ = _long()
-    assert from_json(to_json(history)) == history
+    written = json.loads(to_json(history))
+    assert [each["number"] for each in written["calls"]] == [each.number for each in history.calls]
+    assert written["events"][0]["kind"] == "kill"
     json.loads(to_json(History(calls=(put(1, 0, None, "a"),))))
+
+
+@pytest.mark.parametrize(
+    ("operation", "error", "outcome"),
+    [
+        ("put", OperationTimeoutError("late"), "unknown"),
+        ("put", OperationTimeoutError("late", outcome="not_done"), "refused"),
+        ("put", OperationTimeoutError("late", outcome="done"), "ok"),
+        ("ack", BackendUnavailableError("gone", outcome="done"), "ok"),
+        ("claim", OperationTimeoutError("late", outcome="done"), "unknown"),
+        ("claim", ClaimTimeoutError("none is ready"), "refused"),
+        ("put", CapacityExceededError("full"), "refused"),
+        ("put", BackendError("odd"), "unknown"),
+        ("put", ValueError("odd"), "unknown"),
+    ],
+)
+def test_an_error_says_whether_the_call_changed_anything(operation, error, outcome):
+    assert outcome_of(operation, error) == outcome
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------

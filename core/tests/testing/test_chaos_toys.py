@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dataplane_core.errors import CapacityExceededError, OperationTimeoutError
 from dataplane_core.testing import AuthorsClass, Settings, run_chaos
 from dataplane_noop import NoopBackend
 
@@ -88,6 +89,27 @@ class HoldsTooMuch(NoopBackend):
 def test_a_store_that_holds_too_much_is_found_out(tmp_path):
     verdict = _run(HoldsTooMuch, {}, tmp_path, capacity_bytes=32 << 10)
     assert "capacity" in {found.rule for found in verdict.findings}, verdict
+
+
+class TimesOutAtOnce(NoopBackend):
+    """Each put ends at once, as if its deadline had passed."""
+
+    def put_samples(self, request):
+        raise OperationTimeoutError("late")
+
+
+class IsAlwaysFull(NoopBackend):
+    """Refuses each put."""
+
+    def put_samples(self, request):
+        raise CapacityExceededError("full")
+
+
+@pytest.mark.parametrize(("cls", "rules"), [(TimesOutAtOnce, {"error", "puts"}), (IsAlwaysFull, {"puts"})])
+def test_a_store_that_does_nothing_is_found_out(cls, rules, tmp_path):
+    verdict = _run(cls, {}, tmp_path)
+    assert {found.rule for found in verdict.findings} == rules, verdict
+    assert not verdict.passed
 
 
 def test_a_right_backend_passes_and_leaves_no_page(tmp_path):

@@ -61,6 +61,27 @@ def test_an_error_after_loses_only_the_reply(client, faults):
     assert _get(client, "a") == [0]
 
 
+def test_faults_of_one_operation_may_be_nested(client, faults):
+    seen = []
+
+    def after(name):
+        def act(request, reply):
+            seen.append(name)
+            return reply
+
+        return faults.after("put_samples", act)
+
+    with faults.before("put_samples", lambda request: seen.append("before")), after("outer"):
+        with faults.before("put_samples", lambda request: seen.append("inner before")), after("inner"):
+            _put(client, "a")
+        assert seen == ["before", "inner before", "outer", "inner"]
+        seen.clear()
+        _put(client, "b")
+        assert seen == ["before", "outer"]
+    _put(client, "c")
+    assert seen == ["before", "outer"]
+
+
 def test_a_delay_holds_requests_back(client, faults):
     start = time.monotonic()
     with faults.delay("put_samples", 0.05):

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from dataplane_core.testing import BackendConformance, ConformanceError
+from dataplane_core.testing import AuthorsClass, BackendConformance, ConformanceError, _crashes
+from dataplane_core.testing._author import AUTHORS_NAMES
 from dataplane_core.testing._conformance import SUITES
 from dataplane_core.testing._marks import chapter_of
 from dataplane_noop import NoopBackend
@@ -124,6 +125,31 @@ def test_counts():
 """
     result, _ = run(body, "-k", "get_repeats_rows or order_asked_for or joins_rows_of or test_counts")
     result.assert_outcomes(passed=7, deselected=result.parseoutcomes()["deselected"])
+
+
+def test_all_that_an_author_may_define_is_documented():
+    for name in AUTHORS_NAMES:
+        about = f"{AuthorsClass.__doc__} {getattr(getattr(AuthorsClass, name), '__doc__', '')}"
+        assert f"{name}: " in about or getattr(AuthorsClass, name).__doc__, name
+    assert {"backend", "options", "restart", "disturbances", "most_copies"} <= AUTHORS_NAMES
+    assert not AUTHORS_NAMES & {"under_test", "supplies", "store"}
+
+
+def test_copies_that_the_kit_cannot_count_are_not_run(run):
+    body = """
+class TestMine(BackendConformance):
+    backend_class = NoopBackend
+    through_asyncio = True
+"""
+    _, (report,) = run(body, "-k", "copied_no_more")
+    assert {test["outcome"] for test in _selected(report).values()} == {"not run"}
+
+
+def test_a_record_that_a_kill_has_cut_is_not_read(tmp_path):
+    path = tmp_path / "records"
+    assert _crashes._read(path) == []
+    path.write_text('["put", 4, 0.1]\n["given", ["n0", "n')
+    assert _crashes._read(path) == [["put", 4, 0.1]]
 
 
 # --- deviations and quiet overrides -----------------------------------------------------------------------------------
@@ -295,6 +321,15 @@ def test_tries():
 
 
 # --- the plugin -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one_process", "several"])
+def test_what_was_not_selected_is_counted(run, processes):
+    body = "class TestMine(GetSuite):\n    backend_class = NoopBackend\n"
+    _, (report,) = run(body, "-k", "order_asked_for", *processes)
+    assert {row["name"]: row["verdict"] for row in report["capabilities"]}["core"] == "in part"
+    assert (report["counts"]["pass"], report["counts"]["not run"]) == (1, len(report["tests"]) - 1)
+    assert len(report["tests"]) > 10
 
 
 def test_failures_show_the_contract(run):

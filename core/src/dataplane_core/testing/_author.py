@@ -20,30 +20,6 @@ __all__ = ["AUTHORS_NAMES", "MOST_COPIES", "AuthorsClass", "ConformanceError", "
 #: others are for the engine's format and its messages.
 MOST_COPIES: Final[Mapping[str, float]] = {"put_samples": 4.0, "get_samples": 2.5}
 
-#: The names that an author's class may define. It may not override any other name of the kit.
-AUTHORS_NAMES: Final = frozenset(
-    {
-        "absent_options",
-        "attach_options",
-        "backend",
-        "backend_class",
-        "conflicting_options",
-        "deviations",
-        "disturbances",
-        "held_bytes",
-        "isolated_options",
-        "lose_payload",
-        "most_copies",
-        "num_ledgers",
-        "op_timeout_s",
-        "options",
-        "raw_get",
-        "restart",
-        "store_per_test",
-        "through_asyncio",
-    }
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
@@ -224,6 +200,15 @@ class AuthorsClass:
             f"{cls.__name__} names no backend.",
             hint="Set backend_class = MyBackend, or backend = 'its entry-point name'.",
         )
+
+
+#: The names that an author's class may define. It may not override any other name of the kit.
+AUTHORS_NAMES: Final = {name for name in vars(AuthorsClass) if not name.startswith("_")} - {
+    "all_deviations",
+    "copies_allowed",
+    "supplies",
+    "under_test",
+}
 
 
 @functools.cache  # called several times per test, and slow: it reads the metadata of all installed packages

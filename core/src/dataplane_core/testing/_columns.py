@@ -22,6 +22,7 @@ __all__ = [
     "LAYOUTS",
     "NUM_ROWS",
     "batch",
+    "bits",
     "cases",
     "check_column",
     "ids",
@@ -29,10 +30,8 @@ __all__ = [
     "jagged",
     "random_cells",
     "rows_of",
-    "same_bits",
     "same_items",
     "shared",
-    "values_and_offsets",
 ]
 
 #: Every dtype of the contract, in a fixed order.
@@ -88,23 +87,13 @@ def bits(tensor: torch.Tensor) -> bytes:
     return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal dtype, shape and bits."""
-    return left.dtype == right.dtype and left.shape == right.shape and bits(left) == bits(right)
-
-
-def values_and_offsets(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parts of a jagged tensor: values (T, ...) and offsets (N + 1,)."""
-    return nested.values(), nested.offsets()
-
-
 def rows_of(column: Any, num_rows: int) -> list[torch.Tensor]:
     """The rows of a tensor column that was read."""
     assert isinstance(column, torch.Tensor), f"expected a tensor column, got a {type(column).__name__}"
     if column.is_nested:
         assert column.layout == torch.jagged, f"expected the layout torch.jagged, got {column.layout}"
-        values, offsets = values_and_offsets(column)
-        rows = [values[start:stop] for start, stop in pairwise(offsets.tolist())]
+        nested: Any = column
+        rows = [nested.values()[start:stop] for start, stop in pairwise(nested.offsets().tolist())]
     else:
         assert column.dim() >= 1, "expected one row per id, got a scalar tensor"
         rows = [column[index] for index in range(column.shape[0])]
@@ -128,7 +117,7 @@ def check_column(column: Any, expected: Sequence[torch.Tensor]) -> None:
         assert column.is_contiguous(), "a dense column is not contiguous"
     else:
         assert column.is_nested, "rows of different shapes were not read as one nested tensor"
-        assert values_and_offsets(column)[0].is_contiguous(), "the values of a jagged column are not contiguous"
+        assert column.values().is_contiguous(), "the values of a jagged column are not contiguous"
         lengths = [len(row) for row in expected]
         found = getattr(column, "_maybe_min_seqlen", None), getattr(column, "_maybe_max_seqlen", None)
         assert found == (min(lengths), max(lengths)), f"min and max length are {found}, expected those of {lengths}"
@@ -155,7 +144,8 @@ def shared(left: Any, right: Any) -> bool:
 def same_items(left: Any, right: Any) -> bool:
     """Equal items of object columns: the same types all the way down, NaN equal to NaN, tensors bit for bit."""
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and same_bits(left, right)
+        alike = type(left) is type(right) and (left.dtype, left.shape) == (right.dtype, right.shape)
+        return alike and bits(left) == bits(right)
     if type(left) is not type(right):
         return False
     if isinstance(left, list):

@@ -93,10 +93,7 @@ class BackendConformance(
 ):
     """Every test of the contract. Subclass it, name the backend, and override the fixture ``options``.
 
-    A subclass may define ``backend`` or ``backend_class``, ``options``, ``deviations``, ``most_copies``,
-    ``op_timeout_s``, ``num_ledgers``, ``store_per_test``, ``through_asyncio``, ``isolated_options``,
-    ``attach_options``, ``absent_options``, ``conflicting_options``, ``raw_get``, ``held_bytes``, ``lose_payload`` and
-    ``restart``. All are documented on this class. A subclass may add its own tests, but must not override anything else
+    `AuthorsClass` documents what a subclass may define. It may add its own tests, but must not override anything else
     of the kit.
     """
 

@@ -209,7 +209,8 @@ def _consume(client: DataPlaneClient, partition: str, report: Callable[..., None
 
 
 def _read(path: Path) -> list[list[Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a kill may have cut the last line
+    return [json.loads(line) for line in lines]
 
 
 # --- the survivor -----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partialmethod
 from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
@@ -14,7 +15,6 @@ from dataplane_core.spec import (
     AckRequest,
     AnnounceReply,
     AnnounceRequest,
-    ChangeUnitsRequest,
     Claim,
     ClaimRequest,
     ClearReply,
@@ -155,43 +155,6 @@ class Hooks:
         )
         return self._call("claim", request, Claim)
 
-    def ack(
-        self,
-        partition_id: str,
-        sample_ids: Sequence[str],
-        tokens: Sequence[str],
-        task: str = "train",
-        *,
-        request_id: str | None = None,
-    ) -> SettleReply:
-        """``ack``."""
-        return self._settle("ack", AckRequest, partition_id, sample_ids, tokens, task, request_id)
-
-    def nack(
-        self,
-        partition_id: str,
-        sample_ids: Sequence[str],
-        tokens: Sequence[str],
-        task: str = "train",
-        *,
-        request_id: str | None = None,
-    ) -> SettleReply:
-        """``nack``."""
-        return self._settle("nack", NackRequest, partition_id, sample_ids, tokens, task, request_id)
-
-    def renew(
-        self,
-        partition_id: str,
-        sample_ids: Sequence[str],
-        tokens: Sequence[str],
-        lease_s: float,
-        task: str = "train",
-        *,
-        request_id: str | None = None,
-    ) -> SettleReply:
-        """``renew``."""
-        return self._settle("renew", RenewRequest, partition_id, sample_ids, tokens, task, request_id, lease_s=lease_s)
-
     def consumed(self, partition_id: str, tasks: Sequence[str] = ("train",)) -> ConsumptionReply:
         """``check_consumption``."""
         request = ConsumptionRequest(partition_id=partition_id, task_names=list(tasks), deadline=self._deadline())
@@ -226,11 +189,6 @@ class Hooks:
         """``list_units``."""
         return self._call("list_units", ListUnitsRequest(deadline=self._deadline()), UnitList).units
 
-    def change_units(self, *, add: int = 0, remove: str | None = None, now: bool = False) -> Sequence[UnitInfo]:
-        """``change_units``."""
-        request = ChangeUnitsRequest(add=add, remove=remove, now=now, deadline=self._deadline())
-        return self._call("change_units", request, UnitList).units
-
     def _settle(
         self,
         operation: str,
@@ -238,9 +196,10 @@ class Hooks:
         partition_id: str,
         sample_ids: Sequence[str],
         tokens: Sequence[str],
-        task: str,
-        request_id: str | None,
-        **extra: Any,
+        *,
+        task: str = "train",
+        request_id: str | None = None,
+        **lease_s: float,
     ) -> SettleReply:
         request = request_type(
             partition_id=partition_id,
@@ -249,9 +208,14 @@ class Hooks:
             lease_tokens=list(tokens),
             request_id=request_id or new_id(),
             deadline=self._deadline(),
-            **extra,
+            **lease_s,
         )
         return self._call(operation, request, SettleReply)
+
+    ack = partialmethod(_settle, "ack", AckRequest)
+    nack = partialmethod(_settle, "nack", NackRequest)
+    #: Needs ``lease_s`` as a keyword argument.
+    renew = partialmethod(_settle, "renew", RenewRequest)
 
     def _call(self, operation: str, request: Any, reply_type: type[_R]) -> _R:
         reply = getattr(self._backend, operation)(request)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from dataplane_core.backends import Backend
-from dataplane_core.spec import OPERATIONS, Capability, Scope
+from dataplane_core.spec import Capability, Scope
 
 __all__ = [
     "CHAPTER",
@@ -24,7 +24,6 @@ __all__ = [
     "needs_of",
     "proves",
     "rule_of",
-    "undeclared_operations",
 ]
 
 #: What a test proves: the core of the contract, a capability, or a scope wider than one process.
@@ -119,8 +118,3 @@ def declares(cls: type[Backend], need: Proof) -> bool:
 def label_of(need: Proof) -> str:
     """The name of a proof in reports."""
     return f"scope {need}" if isinstance(need, Scope) else str(need)
-
-
-def undeclared_operations(cls: type[Backend]) -> list[Capability]:
-    """Operations that the backend must refuse."""
-    return sorted(OPERATIONS - cls.capabilities)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn, TypeVar, cast
+from functools import partial
+from typing import Any, Final, Literal, NoReturn, TypeVar, cast
 
 import msgpack
 import pytest
@@ -22,18 +25,18 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_core.ledger import commands
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.plugins import Bootstrap, connect_backend
-from dataplane_core.spec import Capability, Scope
+from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
 from dataplane_core.testing._asyncio import ThroughAsyncio
 from dataplane_core.testing._author import AuthorsClass
 from dataplane_core.testing._blobs import recorded_keys
 from dataplane_core.testing._columns import batch, bits
 from dataplane_core.testing._hooks import Hooks
 from dataplane_core.testing._nursery import Nursery
-from dataplane_core.testing._timing import PROMPT_S, STARTS_S
-from dataplane_core.testing._workers import BackendReference, Worker
+from dataplane_core.testing._timing import PROMPT_S, STARTS_S, Background, eventually
+from dataplane_core.testing._workers import Worker, prepare
 from dataplane_core.testing.faults import Faults
 
-__all__ = ["BOUNDED_BYTES", "NOT_DECLARED", "NOT_RUN", "Deployment", "Store", "not_run"]
+__all__ = ["BOUNDED_BYTES", "NOT_DECLARED", "Deployment", "Store", "check_error", "not_declared", "not_run"]
 
 _E = TypeVar("_E", bound=BaseException)
 _R = TypeVar("_R")
@@ -48,6 +51,11 @@ BOUNDED_BYTES: Final = 640 * 1024
 
 #: The most different options of one class. With more, the class must set `store_per_test`.
 _MOST_STORES: Final = 8
+
+
+def not_declared(what: str) -> NoReturn:
+    """Skips a test that proves something that the backend does not declare."""
+    pytest.skip(f"{NOT_DECLARED}{what}")
 
 
 def not_run(reason: str) -> NoReturn:
@@ -70,12 +78,11 @@ class Deployment:
         self.backend_class = backend_class
         self.name = name
         self.options = copy.deepcopy(options)
-        self.faults = Faults()
         self._clients: dict[str, DataPlaneClient] = {}
         self._workers: list[Worker] = []
         self._nursery: Nursery | None = None
         self._made: dict[Callable[..., Any], Any] = {}
-        self.client = self.connect(self.options, middleware=[self.faults], op_timeout_s=op_timeout_s)
+        self.client = self.connect(self.options, op_timeout_s=op_timeout_s or case.op_timeout_s)
 
     @classmethod
     def of(
@@ -102,46 +109,37 @@ class Deployment:
         found.case = case
         return found
 
-    def connect(
-        self,
-        options: Mapping[str, Any],
-        *,
-        bootstrap: Bootstrap = True,
-        op_timeout_s: float | None = None,
-        attach_wait_s: float = 10.0,
-        allow_pickle: bool = False,
-        open_partitions: bool = False,
-        role: str | None = None,
-        announce_s: float = 5.0,
-        middleware: Sequence[Any] = (),
-    ) -> DataPlaneClient:
-        """A client of the backend under test. The caller must close it."""
-        config = DataPlaneConfig(
-            backend=self.name,
-            options=dict(options),
-            num_ledgers=self.case.num_ledgers,
-            middleware=list(middleware),
-            op_timeout_s=self.case.op_timeout_s if op_timeout_s is None else op_timeout_s,
-            attach_wait_s=attach_wait_s,
-            allow_pickle=allow_pickle,
-            open_partitions=open_partitions,
-            role=role,
-            announce_s=announce_s,
-        )
-        client = connect_backend(self.backend_class, config, bootstrap=bootstrap)
+    def connect(self, options: Mapping[str, Any], *, bootstrap: Bootstrap = True, **config: Any) -> DataPlaneClient:
+        """A client of the backend under test, with a `Faults` around it. The caller must close it.
+
+        Args:
+            options: The backend's options.
+            bootstrap: As for `dataplane_core.connect`.
+            config: Further keys of the config.
+        """
+        full = self._config(options, middleware=[Faults()], **config)
+        client = connect_backend(self.backend_class, full, bootstrap=bootstrap)
         return cast("DataPlaneClient", ThroughAsyncio(client)) if self.case.through_asyncio else client
+
+    def _config(self, options: Mapping[str, Any], **config: Any) -> DataPlaneConfig:
+        case = {"num_ledgers": self.case.num_ledgers, "op_timeout_s": self.case.op_timeout_s}
+        return DataPlaneConfig(backend=self.name, options=dict(options), **{**case, **config})
 
     def isolated(self, tag: str, **options: Any) -> DataPlaneClient:
         """A client of a separate store with further options. Calls with equal arguments return the same client."""
         key = f"{tag} {sorted(options.items())}"
         if key not in self._clients:
-            made = self.case.isolated_options(copy.deepcopy(self.options), f"kit{len(self._clients)}")
+            made = self.separate_options(f"kit{len(self._clients)}")
             self._clients[key] = self.connect({**made, **options})
         return self._clients[key]
 
     def bounded(self, on_full: str) -> DataPlaneClient:
         """A client of a separate store with a capacity of `BOUNDED_BYTES`."""
         return self.isolated("bounded", capacity_bytes=BOUNDED_BYTES, on_full=on_full)
+
+    def separate_options(self, tag: str) -> dict[str, Any]:
+        """Options of a store that shares nothing with this one."""
+        return self.case.isolated_options(copy.deepcopy(self.options), tag)
 
     def attach_options(self) -> dict[str, Any]:
         """Options with which further clients attach to this store."""
@@ -151,8 +149,8 @@ class Deployment:
         """A closed client. All tests that only check that it refuses calls share it."""
         if "closed" not in self._clients:
             attach = self.backend_class.scope is not Scope.PROCESS
-            options = copy.deepcopy(self.options)
-            self._clients["closed"] = self.connect(self.attach_options() if attach else options, bootstrap=not attach)
+            options = self.attach_options() if attach else self.separate_options("closed")
+            self._clients["closed"] = self.connect(options, bootstrap=not attach)
             self._clients["closed"].close()
         return self._clients["closed"]
 
@@ -173,30 +171,20 @@ class Deployment:
             self._workers.pop().close()
 
     def new_worker(
-        self,
-        options: Mapping[str, Any] | None = None,
-        bootstrap: Bootstrap = False,
-        op_timeout_s: float | None = None,
+        self, options: Mapping[str, Any] | None = None, bootstrap: Bootstrap = False, **config: Any
     ) -> Worker:
         """A client in a separate process, by default attached to this store. The caller must wait for it and close it.
 
         Args:
             options: Options to connect with. Default: those that attach to this store.
             bootstrap: As for `connect`.
-            op_timeout_s: The deadline of its operations in seconds. Default: that of the author's class.
+            config: Further keys of the config.
         """
-        chosen = self.attach_options() if options is None else dict(options)
-        reference = BackendReference.of(self.backend_class, self.name, by_name=self.case.backend_class is None)
+        chosen = self.attach_options() if options is None else options
         if self._nursery is None:
-            self._nursery = Nursery(reference.prepare)
-        config = DataPlaneConfig(
-            backend=self.name,
-            options=chosen,
-            num_ledgers=self.case.num_ledgers,
-            op_timeout_s=self.case.op_timeout_s if op_timeout_s is None else op_timeout_s,
-            attach_wait_s=STARTS_S,
-        )
-        return Worker(self._nursery, reference, config, bootstrap)
+            self._nursery = Nursery(partial(prepare, self.backend_class))
+        full = self._config(chosen, attach_wait_s=STARTS_S, **config)
+        return Worker(self._nursery, self.backend_class, full, bootstrap)
 
     def once(self, make: Callable[[Deployment], _R]) -> _R:
         """Calls ``make(self)`` once, and returns or raises the same result on every call. Several tests check it."""
@@ -250,10 +238,11 @@ class Store:
         self.client = deployment.client
         self.backend: Backend = deployment.client._backend
         self.hooks = Hooks(self.backend)
-        self.faults = deployment.faults
+        self.faults = Faults.of(self.client)
         self.name = deployment.name
         self._partitions: list[tuple[DataPlaneClient, str]] = []
         self._clients: list[DataPlaneClient] = []
+        self._asked: set[str] = set()  # the tokens of claims that wait
 
     # --- the backend --------------------------------------------------------------------------------------------------
 
@@ -269,12 +258,12 @@ class Store:
     def require(self, *capabilities: Capability | None) -> None:
         """Skips the test as not declared, unless one of the capabilities is declared or None."""
         if not any(each is None or self.declares(each) for each in capabilities):
-            pytest.skip(f"{NOT_DECLARED}{' or '.join(map(str, capabilities))}")
+            not_declared(" or ".join(map(str, capabilities)))
 
     def blobs(self) -> BlobStore:
         """The backend if it is a `BlobStore`. Otherwise skips the test as not declared."""
         if not isinstance(self.backend, BlobStore):
-            pytest.skip(f"{NOT_DECLARED}blobs: the backend is no BlobStore")
+            not_declared("blobs: the backend is no BlobStore")
         return self.backend
 
     @property
@@ -288,9 +277,7 @@ class Store:
         """A further client, closed when the test ends. It attaches to the same store. With the scope process, which
         does not allow that, it gets a separate store."""
         if self.scope is Scope.PROCESS:
-            options = self.case.isolated_options(copy.deepcopy(self.deployment.options), "another")
-            client = self.deployment.connect(options, **config)
-            return self.keep(client)
+            return self.keep(self.deployment.connect(self.deployment.separate_options("another"), **config))
         return self.attached_client(**config)
 
     def same_store_client(self) -> DataPlaneClient:
@@ -321,6 +308,7 @@ class Store:
         enums: Mapping[str, Sequence[str]] | None = None,
         partition_id: str | None = None,
         client: DataPlaneClient | None = None,
+        if_exists: Literal["replace", "keep"] = "replace",
     ) -> str:
         """Registers a partition that is cleared when the test ends.
 
@@ -332,30 +320,16 @@ class Store:
             enums: As for the client's `register_partition`.
             partition_id: Default: a new one.
             client: Default: the shared client.
+            if_exists: As for the client's `register_partition`.
 
         Returns:
             The partition's id.
         """
         owner = client or self.client
         chosen = partition_id or self.new_id()
-        owner.register_partition(chosen, fields or ("x",), num_samples, tasks, group_size, enums)
         self._partitions.append((owner, chosen))
+        owner.register_partition(chosen, fields or ("x",), num_samples, tasks, group_size, enums, if_exists=if_exists)
         return chosen
-
-    def keep_partition(
-        self,
-        partition_id: str,
-        *fields: str,
-        num_samples: int | None = None,
-        tasks: Sequence[str] = (),
-        group_size: int | None = None,
-        enums: Mapping[str, Sequence[str]] | None = None,
-        client: DataPlaneClient | None = None,
-    ) -> None:
-        """Registers a partition with ``if_exists="keep"``, as `register` does otherwise."""
-        owner = client or self.client
-        self._partitions.append((owner, partition_id))
-        owner.register_partition(partition_id, fields, num_samples, tasks, group_size, enums, if_exists="keep")
 
     def owned_id(self, client: DataPlaneClient) -> str:
         """A new partition id. What the client registers under it is cleared when the test ends."""
@@ -385,6 +359,41 @@ class Store:
         """Claims what is ready now. Default of the required fields: ``x``."""
         options.setdefault("blocking", False)
         return self.client.claim_meta(partition_id, task, list(fields or ("x",)), batch_size, **options)
+
+    def waiting_claim(
+        self,
+        partition_id: str,
+        batch_size: int,
+        *fields: str,
+        client: DataPlaneClient | None = None,
+        timeout_s: float = 60.0,
+        **options: Any,
+    ) -> Background:
+        """A blocking claim that waits: the store was asked, and gave it nothing.
+
+        Args:
+            partition_id: A registered partition.
+            batch_size: More samples than are ready.
+            fields: The required fields. Default: ``x``.
+            client: The client that claims, made by the kit. Default: the shared client.
+            timeout_s: As for the client's `claim_meta`.
+            options: The same.
+        """
+        owner, asked = client or self.client, threading.Event()
+
+        def note(request: ClaimRequest, claim: Claim) -> Claim:
+            if request.token not in self._asked:  # others that wait may ask again meanwhile
+                self._asked.add(request.token)
+                asked.set()
+            return claim
+
+        with Faults.of(owner).after("claim", note):
+            names = list(fields or ("x",))
+            waiting = Background(
+                lambda: owner.claim_meta(partition_id, "train", names, batch_size, timeout_s=timeout_s, **options)
+            )
+            eventually(lambda: asked.is_set() or not waiting.running, what="the first question of a claim")
+        return waiting
 
     def tags_of(self, partition_id: str) -> dict[str, dict[str, Any]]:
         """Id -> tags. Uses a listing if it is declared, otherwise a claim of the task ``train`` that requires ``x``."""
@@ -457,15 +466,12 @@ class Store:
     # --- refusals -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def refusal(
-        self, error_type: type[_E], *words: str, client: DataPlaneClient | None = None
-    ) -> Iterator[pytest.ExceptionInfo[_E]]:
+    def refusal(self, error_type: type[_E], *words: str) -> Iterator[pytest.ExceptionInfo[_E]]:
         """Asserts that the block raises an error with all properties of a data-plane error.
 
         Args:
             error_type: The builtin exception or data-plane error that a user would catch.
             words: What the message must contain.
-            client: The client that raises.
         """
         with pytest.raises(error_type) as caught:
             yield caught
@@ -498,6 +504,10 @@ def check_error(error: BaseException, backend: str, *words: str) -> None:
     assert isinstance(error.retryable, bool)
     assert error.hint is None or isinstance(error.hint, str)
     text = str(error)
-    assert text, f"{kind} has no message"
-    for word in words:
+    for word in (backend, *words):
         assert word in text, f"the message of {kind} does not contain {word!r}: {text}"
+    assert not text.startswith(("'", '"')), f"the message of {kind} is a repr: {text}"
+    assert len(text) < 2000, f"the message of {kind} is too long to read"
+    copied = pickle.loads(pickle.dumps(error))  # by this process
+    assert (type(copied), str(copied), vars(copied)) == (type(error), text, vars(error)), f"pickling changes {kind}"
+    assert (copied.__cause__ is None) == (error.__cause__ is None), f"pickling {kind} loses its cause"

@@ -28,17 +28,14 @@ class Background:
         self._call = call
         self._result: Any = None
         self._error: BaseException | None = None
-        self.wall_s = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        start = time.monotonic()
         try:
             self._result = self._call()
         except BaseException as error:  # raised again by result()
             self._error = error
-        self.wall_s = time.monotonic() - start
 
     @property
     def running(self) -> bool:

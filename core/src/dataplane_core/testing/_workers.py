@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import pickle
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Final
 
 from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.backends import Backend
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.plugins import Bootstrap, connect_backend, load_backend
+from dataplane_core.plugins import Bootstrap, connect_backend
+from dataplane_core.spec import Claim, ClaimRequest
 from dataplane_core.testing._nursery import Nursery
+from dataplane_core.testing.faults import Faults
 
-__all__ = ["BackendReference", "Worker"]
+__all__ = ["Worker", "prepare"]
 
 #: Seconds that a process may take to start, import torch and attach.
 _START_S: Final = 120.0
@@ -28,39 +29,9 @@ _START_S: Final = 120.0
 _END_S: Final = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class BackendReference:
-    """How another process finds the backend's class.
-
-    Attributes:
-        name: The entry-point name of the backend, or its name in reports.
-        module: The module of the class. Empty if the class is found by its entry point.
-        qualname: The name of the class in the module.
-    """
-
-    name: str
-    module: str = ""
-    qualname: str = ""
-
-    @classmethod
-    def of(cls, backend_class: type[Backend], name: str, *, by_name: bool) -> BackendReference:
-        """The reference to a class."""
-        return cls(name) if by_name else cls(name, backend_class.__module__, backend_class.__qualname__)
-
-    def prepare(self) -> None:
-        """Imports what a client of the class needs."""
-        load_compiler()
-        self.load()
-
-    def load(self) -> type[Backend]:
-        """Imports the class."""
-        if not self.module:
-            return load_backend(self.name)
-        found: Any = importlib.import_module(self.module)
-        for part in self.qualname.split("."):
-            found = getattr(found, part)
-        loaded: type[Backend] = found
-        return loaded
+def prepare(backend_class: type[Backend]) -> None:
+    """Imports what a client of the class needs. The import of the class itself comes with the argument."""
+    load_compiler()
 
 
 class Worker:
@@ -71,16 +42,16 @@ class Worker:
 
     Args:
         nursery: Forks the process.
-        reference: The backend's class.
+        backend_class: The backend's class, which must be importable by name.
         config: The config with which the client connects.
         bootstrap: As for `dataplane_core.connect`. Unless it is False, the process waits for `Worker.connect`.
     """
 
     def __init__(
-        self, nursery: Nursery, reference: BackendReference, config: DataPlaneConfig, bootstrap: Bootstrap = False
+        self, nursery: Nursery, backend_class: type[Backend], config: DataPlaneConfig, bootstrap: Bootstrap = False
     ) -> None:
         self._nursery = nursery
-        serve = functools.partial(_serve, reference=reference, config=config.model_dump(), bootstrap=bootstrap)
+        serve = functools.partial(_serve, cls=backend_class, config=config.model_dump(), bootstrap=bootstrap)
         self._pid, self._connection = nursery.fork(serve)
 
     @property
@@ -145,9 +116,9 @@ class Worker:
         self._connection.close()
 
 
-def _serve(connection: Connection, reference: BackendReference, config: dict[str, Any], bootstrap: Bootstrap) -> None:
+def _serve(connection: Connection, cls: type[Backend], config: dict[str, Any], bootstrap: Bootstrap) -> None:
     try:
-        cls, full = reference.load(), DataPlaneConfig.model_validate(config)
+        full = DataPlaneConfig.model_validate({**config, "middleware": [Faults()]})
         if bootstrap is not False:
             connection.recv_bytes()  # so that several processes can begin at the same time
         client = connect_backend(cls, full, bootstrap=bootstrap)
@@ -191,11 +162,6 @@ def call_backend(client: DataPlaneClient, method: str, *arguments: Any) -> Any:
     return getattr(client._backend, method)(*arguments)
 
 
-def bootstrapped(client: DataPlaneClient) -> bool:
-    """Whether the client started the store."""
-    return client.bootstrapped
-
-
 def read_items(client: DataPlaneClient, partition_id: str, sample_ids: list[str], field: str) -> Any:
     """Reads a tensor column as nested lists."""
     return client.get_samples(sample_ids, partition_id, [field])[field].tolist()
@@ -211,6 +177,17 @@ def claim_all(client: DataPlaneClient, partition_id: str, task: str, batch_size:
             break
         mine.extend(meta.sample_ids)
     return mine
+
+
+def claim_and_tell(client: DataPlaneClient, partition_id: str, path: Path) -> None:
+    """Claims a sample, and makes a file once the store has answered the claim for the first time."""
+
+    def tell(request: ClaimRequest, claim: Claim) -> Claim:
+        path.touch()
+        return claim
+
+    with Faults.of(client).after("claim", tell):
+        client.claim_meta(partition_id, "train", ["x"], 1)
 
 
 def claim_leased(client: DataPlaneClient, partition_id: str, task: str, batch_size: int, lease_s: float) -> Any:

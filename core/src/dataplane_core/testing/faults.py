@@ -26,8 +26,13 @@ class Faults(Middleware):
         super().__init__()
         self._lock = threading.Lock()
         self._logs: list[list[str]] = []
-        self._before: dict[str, Callable[[Any], None]] = {}
-        self._after: dict[str, Callable[[Any, Any], Any]] = {}
+        self._before: dict[str, tuple[Callable[[Any], None], ...]] = {}
+        self._after: dict[str, tuple[Callable[[Any, Any], Any], ...]] = {}
+
+    @classmethod
+    def of(cls, client: Any) -> Faults:
+        """The one in a client's middleware."""
+        return next(each for each in client.middleware if isinstance(each, cls))
 
     @contextmanager
     def counting(self) -> Iterator[list[str]]:
@@ -43,21 +48,29 @@ class Faults(Middleware):
 
     @contextmanager
     def before(self, operation: str, action: Callable[[Any], None]) -> Iterator[None]:
-        """Calls ``action(request)`` before the backend gets the request. If it raises, the client gets that error."""
-        self._before[operation] = action
+        """Calls ``action(request)`` before the backend gets the request. If it raises, the client gets that error.
+
+        In nested blocks, the action of the outer one is called first.
+        """
+        outer = self._before.get(operation, ())
+        self._before[operation] = (*outer, action)
         try:
             yield
         finally:
-            del self._before[operation]
+            self._before[operation] = outer
 
     @contextmanager
     def after(self, operation: str, action: Callable[[Any, Any], Any]) -> Iterator[None]:
-        """Calls ``action(request, reply)`` after the backend has replied. Its result replaces the reply."""
-        self._after[operation] = action
+        """Calls ``action(request, reply)`` after the backend has replied. Its result replaces the reply.
+
+        In nested blocks, the action of the inner one gets what that of the outer one returned.
+        """
+        outer = self._after.get(operation, ())
+        self._after[operation] = (*outer, action)
         try:
             yield
         finally:
-            del self._after[operation]
+            self._after[operation] = outer
 
     @contextmanager
     def error_before(self, operation: str, error: Exception) -> Iterator[None]:
@@ -127,12 +140,12 @@ class Faults(Middleware):
         with self._lock:
             for log in self._logs:
                 log.append(operation)
-        before = self._before.get(operation)
-        if before is not None:
+        for before in self._before.get(operation, ()):
             before(request)
         reply = yield
-        after = self._after.get(operation)
-        return reply if after is None else after(request, reply)
+        for after in self._after.get(operation, ()):
+            reply = after(request, reply)
+        return reply
 
 
 def _without_last(column: Any, num_rows: int) -> Any:

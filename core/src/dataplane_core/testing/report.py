@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any, Final
@@ -132,18 +132,9 @@ class Report:
             warned: Category, text and test of each warning.
         """
         header = records[0]["header"]
+        names = [field.name for field in fields(Result)]
         results = tuple(
-            Result(
-                name=record["test"],
-                chapter=record["chapter"],
-                proves=record["proves"][0],
-                outcome=record["outcome"],
-                reason=record["reason"],
-                duration_s=record["duration_s"],
-                rule=record["rule"],
-                check_first=record["check_first"],
-            )
-            for record in records
+            Result(**{**{name: record[name] for name in names}, "proves": record["proves"][0]}) for record in records
         )
         capabilities = tuple(header["capabilities"])
         return cls(**{**header, "capabilities": capabilities}, results=results, warnings=_counted(warned))
@@ -216,19 +207,7 @@ class Report:
                 {"name": row.name, "declared": row.declared, "verdict": row.verdict, **row.counts}
                 for row in self.rows()
             ],
-            "tests": [
-                {
-                    "name": result.name,
-                    "chapter": result.chapter,
-                    "proves": result.proves,
-                    "outcome": result.outcome,
-                    "reason": result.reason,
-                    "duration_s": round(result.duration_s, 4),
-                    "rule": result.rule,
-                    "check_first": result.check_first,
-                }
-                for result in self.results
-            ],
+            "tests": [{**asdict(result), "duration_s": round(result.duration_s, 4)} for result in self.results],
             "warnings": [asdict(warned) for warned in self.warnings],
         }
 
@@ -346,7 +325,7 @@ def record_of(item: Any) -> dict[str, Any]:
     node, rule = item.getparent(pytest.Class), rule_of(item.obj)
     return {
         "class": node.nodeid,
-        "test": item.name,
+        "name": item.name,
         "chapter": chapter_of(item.obj),
         "proves": [label_of(need) for need in needs_of(item.obj)],
         "rule": rule.text,

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from broken import Broken
 
+from dataplane_core.errors import UnknownPartitionError
+from dataplane_core.ledger import commands
 from dataplane_core.spec import Claim, ConsumptionReply
 from dataplane_noop import NoopBackend
 
@@ -181,6 +183,49 @@ class ReadyWithoutTheExtras(NoopBackend):
     def claim(self, request):
         request.required_fields = [name for name in request.required_fields if name == "input_ids"] or ["x"]
         return super().claim(request)
+
+
+@breaks("test_a_claim_of_a_cleared_partition_ends_at_once")
+class ForgetsWhoWaited(NoopBackend):
+    """A claim that waited when its partition was cleared waits on. The first answer to each claim takes a while."""
+
+    def claim(self, request):
+        waited = self.__dict__.setdefault("waited", set())
+        if request.token not in waited:
+            time.sleep(0.3)
+            claim = super().claim(request)
+            waited.add(request.token)
+            return claim
+        try:
+            return super().claim(request)
+        except UnknownPartitionError:
+            return Claim()
+
+
+@breaks("test_blocking_gives_the_tail")
+class GivesTheTailToNewClaimsOnly(NoopBackend):
+    """A claim that waited does not notice that the last samples have come. The first answer takes a while."""
+
+    def claim(self, request):
+        waited = self.__dict__.setdefault("waited", set())
+        if request.token not in waited:
+            time.sleep(0.3)
+        elif request.all_or_nothing:
+            listed = self._service.call(commands.ListSamples(request.partition_id, None)).sample_ids
+            info = self._service.call(commands.Describe(request.partition_id))
+            if len(listed) == info.num_samples:
+                return Claim()
+        waited.add(request.token)
+        return super().claim(request)
+
+
+@breaks("test_a_claim_asks_when_a_lease_has_ended[given_later]")
+class TellsNobodyOfLeases(NoopBackend):
+    """A claim that waits asks when the leases have ended that it knew of, and does not hear of later ones."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._service._tell_of_leases = lambda partition_id: None
 
 
 @breaks("test_a_claim_is_woken_when_it_need_not_wait")

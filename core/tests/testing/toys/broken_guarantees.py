@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 from dataclasses import replace
 from typing import ClassVar
@@ -13,7 +14,7 @@ from dataplane_core.errors import (
     DataPlaneError,
 )
 from dataplane_core.ledger import commands
-from dataplane_core.spec import Capability, SampleList
+from dataplane_core.spec import AnnounceReply, Capability, SampleList
 from dataplane_noop import NoopBackend
 
 BROKEN = Broken()
@@ -54,6 +55,18 @@ class Unpickles(NoopBackend):
     def list_samples(self, request):
         listed = super().list_samples(request)
         return SampleList(sample_ids=listed.sample_ids, tags=pickle.loads(pickle.dumps(listed.tags)))
+
+
+@breaks("test_nothing_is_unpickled")
+class UnpicklesMessages(NoopBackend):
+    """Declares no_pickle, and sends its tags through a pipe of multiprocessing."""
+
+    def list_samples(self, request):
+        listed = super().list_samples(request)
+        one_end, other_end = multiprocessing.Pipe()
+        with one_end, other_end:
+            one_end.send(listed.tags)
+            return SampleList(sample_ids=listed.sample_ids, tags=other_end.recv())
 
 
 @breaks("test_operations_that_build_on_claims_declare_them")
@@ -103,6 +116,15 @@ class ListsTheDead(NoopBackend):
 
     def announce(self, request):
         return super().announce(replace(request, ttl_s=request.ttl_s and 9999.0))
+
+
+@breaks("test_the_number_of_clients_is_replied")
+class SaysThatItIsAlone(NoopBackend):
+    """Tells each client that there is no other, so that a thousand announce themselves all the time."""
+
+    def announce(self, request):
+        super().announce(request)
+        return AnnounceReply(num_clients=1)
 
 
 @breaks("test_announced_clients_are_listed")

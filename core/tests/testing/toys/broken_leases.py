@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from broken import Broken
@@ -72,6 +73,54 @@ class UsesTokensAgain(NoopBackend):
         self._num_claims += 1
         request.token = f"token {self._num_claims}"
         return super().claim(request)
+
+
+@breaks("test_acked_samples_never_go_back")
+class AcksForAWhile(NoopBackend):
+    """An ack is forgotten when the lease ends."""
+
+    def ack(self, request):
+        return SettleReply(num_samples=len(request.sample_ids))
+
+
+@breaks("test_renew_extends_the_lease")
+class RenewsNothing(NoopBackend):
+    """A renewal succeeds, and the lease ends when it would have ended."""
+
+    def renew(self, request):
+        return SettleReply(num_samples=len(request.sample_ids))
+
+
+def _renewal_makes_younger(renewed):
+    """The hooks of a store in which the leases that a renewal names, or the others, are as old as the renewal."""
+
+    def renew(self, request):
+        self.renewed, self.renewed_at = set(request.sample_ids), time.monotonic()
+        return NoopBackend.renew(self, request)
+
+    def inspect_partition(self, request):
+        found = NoopBackend.inspect_partition(self, request)
+        lease = found.tasks["train"].oldest_lease
+        if lease is None or (lease.sample_id in self.__dict__.get("renewed", ())) != renewed or not self.renewed_at:
+            return found
+        younger = replace(lease, held_s=time.monotonic() - self.renewed_at)
+        return replace(found, tasks={"train": replace(found.tasks["train"], oldest_lease=younger)})
+
+    return {"renew": renew, "inspect_partition": inspect_partition, "renewed_at": 0.0}
+
+
+@breaks("test_a_renewal_of_a_part_changes_no_age[the_renewed_one]")
+class RenewsAsIfGivenNow(NoopBackend):
+    """A lease is as old as its last renewal."""
+
+    locals().update(_renewal_makes_younger(renewed=True))
+
+
+@breaks("test_a_renewal_of_a_part_changes_no_age[the_other_one]")
+class RenewsTheRestAsIfGivenNow(NoopBackend):
+    """A renewal of a part of a claim makes the other part a new claim."""
+
+    locals().update(_renewal_makes_younger(renewed=False))
 
 
 @breaks("test_lease_tokens_are_those_that_the_claim_drew")

@@ -171,7 +171,7 @@ class WaitsForMissingData(NoopBackend):
                 time.sleep(0.05)
 
 
-@breaks("test_errors_are_of_the_hierarchy[get_missing_sample]")
+@breaks("test_get_of_only_missing_samples_raises")
 class RaisesItsEnginesErrors(NoopBackend):
     """A KeyError of its own, which no user can tell from a bug."""
 
@@ -182,7 +182,51 @@ class RaisesItsEnginesErrors(NoopBackend):
             raise KeyError(request.sample_ids[0]) from error
 
 
-@breaks("test_get_hook_raises_its_own_errors")
+class _CannotTravel(MissingDataError):
+    """Loses its attributes when it is pickled."""
+
+    def __reduce__(self):
+        return type(self), (self.message,)
+
+
+class _PrintsAsARepr(MissingDataError):
+    """Its text is that of a KeyError."""
+
+    __str__ = KeyError.__str__
+
+
+def _raises(error_type, hint=None):
+    def get_samples(self, request):
+        try:
+            return NoopBackend.get_samples(self, request)
+        except MissingDataError as error:
+            raise error_type(error.message, missing_samples=error.missing_samples, hint=hint) from error
+
+    return get_samples
+
+
+@breaks("test_get_of_only_missing_samples_raises")
+class RaisesErrorsThatCannotTravel(NoopBackend):
+    """Another process gets an error without the names of the samples."""
+
+    get_samples = _raises(_CannotTravel)
+
+
+@breaks("test_get_of_only_missing_samples_raises")
+class PrintsErrorsAsReprs(NoopBackend):
+    """The message is in quotes, and does not name the backend."""
+
+    get_samples = _raises(_PrintsAsARepr)
+
+
+@breaks("test_get_of_only_missing_samples_raises")
+class RaisesPagesOfText(NoopBackend):
+    """The message holds all that the store knows."""
+
+    get_samples = _raises(MissingDataError, hint="row " * 1000)
+
+
+@breaks("test_hooks_raise_their_own_errors[get_of_no_sample]")
 class LeavesErrorsToTheClient(NoopBackend):
     """Counts on core to notice that rows are missing."""
 

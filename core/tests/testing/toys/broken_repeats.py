@@ -10,6 +10,7 @@ from broken import Broken
 from dataplane_core.errors import (
     InvalidRequestError,
     LeaseExpiredError,
+    OperationTimeoutError,
 )
 from dataplane_core.ledger import commands
 from dataplane_core.spec import new_id
@@ -69,6 +70,31 @@ class HasItsOwnWordForLate(NoopBackend):
         if time.monotonic() > request.deadline:
             raise RuntimeError("late")
         return super().put_samples(request)
+
+
+def _says(outcome, *, writes):
+    def put_samples(self, request):
+        if time.monotonic() <= request.deadline:
+            return NoopBackend.put_samples(self, request)
+        if writes:
+            NoopBackend.put_samples(self, request)
+        raise OperationTimeoutError("late", outcome=outcome)
+
+    return put_samples
+
+
+@breaks("test_an_error_says_truly_whether_a_put_happened")
+class SaysThatItDidNot(NoopBackend):
+    """Writes what is late, and says that it did not."""
+
+    put_samples = _says("not_done", writes=True)
+
+
+@breaks("test_an_error_says_truly_whether_a_put_happened")
+class SaysThatItDid(NoopBackend):
+    """Drops what is late, and says that it was done."""
+
+    put_samples = _says("done", writes=False)
 
 
 @breaks("test_a_put_repeated_after_an_overwrite_leaves_the_newer_value[small]")

@@ -6,7 +6,9 @@ Each docstring is the bug report; the kit's test that names it is in `BROKEN`.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import struct
 import threading
 import time
 import zlib
@@ -15,7 +17,7 @@ from pathlib import Path
 from broken import Broken
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, BlobStore, CapacityOptions
-from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.errors import BackendUnavailableError, ConfigError
 from dataplane_core.spec import Capability
 
 BROKEN = Broken()
@@ -99,6 +101,18 @@ class FolderStore(BlobStore):
             os.link(whole, path)
         finally:
             whole.unlink()
+
+
+class OneCapacity(FolderStore):
+    """Right, too: all its clients have the capacity of the first one."""
+
+    def start(self, *, bootstrap, deadline):
+        super().start(bootstrap=bootstrap, deadline=deadline)
+        path = self.config.path / "capacity"
+        if bootstrap:
+            path.write_text(str(self.config.capacity_bytes))
+        elif path.read_text() != str(self.config.capacity_bytes):
+            raise ConfigError(f"the store at '{self.config.path}' has another capacity.")
 
 
 # --- one blob ---------------------------------------------------------------------------------------------------------
@@ -370,6 +384,17 @@ class RaisesAtTheEnd(FolderStore):
         records = super().read(from_seq)
         if not records:
             raise IndexError(from_seq)
+        return records
+
+
+@breaks("test_tags_that_are_no_finite_numbers_leave_the_store_usable")
+class CannotReadNaN(FolderStore):
+    """The journal can be written with a NaN in it, and then not be read."""
+
+    def read(self, from_seq):
+        records = super().read(from_seq)
+        if any(struct.pack(">d", math.nan) in record for record in records):
+            raise ValueError("Out of range float values are not JSON compliant")
         return records
 
 

@@ -38,6 +38,7 @@ class Server:
         self._rows = {}
         self._reserved = set()
         self._mutex = threading.Lock()
+        self._woken = set()
 
     def run(self):
         with Listener(self._options["address"], _FAMILY, backlog=64, authkey=_KEY) as listener:
@@ -87,6 +88,16 @@ class Server:
 
     def do_unlock(self):
         self._mutex.release()
+
+    def do_wait(self, command):
+        def wake():
+            self._woken.add(command.token)
+            return True
+
+        return self._ledger.call(command, wake)
+
+    def do_is_woken(self, token):
+        return token in self._woken
 
 
 def fork_server(options):
@@ -284,6 +295,26 @@ class LocksTheStore(HostStore):
             return super().put_samples(request)
         finally:
             self._ask(request.deadline, "unlock")
+
+
+class WakesTheDead(HostStore):
+    """Wakes the claim that has waited longest, also if its client was killed. An attached client is slow to ask."""
+
+    capabilities = HostStore.capabilities | {Capability.WAKES}
+
+    def _waking_ledger(self, deadline, command, wake):
+        if not isinstance(command, commands.ClaimSamples):
+            return self._ledger(deadline, command)
+        if self._process is None:
+            time.sleep(1.0)
+        threading.Thread(target=self._listen, args=(command.token, wake), daemon=True).start()
+        return self._ask(deadline, "wait", command)
+
+    def _listen(self, token, wake):
+        with contextlib.suppress(BackendUnavailableError):  # the store has ended
+            while not wake._ended and not self._ask(time.monotonic() + 60, "is_woken", token):
+                time.sleep(0.01)
+            wake()
 
 
 class GivesUpAtOnce(HostStore):

@@ -6,12 +6,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from folder_store import BROKEN, DropsATenth, FolderStore
+from folder_store import BROKEN, DropsATenth, FolderStore, OneCapacity
 from kit_of_broken import suite_of
 
 from dataplane_core.codec import split_rows
 from dataplane_core.ledger import commands
 from dataplane_core.testing import BackendConformance
+from dataplane_core.testing.suites.capacity import CapacitySuite
 
 
 class TestFolderStore(BackendConformance):
@@ -25,6 +26,11 @@ class TestFolderStore(BackendConformance):
         (part,) = backend._ledger(time.monotonic() + 60, commands.Locate(partition_id, [sample_id], [field])).parts
         row = (backend.blobs / f"row{part.write_id + part.positions[0]:x}").read_bytes()
         return split_rows([row])[0][part.slots[0]]
+
+
+class TestOneCapacity(CapacitySuite):
+    backend_class = OneCapacity
+    options = TestFolderStore.options
 
 
 class TestDropsATenthInTheWholeKit(BackendConformance):

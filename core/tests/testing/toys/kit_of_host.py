@@ -14,12 +14,14 @@ from host_store import (
     HostStore,
     KeepsCursorsInTheClient,
     LocksTheStore,
+    WakesTheDead,
 )
 
 from dataplane_core.ledger import commands
 from dataplane_core.testing import BackendConformance
 from dataplane_core.testing.suites.crashes import CrashSuite
 from dataplane_core.testing.suites.lifecycle import LifecycleSuite
+from dataplane_core.testing.suites.wakes import WakeSuite
 
 
 def _at(name):
@@ -63,6 +65,11 @@ class TestDiesBadly(CrashSuite):
 class TestLocksTheStore(CrashSuite):
     backend_class = LocksTheStore
     options = _at("locks")
+
+
+class TestWakesTheDead(WakeSuite):
+    backend_class = WakesTheDead
+    options = _at("wakes")
 
 
 class TestGivesUpAtOnce(LifecycleSuite):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -31,6 +30,9 @@ Outcome: TypeAlias = Literal["ok", "refused", "unknown"]
 OK: Final = "ok"
 REFUSED: Final = "refused"
 UNKNOWN: Final = "unknown"
+
+#: The operations of which an error may say that they were carried out.
+_SETTLED: Final = ("put", "ack", "nack", "renew")
 
 #: Sample -> field -> the version that was read. A string instead of a version says what is wrong with the cell.
 Seen: TypeAlias = dict[str, dict[str, int | str]]
@@ -155,16 +157,19 @@ class History:
     allowance_s: float = 10.0
 
 
-def outcome_of(error: BaseException) -> Outcome:
-    """What an error says about whether the call changed anything."""
-    if isinstance(error, ClaimTimeoutError):
+def outcome_of(operation: str, error: BaseException) -> Outcome:
+    """What the error of a call says about whether the call changed anything."""
+    said = getattr(error, "outcome", "unknown")
+    if isinstance(error, ClaimTimeoutError) or said == "not_done":
         return REFUSED
+    if said == "done" and operation in _SETTLED:
+        return OK
     doubtful = (OperationTimeoutError, BackendUnavailableError, BackendError)
     return REFUSED if isinstance(error, DataPlaneError) and not isinstance(error, doubtful) else UNKNOWN
 
 
 class Recorder:
-    """Appends the calls of one process to its file.
+    """Appends the calls of one process to its file. Only one thread may use it.
 
     Args:
         path: The file.
@@ -177,7 +182,6 @@ class Recorder:
         self._epoch_s = epoch_s
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._numbers = 0
-        self._lock = threading.Lock()
 
     def call(self, operation: str, partition: str, act: Callable[[], Mapping[str, Any] | None], **about: Any) -> bool:
         """Makes a call, and writes down its start and its end.
@@ -191,15 +195,14 @@ class Recorder:
         Returns:
             Whether it succeeded. An error of the call is written down, not raised.
         """
-        with self._lock:
-            self._numbers += 1
-            number = self._numbers
+        self._numbers += 1
+        number = self._numbers
         self._write({"number": number, "operation": operation, "partition": partition, **about, "begin_s": self._now()})
         end: dict[str, Any] = {"number": number, "outcome": OK}
         try:
             end |= act() or {}
         except Exception as error:
-            end |= {"outcome": outcome_of(error), "error": f"{type(error).__name__}: {error}"}
+            end |= {"outcome": outcome_of(operation, error), "error": f"{type(error).__name__}: {error}"}
             if not isinstance(error, DataPlaneError):
                 end["error"] = f"!{end['error']}"
         end["end_s"] = self._now()
@@ -221,24 +224,12 @@ def read_calls(path: Path, process: str) -> list[Call]:
     """The calls that a process wrote down."""
     found: dict[int, dict[str, Any]] = {}
     for text in path.read_bytes().split(b"\n")[:-1]:  # what follows the last line's end was cut by a kill
-        line = json.loads(text)
+        line: dict[str, Any] = json.loads(text)
+        line = {name: tuple(each) if isinstance(each, list) else each for name, each in line.items()}
         found.setdefault(line["number"], {}).update(line)
-    return [_call_of(process, values) for values in found.values()]
-
-
-def _call_of(process: str, values: Mapping[str, Any]) -> Call:
-    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return Call(process=process, **made)
+    return [Call(process=process, **values) for values in found.values()]
 
 
 def to_json(history: History) -> str:
     """The history as JSON."""
     return json.dumps(asdict(history))
-
-
-def from_json(text: str) -> History:
-    """The history that `to_json` wrote."""
-    values = json.loads(text)
-    calls = tuple(_call_of(call.pop("process"), call) for call in values.pop("calls"))
-    events = tuple(Event(**event) for event in values.pop("events"))
-    return History(calls=calls, events=events, **values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import Final
 
@@ -27,6 +27,8 @@ _ALLOWED: Final = {
     "save": {"MissingDataError", "UnknownTaskError"},
 }
 _ANY: Final = {"", "OperationTimeoutError", "StalePartitionError", "UnknownPartitionError"}
+#: A run with so many puts in which none succeeds proves nothing.
+_MANY_PUTS: Final = 10
 
 
 def check_rows(time: Timeline) -> Iterator[Finding]:
@@ -41,6 +43,9 @@ def check_rows(time: Timeline) -> Iterator[Finding]:
         yield from _how_it_ended(time, call)
         yield from _within_its_deadline(time, call)
     yield from _capacity(time)
+    puts = [call for call in time.calls if call.operation == "put"]
+    if len(puts) >= _MANY_PUTS and all(call.outcome != OK for call in puts):
+        yield finding("puts", f"none of {len(puts)} puts succeeded. The last one: {puts[-1].error}", puts[-1])
 
 
 # --- what a reply shows -----------------------------------------------------------------------------------------------
@@ -165,9 +170,16 @@ def _how_it_ended(time: Timeline, call: Call) -> Iterator[Finding]:
             yield finding("registered", text, registration, call)
     elif call.operation == "saved" and call.outcome != OK:
         yield finding("save", f"a save cannot be loaded: {call.error}", call)
-    elif name not in _ANY | _ALLOWED.get(call.operation, set()) and not _disturbed(time, call):
-        text = f"{call.name} ({call.operation}) failed, though nothing was done to the store: {call.error}"
+    elif not _is_allowed(call) and not _disturbed(time, call):
+        after = f"after {call.end_s - call.begin_s:.3f} s of {call.timeout_s:g} s"
+        text = f"{call.name} ({call.operation}) failed {after}, though nothing was done to the store: {call.error}"
         yield finding("error", text, call)
+
+
+def _is_allowed(call: Call) -> bool:
+    """Whether a call may end with its error while nothing is done to the store. It may time out at its deadline."""
+    early = call.error_name.endswith("TimeoutError") and call.end_s - call.begin_s < call.timeout_s / 2
+    return not early and call.error_name in _ANY | _ALLOWED.get(call.operation, set())
 
 
 def _disturbed(time: Timeline, call: Call) -> bool:
@@ -235,8 +247,7 @@ def _held_until(time: Timeline, call: Call, sample: str) -> float:
     return min([*later, *wipes], default=math.inf)
 
 
-def _holding(time: Timeline, puts: Iterator[Call] | object, at_s: float) -> list[Call]:
-    assert hasattr(puts, "__iter__")
+def _holding(time: Timeline, puts: Iterable[Call], at_s: float) -> list[Call]:
     return [
         call
         for call in puts

@@ -15,6 +15,7 @@ RULES: Final[Mapping[str, str]] = {
     "committed": "Returns only when the write is committed and visible to every other client",
     "lost": "A missing sample, or a cell not yet produced, raises a subclass of `KeyError` that names the first few "
     "and counts the rest. A read never returns fewer rows.",
+    "puts": "Writes cells",
     "bits": "Dtype and values come back bit for bit",
     "written": "a read never returns bytes of another sample",
     "latest": "last committed write wins",

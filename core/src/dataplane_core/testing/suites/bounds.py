@@ -97,18 +97,6 @@ class BoundSuite(Suite, chapter="bounds"):
         bounded(reads, what="a read of what is not there")
 
     @proves(Capability.CLAIMS)
-    def test_a_claim_ends_by_its_timeout(self, store: Store) -> None:
-        """Contract: "or timeout_s of a blocking claim. No call hangs."
-
-        Check first: the claim hook must return immediately. The client waits and repeats the call until the timeout.
-        """
-        partition = store.register("x")
-        start = time.monotonic()
-        with store.refusal(TimeoutError):
-            bounded(lambda: store.claim(partition, 1, blocking=True, timeout_s=0.3), what="a claim with a timeout")
-        assert 0.3 <= time.monotonic() - start < 0.3 + PROMPT_S
-
-    @proves(Capability.CLAIMS)
     def test_a_waiting_claim_holds_nobody_up(self, store: Store) -> None:
         """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."
 
@@ -116,7 +104,7 @@ class BoundSuite(Suite, chapter="bounds"):
         only thread.
         """
         partition = store.register("x", tasks=["train", "eval"])
-        waiting = [Background(lambda: store.claim(partition, 9, blocking=True, timeout_s=60)) for _ in range(4)]
+        waiting = [store.waiting_claim(partition, 9) for _ in range(4)]
 
         def work() -> None:
             for number in range(8):
@@ -134,18 +122,24 @@ class BoundSuite(Suite, chapter="bounds"):
     def test_one_bad_request_holds_nobody_up(self, store: Store) -> None:
         """Contract: "No call hangs."
 
-        Check first: after a request that fails in the engine, the event loop and the sockets of the engine must still
-        be usable.
+        Check first: after a request that fails in the engine, the connection, the locks, the event loop and the threads
+        must still be usable, by others at the same time and by the next request.
         """
         partition = store.register("x")
         store.put(partition, ids(2), x=torch.arange(2))
-        bad = [
-            Background(lambda: store.get(partition, ["nobody"])),
-            Background(lambda: store.get(store.new_id(), ["a"])),
-            Background(lambda: store.put(partition, ["s9"], x=torch.zeros(1))),
+        bad: list[tuple[type[Exception], Callable[[], Any]]] = [
+            (KeyError, lambda: store.get(partition, ["nobody"])),
+            (KeyError, lambda: store.get(store.new_id(), ["a"])),
+            (ValueError, lambda: store.put(partition, ["late"], x=torch.zeros(1))),
         ]
-        found = bounded(lambda: store.get(partition, ids(2))["x"].tolist(), what="a read next to bad requests")
-        assert found == [0, 1]
-        for each in bad:
-            with pytest.raises(DataPlaneError):
-                each.result(what="a bad request")
+        for number in range(10):
+            failing = [(error_type, Background(call)) for error_type, call in bad]
+            found = bounded(lambda: store.get(partition, ids(2))["x"].tolist(), what="a read next to bad requests")
+            assert found == [0, 1]
+            for error_type, each in failing:
+                with store.refusal(error_type):
+                    each.result(what="a bad request")
+            store.put(partition, [f"after{number}"], x=torch.tensor([number]))
+        store.put(partition, ["late"], x=torch.tensor([7]))
+        names = ["late", *ids(10, "after")]
+        assert store.get(partition, names)["x"].tolist() == [7, *range(10)]

@@ -110,17 +110,3 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
         assert not _consumed(store, partition)
         store.client.ack(store.claim(partition, 2, lease_s=600))
         assert _consumed(store, partition)
-
-    def test_consumption_hook_answers_for_what_is_not_there(self, store: Store) -> None:
-        """Hook spec: "Answers from the store's own state. False for an unknown partition or task, and while no sample
-        is held."
-
-        Check first: the check_consumption hook must reply ConsumptionReply(consumed=False). It must not raise.
-        """
-        partition = store.register("x")
-        assert store.hooks.consumed(store.new_id()).consumed is False
-        assert store.hooks.consumed(partition).consumed is False
-        store.put(partition, ["a"], x=torch.zeros(1))
-        assert store.hooks.consumed(partition, ["nobody"]).consumed is False
-        store.claim(partition, 1)
-        assert store.hooks.consumed(partition).consumed is True

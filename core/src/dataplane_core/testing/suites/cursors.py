@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
 from dataplane_core.client import DataPlaneClient
@@ -23,12 +20,6 @@ __all__ = ["CursorSuite"]
 
 class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
     """`list_consumed`, `reset_consumption`, `save` and `load`."""
-
-    @pytest.fixture
-    def folder(self) -> Iterator[Path]:
-        """A folder for a save."""
-        with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder)
 
     def test_consumed_samples_are_listed(self, store: Store) -> None:
         """Contract: "the held samples that the task has consumed, in order of first write."
@@ -96,7 +87,8 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         store.client.reset_consumption(partition, "train", names[:2])
         assert store.claim(partition, 4, blocking=True, timeout_s=10.0).sample_ids == names[2:]
 
-    def test_a_save_is_loaded(self, store: Store, folder: Path) -> None:
+    @proves(Capability.CURSORS, Capability.LISTING)
+    def test_a_save_is_loaded(self, store: Store, tmp_path: Path) -> None:
         """Contract: "load(folder, partitions=None) -> metadata writes them to any store, of any backend and size."
 
         Check first: list_fields, export_partition and set_cursor. Rows with different fields must keep them, and their
@@ -120,10 +112,10 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         store.client.clear_samples(["s0", "s7"], partition)
         before = _content(store.client, partition)
         held_bytes = store.client.describe(partition).held_bytes
-        store.client.save(folder, {"step": 7}, [partition])
-        store.put(partition, ids(8), y=torch.zeros(8, dtype=torch.bfloat16))
+        store.client.save(tmp_path, {"step": 7}, [partition])
+        store.put(partition, ["s0", "s7", "after"], y=torch.zeros(3, dtype=torch.bfloat16))
         store.claim(partition, 8, task="b")
-        assert store.client.load(folder) == {"step": 7}
+        assert store.client.load(tmp_path) == {"step": 7}
         assert _content(store.client, partition) == before
         assert store.client.describe(partition).held_bytes <= 1.1 * held_bytes
         assert store.get(other, ["a"])["x"].tolist() == [1]
@@ -138,8 +130,8 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         store.client.clear_samples(["tagged"], partition)  # it will never be ready
         assert store.claim(partition, 9, task="b", blocking=True, timeout_s=10.0).size == 1
 
-    @proves(Capability.CURSORS, Capability.GROUPS)
-    def test_a_save_keeps_broken_groups(self, store: Store, folder: Path) -> None:
+    @proves(Capability.CURSORS, Capability.LISTING, Capability.GROUPS)
+    def test_a_save_keeps_broken_groups(self, store: Store, tmp_path: Path) -> None:
         """Contract: "What was cleared still counts for num_samples, and its groups are still not given."
 
         Check first: export_partition must reply the groups that lost a member, also without num_samples.
@@ -151,13 +143,14 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
             store.claim(partition, 2)
             store.client.clear_samples(["l_g0", "k_g1"], partition)
             store.put(partition, ["l_g0"], x=torch.arange(1))
-            store.client.save(folder, None, [partition])
-            store.client.load(folder)
+            store.client.save(tmp_path, None, [partition])
+            store.client.load(tmp_path)
             assert store.claim(partition, 6).sample_ids == ["m_g0", "m_g1"]
             store.put(partition, ["k_g1", "n_g0", "n_g1"], x=torch.arange(3))
             assert store.claim(partition, 6).sample_ids == ["n_g0", "n_g1"]
 
-    def test_a_save_is_whole_or_not_there(self, store: Store, folder: Path) -> None:
+    @proves(Capability.CURSORS, Capability.LISTING)
+    def test_a_save_is_whole_or_not_there(self, store: Store, tmp_path: Path) -> None:
         """Contract: "A save that is damaged or incomplete is refused (CorruptDataError) before anything is changed."
 
         Check first: core, not the backend: core must check the files before it calls a hook.
@@ -165,33 +158,34 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3))
         with store.refusal(KeyError, "save"):
-            store.client.load(folder / "none")
-        store.client.save(folder, None, [partition])
+            store.client.load(tmp_path / "none")
+        store.client.save(tmp_path, None, [partition])
         with store.refusal(KeyError, "nowhere"):
-            store.client.save(folder, None, [partition, "nowhere"])
+            store.client.save(tmp_path, None, [partition, "nowhere"])
         with store.refusal(ValueError, "nowhere"):
-            store.client.load(folder, ["nowhere"])
+            store.client.load(tmp_path, ["nowhere"])
         with store.refusal(TypeError, "metadata"):
-            store.client.save(folder, {"bytes": b""}, [partition])
-        rows = next(folder.glob("rows-*.bin"))
+            store.client.save(tmp_path, {"bytes": b""}, [partition])
+        rows = next(tmp_path.glob("rows-*.bin"))
         whole = rows.read_bytes()
         store.put(partition, ["s3"], x=torch.arange(1))
         for damaged in (whole[:-1], whole + b"x", whole[:-1] + bytes([whole[-1] ^ 1]), b""):
             rows.write_bytes(damaged)
             with store.refusal(CorruptDataError):
-                store.client.load(folder)
+                store.client.load(tmp_path)
         rows.write_bytes(whole)
-        manifest = (folder / "manifest.json").read_text()
-        (folder / "manifest.json").write_text(manifest.replace('"num_blocks":1', '"num_blocks":0'))
+        manifest = (tmp_path / "manifest.json").read_text()
+        (tmp_path / "manifest.json").write_text(manifest.replace('"num_blocks":1', '"num_blocks":0'))
         with store.refusal(CorruptDataError):
-            store.client.load(folder)
+            store.client.load(tmp_path)
         assert json.loads(manifest.splitlines()[1])["partitions"][0]["num_samples"] == 3
-        (folder / "manifest.json").write_text(manifest)
+        (tmp_path / "manifest.json").write_text(manifest)
         assert store.client.list_sample_ids(partition) == ids(4)
-        store.client.load(folder)
+        store.client.load(tmp_path)
         assert store.client.list_sample_ids(partition) == ids(3)
 
-    def test_an_empty_partition_is_saved(self, store: Store, folder: Path) -> None:
+    @proves(Capability.CURSORS, Capability.LISTING)
+    def test_an_empty_partition_is_saved(self, store: Store, tmp_path: Path) -> None:
         """Contract: "save(folder, metadata=None, partitions=None) writes partitions (None: all) with their
         registration"
 
@@ -199,9 +193,9 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         """
         partition = store.register("x", num_samples=2, tasks=["a"], enums={"word": ["u"]})
         before = store.client.describe(partition).info
-        store.client.save(folder, None, [partition])
+        store.client.save(tmp_path, None, [partition])
         store.client.clear_samples(None, partition)
-        store.client.load(folder)
+        store.client.load(tmp_path)
         after = store.client.describe(partition).info
         assert after.epoch != before.epoch
         assert (after.fields, after.num_samples, after.consumer_tasks, after.enums) == (

@@ -4,7 +4,9 @@ sample."""
 
 from __future__ import annotations
 
+import pickle
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,13 +21,14 @@ from dataplane_core.errors import (
     BackendUnavailableError,
     CorruptDataError,
     LeaseExpiredError,
+    OperationTimeoutError,
     UnsupportedOperationError,
 )
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import as_objects, ids, items_of
-from dataplane_core.testing._store import NOT_DECLARED, Store
+from dataplane_core.testing._store import Store, not_declared
 from dataplane_core.testing._timing import Background, bounded, eventually
 
 __all__ = ["FaultSuite"]
@@ -208,8 +211,8 @@ _CASES: dict[str, _Case] = {
 }
 
 #: Operations whose replies hold a number of rows, or one entry per row.
-_COUNTED = ["put_samples", "put_samples_of_tags", "claim_meta", "claim_meta_on_a_lease", "ack", "nack", "renew"]
-_COUNTED += ["list_samples"]
+_COUNTED = ["put_samples", "put_samples_of_tags", "get_samples", "claim_meta", "claim_meta_on_a_lease", "ack", "nack"]
+_COUNTED += ["renew", "list_samples"]
 
 
 def _scene(store: Store, case: _Case) -> _Scene:
@@ -241,6 +244,8 @@ class FaultSuite(Suite, chapter="faults"):
         ):
             case.call(scene)
         assert caught.value.__cause__ is cause, "the error lost its cause"
+        copied = pickle.loads(pickle.dumps(caught.value)).__cause__  # pickled by this process
+        assert (type(copied), copied.args) == (type(cause), cause.args), "the cause did not survive pickling"
         case.again(scene)
 
     @pytest.mark.parametrize("name", list(_CASES))
@@ -277,6 +282,31 @@ class FaultSuite(Suite, chapter="faults"):
             bounded(partial(case.call, scene), what=f"{case.hook}, after its deadline,")
         case.again(scene)
 
+    def test_an_error_says_truly_whether_a_put_happened(self, store: Store) -> None:
+        """Contract: "The error's outcome says 'done' or 'not_done' wherever the store can tell, and 'unknown'
+        otherwise."
+
+        Check first: the outcome of the errors that the put_samples hook raises at its deadline. After "not_done" the
+        rows must not appear later; after "done" they must be there.
+        """
+        partition = store.register("x")
+        outcomes: dict[str, str] = {}
+        for number in range(40):
+            left_s = 0.0002 * (number - 1)  # the deadline passes before the put, and at some moments of it
+
+            def shorten(request: Any, left_s: float = left_s) -> None:
+                request.deadline = time.monotonic() + left_s
+
+            with store.faults.before("put_samples", shorten):
+                try:
+                    store.put(partition, [f"s{number}"], x=torch.tensor([number]))
+                    outcomes[f"s{number}"] = "done"
+                except (OperationTimeoutError, BackendUnavailableError) as error:
+                    outcomes[f"s{number}"] = error.outcome
+        there = [name for name in outcomes if store.has(partition, name)]
+        lies = [name for name, said in outcomes.items() if said == ("not_done" if name in there else "done")]
+        assert not lies, f"{lies[0]} is {'there' if lies[0] in there else 'not there'}: '{outcomes[lies[0]]}'"
+
     @pytest.mark.parametrize("name", _COUNTED)
     def test_a_reply_that_is_short_is_refused(self, store: Store, name: str) -> None:
         """Contract: "Core does the following once, for all backends: argument checks, empty batches, repeated ids in a
@@ -286,11 +316,12 @@ class FaultSuite(Suite, chapter="faults"):
         """
         case = _CASES[name]
         scene = _scene(store, case)
-        with (
-            store.faults.truncation(operation=case.hook),
-            store.refusal(BackendError, name.partition("_of_")[0].partition("_on_")[0], "for"),
-        ):
+        operation = name.partition("_of_")[0].partition("_on_")[0]
+        with store.faults.truncation(operation=case.hook), store.refusal(BackendError, operation, "reply"):
             case.call(scene)
+        if operation == "get_samples":
+            with store.faults.truncation(field="x"), store.refusal(BackendError, operation, "reply"):
+                case.call(scene)
         case.again(scene)
 
     def test_a_cell_that_is_cut_is_refused(self, store: Store) -> None:
@@ -300,7 +331,7 @@ class FaultSuite(Suite, chapter="faults"):
         field fixed.
         """
         if not store.deployment.backend_class.wire.bytes:
-            pytest.skip(f"{NOT_DECLARED}cells as framed bytes")  # the test above cuts rows of whole tensors
+            not_declared("cells as framed bytes")  # the test above cuts rows of whole tensors
         partition = store.register("x", "o")
         store.put(partition, ids(2), x=torch.arange(6).view(2, 3), o=as_objects({"a": [1, 2]}, "text"))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dataplane_core.errors import LostSamplesError, MissingDataError, UnknownPartitionError
+from dataplane_core.errors import LostSamplesError, MissingDataError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite
-from dataplane_core.testing._columns import as_objects, batch, check_column, ids, items_of, jagged, rows_of, shared
+from dataplane_core.testing._columns import as_objects, check_column, ids, items_of, jagged, shared
 from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store
 from dataplane_core.testing._timing import bounded
@@ -283,21 +283,6 @@ class GetSuite(Suite, chapter="get"):
 
     # --- the hook -----------------------------------------------------------------------------------------------------
 
-    def test_get_hook_returns_the_rows_asked_for(self, store: Store) -> None:
-        """Hook spec: "Reads exactly one row per id in every column asked for."
-
-        Check first: the rows must be in the order of request.sample_ids. Core does not reorder them.
-        """
-        partition = store.register("x", "o")
-        rows = [torch.full((index % 3,), index) for index in range(8)]
-        store.put(partition, ids(8), x=jagged(rows), y=torch.arange(8), o=as_objects(*range(8)))
-        order = [6, 1, 7, 0, 3]
-        found = store.hooks.read(partition, [f"s{index}" for index in order], ["y", "x", "o"])
-        assert found["y"].tolist() == order
-        assert items_of(found["o"]) == order
-        for row, index in zip(rows_of(found["x"], 5), order, strict=True):
-            assert torch.equal(row, rows[index])
-
     def test_get_hook_returns_the_columns_asked_for(self, store: Store) -> None:
         """Hook spec: "Field -> the spec fixed by the field's first write."
 
@@ -311,21 +296,6 @@ class GetSuite(Suite, chapter="get"):
         x, y = reply.specs["x"], reply.specs["y"]
         assert (x.kind, x.dtype, x.rank, tuple(x.trailing)) == ("tensor", "bfloat16", 2, (4,))
         assert y.kind == "object"
-
-    def test_get_hook_raises_its_own_errors(self, store: Store) -> None:
-        """Hook spec: "MissingDataError: Names the first missing samples or cells, and counts the rest."
-
-        Check first: the hook itself must raise the errors of dataplane_core.errors. Core wraps any other exception in a
-        BackendError.
-        """
-        partition = store.register("x", "y")
-        store.hooks.put(partition, ["a"], batch(1, x=torch.zeros(1)))
-        with pytest.raises(MissingDataError, match="nobody"):
-            store.hooks.get(partition, ["a", "nobody"], ["x"])
-        with pytest.raises(MissingDataError, match="'a'"):
-            store.hooks.get(partition, ["a"], ["x", "y"])
-        with pytest.raises(UnknownPartitionError):
-            store.hooks.get(store.new_id(), ["a"], ["x"])
 
     def test_lost_payload_is_named(self, store: Store) -> None:
         """Contract: "Payload that the store has lost raises LostSamplesError at once. The error names the samples and

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite
-from dataplane_core.testing._columns import batch
 from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store
-from dataplane_core.testing._timing import Background, bounded
+from dataplane_core.testing._timing import bounded
 
 __all__ = ["GroupSuite"]
 
@@ -29,13 +26,14 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
         Check first: a group must become claimable when its last member is ready, not before.
         """
-        partition = store.register("x", group_size=3)
+        partition = store.register("x", tasks=["train", "eval"], group_size=3)
         store.put(partition, ["a_g0", "b_g0", "a_g1", "b_g1"], x=torch.arange(4))
         assert store.claim(partition, 6).size == 0
         store.put(partition, ["b_g2"], x=torch.zeros(1, dtype=torch.int64))
         assert store.claim(partition, 6).sample_ids == _group("b")
         store.put(partition, ["a_g2"], x=torch.zeros(1, dtype=torch.int64))
         assert sorted(store.claim(partition, 6).sample_ids) == _group("a")
+        assert sorted(store.claim(partition, 6, task="eval").sample_ids) == [*_group("a"), *_group("b")]
 
     def test_groups_wait_for_every_required_field(self, store: Store) -> None:
         """Contract: "Hands out samples whose required fields are all produced".
@@ -141,7 +139,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         """
         partition = store.register("x", group_size=2)
         store.put(partition, ["a_g0", "a_g1", "b_g0", "c_g0"], x=torch.arange(4))
-        waiting = Background(lambda: store.claim(partition, 4, blocking=True, timeout_s=60))
+        waiting = store.waiting_claim(partition, 4)
         with store.refusal(TimeoutError):
             store.claim(partition, 4, blocking=True, timeout_s=0.05)
         assert waiting.running
@@ -161,16 +159,6 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         assert meta.sample_ids == ["a_g0", "a_g1", "c_g0", "c_g1"]
         meta = bounded(lambda: store.claim(partition, 2, blocking=True, timeout_s=60), what="a claim of nothing")
         assert meta.size == 0
-
-    def test_each_task_is_given_every_group(self, store: Store) -> None:
-        """Contract: "Task: a named use of the samples, with its own cursor."
-
-        Check first: the store must record per task which groups it gave.
-        """
-        partition = store.register("x", tasks=["train", "eval"], group_size=2)
-        store.put(partition, ["a_g0", "a_g1"], x=torch.arange(2))
-        assert store.claim(partition, 2).sample_ids == ["a_g0", "a_g1"]
-        assert store.claim(partition, 2, task="eval").sample_ids == ["a_g0", "a_g1"]
 
     def test_a_partition_without_groups_takes_any_ids(self, store: Store) -> None:
         """Contract: "with grpo_group_size g, a claim hands out whole groups only".
@@ -215,16 +203,3 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
             store.client.renew(part, 60)
         store.client.ack(meta)
         assert store.client.check_consumption_status(partition, ["train"])
-
-    def test_put_hook_checks_groups(self, store: Store) -> None:
-        """Hook spec: "InvalidRequestError: An id has no _g, or a group would have too many members. Nothing is
-        written."
-
-        Check first: the hook itself must raise the errors of dataplane_core.errors. Core wraps any other exception in a
-        BackendError.
-        """
-        partition = store.register("x", group_size=1)
-        with pytest.raises(InvalidRequestError):
-            store.hooks.put(partition, ["plain"], batch(1, x=torch.zeros(1)))
-        with pytest.raises(InvalidRequestError):
-            store.hooks.put(partition, ["a_g0", "a_g1"], batch(2, x=torch.zeros(2)))

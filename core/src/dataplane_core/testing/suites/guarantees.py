@@ -176,26 +176,49 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
 
 @contextmanager
 def _unpickling_is_reported() -> Iterator[list[str]]:
-    """Yields a list of the places that unpickle data in the block, also with functions that were imported by name."""
+    """Yields a list of the places that unpickle data in the block.
+
+    It finds the functions of pickle wherever a module or a class refers to them: multiprocessing's connections and
+    queues call an attribute of a class.
+    """
     calls: list[str] = []
 
-    def reporting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def note() -> None:
+        frame = sys._getframe(2)
+        calls.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+    def reporting(original: Callable[..., Any]) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            frame = sys._getframe(1)
-            calls.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            note()
             return original(*arguments, **options)
 
-        return call
+        return staticmethod(call)
 
-    originals: list[Any] = [pickle.loads, pickle.load, pickle.Unpickler]
+    class Unpickler(pickle.Unpickler):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            note()
+            super().__init__(*arguments, **options)
+
+    functions = {id(each): reporting(each) for each in (pickle.loads, pickle.load)}
+    instead = {**functions, id(pickle.Unpickler): Unpickler}
     replaced: list[tuple[Any, str, Any]] = []
     try:
-        for module in list(sys.modules.values()):
-            for name, value in list(vars(module).items()) if hasattr(module, "__dict__") else []:
-                if any(value is original for original in originals) and module is not sys.modules[__name__]:
-                    replaced.append((module, name, value))
-                    setattr(module, name, reporting(value))
+        for owner in [*sys.modules.values(), *_classes()]:
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if id(value) in instead:
+                    replaced.append((owner, name, value))
+                    setattr(owner, name, instead[id(value)])
         yield calls
     finally:
-        for module, name, value in replaced:
-            setattr(module, name, value)
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+
+
+def _classes() -> list[type]:
+    """All classes of this process."""
+    found: dict[int, type] = {id(object): object}
+    last = [object]
+    while last:
+        last = [each for cls in last for each in type.__subclasses__(cls) if id(each) not in found]
+        found.update({id(each): each for each in last})
+    return list(found.values())

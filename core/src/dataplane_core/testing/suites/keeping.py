@@ -24,7 +24,7 @@ class KeepingSuite(Suite, chapter="keep"):
         Check first: register_partition with if_exists "keep" must register a partition that is not there.
         """
         partition = store.new_id()
-        store.keep_partition(partition, "x", num_samples=2, tasks=["train"])
+        store.register("x", num_samples=2, tasks=["train"], partition_id=partition, if_exists="keep")
         store.put(partition, ids(2), x=torch.arange(2))
         assert store.get(partition, ids(2))["x"].tolist() == [0, 1]
 
@@ -37,7 +37,7 @@ class KeepingSuite(Suite, chapter="keep"):
         partition = store.register("x", num_samples=3)
         store.put(partition, ids(3), [{"n": row} for row in range(3)], x=torch.arange(3))
         assert store.claim(partition, 1).sample_ids == ["s0"]
-        store.keep_partition(partition, "x", num_samples=99, tasks=["train"])
+        store.register("x", num_samples=99, tasks=["train"], partition_id=partition, if_exists="keep")
         assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2]
         with store.refusal(ValueError, "x"):
             store.put(partition, ["s3"], x=torch.zeros(1))
@@ -54,7 +54,7 @@ class KeepingSuite(Suite, chapter="keep"):
         partition = store.register("x", enums={"word": ["a"]})
         store.put(partition, ids(2), x=torch.arange(2), word=as_objects("a", "a"))
         assert store.claim(partition, 2).size == 2
-        store.keep_partition(partition, "y", tasks=["late"], enums={"word": ["b"]})
+        store.register("y", tasks=["late"], enums={"word": ["b"]}, partition_id=partition, if_exists="keep")
         assert store.claim(partition, 2, task="late").sample_ids == ids(2)
         assert store.claim(partition, 2).size == 0
         store.put(partition, ["s2"], x=torch.arange(1), word=as_objects("b"))
@@ -74,7 +74,7 @@ class KeepingSuite(Suite, chapter="keep"):
         store.put(partition, ["k_g0", "k_g1"], x=torch.arange(2))
         for group_size in (None, 4):
             with store.refusal(ValueError, "grpo_group_size"):
-                store.keep_partition(partition, "x", tasks=["late"], group_size=group_size)
+                store.register("x", tasks=["late"], group_size=group_size, partition_id=partition, if_exists="keep")
         with store.refusal(KeyError, "late"):
             store.claim(partition, 2, task="late")
         assert store.claim(partition, 2).size == 2
@@ -93,7 +93,9 @@ class KeepingSuite(Suite, chapter="keep"):
             partition = store.new_id()
 
             def register(place: int, partition: str = partition) -> None:
-                store.keep_partition(partition, "x", tasks=[f"task{place}"], client=clients[place])
+                store.register(
+                    "x", tasks=[f"task{place}"], client=clients[place], partition_id=partition, if_exists="keep"
+                )
                 clients[place].put_samples([f"s{place}"], partition, {"x": torch.tensor([place])})
 
             with ThreadPoolExecutor(count) as pool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import ids
 from dataplane_core.testing._store import Store
-from dataplane_core.testing._timing import bounded, eventually
+from dataplane_core.testing._timing import bounded
 
 __all__ = ["LeaseSuite"]
 
@@ -26,8 +25,26 @@ _SHORT_S = 0.1
 
 
 def _wait_out(lease_s: float = _SHORT_S) -> None:
-    """Waits until every lease of `_SHORT_S` that was taken before this call has expired on every clock."""
+    """Waits until every lease of this time that was taken before this call has expired on every clock."""
     time.sleep(lease_s + 0.05)
+
+
+def _in_time(store: Store, partition: str, settle: Callable[[KVBatchMeta], None]) -> float:
+    """Claims four samples with a short lease, and settles them while it lasts. Returns the lease in seconds.
+
+    On a machine that stands still, the lease may end first. The next try then has a longer one.
+    """
+    for lease_s in (_SHORT_S, 1.0, 10.0):
+        began = time.monotonic()
+        meta = store.claim(partition, 4, lease_s=lease_s)
+        assert meta.sample_ids == ids(4)
+        try:
+            settle(meta)
+            return lease_s
+        except LeaseExpiredError:
+            assert time.monotonic() - began >= 0.9 * lease_s, "a lease ended long before its time"
+            _wait_out(lease_s)
+    raise AssertionError("this machine is too busy: no lease could be settled in time")
 
 
 def _filled(store: Store, count: int = 4) -> str:
@@ -56,16 +73,6 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert all(isinstance(token, str) for token in meta.lease_tokens)
         assert store.claim(partition, 3).lease_tokens is None
 
-    def test_leased_samples_are_not_given_again(self, store: Store) -> None:
-        """Contract: "Across all clients and processes no sample is given to a task twice."
-
-        Check first: a leased sample must not be given again until its lease is settled or has expired.
-        """
-        partition = _filled(store)
-        assert store.claim(partition, 3, lease_s=_LONG_S).sample_ids == ids(3)
-        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s3"]
-        assert store.claim(partition, 4).size == 0
-
     def test_unsettled_leases_go_back(self, store: Store) -> None:
         """Contract: "with lease_s, a claim that is neither acked nor renewed in time is handed out again."
 
@@ -75,11 +82,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         partition = _filled(store)
         lost = store.claim(partition, 2, lease_s=_SHORT_S)
         _wait_out()
-        again = eventually(
-            lambda: (meta := store.claim(partition, 4, lease_s=_LONG_S)).size and meta,
-            what="the return of a lost claim",
-        )
-        assert isinstance(again, KVBatchMeta)
+        again = store.claim(partition, 4, lease_s=_LONG_S)
         assert again.sample_ids == ids(4), "samples that went back to the pool lost their places in the order"
         assert again.lease_tokens is not None
         assert lost.lease_tokens is not None
@@ -88,11 +91,14 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
     def test_blocking_claims_wake_when_leases_run_out(self, store: Store) -> None:
         """Contract: "a claim that is neither acked nor renewed in time is handed out again."
 
-        Check first: a claim that waits must get samples whose leases expire while it waits.
+        Check first: a claim that waits must get samples whose leases expire while it waits, also leases that were given
+        after it asked.
         """
-        partition = _filled(store)
-        store.claim(partition, 4, lease_s=_SHORT_S)
-        assert store.claim(partition, 4, blocking=True, timeout_s=30).sample_ids == ids(4)
+        partition = _filled(store, 1)
+        waiting = store.waiting_claim(partition, 2)
+        store.claim(partition, 1, lease_s=_SHORT_S)
+        store.put(partition, ["s1"], x=torch.arange(1))
+        assert waiting.result(30, "a claim of a sample whose lease has ended").sample_ids == ids(2)
 
     def test_acked_samples_never_go_back(self, store: Store) -> None:
         """Contract: "a claim that is neither acked nor renewed in time is handed out again."
@@ -100,8 +106,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: after an ack, the sample must never go back to the pool, also after the lease time is over.
         """
         partition = _filled(store)
-        store.client.ack(store.claim(partition, 4, lease_s=1.0))
-        _wait_out(1.0)
+        _wait_out(_in_time(store, partition, store.client.ack))
         assert store.claim(partition, 4).size == 0
 
     def test_an_expired_ack_is_refused(self, store: Store) -> None:
@@ -176,11 +181,15 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: renew must set the end of the lease to lease_s seconds from now. The old end must no longer count.
         """
         partition = _filled(store)
-        meta = store.claim(partition, 4, lease_s=1.5)
-        store.client.renew(meta.slice(0, 2), _LONG_S)
-        _wait_out(1.5)
+        renewed: list[KVBatchMeta] = []
+
+        def renew_two(meta: KVBatchMeta) -> None:
+            store.client.renew(meta.slice(0, 2), _LONG_S)
+            renewed.append(meta.slice(0, 2))
+
+        _wait_out(_in_time(store, partition, renew_two))
         assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s2", "s3"]
-        store.client.ack(meta.slice(0, 2))
+        store.client.ack(renewed[0])
 
     def test_renew_may_shorten_the_lease(self, store: Store) -> None:
         """Hook spec: "Extend leases to lease_s seconds from now."
@@ -325,17 +334,6 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
             store.claim(partition, 2)
         assert store.claim(partition, 4).sample_ids == ["s2", "s3"]
 
-    def test_with_a_lease_a_lost_reply_loses_nothing(self, store: Store) -> None:
-        """Contract: "with lease_s, a claim that is neither acked nor renewed in time is handed out again."
-
-        Check first: the lease must begin in the store when the claim is made, even if the client never gets the reply.
-        """
-        partition = _filled(store)
-        with store.faults.error_after("claim", ConnectionError("the reply was lost")), pytest.raises(RuntimeError):
-            store.claim(partition, 2, lease_s=_SHORT_S)
-        _wait_out()
-        assert store.claim(partition, 4).sample_ids == ids(4)
-
     def test_metas_without_tokens_are_refused(self, store: Store) -> None:
         """Contract: "LeaseExpiredError names the ids whose token is no longer valid".
 
@@ -359,28 +357,6 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         meta = store.claim(partition, 2, lease_s=_LONG_S)
         with store.refusal(ValueError, "lease_s"):
             store.client.renew(meta, lease_s)
-
-    def test_lease_hooks_raise_their_own_errors(self, store: Store) -> None:
-        """Hook spec: "LeaseExpiredError: Names the ids whose token is no longer valid."
-
-        Check first: the hook itself must raise the errors of dataplane_core.errors. Core wraps any other exception in a
-        BackendError.
-        """
-        partition = _filled(store)
-        claim = store.hooks.claim(partition, 2, lease_s=_LONG_S)
-        assert claim.lease_tokens is not None
-        tokens = list(claim.lease_tokens)
-        assert store.hooks.renew(partition, ids(2), tokens, _LONG_S).num_samples == 2
-        hooks: list[Callable[..., Any]] = [
-            store.hooks.ack,
-            store.hooks.nack,
-            partial(store.hooks.renew, lease_s=1.0),
-        ]
-        for settle in hooks:
-            with pytest.raises(LeaseExpiredError) as caught:
-                settle(partition, ids(2), [tokens[0], "no-token"])
-            assert list(caught.value.sample_ids) == ["s1"]
-        assert store.hooks.ack(partition, ids(2), tokens).num_samples == 2
 
     def test_lease_tokens_are_those_that_the_claim_drew(self, store: Store) -> None:
         """Hook spec: "The lease token of the samples that this claim hands out: random bits drawn by the client

@@ -22,8 +22,8 @@ from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import batch, ids
 from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store, check_error, not_run
-from dataplane_core.testing._timing import PROMPT_S, STARTS_S, Background, bounded, eventually
-from dataplane_core.testing._workers import bootstrapped, call, read_items
+from dataplane_core.testing._timing import PROMPT_S, STARTS_S, Background, bounded
+from dataplane_core.testing._workers import call, read_items
 
 __all__ = ["LifecycleSuite"]
 
@@ -50,15 +50,15 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     """From connect to close."""
 
     def test_close_is_idempotent(self, store: Store) -> None:
-        """Contract: "close() may be called again."
+        """Contract: "close() may be called again. Other calls then raise ClientClosedError."
 
         Check first: the stop method. Core calls it once. It must also work if start failed.
         """
-        client = store.another_client()
-        client.close()
-        client.close()
-        with client:
-            pass
+        with store.another_client() as client:
+            partition = store.register("x", client=client)
+        client.close()  # the with block has closed it
+        with store.refusal(ClientClosedError):
+            client.get_samples(["a"], partition, ["x"])
 
     @pytest.mark.parametrize("operation", list(_OPERATIONS))
     def test_a_closed_client_refuses(self, store: Store, operation: str) -> None:
@@ -72,17 +72,6 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         with store.refusal(ClientClosedError):
             call(client)
 
-    def test_a_client_is_a_context_manager(self, store: Store) -> None:
-        """Contract: "close() may be called again. Other calls then raise ClientClosedError."
-
-        Check first: core, not the backend: core closes the client at the end of the with block.
-        """
-        with store.another_client() as client:
-            partition = store.register("x", client=client)
-            client.put_samples(["a"], partition, batch(1, x=torch.zeros(1)))
-        with store.refusal(ClientClosedError):
-            client.get_samples(["a"], partition, ["x"])
-
     @proves(Capability.CLAIMS)
     def test_close_ends_waiting_claims(self, store: Store) -> None:
         """Contract: "Other calls then raise ClientClosedError." and "No call hangs."
@@ -91,8 +80,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         """
         client = store.another_client()
         partition = store.register("x", client=client)
-        waiting = Background(lambda: client.claim_meta(partition, "train", ["x"], 1, timeout_s=60))
-        eventually(lambda: waiting.running, what="the claim's start")
+        waiting = store.waiting_claim(partition, 1, client=client)
         bounded(client.close, what="close while a claim waits")
         with store.refusal(ClientClosedError):
             waiting.result(what="a claim on a client that was closed")
@@ -249,8 +237,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         Check first: start(bootstrap=False), which core calls first. It must attach if a store is running.
         """
         if store.scope is Scope.PROCESS:
-            isolated = store.case.isolated_options(dict(store.deployment.options), "auto")
-            with store.deployment.connect(isolated, bootstrap="auto") as client:
+            with store.deployment.connect(store.deployment.separate_options("auto"), bootstrap="auto") as client:
                 assert client.bootstrapped
             return
         partition = store.register("x")
@@ -275,7 +262,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
                 worker.connect()
             for worker in workers:
                 worker.wait_ready()
-            owners = [worker for worker in workers if worker.run(bootstrapped)]
+            owners = [worker for worker in workers if worker.run(getattr, "bootstrapped")]
             for worker in sorted(workers, key=lambda each: each not in owners):
                 ended.callback(worker.close)  # the owner is closed last
             assert len(owners) == 1, f"{len(owners)} of {_AT_ONCE} processes bootstrapped"
@@ -298,37 +285,6 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         check_error(caught.value, store.name)
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.zeros(1))
-
-    @proves(Scope.HOST)
-    def test_attached_clients_share_the_store(self, store: Store) -> None:
-        """Contract: "Returns only when the write is committed and visible to every other client".
-
-        Check first: the attach options must lead to the same store. A client must not cache the state of the store.
-        """
-        other = store.attached_client()
-        partition = store.register("x")
-        store.put(partition, ids(2), [{"n": 1}] * 2, x=torch.arange(2))
-        assert other.get_samples(ids(2), partition, ["x"])["x"].tolist() == [0, 1]
-        other.put_samples(["s2"], partition, batch(1, x=torch.tensor([2])))
-        assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2]
-        other.clear_samples(["s0"], partition)
-        assert not store.has(partition, "s0")
-        other.clear_samples(None, partition)
-        with store.refusal(KeyError, partition):
-            store.get(partition, ["s1"])
-
-    @proves(Scope.HOST)
-    def test_attached_clients_leave_the_store_running(self, store: Store) -> None:
-        """Contract: "attached clients leave them running."
-
-        Check first: stop of an attached client must close only its own connections.
-        """
-        partition = store.register("x")
-        for number in range(3):
-            other = store.attached_client()
-            other.put_samples([f"s{number}"], partition, batch(1, x=torch.tensor([number])))
-            other.close()
-        assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2]
 
 
 def _forked(call: Callable[[], str]) -> str:

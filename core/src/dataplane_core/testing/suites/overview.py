@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from dataplane_core.errors import LeaseHolder
@@ -134,6 +135,30 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
         store.client.ack(second)
         assert oldest("a") is None
         eventually(lambda: oldest("b") is None, what="the end of the lease of the other task")
+
+    @proves(Capability.LISTING, Capability.LEASES)
+    @pytest.mark.parametrize("left", [0, 1], ids=["the_renewed_one", "the_other_one"])
+    def test_a_renewal_of_a_part_changes_no_age(self, store: Store, left: int) -> None:
+        """Contract: "A renewal does not change the age."
+
+        Check first: renew must keep the time when the lease was given, of the rows that it renews and of the others.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2))
+        meta = store.claim(partition, 2, lease_s=600.0)
+
+        def age_s() -> float:
+            found = store.client.describe(partition).tasks["train"].oldest_lease
+            assert found is not None
+            assert found.held_s is not None
+            return found.held_s
+
+        eventually(lambda: age_s() >= 0.1, what="a lease that is 0.1 s old")
+        before_s = age_s()
+        store.client.renew(meta.subset([0]), 900.0)
+        assert age_s() >= before_s
+        store.client.ack(meta.subset([1 - left]))
+        assert age_s() >= before_s, "after a renewal of a part of a claim, a lease is younger than before"
 
     @proves(Capability.LISTING, Capability.GROUPS)
     def test_describe_counts_whole_groups(self, store: Store) -> None:

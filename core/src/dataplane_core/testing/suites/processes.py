@@ -132,19 +132,3 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
         meta = worker.run(_workers.claim_leased, partition, "train", 2, 600.0)
         store.client.ack(meta)
         assert worker.run(_workers.call, "check_consumption_status", partition, ["train"])
-
-    def test_a_killed_process_leaves_the_store_running(self, store: Store) -> None:
-        """Contract: "The client that bootstrapped a backend ends the processes and actors that it started, and nothing
-        else; attached clients leave them running."
-
-        Check first: what an attached process holds (locks, connections, memory) must be released when the process dies.
-        """
-        workers = store.deployment.workers(2)
-        partition = store.register("x")
-        workers[0].start(_workers.call, "put_samples", ids(64), partition, batch(64, x=torch.zeros(64, 4096)))
-        workers[0].kill()
-        there = [name for name in ids(64) if store.has(partition, name)]
-        assert there in ([], ids(64)), f"{len(there)} of 64 rows of a put whose process was killed are there"
-        store.put(partition, ["after"], x=torch.zeros(1, 4096))
-        workers[1].run(_workers.call, "put_samples", ["theirs"], partition, batch(1, x=torch.ones(1, 4096)))
-        assert store.get(partition, ["theirs", "after"])["x"][:, 0].tolist() == [1.0, 0.0]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.errors import SchemaMismatchError, UnknownPartitionError
 from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import as_object_array, as_objects, batch, ids, items_of, jagged
@@ -281,29 +280,3 @@ class PutRefusalSuite(Suite, chapter="put refusals"):
         assert found == items
 
     # --- the hook -----------------------------------------------------------------------------------------------------
-
-    def test_put_hook_raises_its_own_errors(self, store: Store) -> None:
-        """Hook spec: "SchemaMismatchError: A spec differs from the field's first write. Nothing is written."
-
-        Check first: the hook itself must raise the errors of dataplane_core.errors. Core wraps any other exception in a
-        BackendError.
-        """
-        partition = store.register("x")
-        store.hooks.put(partition, ["a"], batch(1, x=torch.tensor([1])))
-        with pytest.raises(SchemaMismatchError):
-            store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([1.0])))
-        with pytest.raises(UnknownPartitionError):
-            store.hooks.put(store.new_id(), ["b"], batch(1, x=torch.tensor([1])))
-
-    def test_a_put_after_a_refused_one_works(self, store: Store) -> None:
-        """Contract: "A put that differs raises ValueError, and nothing is written."
-
-        Check first: what the hook reserves before its checks (keys, rows, locks) must be released when a check fails.
-        """
-        partition = store.register("x")
-        store.put(partition, ["a"], x=torch.tensor([1]))
-        for _ in range(20):
-            with store.refusal(ValueError):
-                store.put(partition, ["b"], x=torch.tensor([1.0]))
-        store.put(partition, ["b"], x=torch.tensor([2]))
-        assert store.get(partition, ["b", "a"])["x"].tolist() == [2, 1]

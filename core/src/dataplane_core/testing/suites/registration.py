@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dataplane_core.errors import LeaseExpiredError, UnknownPartitionError
+from dataplane_core.errors import LeaseExpiredError
 from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import as_objects, ids
@@ -137,31 +137,6 @@ class RegistrationSuite(Suite, chapter="registration"):
         assert sorted(caught.value.sample_ids) == ids(2)
         store.client.ack(new)
 
-    def test_further_fields_may_be_written(self, store: Store) -> None:
-        """Contract: "fields is what producers are expected to write; further fields may be written (such as multimodal
-        columns)."
-
-        Check first: the backend must accept fields that were not registered. The first write of a field must create it.
-        """
-        partition = store.register("x")
-        store.put(partition, ids(2), x=torch.arange(2), pixel_values=torch.ones(2, 4), image_grid=as_objects([1], [2]))
-        found = store.get(partition, ids(2), "pixel_values", "image_grid")
-        assert found["pixel_values"].tolist() == [[1.0] * 4] * 2
-        assert found["image_grid"] == [[1], [2]]
-
-    def test_partitions_with_equal_ids_stay_apart(self, store: Store) -> None:
-        """Contract: "Sample: one item of a partition, named by a string id that is unique in the partition."
-
-        Check first: every hook must address rows by partition and id together.
-        """
-        first, second = store.register("x"), store.register("x")
-        store.put(first, ids(3), x=torch.arange(3))
-        store.put(second, ids(3), x=torch.arange(3) + 10)
-        assert store.get(first, ids(3))["x"].tolist() == [0, 1, 2]
-        assert store.get(second, ids(3))["x"].tolist() == [10, 11, 12]
-        store.register("x", partition_id=first)
-        assert store.get(second, ids(3))["x"].tolist() == [10, 11, 12]
-
     def test_any_string_is_an_id(self, store: Store) -> None:
         """Contract: "Partition: a named table with its own schema, samples and tasks." and "Sample: one item of a
         partition, named by a string id that is unique in the partition."
@@ -177,15 +152,6 @@ class RegistrationSuite(Suite, chapter="registration"):
             assert found[name].tolist() == [100 * row + place for row in reversed(range(len(_ODD_NAMES)))], name
         if store.declares(Capability.CLAIMS):
             assert store.claim(partition, 99, *columns, task="t a/b:ü").sample_ids == _ODD_NAMES
-
-    def test_enums_take_their_words(self, store: Store) -> None:
-        """Contract: "enums maps a field to the strings that it may hold. Any other string raises ValueError."
-
-        Check first: PartitionInfo must hold the enums of the registration. Core checks values against them.
-        """
-        partition = store.register("role", enums={"role": ["user", "assistant"]})
-        store.put(partition, ids(3), role=as_objects("user", "assistant", "user"))
-        assert store.get(partition, ids(3), "role")["role"] == ["user", "assistant", "user"]
 
     def test_enums_refuse_other_words(self, store: Store) -> None:
         """Contract: "enums maps a field to the strings that it may hold. Any other string raises ValueError."
@@ -263,29 +229,6 @@ class RegistrationSuite(Suite, chapter="registration"):
         assert info.grpo_group_size == group_size
         assert {name: tuple(words) for name, words in info.enums.items()} == {"y": ("u", "v")}
         assert store.hooks.describe(partition) == info
-
-    def test_every_registration_has_an_epoch_of_its_own(self, store: Store) -> None:
-        """Hook spec: "The id of the registration, if it is a new one: random bits drawn by the client (new_id)."
-
-        Check first: describe_partition must return the epoch of the request that registered the partition.
-        """
-        first, second = store.register("x"), store.register("x")
-        epochs = [store.hooks.register(partition).epoch for partition in (first, second, first)]
-        store.hooks.clear(first, None)
-        epochs.append(store.hooks.register(first).epoch)
-        assert len(set(epochs)) == len(epochs), f"epochs repeat: {epochs}"
-
-    def test_describe_hook_refuses_an_unknown_partition(self, store: Store) -> None:
-        """Hook spec: "UnknownPartitionError: Not registered."
-
-        Check first: describe_partition itself must raise UnknownPartitionError, also after the partition was cleared.
-        """
-        with pytest.raises(UnknownPartitionError):
-            store.hooks.describe(store.new_id())
-        partition = store.register("x")
-        store.hooks.clear(partition, None)
-        with pytest.raises(UnknownPartitionError):
-            store.hooks.describe(partition)
 
     def test_the_epoch_is_the_one_that_the_registration_drew(self, store: Store) -> None:
         """Hook spec: "The id of the registration, if it is a new one: random bits drawn by the client (new_id)."

@@ -193,7 +193,7 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
             store.client.put_samples(ids(count), partition, _rows(count, 1))
         theirs = _claims_again(store, partition, count)
         assert settle() == first
-        store.hooks.renew(partition, claimed, theirs, _LONG_S)  # they still hold them
+        store.hooks.renew(partition, claimed, theirs, lease_s=_LONG_S)  # they still hold them
         store.hooks.ack(partition, claimed, theirs)
 
     @proves(Capability.REPEATABLE, Capability.LEASES)

@@ -30,7 +30,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         """
         partition = store.register("x")
         store.put(partition, ids(6), x=torch.arange(6))
-        store.put(partition, ["s0"], x=torch.zeros(1, dtype=torch.int64))  # its first write stays
+        store.put(partition, ["s0"], y=torch.zeros(1))  # its first write stays
         assert store.claim(partition, 2, sampler="freshest").sample_ids == ["s5", "s4"]
         assert store.claim(partition, 2).sample_ids == ["s0", "s1"]
         assert store.claim(partition, 9, sampler="freshest").sample_ids == ["s3", "s2"]

@@ -12,7 +12,7 @@ from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import ids
 from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store
-from dataplane_core.testing._timing import Background, bounded
+from dataplane_core.testing._timing import bounded
 
 __all__ = ["TagFilterSuite"]
 
@@ -123,11 +123,9 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
         store.put(partition, ids(3), [{"v": 1}, {"v": 2}, {"v": 1}], x=torch.arange(3))
         with store.refusal(TimeoutError, "1"):
             store.claim(partition, 2, tag_filter={"v": 2}, blocking=True, timeout_s=0.05)
-        waiting = Background(
-            lambda: store.claim(partition, 2, tag_filter={"v": 2}, blocking=True, timeout_s=60).sample_ids
-        )
+        waiting = store.waiting_claim(partition, 2, tag_filter={"v": 2})
         store.put(partition, ["s3"], [{"v": 2}], x=torch.zeros(1, dtype=torch.int64))
-        assert waiting.result(what="a claim of matching samples") == ["s1", "s3"]
+        assert waiting.result(what="a claim of matching samples").sample_ids == ["s1", "s3"]
 
     @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
     def test_the_tail_under_a_filter(self, store: Store) -> None:

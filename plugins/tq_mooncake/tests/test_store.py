@@ -178,6 +178,27 @@ def test_rows_whose_transfer_fails_are_tried_again(client, monkeypatch):
     assert engine.broken == {"batch_put_from", "batch_get_into"}
 
 
+@pytest.mark.parametrize("first", ["put", "get"])
+def test_operations_succeed_after_all_connections_were_shut_down(client, first, wait_until):
+    (store,) = Store._shared.values()
+    with ThreadPoolExecutor(8) as pool:  # as many connections as operations at the same time
+        list(pool.map(lambda each: client.put_samples(ids(8, f"{each}-"), "p", rows(8, 50_000)), range(8)))
+    ports = {port for _, port in store._units}
+    assert sum(bool(each.raddr) and each.raddr.port in ports for each in psutil.Process().net_connections("tcp")) > 2
+    with pytest.raises(OperationTimeoutError):
+        _calls.bounded("late", lambda call: time.sleep(0.5), time.monotonic() + 0.1, hold=store.in_call)
+    store.end_given_up()
+    wait_until(lambda: not store._ending)
+    operations = {
+        "put": lambda: client.put_samples(ids(8), "p", rows(8, 1000)),
+        "get": lambda: client.get_samples(ids(8, "0-"), "p", ["x"]),
+    }
+    operations.pop(first)()
+    (other,) = operations.values()
+    other()
+    assert torch.equal(client.get_samples(ids(8, "0-"), "p", ["x"])["x"], rows(8, 50_000)["x"])
+
+
 def test_a_process_has_one_engine_which_its_last_client_closes(client, connect, ray_address):
     others = [connect(bootstrap=False, instance="store", ray_address=ray_address) for _ in range(2)]
     stores = {id(each._backend._engine._store) for each in [client, *others]}
@@ -251,7 +272,7 @@ def test_no_connections_are_ended_while_a_call_that_was_given_up_deletes_what_it
         _calls.bounded("late", work, time.monotonic() + 0.1, undo=undo, hold=store.in_call)
     try:
         assert undoing.wait(60)
-        monkeypatch.setattr(_store, "end_connections", ended.append)
+        monkeypatch.setattr(_store, "end_connections", lambda units: len(ended.append(units) or ended))
         store.end_given_up()
         wait_until(lambda: not store._ending)
     finally:

@@ -33,11 +33,15 @@ def listening_ports() -> set[int]:
     return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
 
 
-def end_connections(peers: Collection[Endpoint]) -> None:
+def end_connections(peers: Collection[Endpoint]) -> int:
     """Shuts down this process's connections to these peers. A call that waits for one of them fails at once.
 
     Host names are resolved.
+
+    Returns:
+        How many connections were shut down.
     """
+    num_ended = 0
     wanted = {(address, port) for host, port in peers for address in _addresses(host)}
     for each in psutil.Process().net_connections("tcp"):
         if each.fd < 0 or not each.raddr or (_plain(each.raddr.ip), each.raddr.port) not in wanted:
@@ -46,6 +50,8 @@ def end_connections(peers: Collection[Endpoint]) -> None:
             # the descriptor may belong to another connection by now
             if connection.getpeername()[1] == each.raddr.port and connection.getsockname()[1] == each.laddr.port:
                 connection.shutdown(socket.SHUT_RDWR)
+                num_ended += 1
+    return num_ended
 
 
 def _addresses(host: str) -> set[str]:

@@ -49,7 +49,7 @@ FULL: Final = -200
 NOT_FOUND: Final = -704
 UNREACHABLE: Final = -900
 #: The transfer of a row failed. On a loaded machine this happened to 204 of 1,500 small rows although nothing was
-#: broken, so a transfer is tried twice.
+#: broken, so a transfer is tried again.
 TRANSFER_FAILED: Final = -800
 _NOT_READY: Final = -703
 
@@ -176,6 +176,7 @@ class Store:
         self._calls: set[Call] = set()
         self._units: set[Endpoint] = set()
         self._ending = False  # whether a thread is ending calls that were given up
+        self._num_ended = 0  # connections that were shut down, and that the engine may still use
         self._closed = False
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -273,7 +274,7 @@ class Store:
                     return
                 if len(stuck) == len(self._calls):  # no other call begins meanwhile
                     with contextlib.suppress(Exception):  # then the calls end later by themselves
-                        end_connections(self._units)
+                        self._num_ended += end_connections(self._units)
                 self._idle.wait(POLL_S)
 
     # --- rows: called in the threads of `bounded`, within `in_call` --------------------------------------------------
@@ -313,15 +314,16 @@ class Store:
                 part = list(keys[first:stop])
                 config = pinned_in(names[next(self._turns) % len(names)] if names else None)
                 codes = self._engine.batch_put_from(part, starts, sizes, config)
-                again = [row for row, code in enumerate(codes) if code]
-                if again and all(codes[row] == TRANSFER_FAILED for row in again):
-                    call.check()
-                    each = [[column[row] for row in again] for column in (part, starts, sizes)]
-                    codes = self._engine.batch_put_from(*each, config)
+                for _ in self._tries(call):
+                    again = [row for row, code in enumerate(codes) if code]
+                    if not again or any(codes[row] != TRANSFER_FAILED for row in again):
+                        break
+                    part, starts, sizes = ([column[row] for row in again] for column in (part, starts, sizes))
+                    codes = self._engine.batch_put_from(part, starts, sizes, config)
             if any(codes):
                 raise EngineError("batch_put_from", [code for code in codes if code])
             if shared and segments is not None:
-                self._check_placed(part, set(segments.values()))
+                self._check_placed(list(keys[first:stop]), set(segments.values()))
 
     def get(self, call: Call, keys: Sequence[str], *, dead: Collection[str] = ()) -> list[memoryview]:
         """Reads rows, in the order of the keys.
@@ -348,8 +350,9 @@ class Store:
                 starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
                 expected = sizes[first:stop].tolist()
                 codes = self._engine.batch_get_into(list(keys[first:stop]), starts, expected)
-                if TRANSFER_FAILED in codes:
-                    call.check()
+                for _ in self._tries(call):
+                    if TRANSFER_FAILED not in codes:
+                        break
                     codes = self._engine.batch_get_into(list(keys[first:stop]), starts, expected)
                 if codes != expected:
                     failed = [code for code, size in zip(codes, expected, strict=True) if code != size]
@@ -392,6 +395,20 @@ class Store:
         return all(code == 1 for code in self._engine.batch_is_exist(list(keys)))
 
     # --- helpers -----------------------------------------------------------------------------------------------------
+
+    def _tries(self, call: Call) -> Iterator[None]:
+        """How often a transfer that failed is tried again: once, and once for each connection that was shut down.
+
+        The engine keeps connections for later transfers, also those that were shut down, and a transfer over such a one
+        fails.
+        """
+        while True:
+            call.check()
+            yield
+            with self._lock:
+                if not self._num_ended:
+                    return
+                self._num_ended -= 1
 
     def _parts(self, sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         """Cuts rows of these sizes into transfers: as many rows as fit a slot, or one larger row."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dataplane_core.spec import OPERATIONS
+from dataplane_noop import NoopBackend
 
 pytest_plugins = ["pytester"]
 
@@ -200,6 +201,16 @@ def test_a_store_that_others_cannot_rely_on_is_caught(reports, backend, test, re
     outcome = _outcomes(reports[backend])[test]
     assert outcome["outcome"] == "fail"
     assert reason in outcome["reason"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("operation", sorted(OPERATIONS & NoopBackend.capabilities))
+def test_a_right_backend_that_declares_all_operations_but_one_passes(pytester, monkeypatch, operation):
+    monkeypatch.syspath_prepend(_TOYS)
+    pytester.makepyfile(f"from kit_of_fewer import TestAllBut_{operation}")
+    done = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider").parseoutcomes()
+    assert "failed" not in done
+    assert done["passed"] >= 300
 
 
 def test_there_is_a_broken_backend_for_many_rules():

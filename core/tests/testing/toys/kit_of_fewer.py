@@ -1,8 +1,6 @@
-"""The kit passes right backends of which each declares all operations but one, and what builds on it."""
+"""The kit on right backends: each declares all operations but one, and what builds on it."""
 
 from __future__ import annotations
-
-import pytest
 
 from dataplane_core.backends import CapacityOptions, NoOptions
 from dataplane_core.spec import OPERATIONS, Capability
@@ -25,8 +23,6 @@ class HasNoCapacity(NoopBackend):
     def __init__(self, config):
         super().__init__(CapacityOptions())
 
-
-pytestmark = pytest.mark.long
 
 _BASES = {Capability.OVERWRITE: DoesNotOverwrite, Capability.CAPACITY: HasNoCapacity}
 

@@ -19,7 +19,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import connect
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClaimTimeoutError, OperationTimeoutError
 from dataplane_core.spec import GetRequest
 from dataplane_shm import _session
 
@@ -390,6 +390,32 @@ def test_a_ledgers_process_without_file_descriptors_serves_on_rests_and_accepts_
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
         with attaching.result() as client:
             assert client.list_samples("p").sample_ids == IDS
+
+
+def test_a_client_without_file_descriptors_says_so_loses_nothing_and_goes_on(owner):
+    connection = owner._backend._connection
+    put(owner)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    idle = [connection._idle.pop() for _ in range(len(connection._idle))]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(BackendUnavailableError, match="this process can open no further socket") as caught:
+            owner.list_samples("p")
+        assert caught.value.retryable
+        connection.end_waiting("a claim that cannot be told", tell=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        connection._idle.extend(idle)
+    assert owner.list_samples("p").sample_ids == IDS
+
+
+def test_what_no_longer_waits_leaves_nothing_in_its_client(owner):
+    put(owner)
+    for size in (1, 9, 2):
+        with contextlib.suppress(ClaimTimeoutError):
+            owner.claim_meta("p", "train", ["x"], size, timeout_s=0.01)
+    owner.clear_samples(None, "p")
+    assert not owner._backend._connection._waiting
 
 
 def test_a_socket_whose_queue_is_full_is_waited_for(tmp_path):

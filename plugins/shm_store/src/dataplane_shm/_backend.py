@@ -25,7 +25,7 @@ from dataplane_core.backends import (
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_core.host_memory import Arena, memory_limit
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
-from dataplane_core.spec import Capability, Claim, Scope, WireColumn, WireFormat
+from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
 from dataplane_shm import _payload
 from dataplane_shm._layout import Layout
 from dataplane_shm._messages import Begin, ClaimOrWait, Drop, Find, Place, PutWhole, Statistics, Status
@@ -182,7 +182,7 @@ class ShmBackend(LedgerBackend):
         waits = False
         try:
             reply: Any = connection.call_waiting(command.op, deadline, request, token, wake)
-            waits = not (isinstance(reply, Claim) and (reply.sample_ids or reply.exhausted))
+            waits = not (isinstance(command, commands.ClaimSamples) and (reply.answered or command.explain))
             return cast("Reply", reply)
         finally:
             if not waits:

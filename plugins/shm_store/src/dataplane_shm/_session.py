@@ -146,10 +146,11 @@ class Connection:
         """As `call`, for what waits: ``wake`` is called in a thread when it is to ask again, until `end_waiting`."""
         with self._listener_lock:
             if self._listener is None:
-                self._listener = threading.Thread(
+                listener = threading.Thread(
                     target=_listen, args=(self._first, self._waiting), name="dataplane-shm-wakes", daemon=True
                 )
-                self._listener.start()
+                listener.start()
+                self._listener = listener
         self._waiting[token] = wake
         return self.call(what, deadline, request)
 
@@ -210,7 +211,13 @@ class Connection:
             return self._open(what, deadline, Hello(VERSION, self.welcome.key))
 
     def _open(self, what: str, deadline: float, hello: Hello) -> socket.socket:
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise BackendUnavailableError(
+                f"{what} failed: this process can open no further socket: {error}.",
+                hint="The limit is that of open files (ulimit -n). Each thread that is in an operation has a socket.",
+            ) from error
         try:
             channel.settimeout(_left_s(deadline))
             self._reach(channel, deadline)

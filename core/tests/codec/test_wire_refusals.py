@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from dataplane_core.codec import encode_columns
+from dataplane_core.codec import as_columns, encode_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.spec import WireFormat
 
@@ -77,6 +77,18 @@ def test_sparse_tensors_are_refused(layout):
         column = torch.eye(3).to_sparse() if layout == "coo" else torch.eye(3).to_sparse_csr()
     with pytest.raises(InvalidTypeError, match="'x' is a sparse tensor"):
         encode_columns({"x": column}, 3, WireFormat())
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_among_the_rows_of_a_list_are_refused(layout):
+    rows = [torch.zeros(2), torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=layout)]
+    with pytest.raises(InvalidTypeError, match="'x' is a nested tensor. Expected a plain tensor for each row"):
+        as_columns("put_samples", {"x": rows}, 2)
+
+
+def test_sparse_tensors_in_a_list_are_refused():
+    with pytest.raises(InvalidTypeError, match="'x' is a sparse tensor"):
+        as_columns("put_samples", {"x": [torch.eye(3).to_sparse()] * 2}, 2)
 
 
 def test_quantised_tensors_are_refused():

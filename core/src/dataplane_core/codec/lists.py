@@ -154,7 +154,7 @@ def _column_of_tensors(what: str, items: Sequence[Any], keep_rows: bool) -> torc
         _tensor_of(f"{what}, row {number},", item) if isinstance(item, np.ndarray) else item
         for number, item in enumerate(items)
     )
-    if keep_rows and sum(row.nbytes for row in rows) >= LARGE_CELL_BYTES * len(rows):
+    if keep_rows and rows.nbytes >= LARGE_CELL_BYTES * len(rows):
         return rows
     joined = rows.joined(what)
     return dense_or_jagged(joined) if isinstance(joined, Ragged) else joined

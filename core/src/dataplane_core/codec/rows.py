@@ -31,6 +31,11 @@ __all__ = ["TensorRows", "num_rows", "object_column", "take_dense", "take_ragged
 class TensorRows(list[torch.Tensor]):
     """A tensor column as its rows. Rows may be the same memory: large ones are then stored once."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows. Also of tensors that are not carried: `torch.Tensor.nbytes` raises for some of these."""
+        return sum(row.numel() * row.element_size() for row in self)
+
     def joined(self, what: str) -> Ragged | torch.Tensor:
         """The rows end to end. Raises as `ragged_of_rows`."""
         try:

@@ -132,13 +132,15 @@ def host_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """The tensor as plain, contiguous, detached host memory. Aliases ``tensor`` if it is that already.
 
     Args:
-        tensor: Not nested, on any device but meta. Conj and neg bits are resolved.
+        tensor: On any device but meta. Conj and neg bits are resolved.
         what: The subject of error messages, such as ``field 'x'``.
 
     Raises:
-        InvalidTypeError: The tensor is a meta-device, sparse or quantised one, a wrapper subclass, or of a dtype that
-            is not carried.
+        InvalidTypeError: The tensor is a nested, meta-device, sparse or quantised one, a wrapper subclass, or of a
+            dtype that is not carried.
     """
+    if tensor.is_nested:
+        raise InvalidTypeError(f"{what} is a nested tensor. Expected a plain tensor for each row.")
     if tensor.dtype not in DTYPE_CODES:
         kind = "a quantised tensor" if tensor.is_quantized else "a tensor"
         raise InvalidTypeError(
@@ -230,7 +232,7 @@ def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Te
         InvalidTypeError: As `host_tensor`.
     """
     plain: Sequence[torch.Tensor] = rows
-    if {(type(row), row.device.type, row.layout) for row in rows} != _PLAIN:
+    if {(type(row), row.device.type, row.layout, row.is_nested) for row in rows} != _PLAIN:
         plain = [host_tensor(row, what) for row in rows]
     first = plain[0]
     if len({(row.dtype, row.dim(), row.shape[1:]) for row in plain}) > 1:
@@ -253,7 +255,7 @@ def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Te
     return Ragged(joined, offsets_of(lengths))
 
 
-_PLAIN: Final = {(torch.Tensor, "cpu", torch.strided)}
+_PLAIN: Final = {(torch.Tensor, "cpu", torch.strided, False)}
 
 
 def _describe(tensor: torch.Tensor) -> str:

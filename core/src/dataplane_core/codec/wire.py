@@ -149,7 +149,7 @@ def _ingest(
         raise InvalidRequestError(f"{what} has {found} rows. Expected {num_samples}, one row per sample id.")
     same = None
     if isinstance(leaf, TensorRows):
-        if wire.shared_rows and sum(row.nbytes for row in leaf) >= LARGE_CELL_BYTES * len(leaf):
+        if wire.shared_rows and leaf.nbytes >= LARGE_CELL_BYTES * len(leaf):
             same = same_memory(leaf)
         try:
             column = ragged_of_rows(leaf if same is None else [leaf[row] for row in same.firsts], what)

@@ -82,7 +82,7 @@ def test_sparse_tensors_are_refused(layout):
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_among_the_rows_of_a_list_are_refused(layout):
     rows = [torch.zeros(2), torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=layout)]
-    with pytest.raises(InvalidTypeError, match="'x' is a nested tensor. Expected a plain tensor for each row"):
+    with pytest.raises(InvalidTypeError, match=r"'x' is a nested tensor\. Expected a plain tensor for each row"):
         as_columns("put_samples", {"x": rows}, 2)
 
 

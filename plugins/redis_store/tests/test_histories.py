@@ -173,6 +173,8 @@ def calls(client, meta):
         "clear": lambda: client.clear_samples(["a"], "p"),
         "drop": lambda: client.clear_samples(None, "p"),
         "register": lambda: client.register_partition("p", ["x"], None, ["train"]),
+        "partitions": client.list_partitions,
+        "ping": client.ping,
     }
 
 
@@ -200,6 +202,17 @@ def test_a_store_that_was_emptied_is_not_the_one_that_a_client_knew(pair, connec
         with pytest.raises(BackendUnavailableError, match="holds no instance"):
             connect(url=server.url, namespace="history", bootstrap=False)
         assert server.admin("DBSIZE") == 0
+
+
+def test_a_save_of_an_emptied_store_leaves_the_last_save_as_it_is(pair, connect, tmp_path):
+    server, one, _ = pair
+    one.save(tmp_path / "save", {"step": 1})
+    server.admin("FLUSHALL")
+    with pytest.raises(StalePartitionError, match="no longer holds the store"):
+        one.save(tmp_path / "save", {"step": 2})
+    other = connect(url=server.url, namespace="loaded")
+    assert other.load(tmp_path / "save") == {"step": 1}
+    assert other.get_samples(["a"], "p", ["x"])["x"].tolist() == [[1] * SMALL]
 
 
 def test_a_put_that_meets_an_emptied_store_writes_nothing(pair, connect, monkeypatch):

@@ -136,9 +136,7 @@ class Overview:
 
     def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
         """Lists the registered partitions."""
-        names = self._session.command(
-            "list_partitions()", request.deadline, b"SMEMBERS", self._session.base + b":parts"
-        )
+        _, names = self._session.run("list_partitions()", request.deadline, "partitions")
         return PartitionList(partition_ids=list(map(text_of, names)))
 
     # --- counts -------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ _OPERATIONS: Final = {
     "register": "allow-oom",
     "extend": "allow-oom",
     "describe": "no-writes",
+    "partitions": "no-writes",
     "put": "",
     "room": "allow-oom",
     "abort": "allow-oom",

@@ -3,12 +3,14 @@
 import contextlib
 import socket
 import threading
+import time
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from dataplane_core.errors import BackendUnavailableError, LostReplyError
+from dataplane_core.spec import AckRequest, NackRequest, RenewRequest, new_id
 
 
 class Cutter:
@@ -142,3 +144,36 @@ def test_the_error_at_the_deadline_says_what_is_known(plain, cutter, connect):
     assert caught.value.outcome == "not_done"
     cutter.refuses = False
     assert made.list_samples("p").sample_ids == ["a"]
+
+
+@pytest.mark.parametrize("operation", ["ack", "nack", "renew"])
+def test_a_settling_that_was_carried_out_between_two_scripts_of_its_repetition_succeeds(
+    plain, connect, scripts_of, monkeypatch, operation
+):
+    one = connect(url=plain.url, op_timeout_s=60.0)
+    two = connect(url=plain.url, namespace=one.config.options["namespace"], bootstrap=False, op_timeout_s=60.0)
+    one.register_partition("p", ["x"], None, ["train"])
+    ids = [f"s{row}" for row in range(4500)]
+    one.put_samples(ids, "p", tags=[{}] * len(ids))
+    kinds = {"ack": AckRequest, "nack": NackRequest, "renew": RenewRequest}
+
+    def repeats(act_at):
+        """Whether a repetition of the request ran so many scripts. After that number, the first request is done."""
+        one.reset_consumption("p", "train")
+        held = one.claim_meta("p", "train", [], len(ids), lease_s=600).subset(range(1, len(ids)))
+        request = kinds[operation](
+            partition_id="p",
+            task_name="train",
+            sample_ids=held.sample_ids,
+            lease_tokens=held.lease_tokens,
+            deadline=time.monotonic() + 60,
+            request_id=new_id(),
+            **({"lease_s": 60.0} if operation == "renew" else {}),
+        )
+        ran = scripts_of(one, act_at, lambda: getattr(two._backend, operation)(request))
+        assert getattr(one._backend, operation)(request).num_samples == len(ids) - 1
+        monkeypatch.undo()
+        return len(ran) >= act_at
+
+    num_scripts = next(number for number in range(1, 100) if not repeats(number))
+    assert num_scripts > 5

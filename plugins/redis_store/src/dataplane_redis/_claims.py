@@ -257,6 +257,8 @@ class Claims:
             reply = run("all", "", request.sample_ids, request.lease_tokens)
         else:
             reply = _settle_many(run, request.sample_ids, request.lease_tokens)
+        if reply[0] == b"done":
+            reply = run("commit", "", [], [])
         if reply[0] != b"ok":
             _refusals.raise_settle(what, request, reply)
         with (
@@ -284,11 +286,12 @@ def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[s
 
     A lease of which only some rows are named is split before. No client can see the split, so a client that dies before
     the last script has changed nothing.
+
+    Returns:
+        The reply to the last script, or "done" if another request with the same id is carried out.
     """
     while True:
         reply = run("check", "", [], [])
-        if reply[0] == b"done":
-            return run("commit", "", [], [])
         if reply[0] != b"ok":
             return reply
         _, epoch, group_size, _ = reply

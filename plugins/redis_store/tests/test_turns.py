@@ -43,6 +43,17 @@ def fill(client, group_size=None, num_samples=None):
     return ids
 
 
+def test_a_claim_that_does_not_wait_gets_all_that_it_can_though_a_script_sees_few_of_them(client, monkeypatch):
+    monkeypatch.setattr(_claims, "_LOOK_ROWS", 500)
+    client.register_partition("p", ["x", "y"], None, ["train"])
+    ids = [f"s{number}" for number in range(1100)]
+    put(client, ids)
+    ready = [ids[0], *ids[1000:]]
+    client.put_samples(ready, "p", TensorDict({"y": torch.ones(len(ready))}, batch_size=[len(ready)]))
+    assert client.claim_meta("p", "train", ["x", "y"], 50, blocking=False).sample_ids == ready[:50]
+    assert client.claim_meta("p", "train", ["x", "y"], 90, blocking=False).sample_ids == ready[50:]
+
+
 @pytest.mark.parametrize("group_size", [None, 4], ids=["rows", "groups"])
 @pytest.mark.parametrize("lease_s", [None, 60.0], ids=["for good", "leased"])
 def test_a_claim_of_many_rows_gives_all_of_them_in_order(client, scripts_of, group_size, lease_s):

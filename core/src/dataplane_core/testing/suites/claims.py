@@ -388,6 +388,10 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         assert (list(tail.sample_ids), tail.exhausted) == (["s3"], True)
         end = store.hooks.claim(partition, 3, all_or_nothing=True)
         assert (list(end.sample_ids), end.exhausted) == ([], True)
+        other = store.register("x", num_samples=3)
+        store.put(other, ids(3), x=torch.arange(3))
+        rest = store.hooks.claim(other, 8)
+        assert (list(rest.sample_ids), rest.exhausted) == (ids(3), True)
 
     # --- while a claim waits, and when it waited in vain --------------------------------------------------------------
 

@@ -65,6 +65,9 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         store.client.reset_consumption(partition, "train", ["s4", "s1", "nobody"])
         assert store.client.list_consumed(partition, "train") == ["s1", "s4"]
         assert store.claim(partition, 6, blocking=True, timeout_s=10.0).sample_ids == ["s0", "s2", "s3", "s5"]
+        store.client.reset_consumption(partition, "train", [*ids(5), "s4"])
+        assert not store.client.check_consumption_status(partition, ["train"]), "an id that is repeated counted twice"
+        assert store.claim(partition, 6, blocking=True, timeout_s=10.0).sample_ids == ["s5"]
         for unknown in ((partition, "nobody"), ("nowhere", "train")):
             with store.refusal(KeyError):
                 store.client.reset_consumption(*unknown)
@@ -73,7 +76,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
     def test_reset_consumption_of_groups(self, store: Store) -> None:
         """Contract: "afterwards the task has consumed these samples, and nothing else."
 
-        Check first: the counts per group that set_cursor must bring back too.
+        Check first: the counts per group that set_cursor must bring back too, also for groups that become whole later.
         """
         partition = store.register("x", num_samples=4, group_size=2)
         names = ["k_g0", "k_g1", "l_g0", "l_g1"]
@@ -86,6 +89,13 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         assert store.claim(partition, 2, blocking=True, timeout_s=10.0).size == 0
         store.client.reset_consumption(partition, "train", names[:2])
         assert store.claim(partition, 4, blocking=True, timeout_s=10.0).sample_ids == names[2:]
+        partition = store.register("x", num_samples=4, group_size=2)
+        store.put(partition, [names[0], *names[2:]], x=torch.arange(3))
+        store.client.reset_consumption(partition, "train", names[:1])
+        store.put(partition, names[1:2], x=torch.arange(1))
+        assert store.claim(partition, 4, blocking=True, timeout_s=10.0).sample_ids == names[2:]
+        store.client.clear_samples(names[:1], partition)
+        assert store.claim(partition, 4, blocking=True, timeout_s=10.0).size == 0
 
     @proves(Capability.CURSORS, Capability.LISTING)
     def test_a_save_is_loaded(self, store: Store, tmp_path: Path) -> None:

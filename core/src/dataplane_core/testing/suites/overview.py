@@ -104,7 +104,7 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
         not change the age."
 
         Check first: inspect_partition. Leases that were acked, given back or ended must not count, and each task has
-        its own.
+        its own. The sample of a lease that has ended is ready.
         """
         partition = store.register("x", tasks=["a", "b"])
         store.put(partition, ids(8), x=torch.arange(8))
@@ -135,6 +135,12 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
         store.client.ack(second)
         assert oldest("a") is None
         eventually(lambda: oldest("b") is None, what="the end of the lease of the other task")
+
+        def counts() -> tuple[int, int]:
+            task = store.client.describe(partition).tasks["b"]
+            return task.num_ready, task.num_leased
+
+        eventually(lambda: counts() == (8, 0), what="that a sample whose lease has ended is ready, before any claim")
 
     @proves(Capability.LISTING, Capability.LEASES)
     @pytest.mark.parametrize("left", [0, 1], ids=["the_renewed_one", "the_other_one"])

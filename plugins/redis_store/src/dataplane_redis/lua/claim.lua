@@ -77,7 +77,7 @@ if not units then return again() end
 local exhausted = false
 if #units < step then
   -- define here: more_may_come
-  local more = more_may_come(P, Q)
+  local more = more_may_come(P, Q, unqueued and #units or 0)
   if more == nil then return again() end
   exhausted = not more
   if all_or_nothing == 1 and more then

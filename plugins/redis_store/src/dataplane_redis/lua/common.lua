@@ -22,7 +22,8 @@
 --   base:p:<partition>   hash: epoch, num, group, info, ntasks, seen, cleared, bytes, whole, t:<task> -> index,
 --                        d:<index> -> samples done, w:<index> -> whole groups held, change: the mark of the last
 --                        change, noted: see changed, lease: the last lease's number, turn: see wakes.lua,
---                        r:<index> -> the lease that a claim is filling
+--                        r:<index> -> the lease that a claim is filling, early: if a task has consumed members of
+--                        groups that were not whole
 --   base:w:<write>       hash: position -> joined cells of one row; written before the commit, never changed. In a
 --                        cluster, most rows lie in other slots, where no script reaches them, see lies_elsewhere
 --   base:e:<epoch>:      r   hash   id -> row: seq, then the refs (write, position, layout, bytes) of its payload
@@ -182,11 +183,11 @@ end
 -- A partition, and the index of one of its tasks, if a task is named. Nil if there is no such partition or task.
 local function open_partition(name, task)
   local meta = BASE .. ':p:' .. name
-  local m = call('HMGET', meta, 'epoch', 'num', 'group', 'ntasks', 't:' .. (task or ''))
+  local m = call('HMGET', meta, 'epoch', 'num', 'group', 'ntasks', 't:' .. (task or ''), 'early')
   if not m[1] then return nil end
   return {
     name = name, meta = meta, epoch = m[1], num = tonumber(m[2]), group = tonumber(m[3]),
-    ntasks = tonumber(m[4]), at = BASE .. ':e:' .. m[1] .. ':', memo = {},
+    ntasks = tonumber(m[4]), early = m[6], at = BASE .. ':e:' .. m[1] .. ':', memo = {},
   }, m[5] or nil
 end
 
@@ -539,17 +540,6 @@ local function is_whole(P, g)
   return g and not g.broken and g.count == P.group
 end
 
--- Adds new ids to their groups: `heads` has the groups that are known.
-local function join_groups(P, names, heads, joining, seqs)
-  for _, name in ipairs(names) do
-    local g = heads[name] or {seq = seqs[name], broken = false, count = 0, listed = 0, first = ''}
-    heads[name] = g
-    join_group(P, name, g, joining[name])
-    if is_whole(P, g) then call('HINCRBY', P.meta, 'whole', 1) end
-  end
-  save_heads(P, names, heads)
-end
-
 local function distinct_groups(ids)
   local seen, names = {}, {}
   for _, id in ipairs(ids) do
@@ -572,6 +562,27 @@ local function none_held(values)
     if values[i] then return false end
   end
   return true
+end
+
+-- Adds new ids to their groups: `heads` has the groups that are known.
+local function join_groups(P, names, heads, joining, seqs)
+  for _, name in ipairs(names) do
+    local g = heads[name] or {seq = seqs[name], broken = false, count = 0, listed = 0, first = ''}
+    heads[name] = g
+    join_group(P, name, g, joining[name])
+    if is_whole(P, g) then call('HINCRBY', P.meta, 'whole', 1) end
+  end
+  save_heads(P, names, heads)
+  if not P.early then return end
+  -- define here: load_groups
+  local groups = load_groups(P, names)
+  for _, name in ipairs(names) do
+    for task = 0, is_whole(P, groups[name]) and P.ntasks - 1 or -1 do
+      if not none_held(hmget(P.at .. 'h:' .. task, groups[name].members)) then
+        call('HINCRBY', P.meta, 'w:' .. task, 1)
+      end
+    end
+  end
 end
 
 -- The groups of `ids` that are whole and not yet queued in all views.

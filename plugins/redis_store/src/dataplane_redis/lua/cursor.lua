@@ -28,9 +28,10 @@ for _, number in ipairs(call('HKEYS', P.at .. 'k')) do
 end
 call('HDEL', P.meta, 'd:' .. task, 'w:' .. task, 'r:' .. task)
 
-local holds, given = {}, {}
+local holds, given, seen = {}, {}, {}
 for i, row in ipairs(hmget(P.at .. 'r', ids)) do
-  if row then
+  if row and not seen[ids[i]] then
+    seen[ids[i]] = true
     given[#given + 1] = ids[i]
     holds[#holds + 1] = ids[i]
     holds[#holds + 1] = 'D'
@@ -42,7 +43,11 @@ if P.group then
   local units, whole = distinct_groups(given), 0
   local heads = load_heads(P, units)
   for _, unit in ipairs(units) do
-    if is_whole(P, heads[unit]) then whole = whole + 1 end
+    if is_whole(P, heads[unit]) then
+      whole = whole + 1
+    elseif not heads[unit].broken then
+      call('HSET', P.meta, 'early', 1)
+    end
   end
   if whole > 0 then call('HSET', P.meta, 'w:' .. task, whole) end
 end

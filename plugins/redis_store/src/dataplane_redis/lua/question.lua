@@ -2,10 +2,8 @@
 -- `Q.budget` is about how many rows a script may still look at for it.
 --
 --   Q.view, Q.F   the view, and the filter's state (nil: no filter)
---   Q.is_new      no claim asked for this view before
 local function open_question(P, view_name, filter, budget)
-  local view = view_of(P, view_name)
-  local Q = {view = view or open_view(P, view_name), is_new = not view, budget = budget}
+  local Q = {view = view_of(P, view_name) or open_view(P, view_name), budget = budget}
   Q.units = math.max(1, math.floor(CHUNK / (P.group or 1)))  -- units looked at per step
   Q.held = P.at .. 'h:' .. Q.view.task
   if filter ~= '' then
@@ -169,17 +167,20 @@ local function catch_up(P, Q)
   return follow(P, Q)
 end
 
--- The next rows that are ready, where none is queued: up to `most`. Queues the others that it found; if these are fewer
--- than `least`, all of them, and replies nil.
+-- The next rows that are ready, where none is queued: up to `most`. Queues the others that it found. If these are fewer
+-- than `least`, or fewer than `most` while the budget is spent and there may be more, queues all, and replies nil.
 local function gather_new(P, Q, least, most)
-  local found = {}
+  local found, ended = {}, false
   while #found < 2 * most and Q.budget > 0 do
     local some = take(P, Q)
-    if not some then break end
+    if not some then
+      ended = true
+      break
+    end
     for i = 1, #some do found[#found + 1] = some[i] end
   end
   local units, rest = {}, {}
-  local enough = #found >= 2 * math.max(least, 1)
+  local enough = #found >= 2 * (ended and math.max(least, 1) or most)
   for i = 1, #found, 2 do
     if enough and #units < most then
       units[#units + 1] = found[i + 1]
@@ -231,7 +232,8 @@ local function gather(P, Q, least, most)
 end
 
 -- Whether there are units that are neither held nor ready, and may become ready. Nil if the budget was spent before.
-local function more_may_come(P, Q)
+-- `unqueued` units are ready, and not in the view.
+local function more_may_come(P, Q, unqueued)
   if not P.num or tonumber(call('HGET', P.meta, 'seen') or 0) < P.num then return true end
   local rest
   if P.group then
@@ -240,7 +242,7 @@ local function more_may_come(P, Q)
   else
     rest = call('ZCARD', P.at .. 'o') - call('HLEN', Q.held)
   end
-  rest = rest - call('ZCARD', Q.view.ready)
+  rest = rest - call('ZCARD', Q.view.ready) - unqueued
   if rest == 0 or not Q.F then return rest ~= 0 end
   -- define here: one_is_coming
   return one_is_coming(P, Q)

@@ -22,23 +22,26 @@ local kept_at = BASE .. ':why:' .. redis.sha1hex(question)
 local kept = call('GET', kept_at)
 if kept then S = cmsgpack.unpack(kept) end
 
--- Counts a held row if it is leased. Keeps those whose leases end first, in this order.
-local function note_held(id, hold)
-  local lease = unsettled_lease(P, hold)
-  if not lease then return end
+-- Whether a row is held. If it is leased, counts it. Keeps those whose leases end first, in this order.
+local function is_held(id, hold)
+  local lease = hold and unsettled_lease(P, hold)
+  if not lease then return hold end
+  if end_of(P, lease) <= now() then return false end  -- the next claim takes it back
   S.leased = S.leased + 1
   local place = #S.first + 1
   while place > 1 and S.first[place - 1][3] > end_of(P, lease) do place = place - 1 end
-  if place > NAMED then return end
-  table.insert(S.first, place, {id, lease.holder, end_of(P, lease)})
-  S.first[NAMED + 1] = nil
+  if place <= NAMED then
+    table.insert(S.first, place, {id, lease.holder, end_of(P, lease)})
+    S.first[NAMED + 1] = nil
+  end
+  return true
 end
 
 -- Returns the rows that are not held, and counts the others.
 local function free_of(ids)
   local free = {}
   for i, hold in ipairs(hmget(held_key, ids)) do
-    if hold then note_held(ids[i], hold) else free[#free + 1] = ids[i] end
+    if not is_held(ids[i], hold) then free[#free + 1] = ids[i] end
   end
   return free
 end
@@ -85,11 +88,9 @@ end
 
 -- A row of a group that lost a member. Its members are not listed, so its rows are collected as they are seen.
 local function look_at_lost(id, group)
-  local hold = call('HGET', held_key, id)
-  if hold then note_held(id, hold) end
   local found = S.lost[group.name] or {group.seq, group.name, group.count, 0, 0, 0}
   S.lost[group.name] = found
-  if not hold then found[4] = found[4] + 1 end
+  if not is_held(id, call('HGET', held_key, id)) then found[4] = found[4] + 1 end
   if conditions and not matches(call('HGET', P.at .. 't', id), conditions) then found[5] = 1 end
   found[6] = found[6] + 1
   if found[6] >= group.count then end_lost(found) end

@@ -84,7 +84,7 @@ local function num_ready(P, Q, least, most)
     end
   end
   if count >= least then return count end
-  local more = more_may_come(P, Q)
+  local more = more_may_come(P, Q, 0)
   if more == nil then return nil end
   return more and count or math.huge
 end

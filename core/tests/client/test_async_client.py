@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -282,19 +283,63 @@ def test_puts_that_wait_for_room_leave_threads_for_the_clear_that_makes_it():
     asyncio.run(main())
 
 
-def test_an_operation_that_finds_no_free_thread_times_out():
+BUSY = r"all 1 threads of this client were busy\. It was not run"
+
+
+def test_an_operation_that_finds_no_free_thread_times_out_while_they_are_busy():
     async def main():
         gate = Gate("put_samples")
-        client = await _open(gate, op_timeout_s=0.2, threads=1)
+        client = await _open(gate, op_timeout_s=1.0, threads=1)
         first = asyncio.create_task(_put(client, "a"))
         await gate.is_entered()
-        second = asyncio.create_task(_put(client, "b"))
-        await asyncio.sleep(0.3)
+        with pytest.raises(OperationTimeoutError, match=BUSY) as caught:
+            await _put(client, "b")
+        assert caught.value.outcome == "not_done"
         gate.opened.set()
-        with pytest.raises(OperationTimeoutError, match=r"all 1 threads of this client were busy\. It was not run"):
-            await second
         await asyncio.gather(first, return_exceptions=True)
         await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_claim_that_finds_no_free_thread_times_out_by_its_own_time():
+    async def main():
+        gate = Gate("claim")
+        async with await _open(gate, op_timeout_s=25.0, threads=1) as client:
+            await _put(client, "a", "b")
+            first = asyncio.create_task(client.claim_meta("p", "t", ["x"], 1))
+            await gate.is_entered()
+            ping = asyncio.create_task(client.ping())
+            with pytest.raises(OperationTimeoutError, match=BUSY):
+                await client.claim_meta("p", "t", ["x"], 1, timeout_s=0.1)
+            assert not ping.done()
+            gate.opened.set()
+            await asyncio.gather(first, ping)
+
+    asyncio.run(main())
+
+
+def test_the_time_in_which_an_operation_waits_for_a_thread_counts():
+    deadlines = []
+
+    class Reading:
+        @hookimpl(wrapper=True)
+        def put_samples(self, request):
+            deadlines.append(request.deadline)
+            return (yield)
+
+    async def main():
+        gate = Gate("put_samples")
+        config = {**NOOP, "op_timeout_s": 30.0, "middleware": [Reading(), gate]}
+        async with await connect_async(config, threads=1) as client:
+            await client.register_partition("p", ["x"], None, ["t"])
+            puts = [asyncio.create_task(_put(client, each)) for each in "ab"]
+            await gate.is_entered()
+            queued_by = time.monotonic()
+            await asyncio.sleep(0.05)
+            gate.opened.set()
+            await asyncio.gather(*puts)
+            assert deadlines[1] <= queued_by + 30.0
 
     asyncio.run(main())
 

@@ -4,6 +4,8 @@ import asyncio
 import threading
 from queue import SimpleQueue
 
+import pytest
+
 from dataplane_core.client.call_threads import CallThreads
 
 
@@ -52,3 +54,40 @@ def test_one_thread_is_enough_for_calls_one_after_the_other():
     asyncio.run(main())
     assert len(threads._threads) == 1
     threads.close()
+
+
+def test_a_thread_that_cannot_be_started_is_not_counted_on(monkeypatch):
+    threads = CallThreads("test", 1)
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def main():
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError, match="can't start"):
+                threads.submit(int)
+        call = threads.submit(int)
+        await asyncio.wait_for(call.end(), 30)
+        assert call.result == 0
+
+    asyncio.run(main())
+    threads.close()
+
+
+def test_event_loops_that_have_ended_are_not_kept():
+    threads = CallThreads("test", 1)
+    go_on = threading.Event()
+
+    async def leave():
+        threads.submit(lambda: go_on.wait(30))
+
+    async def ask():
+        await threads.submit(int).end()
+
+    for _ in range(3):
+        asyncio.run(leave())
+    go_on.set()
+    asyncio.run(ask())
+    threads.close()
+    assert not threads._ended

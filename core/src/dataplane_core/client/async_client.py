@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import math
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial, wraps
@@ -17,7 +18,8 @@ from typing import Any, Concatenate, Final, Literal, ParamSpec, Self, TypeAlias,
 
 from dataplane_core.client.call_threads import Call, CallThreads
 from dataplane_core.client.client import DataPlaneClient
-from dataplane_core.client.waiting import ClaimWait
+from dataplane_core.client.connection import LATEST_END
+from dataplane_core.client.waiting import Waiters
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import DataPlaneError, OperationTimeoutError
 from dataplane_core.meta import KVBatchMeta
@@ -69,14 +71,14 @@ class OperationCancelledError(DataPlaneError):
 
 
 def _in_thread(
-    method: Callable[Concatenate[DataPlaneClient, _P], _R], *, writes: bool = False
+    method: Callable[Concatenate[DataPlaneClient, _P], _R], *, writes: bool = False, several: bool = False
 ) -> Callable[Concatenate[AsyncDataPlaneClient, _P], Coroutine[Any, Any, _R]]:
-    """The coroutine function that calls a method of `DataPlaneClient` in a thread."""
+    """The coroutine function that calls a method of `DataPlaneClient` in a thread. See `AsyncDataPlaneClient._run`."""
 
     @wraps(method)
     async def call(self: AsyncDataPlaneClient, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self._client._operation():
-            return await self._run(method.__name__, partial(method, self._client, *args, **kwargs), writes=writes)
+        function = partial(method, self._client, *args, **kwargs)
+        return await self._run(method.__name__, function, writes=writes, several=several)
 
     return call
 
@@ -174,8 +176,8 @@ class AsyncDataPlaneClient:
     list_fields = _in_thread(DataPlaneClient.list_fields)
     list_consumed = _in_thread(DataPlaneClient.list_consumed)
     reset_consumption = _in_thread(DataPlaneClient.reset_consumption)
-    save = _in_thread(DataPlaneClient.save)
-    load = _in_thread(DataPlaneClient.load, writes=True)
+    save = _in_thread(DataPlaneClient.save, several=True)
+    load = _in_thread(DataPlaneClient.load, writes=True, several=True)
 
     @wraps(DataPlaneClient.claim_meta)
     async def claim_meta(self, *args: Any, **kwargs: Any) -> KVBatchMeta:
@@ -185,13 +187,7 @@ class AsyncDataPlaneClient:
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
         with client._operation("claim_meta", given["partition_id"]):
             request = client._claim_request(**given)
-            if client.config.open_partitions:
-                await self._run("claim_meta", partial(client._open_for_claim, request))
-            if given["blocking"]:
-                claim = await self._wait_for_claim(client._wait_of(request, given["timeout_s"]))
-            else:
-                claim = await self._ask(lambda: request)
-            return client._claimed(request, claim)
+            return await self._claim_until(request, given["timeout_s"] if given["blocking"] else None, client._waiters)
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
@@ -265,6 +261,8 @@ class AsyncDataPlaneClient:
         function: Callable[[], _R],
         *,
         writes: bool = False,
+        several: bool = False,
+        until: float = math.inf,
         if_cancelled: Callable[[_R], tuple[Outcome, Any]] = lambda result: ("done", result),
     ) -> _R:
         """Calls a function in a thread. If it is cancelled meanwhile, waits for its end.
@@ -273,50 +271,90 @@ class AsyncDataPlaneClient:
             what: The operation, for messages.
             function: The function.
             writes: Whether it is a put.
+            several: Whether it makes several operations, each with an ``op_timeout_s`` of its own.
+            until: When to give up, on `time.monotonic`'s clock, if that is before ``op_timeout_s`` is over.
             if_cancelled: Called in a thread with the result of a cancelled call. Returns what is left of it.
 
         Raises:
+            OperationTimeoutError: No thread was free in time.
             asyncio.CancelledError: It was cancelled. The cause, an `OperationCancelledError`, says what became of it.
         """
-        until = time.monotonic() + self.config.op_timeout_s
+        now = time.monotonic()
+        until = min(until, now + self.config.op_timeout_s)
 
         def in_time() -> _R:
-            if time.monotonic() > until:
-                raise OperationTimeoutError(
-                    f"{what} timed out: all {self._threads} threads of this client were busy. It was not run.",
-                    hint="Give connect_async more threads.",
-                )
+            if not several:
+                LATEST_END.set(until)
             return function()
 
-        call = (self._writers if writes else self._others).submit(in_time)
-        try:
-            await call.end()
-        except asyncio.CancelledError:
-            outcome: Outcome = "not run"
-            result = error = None
-            if not call.cancel():
-                await _end_of(call)
-                error = call.error
-                if error is None:
-                    left = self._others.submit(partial(if_cancelled, call.result))
-                    await _end_of(left)
-                    error = left.error
-                outcome, result = ("failed", None) if error is not None else left.result
-            told = OperationCancelledError(
-                f"{what} was cancelled. {_TOLD[outcome]}", outcome=outcome, result=result, backend=self.backend_name
-            )
-            told.__cause__ = error
-            # not a subclass: `asyncio.timeout` and task groups of Python 3.11 know a cancellation by its exact type
-            raise asyncio.CancelledError(told.message) from told
-        if call.error is not None:
-            raise call.error
-        return call.result
+        with self._client._operation():
+            call = (self._writers if writes else self._others).submit(in_time)
+            timer = asyncio.get_running_loop().call_later(until - now, self._give_up, what, call)
+            try:
+                await call.end()
+            except asyncio.CancelledError:
+                outcome: Outcome = "not run"
+                result = error = None
+                if not call.cancel():
+                    await _end_of(call)
+                    error = call.error
+                    if error is None:
+                        left = self._others.submit(partial(if_cancelled, call.result))
+                        await _end_of(left)
+                        error = left.error
+                    outcome, result = ("failed", None) if error is not None else left.result
+                told = OperationCancelledError(
+                    f"{what} was cancelled. {_TOLD[outcome]}", outcome=outcome, result=result, backend=self.backend_name
+                )
+                told.__cause__ = error
+                # not a subclass: `asyncio.timeout` and task groups of Python 3.11 know a cancellation by its exact type
+                raise asyncio.CancelledError(told.message) from told
+            finally:
+                timer.cancel()
+            if call.error is not None:
+                raise call.error
+            return call.result
 
-    async def _ask(self, prepare: Callable[[], ClaimRequest]) -> Claim:
+    def _give_up(self, what: str, call: Call[Any]) -> None:
+        """Ends a call that no thread runs yet."""
+        if call.cancel():
+            call.fail(
+                OperationTimeoutError(
+                    f"{what} timed out: all {self._threads} threads of this client were busy. It was not run.",
+                    outcome="not_done",
+                    hint="Give connect_async more threads.",
+                )
+            )
+
+    async def _claim_until(
+        self,
+        request: ClaimRequest,
+        timeout_s: float | None,
+        waiters: Waiters,
+        since: Callable[[], float] | None = None,
+    ) -> KVBatchMeta:
+        """`Claims._claim_until` on the event loop."""
+        client = self._client
+        if client.config.open_partitions:
+            await self._run("claim_meta", partial(client._open_for_claim, request))
+        if timeout_s is None:
+            return client._claimed(request, await self._ask(request))
+        wait = client._wait_of(request, timeout_s, since)
+        waiter = _LoopWaiter()
+        with wait.woken_by(waiter.wake), waiters.waiting(waiter.wake):
+            while True:
+                claim = await self._ask(wait.prepare())
+                pause_s = wait.pause_s(claim)
+                if pause_s is None:
+                    return client._claimed(request, claim)
+                waiters.check()
+                await waiter.wait(pause_s)
+                waiters.check()
+
+    async def _ask(self, request: ClaimRequest) -> Claim:
         """Asks once. What a cancelled claim was handed is given back, if it can be."""
 
         def if_cancelled(claim: Claim) -> tuple[Outcome, Any]:
-            request = prepare()
             if not claim.sample_ids or request.dp_rank is not None:
                 return "not run", None  # a batch of a rank that this client does not count is given to its next claim
             meta = self._client._claimed(request, claim)
@@ -325,21 +363,8 @@ class AsyncDataPlaneClient:
             self._client.nack(meta)
             return "given back", None
 
-        return await self._run("claim_meta", lambda: self._client._claim(prepare()), if_cancelled=if_cancelled)
-
-    async def _wait_for_claim(self, wait: ClaimWait) -> Claim:
-        """`wait_for_claim` on the event loop."""
-        client = self._client
-        waiter = _LoopWaiter()
-        with wait.woken_by(waiter.wake), client._waiters.waiting(waiter.wake):
-            while True:
-                claim = await self._ask(wait.prepare)
-                pause_s = wait.pause_s(claim)
-                if pause_s is None:
-                    return claim
-                client._waiters.check()
-                await waiter.wait(pause_s)
-                client._waiters.check()
+        claim = partial(self._client._claim, request)
+        return await self._run("claim_meta", claim, until=request.deadline, if_cancelled=if_cancelled)
 
 
 async def _end_of(call: Call[Any]) -> None:

@@ -48,6 +48,11 @@ class Call(Generic[_R]):
         """Whether it was prevented from running. False: a thread runs it, or has run it."""
         return self._taken.acquire(blocking=False)
 
+    def fail(self, error: BaseException) -> None:
+        """Ends it with an error, once `cancel` has prevented it from running. Called on the event loop."""
+        self.error = error
+        self._tell()
+
     def _run(self) -> None:
         try:
             self.result = self._context.run(self._function)
@@ -87,8 +92,8 @@ class CallThreads:
         num_open = next(self._submitted) - self._num_ended
         if len(self._threads) < min(num_open, self._most):
             thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
         self._calls.put(call)
         return call
 
@@ -115,7 +120,9 @@ class CallThreads:
             ended.append(call)
             if len(ended) > 1:
                 return  # the loop is woken already
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+            for closed in [each for each in self._ended if each.is_closed()]:
+                del self._ended[closed]  # nobody waits there
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._tell, loop)
 
     def _tell(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -220,15 +220,21 @@ class Claims(Overview):
             deadline=float("inf"),
         )
 
-    def _claim_until(self, request: ClaimRequest, timeout_s: float | None, waiters: Waiters) -> KVBatchMeta:
+    def _claim_until(
+        self,
+        request: ClaimRequest,
+        timeout_s: float | None,
+        waiters: Waiters,
+        since: Callable[[], float] | None = None,
+    ) -> KVBatchMeta:
         """Claims, and waits up to ``timeout_s`` unless that is None, or until ``waiters`` are closed."""
         self._open_for_claim(request)
         if timeout_s is None:
             return self._claimed(request, self._claim(request))
-        return self._claimed(request, wait_for_claim(self._wait_of(request, timeout_s), self._claim, waiters))
+        return self._claimed(request, wait_for_claim(self._wait_of(request, timeout_s, since), self._claim, waiters))
 
-    def _wait_of(self, request: ClaimRequest, timeout_s: float) -> ClaimWait:
-        return ClaimWait(request, timeout_s, self._pacer, wakes=Capability.WAKES in self._capabilities)
+    def _wait_of(self, request: ClaimRequest, timeout_s: float, since: Callable[[], float] | None) -> ClaimWait:
+        return ClaimWait(request, timeout_s, self._pacer, wakes=Capability.WAKES in self._capabilities, since=since)
 
     def _open_for_claim(self, request: ClaimRequest) -> None:
         if self._config.open_partitions:

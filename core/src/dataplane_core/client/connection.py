@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Self, TypeVar
+from contextvars import ContextVar
+from typing import Any, Final, NoReturn, Self, TypeVar
 
 import pluggy
 
@@ -28,9 +29,12 @@ from dataplane_core.ledger import Pacer
 from dataplane_core.middleware import MiddlewareContext
 from dataplane_core.spec import Capability, PartitionInfo, Scope
 
-__all__ = ["Connection"]
+__all__ = ["LATEST_END", "Connection"]
 
 _R = TypeVar("_R")
+
+#: When an operation must end that waited for a thread before it ran, on `time.monotonic`'s clock.
+LATEST_END: Final = ContextVar("LATEST_END", default=float("inf"))
 
 
 class Connection:
@@ -225,7 +229,7 @@ class Connection:
             raise
 
     def _deadline(self) -> float:
-        return time.monotonic() + self._config.op_timeout_s
+        return min(time.monotonic() + self._config.op_timeout_s, LATEST_END.get())
 
     def _require(self, capability: Capability, what: str) -> None:
         if capability not in self._capabilities:

@@ -28,15 +28,24 @@ class ClaimWait:
         timeout_s: How long to wait, in seconds.
         pacer: Shared by all claims that wait on this client.
         wakes: Whether the backend wakes claims.
+        since: The moment from which ``timeout_s`` counts; it may change. Infinity: it does not count yet. Default: now.
     """
 
-    def __init__(self, request: ClaimRequest, timeout_s: float, pacer: Pacer, *, wakes: bool) -> None:
+    def __init__(
+        self,
+        request: ClaimRequest,
+        timeout_s: float,
+        pacer: Pacer,
+        *,
+        wakes: bool,
+        since: Callable[[], float] | None = None,
+    ) -> None:
         self.request = request
         self._wakes = wakes
         self._timeout_s = timeout_s
         self._pacer = pacer
         self._start = time.monotonic()
-        self._give_up = self._start + timeout_s
+        self._since = since or (lambda: self._start)
         self._pause_s = 0.0
 
     @contextmanager
@@ -54,8 +63,9 @@ class ClaimWait:
     def prepare(self) -> ClaimRequest:
         """The request of the next question."""
         now = time.monotonic()
-        self.request.deadline = max(self._give_up, now + _LAST_ASK_S)
-        self.request.explain = self._give_up - now <= self._pause_s
+        give_up = self._since() + self._timeout_s
+        self.request.deadline = max(give_up, now + _LAST_ASK_S)
+        self.request.explain = give_up - now <= self._pause_s
         return self.request
 
     def pause_s(self, claim: Claim) -> float | None:
@@ -69,7 +79,8 @@ class ClaimWait:
         request = self.request
         request.since = claim.version
         now = time.monotonic()
-        if request.explain and now >= self._give_up:
+        give_up = self._since() + self._timeout_s
+        if request.explain and now >= give_up:
             where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
             raise ClaimTimeoutError(
                 f"{where} timed out after {self._timeout_s:g} s: {claim.num_ready} of {request.batch_size} samples "
@@ -78,26 +89,34 @@ class ClaimWait:
                 shortfall=claim.shortfall,
             )
         if request.wake is not None and claim.ask_again_s:
-            return max(0.0, min(claim.ask_again_s, self._give_up - now))
+            return max(0.0, min(claim.ask_again_s, give_up - now))
         pause_s = max(backoff_s(now - self._start), claim.ask_again_s, self._pacer.pause_s(request.token))
         self._pause_s = min(pause_s, LONGEST_PAUSE_S)
-        return max(0.0, min(self._pause_s, self._give_up - now))
+        return max(0.0, min(self._pause_s, give_up - now))
 
 
 class Waiters:
-    """What waits on a client, to be woken when the client closes. Safe for threads."""
+    """What waits on a client or a stream, to be woken when that closes. Safe for threads.
 
-    def __init__(self) -> None:
+    Args:
+        told: What the error says that a waiter gets then.
+
+    Attributes:
+        closed: Whether it was closed.
+    """
+
+    def __init__(self, told: str = "the client was closed while a claim waited.") -> None:
+        self._told = told
         self._wakes: set[Callable[[], None]] = set()
-        self._closed = False
+        self.closed = False
         self._lock = threading.Lock()
 
     @contextmanager
     def waiting(self, wake: Callable[[], None]) -> Iterator[None]:
-        """While the ``with`` lasts, ``wake`` is called when the client closes, or at once if it is closed."""
+        """While the ``with`` lasts, ``wake`` is called when this closes, or at once if it is closed."""
         with self._lock:
             self._wakes.add(wake)
-            if self._closed:
+            if self.closed:
                 wake()
         try:
             yield
@@ -106,16 +125,20 @@ class Waiters:
                 self._wakes.discard(wake)
 
     def check(self) -> None:
-        """Raises `ClientClosedError` if the client was closed."""
-        if self._closed:
-            raise ClientClosedError("the client was closed while a claim waited.")
+        """Raises `ClientClosedError` if it was closed."""
+        if self.closed:
+            raise ClientClosedError(self._told)
 
-    def close(self) -> None:
-        """Wakes all."""
+    def wake(self) -> None:
+        """Wakes all, so that they ask again now."""
         with self._lock:
-            self._closed = True
             for wake in self._wakes:
                 wake()
+
+    def close(self) -> None:
+        """Wakes all, for the last time."""
+        self.closed = True
+        self.wake()
 
 
 def wait_for_claim(wait: ClaimWait, ask: Callable[[ClaimRequest], Claim], waiters: Waiters) -> Claim:

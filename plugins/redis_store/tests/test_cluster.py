@@ -69,6 +69,30 @@ def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken, wait_
     write_and_read(client, torch.randn(64, 4096))
 
 
+def test_a_large_put_whose_slot_moves_before_its_commit_begins_again(start_cluster, connect, monkeypatch):
+    nodes = start_cluster()
+    nodes[0].admin("ACL", "SETUSER", "plain", "on", ">pw", "~*", "&*", "+@all", "-cluster|slots")
+    nodes[1].admin("ACL", "SETUSER", "plain", "on", ">pw", "~*", "&*", "+@all", "-cluster|slots")
+    # a client that may not ask for the slots keeps all payload with the ledger
+    client = connect(url=f"redis://plain:pw@127.0.0.1:{nodes[0].port}/0", namespace=namespace_on(0))
+    client.register_partition("p", ["x"], None, ["train"])
+    write, met = client._backend._puts._write, []
+
+    def moves_first(*args):
+        if not met:
+            met.append(1)
+            nodes[0].move_slot(key_slot(client._backend._session.base), nodes[1], [nodes[2]])
+        return write(*args)
+
+    monkeypatch.setattr(client._backend._puts, "_write", moves_first)
+    values = torch.randn(64, 4096)
+    client.put_samples([f"s{row}" for row in range(64)], "p", TensorDict({"x": values}, batch_size=[64]))
+    assert met
+    assert torch.equal(client.get_samples(["s1", "s63"], "p", ["x"])["x"], values[[1, 63]])
+    client.clear_samples(None, "p")
+    assert not nodes[1].admin("KEYS", client._backend._session.base + b":w:*")
+
+
 def test_nodes_that_came_later_are_asked_too_when_the_ledgers_node_is_gone(cluster, connect):
     client = connect(url=cluster[0].url)
     session = client._backend._session

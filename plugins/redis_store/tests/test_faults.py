@@ -11,6 +11,7 @@ import tracemalloc
 import pytest
 import redis
 import torch
+from redis._parsers.base import BaseParser
 from tensordict import TensorDict
 
 from dataplane_core.errors import (
@@ -21,6 +22,7 @@ from dataplane_core.errors import (
     LostSamplesError,
     OperationTimeoutError,
 )
+from dataplane_redis._protocol import to_error
 from dataplane_redis._wire import pack_request, pack_strings
 
 
@@ -155,6 +157,66 @@ def test_a_server_without_enough_replicas_is_worth_another_try(start_server, con
     assert caught.value.retryable
 
 
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_what_a_server_refuses_was_not_done_and_the_error_names_the_put(start_server, connect, size):
+    server = start_server()
+    made = connect(url=server.url)
+    made.register_partition("p", ["x"], None, ["train"])
+    made.put_samples(["a"], "p", columns(1, size))
+    held = made.claim_meta("p", "train", ["x"], 1, lease_s=600)
+    server.admin("CONFIG", "SET", "min-replicas-to-write", 1)
+    for _ in range(2):  # the second one also finds that the first was not undone
+        with pytest.raises(
+            BackendUnavailableError, match=r"put_samples\('p', 1 samples\) refused.* It was not done"
+        ) as caught:
+            made.put_samples(["b"], "p", columns(1, size))
+        assert caught.value.outcome == "not_done"
+    with pytest.raises(BackendUnavailableError, match=r"ack\('p', 'train', 1 samples\) refused.* It was not done"):
+        made.ack(held)
+    server.admin("CONFIG", "SET", "min-replicas-to-write", 0)
+    made.ack(held)
+    made.put_samples(["c"], "p", columns(1, size))
+    assert made.list_samples("p").sample_ids == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "LOADING Redis is loading the dataset in memory",
+        "BUSY Redis is busy running a script.",
+        "MISCONF Errors writing to the AOF file: No space left on device",
+        "NOREPLICAS Not enough good replicas to write.",
+        "READONLY You can't write against a read only replica.",
+        "TRYAGAIN Multiple keys request during rehashing of slot",
+        "MOVED 3999 127.0.0.1:6381",
+        "ASK 3999 127.0.0.1:6381",
+        "CLUSTERDOWN The cluster is down",
+        "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+    ],
+)
+def test_a_command_that_was_refused_before_it_began_was_not_done(refusal):
+    for error in (BaseParser.parse_error(refusal), redis.ResponseError(refusal)):
+        assert to_error("put_samples('p')", "the server", error).outcome == "not_done"
+
+
+def test_a_clear_of_which_a_part_is_done_may_have_been_done_or_not(start_server, connect, scripts_of):
+    server = start_server()
+    made = connect(url=server.url)
+    made.register_partition("p", ["x"], None, ["train"])
+    ids = [f"s{row}" for row in range(2500)]
+    made.put_samples(ids, "p", tags=[{}] * len(ids))
+    server.admin("CONFIG", "SET", "min-replicas-to-write", 1)
+    with pytest.raises(BackendUnavailableError) as caught:
+        made.clear_samples(ids, "p")
+    assert caught.value.outcome == "not_done"
+    server.admin("CONFIG", "SET", "min-replicas-to-write", 0)
+    scripts_of(made, 1, lambda: server.admin("CONFIG", "SET", "min-replicas-to-write", 1))
+    with pytest.raises(BackendUnavailableError) as caught:
+        made.clear_samples(ids, "p")
+    assert caught.value.outcome == "unknown"
+    assert 0 < made.list_samples("p").size < len(ids)
+
+
 def test_an_old_sample_does_not_make_the_store_grow(plain, client):
     client.put_samples(["old"], "p", columns(1))
     for row in range(50):
@@ -223,6 +285,8 @@ def test_a_server_busy_with_a_script_is_waited_for(start_server, connect):
         with pytest.raises(OperationTimeoutError) as caught:
             hasty.list_samples("p")
         assert caught.value.retryable
+        with pytest.raises(OperationTimeoutError, match=r"is busy with a script that takes long\..* It was not done"):
+            hasty.put_samples(["d"], "p", columns(1))
         assert not done
     for thread in threads:
         thread.join(20)
@@ -239,7 +303,7 @@ def test_a_script_that_starts_between_two_steps_is_waited_for(start_server, conn
     step, met = getattr(link, name), []
 
     def busy_at_first(what, deadline, packed, *count):
-        if met or count == (1,):
+        if met or count[:1] == (1,):  # one script
             return step(what, deadline, packed, *count)
         met.append(name)
         with a_long_script(server):

@@ -12,6 +12,8 @@ from dataplane_core.errors import (
     ConfigError,
     OperationTimeoutError,
 )
+from dataplane_redis import _acknowledged
+from dataplane_redis._protocol import pack
 
 SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
 
@@ -105,6 +107,42 @@ def test_a_server_that_becomes_a_replica_while_it_waits_says_so(start_server, co
         with pytest.raises(BackendUnavailableError, match="it became a replica") as caught:
             waits.result(30)
     assert caught.value.retryable
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_put_whose_wait_is_not_allowed_says_that_it_was_done(start_server, connect, size):
+    server = start_server()
+    server.admin("ACL", "SETUSER", "hasty", "on", ">pw", "~*", "&*", "+@all", "-wait")
+    other = connect(url=server.url, namespace="no-wait")
+    other.register_partition("p", ["x"], None, ["train"])
+    client = connect(
+        url=f"redis://hasty:pw@127.0.0.1:{server.port}/0", namespace="no-wait", bootstrap=False, wait_replicas=1
+    )
+    with pytest.raises(BackendUnavailableError, match="made the change, but refuses to wait") as caught:
+        client.put_samples(["a"], "p", columns(1, size))
+    assert caught.value.outcome == "done"
+    assert not caught.value.retryable
+    assert other.list_samples("p").sample_ids == ["a"]
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_put_whose_wait_was_refused_for_a_moment_is_repeated(start_server, connect, monkeypatch, size):
+    primary = start_server()
+    start_server().follow(primary)
+    client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30)
+    client.register_partition("p", ["x"], None, ["train"])
+    pack_wait, refused = _acknowledged._pack_wait, []
+
+    def refused_once(*args):
+        if refused:
+            return pack_wait(*args)
+        refused.append(1)
+        return pack((b"EVAL", b"return redis.error_reply('BUSY Redis is busy running a script.')", b"0"))
+
+    monkeypatch.setattr(_acknowledged, "_pack_wait", refused_once)
+    client.put_samples(["a"], "p", columns(1, size))
+    assert refused
+    assert client.get_samples(["a"], "p", ["x"])["x"].shape == (1, size)
 
 
 def test_a_failover_under_load_loses_nothing_acknowledged(start_server, connect, start_load, check_told, wait_until):

@@ -254,6 +254,28 @@ def test_a_put_whose_client_was_killed_keeps_nobody_waiting_for_long(client, pla
     until(is_forgotten)
 
 
+def test_a_put_that_waited_for_room_does_not_hold_it_for_longer(client, monkeypatch):
+    """What a killed client's put holds is given up a fixed time after the put's deadline."""
+    script, sent = client._backend._session.script, []
+
+    def noted(what, deadline, name, packed, *rows, **more):
+        if name == "put":
+            mode, *_, ttl_s = msgpack.unpackb(packed, raw=True)[:8]
+            sent.append((mode, ttl_s))
+        return script(what, deadline, name, packed, *rows, **more)
+
+    put(client, "old", 60)
+    monkeypatch.setattr(client._backend._session, "script", noted)
+    done = []
+    waiting = put_by_thread(client, "waits", 60, done)
+    until(lambda: line(client) == 1)
+    client.clear_samples(["old"], "p")
+    waiting.join(60)
+    (mode, before), (mode_again, after) = sent  # the commit goes with the rows
+    assert (mode, mode_again) == (b"begin", b"begin")
+    assert after < before
+
+
 def test_questions_of_puts_that_wait_are_few_and_small(client, plain):
     put(client, "old", 100)
     done = []

@@ -19,15 +19,17 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
 
 import redis
+from redis.exceptions import MasterDownError
 
 from dataplane_core.errors import (
+    BackendUnavailableError,
     LostReplyError,
     OperationTimeoutError,
     StalePartitionError,
     preview,
 )
 from dataplane_redis._link import Link
-from dataplane_redis._protocol import Command, pack
+from dataplane_redis._protocol import Command, is_temporary_refusal, pack
 
 __all__ = ["Acknowledged", "Acknowledgements", "Confirms", "LostCallsError", "Receipt"]
 
@@ -185,7 +187,8 @@ class Acknowledgements:
 
         Raises:
             OperationTimeoutError: The server has the change, but too few replicas have it.
-            LostReplyError: The server was lost, or became a replica, while the call waited.
+            LostReplyError: The server was lost, or became a replica, while the call waited; or was busy before it.
+            BackendUnavailableError: The server has the change, but does not let this user wait.
         """
         call = receipt.call_of(reply)
         if call is None:
@@ -224,12 +227,19 @@ class Acknowledgements:
 
     def _raise_refused_wait(self, what: str, link: Link, reply: Exception) -> NoReturn:
         text = str(reply)
-        if isinstance(reply, (redis.ConnectionError, OSError)):
+        if is_temporary_refusal(reply):
+            then = f"it refused to wait until {self._replicas} replicas had it: {text}"
+        elif isinstance(reply, (redis.ConnectionError, OSError)):
             then = f"the connection was lost before {self._replicas} replicas had it: {text}"
-        elif text.startswith(("UNBLOCKED", "ERR WAIT cannot")):
+        elif isinstance(reply, MasterDownError) or text.startswith(("UNBLOCKED", "ERR WAIT cannot")):
             then = "it became a replica of another server, which may lack it"
         else:
-            link.raise_error(what, reply)
+            raise BackendUnavailableError(
+                f"{what} failed: {link.label} made the change, but refuses to wait for replicas: {text}.",
+                retryable=False,
+                hint="Let the user run WAIT and WAITAOF, or leave the options wait_replicas and wait_fsync off.",
+                outcome="done",
+            ) from reply
         raise LostReplyError(
             f"{what} failed: {link.label} made the change, but then {then}.",
             hint="Call again: a repeated put or ack does no harm.",

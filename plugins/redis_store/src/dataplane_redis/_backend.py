@@ -14,9 +14,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, Final
 
 from dataplane_core.backends import Backend, Finding
-from dataplane_core.errors import (
-    DataPlaneError,
-)
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
 from dataplane_core.spec import (
     AckRequest,
     AnnounceReply,
@@ -270,14 +268,18 @@ class RedisBackend(Backend):
         """Deletes samples with their payload, or a whole partition."""
         ids = request.sample_ids
         what = f"clear_samples('{request.partition_id}')"
+        parts = [[]] if ids is None else [ids[at : at + _CLEAR_ROWS] for at in range(0, len(ids), _CLEAR_ROWS)]
         count, epoch = 0, b""
-        for first in range(0, 1 if ids is None else len(ids), _CLEAR_ROWS):
-            some = [] if ids is None else ids[first : first + _CLEAR_ROWS]
+        for number, some in enumerate(parts, 1):
+            asked = (request.partition_id, epoch, some, int(ids is None))
             call = Acknowledged("clear_samples", request.partition_id, sample_ids=some)
-            with self._session.quietly() if first else contextlib.nullcontext():  # then it has changed something
-                _, cleared, left, epoch = self._session.run(
-                    what, request.deadline, "clear", request.partition_id, epoch, some, int(ids is None), confirms=call
-                )
+            try:
+                with self._session.quietly() if number > 1 else contextlib.nullcontext():  # it has changed something
+                    _, cleared, left, epoch = self._session.run(what, request.deadline, "clear", *asked, confirms=call)
+            except (BackendUnavailableError, OperationTimeoutError) as error:
+                if (error.outcome == "not_done" and number > 1) or (error.outcome == "done" and number < len(parts)):
+                    error.outcome = "unknown"  # a part is cleared, and a part is not
+                raise
             count += int(cleared)
             if not epoch:  # the partition is gone
                 break

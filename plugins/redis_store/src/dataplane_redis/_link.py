@@ -15,8 +15,14 @@ from typing import Any, Final, Protocol, TypeVar
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 
-from dataplane_core.errors import BackendUnavailableError, DataPlaneError, LostReplyError, OperationTimeoutError
-from dataplane_redis._protocol import is_moving, is_temporary_refusal, pack
+from dataplane_core.errors import (
+    BackendError,
+    BackendUnavailableError,
+    DataPlaneError,
+    LostReplyError,
+    OperationTimeoutError,
+)
+from dataplane_redis._protocol import is_moving, is_temporary_refusal, pack, redirection_of
 from dataplane_redis._route import MAX_REDIRECTIONS, POLL_S, REFUSED_POLL_S, Route, Watch, is_early, left_s
 from dataplane_redis._rows import ArrayReader
 from dataplane_redis._scripts import Script
@@ -95,9 +101,12 @@ class Link(Route):
         self.command(what, deadline, b"EXISTS", key)
         if self._service is not None:
             return None
-        reply = self._ask(what, deadline, pack((b"CLUSTER", b"SLOTS")))
-        if isinstance(reply, Exception):
-            return None
+        try:
+            reply = self.command(what, deadline, b"CLUSTER", b"SLOTS")
+        except DataPlaneError as error:
+            if isinstance(error.__cause__, ResponseError):
+                return None
+            raise
         self.know([self.address_of(node[0], node[1]) for _, _, *nodes in reply for node in nodes])
         return reply
 
@@ -115,10 +124,7 @@ class Link(Route):
         Raises:
             As `commands`.
         """
-        reply = self._ask(what, deadline, pack(words))
-        if isinstance(reply, Exception):
-            self.raise_error(what, reply)
-        return reply
+        return self._ask(what, deadline, pack(words))
 
     def script(
         self,
@@ -136,13 +142,12 @@ class Link(Route):
         """
         packed = pack((b"EVALSHA", script.sha, b"1", key, *arguments))
         while True:
-            reply = self._ask(what, deadline, packed, rider)
-            if not isinstance(reply, NoScriptError):
-                break
+            try:
+                return self._ask(what, deadline, packed, rider)
+            except BackendError as error:
+                if not isinstance(error.__cause__, NoScriptError):
+                    raise
             self.command(what, deadline, b"SCRIPT", b"LOAD", script.text)
-        if isinstance(reply, Exception):
-            self.raise_error(what, reply)
-        return reply
 
     def _ask(
         self,
@@ -151,59 +156,53 @@ class Link(Route):
         packed: Sequence[bytes | bytearray | memoryview],
         rider: Rider | None = None,
     ) -> Any:
-        """Returns one reply. Tries again after a temporary refusal, and after a redirection to another node.
+        """Returns the reply to one command. Raises if it is refused."""
 
-        That is safe: in both cases the server refused before it did anything.
-        """
-        num_redirections = 0
-        while True:
-            reply = self.retry_while_refused(deadline, lambda: self._ask_once(what, deadline, packed, rider))
-            refused = isinstance(reply, Exception)
-            if self._service is not None and isinstance(reply, ReadOnlyError) and is_early(deadline, POLL_S):
-                self._switch_to({})  # a failover made the server a replica
-                time.sleep(POLL_S)
-                continue
-            if self._nodes and refused and is_moving(reply) and is_early(deadline, POLL_S):
-                time.sleep(POLL_S)
-                continue
-            if self._nodes and num_redirections == MAX_REDIRECTIONS and is_early(deadline, POLL_S):
-                time.sleep(POLL_S)  # the nodes do not agree yet, or name one that is dead
-                num_redirections = 0
-            if num_redirections == MAX_REDIRECTIONS or not (refused and self._follow_redirection(reply)):
-                return reply
-            num_redirections += 1
+        def ask() -> Any:
+            (reply,) = self.commands(what, deadline, [packed], 1, rider)
+            if isinstance(reply, Exception):
+                self.raise_error(what, reply)
+            return reply
 
-    def _ask_once(
-        self,
-        what: str,
-        deadline: float,
-        packed: Sequence[bytes | bytearray | memoryview],
-        rider: Rider | None,
-    ) -> Any:
-        (reply,) = self.commands(what, deadline, [packed], 1, rider)
-        if isinstance(reply, Exception) and is_temporary_refusal(reply):
-            self.raise_error(what, reply)
-        return reply
+        return self.retry_while_refused(deadline, ask)
 
     def retry_while_refused(self, deadline: float, call: Callable[[], _R]) -> _R:
-        """Returns what ``call`` returns. Repeats it while the server refuses temporarily: it loads its data, or runs a
-        long script.
+        """Returns what ``call`` returns. Repeats it while the server refuses before it does anything, and will accept
+        the call soon, or another server will: it loads its data or runs a long script, a failover made it a replica, or
+        another node of the cluster serves the keys, now or soon.
 
         Args:
             deadline: On `time.monotonic`'s clock, in seconds.
-            call: May be called several times: a command that is refused temporarily has done nothing.
+            call: May be called several times. The error of a refusal has it as the cause, and says ``not_done``.
 
         Raises:
-            OperationTimeoutError: The server refused until the deadline.
+            OperationTimeoutError, BackendUnavailableError: The server refused until the deadline.
             Exception: Anything else that ``call`` raises.
         """
+        num_redirections = 0
         while True:
             try:
                 return call()
-            except OperationTimeoutError as error:
-                if not is_temporary_refusal(error.__cause__) or time.monotonic() + REFUSED_POLL_S >= deadline:
+            except (BackendUnavailableError, OperationTimeoutError) as error:
+                refusal = error.__cause__
+                if error.outcome != "not_done" or not isinstance(refusal, RedisError):
                     raise
-            time.sleep(REFUSED_POLL_S)
+                if is_temporary_refusal(refusal):
+                    pause_s = REFUSED_POLL_S
+                elif (redirection_of(refusal) or ("",))[0] == "MOVED":
+                    num_redirections += 1
+                    pause_s = 0.0 if num_redirections <= MAX_REDIRECTIONS else POLL_S  # the nodes do not agree yet
+                    if pause_s and not self._nodes:
+                        raise
+                elif (self._service is not None and isinstance(refusal, ReadOnlyError)) or (
+                    self._nodes and is_moving(refusal)
+                ):
+                    pause_s = POLL_S
+                else:
+                    raise
+                if not is_early(deadline, pause_s):
+                    raise
+            time.sleep(pause_s)
 
     def commands(
         self,
@@ -257,18 +256,16 @@ class Link(Route):
                 replies.append(self._read_reply(connection, deadline))
             complete = rider is None or self._ask_rider(rider, replies[-1], connection, deadline)
         except (RedisError, OSError) as error:
-            raise self._to_lost(self.to_error(what, error), error) from error
+            failure = self.to_error(what, error)
+            lost = isinstance(error, (LostConnectionError, OSError)) and isinstance(failure, BackendUnavailableError)
+            # redis-py closes the connection when it meets LOADING: what followed may have been done
+            in_part = count > 1 and is_temporary_refusal(error)
+            if (lost and failure.retryable) or in_part:
+                raise LostReplyError(failure.message) from error
+            raise failure from error
         finally:
             self._release(connection, complete)
         return replies
-
-    @staticmethod
-    def _to_lost(failure: DataPlaneError, error: Exception) -> DataPlaneError:
-        """A `LostReplyError` if the connection was lost, else the failure as it is."""
-        lost = isinstance(error, (LostConnectionError, OSError)) and isinstance(failure, BackendUnavailableError)
-        if not (lost and failure.retryable):
-            return failure
-        return LostReplyError(failure.message)
 
     @staticmethod
     def _read_reply(connection: Any, deadline: float) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import redis
 from redis.exceptions import (
@@ -29,6 +29,8 @@ from dataplane_core.errors import (
 
 __all__ = ["Command", "is_moving", "is_temporary_refusal", "pack", "redirection_of", "to_error"]
 
+#: How the refusals of a server begin that takes no writes.
+_NO_WRITES: Final = ("MISCONF", "NOREPLICAS", "READONLY", "CLUSTERDOWN", "MASTERDOWN")
 #: The words of a command.
 Command: TypeAlias = Sequence[bytes | bytearray | memoryview]
 
@@ -63,11 +65,13 @@ def is_moving(error: Exception) -> bool:
 
 def is_temporary_refusal(error: BaseException | None) -> bool:
     """Whether the server refused before it did anything, and will accept the command soon."""
-    return isinstance(error, BusyLoadingError) or (isinstance(error, ResponseError) and str(error).startswith("BUSY "))
+    return isinstance(error, BusyLoadingError) or (
+        isinstance(error, ResponseError) and str(error).startswith(("BUSY ", "LOADING "))
+    )
 
 
 def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
-    """The `DataPlaneError` for an error of redis-py.
+    """The `DataPlaneError` for an error of redis-py. Its ``outcome`` is that of the one command which met the error.
 
     Args:
         what: The operation; the message starts with it.
@@ -83,11 +87,10 @@ def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
             hint="Check user and password of the url, and what the ACL grants. The README of dataplane-redis has a "
             "command that makes a user with enough rights.",
         )
-    if isinstance(error, BusyLoadingError):
-        return OperationTimeoutError(f"{what} timed out: {label} is still loading its data.")
     text = str(error)
     if is_temporary_refusal(error):
-        return OperationTimeoutError(f"{what} timed out: {label} is busy with a script that takes long.")
+        does = "is busy with a script that takes long" if text.startswith("BUSY ") else "is still loading its data"
+        return OperationTimeoutError(f"{what} timed out: {label} {does}.", outcome="not_done")
     if text.startswith(("OOM", "command not allowed when used memory")):
         return CapacityExceededError(
             f"{what} refused: {label} has reached its maxmemory. Nothing was written.",
@@ -95,15 +98,14 @@ def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
         )
     if text.startswith(("WRONGPASS", "NOAUTH", "NOPERM", "ACL failure in script")):
         return to_error(what, label, AuthenticationError(text))
-    if redirection_of(error) is not None or text.startswith("TRYAGAIN"):
+    if isinstance(error, (ReadOnlyError, MasterDownError, ClusterDownError)) or text.startswith(_NO_WRITES):
+        return BackendUnavailableError(f"{what} refused: {label} takes no writes: {text}", outcome="not_done")
+    if is_moving(error) or redirection_of(error) is not None:
         return BackendUnavailableError(
             f"{what} refused: {label} is a cluster that is moving this namespace to another node.",
             hint="Ask again: the next call goes to the node that serves it then.",
+            outcome="not_done",
         )
-    if isinstance(error, (ReadOnlyError, MasterDownError, ClusterDownError)) or text.startswith(
-        ("MISCONF", "NOREPLICAS")
-    ):
-        return BackendUnavailableError(f"{what} refused: {label} takes no writes: {text}")
     if isinstance(error, (redis.ConnectionError, OSError)):
         return BackendUnavailableError(f"{what} failed: {label} cannot be reached: {text}")
     return BackendError(f"{what} failed on {label}: {type(error).__name__}: {text}")

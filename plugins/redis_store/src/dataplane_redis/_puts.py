@@ -11,8 +11,11 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
+
+from redis.exceptions import NoScriptError
 
 from dataplane_core.backends import Bundle, bundles_of, framed_columns
 from dataplane_core.codec import join_rows
@@ -47,6 +50,56 @@ _LOST_PAUSE_S: Final = 0.05
 _LAST_ASK_S: Final = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """A put under way.
+
+    Attributes:
+        what: The operation; messages start with it.
+        request: What was asked.
+        bundles: Its rows.
+        size_bytes: Of all rows.
+        parts: What a script must know of the rows, see `pack_parts`.
+        tags: Of each sample, packed. Empty: none.
+        capacity_bytes: Of the store; 0: no limit.
+        waits: Whether it waits for room.
+    """
+
+    what: str
+    request: PutRequest
+    bundles: Sequence[Bundle]
+    size_bytes: int
+    parts: Sequence[Any]
+    tags: Sequence[bytes]
+    capacity_bytes: int
+    waits: bool
+
+    @property
+    def call(self) -> Acknowledged:
+        """What the reply to its commit acknowledges."""
+        return Acknowledged("put_samples", self.request.partition_id, sample_ids=self.request.sample_ids)
+
+    def pack(self, mode: str, write: bytes, epoch: bytes | None = None, known: bytes = b"") -> bytes:
+        """The request to the script ``put``, which is told how much time is left now."""
+        request = self.request
+        left_s = max(0.0, request.deadline - time.monotonic())
+        return pack_request(
+            mode,
+            request.partition_id,
+            epoch or request.epoch or "",
+            request.sample_ids,
+            self.parts,
+            self.tags or "",
+            self.capacity_bytes,
+            left_s + _ABANDON_GRACE_S,
+            request.request_id,
+            write,
+            known,
+            left_s if self.waits else 0.0,
+            b"",
+        )
+
+
 class Puts:
     """Puts of one client."""
 
@@ -64,128 +117,110 @@ class Puts:
             request: The put.
             row_cost_bytes: See `bundles_of`.
         """
-        instance = self._session.connected()[1]
+        link, instance = self._session.connected()
         self._undo_remembered(request.deadline)
         num_samples = len(request.sample_ids)
-        what = f"put_samples('{request.partition_id}', {num_samples} samples)"
         columns = {name: request.columns[name] for name in request.specs}
-        stored = [each for each in bundles_of(columns, num_samples, row_cost_bytes) if each.columns]
-        total = sum(sum(bundle.row_bytes) for bundle in stored)
-        left_s = max(0.0, request.deadline - time.monotonic())
-        wait_s = left_s if instance.on_full == "block" else 0.0
-        common = (
-            request.partition_id,
-            "" if request.epoch is None else request.epoch,
-            request.sample_ids,
-            pack_parts(stored, request.specs),
-            "" if request.tags is None else [pack_tags(row) for row in request.tags],
-            instance.capacity_bytes or 0,
-            left_s + _ABANDON_GRACE_S,
-            request.request_id,
+        bundles = [each for each in bundles_of(columns, num_samples, row_cost_bytes) if each.columns]
+        put = _Put(
+            what=f"put_samples('{request.partition_id}', {num_samples} samples)",
+            request=request,
+            bundles=bundles,
+            size_bytes=sum(sum(bundle.row_bytes) for bundle in bundles),
+            parts=pack_parts(bundles, request.specs),
+            tags=[pack_tags(row) for row in request.tags or ()],
+            capacity_bytes=instance.capacity_bytes or 0,
+            waits=instance.on_full == "block",
         )
-        small = num_samples <= INLINE_ROWS and total + 32 * num_samples * len(request.columns) <= INLINE_BYTES
+        size_bytes = put.size_bytes + 32 * num_samples * len(request.columns)
+        small = num_samples <= INLINE_ROWS and size_bytes <= INLINE_BYTES
         placing = self._session.placing
-        if not stored or (small and placing.stays(num_samples, total)):
-            rows: list[memoryview] = []
-            if stored:
-                buffer, offsets = join_rows([framed_columns(bundle.columns) for bundle in stored])
-                view, cuts = memoryview(buffer), offsets.tolist()
-                rows = [view[start:stop] for start, stop in pairwise(cuts)]
-            write = placing.new_write()
-            packed = pack_request("inline", *common, write, b"", wait_s, b"")
-            with self._undone_on_error(write, request.deadline):
-                reply = self._reserve(what, request, total, write, packed, rows, _call_of(request))
-            if placing.is_spread:
-                self._litter.collect(reply[2], request.deadline)
-            return PutReply(num_samples=num_samples)
-        if placing.is_spread:
-            self._put_spread(what, request, total, stored, common, wait_s)
-            return PutReply(num_samples=num_samples)
-        link, _ = self._session.connected()
-        link.retry_while_refused(request.deadline, lambda: self._put_rows(what, request, total, stored, common, wait_s))
+        if not bundles or (small and placing.stays(num_samples, put.size_bytes)):
+            self._put_inline(put)
+        elif placing.is_spread:
+            self._put_spread(put)
+        else:
+            link.retry_while_refused(request.deadline, lambda: self._put_rows(put))
         return PutReply(num_samples=num_samples)
 
-    def _put_rows(
-        self,
-        what: str,
-        request: PutRequest,
-        total: int,
-        bundles: Sequence[Bundle],
-        common: Sequence[Any],
-        wait_s: float,
-    ) -> None:
+    def _put_inline(self, put: _Put) -> None:
+        """Does all of it in one script."""
+        rows: list[memoryview] = []
+        if put.bundles:
+            buffer, offsets = join_rows([framed_columns(bundle.columns) for bundle in put.bundles])
+            view, cuts = memoryview(buffer), offsets.tolist()
+            rows = [view[start:stop] for start, stop in pairwise(cuts)]
+        write = self._session.placing.new_write()
+        with self._undone_on_error(write, put.request.deadline):
+            reply = self._reserve(put, "inline", write, rows, put.call)
+        if self._session.placing.is_spread:
+            self._litter.collect(reply[2], put.request.deadline)
+
+    def _put_rows(self, put: _Put) -> None:
         """Reserves, writes the rows, commits. Undoes the put if one of these fails."""
         write = self._session.placing.new_write()
-        begin = pack_request("begin", *common, write, b"", wait_s, b"")
-        with self._undone_on_error(write, request.deadline):
-            reply = self._reserve(what, request, total, write, begin, ())
-            if reply[0] == b"done":
-                self._confirm(what, request, common, write)
-                return
-            commit = pack_request("commit", common[0], reply[1], *common[2:], write, reply[2])
-            self._write(what, write, bundles, commit, request)
+        with self._undone_on_error(write, put.request.deadline):
+            commit = self._begin(put, write)
+            if commit is not None:
+                self._write(put, write, commit)
 
-    def _put_spread(
-        self,
-        what: str,
-        request: PutRequest,
-        total: int,
-        bundles: Sequence[Bundle],
-        common: Sequence[Any],
-        wait_s: float,
-    ) -> None:
+    def _put_spread(self, put: _Put) -> None:
         """Reserves, writes the rows to the nodes, commits. If a node is lost before the commit, undoes the put and
         begins again, until the deadline."""
-        num_rows = sum(len(bundle.row_bytes) for bundle in bundles)
+        deadline = put.request.deadline
+        num_rows = sum(len(bundle.row_bytes) for bundle in put.bundles)
         while True:
-            write = self._session.placing.new_spread_write(num_rows, total)
-            begin = pack_request("begin", *common, write, b"", wait_s, b"")
+            write = self._session.placing.new_spread_write(num_rows, put.size_bytes)
             try:
-                with self._undone_on_error(write, request.deadline):
-                    reply = self._reserve(what, request, total, write, begin, ())
-                    if reply[0] == b"done":
-                        self._confirm(what, request, common, write)
+                with self._undone_on_error(write, deadline):
+                    commit = self._begin(put, write)
+                    if commit is None:
                         return
-                    commit = pack_request("commit", common[0], reply[1], *common[2:], write, reply[2])
-                    self._payload.write(what, write, bundles, request.deadline, _ABANDON_GRACE_S)
-                    reply = self._session.script(what, request.deadline, "put", commit, confirms=_call_of(request))
-                    if reply[0] != b"ok":
-                        _refusals.raise_put(what, request, reply)
-                self._litter.collect(reply[2], request.deadline)
+                    self._payload.write(put.what, write, put.bundles, deadline, _ABANDON_GRACE_S)
+                    reply = self._commit(put, commit)
+                self._litter.collect(reply[2], deadline)
                 return
             except LostNodeError:
-                if time.monotonic() + _LOST_PAUSE_S >= request.deadline:
+                if time.monotonic() + _LOST_PAUSE_S >= deadline:
                     raise
                 time.sleep(_LOST_PAUSE_S)
 
+    def _begin(self, put: _Put, write: bytes) -> bytes | None:
+        """Reserves. Returns the commit that follows the rows, or None if the request was carried out before: then this
+        confirms it."""
+        reply = self._reserve(put, "begin", write)
+        if reply[0] == b"done":
+            self._commit(put, put.pack("commit", write))
+            return None
+        return put.pack("commit", write, reply[1], reply[2])
+
     def _reserve(
         self,
-        what: str,
-        request: PutRequest,
-        total: int,
+        put: _Put,
+        mode: str,
         write: bytes,
-        packed: bytes,
-        rows: Sequence[memoryview],
+        rows: Sequence[memoryview] = (),
         confirms: Acknowledged | None = None,
     ) -> Any:
         """Runs the put script. While the store is full, waits for room and runs it again. The reply begins with "ok",
         or with "done" if the put was to begin and its request was carried out before."""
         while True:
-            reply = self._session.script(what, request.deadline, "put", packed, *rows, confirms=confirms)
+            packed = put.pack(mode, write)
+            reply = self._session.script(put.what, put.request.deadline, "put", packed, *rows, confirms=confirms)
             if reply[0] in (b"ok", b"done"):
                 return reply
             if reply[0] != b"full":
-                _refusals.raise_put(what, request, reply)
-            self._wait_for_room(what, request, total, write, reply)
+                _refusals.raise_put(put.what, put.request, reply)
+            self._wait_for_room(put, write, reply)
 
-    def _confirm(self, what: str, request: PutRequest, common: Sequence[Any], write: bytes) -> None:
-        """Confirms a put that an earlier request with the same id has carried out."""
-        commit = pack_request("commit", *common, write)
-        reply = self._session.script(what, request.deadline, "put", commit, confirms=_call_of(request))
+    def _commit(self, put: _Put, commit: bytes) -> Any:
+        """Runs the script of a commit, and returns its reply. Raises unless the server confirms it."""
+        reply = self._session.script(put.what, put.request.deadline, "put", commit, confirms=put.call)
         if reply[0] != b"ok":
-            _refusals.raise_put(what, request, reply)
+            _refusals.raise_put(put.what, put.request, reply)
+        return reply
 
-    def _wait_for_room(self, what: str, request: PutRequest, total: int, write: bytes, reply: Any) -> None:
+    def _wait_for_room(self, put: _Put, write: bytes, reply: Any) -> None:
         """Waits in the store's queue of puts until there is room. The store wakes it then, and says when to ask anyway.
 
         Raises:
@@ -193,65 +228,61 @@ class Puts:
             OperationTimeoutError: There was no room before the deadline.
         """
         _, instance = self._session.connected()
-        if total > (instance.capacity_bytes or 0) or instance.on_full == "raise":
-            raise instance.full_error(what, total, reply[1], reply[2])
+        deadline = put.request.deadline
+        if put.size_bytes > put.capacity_bytes or not put.waits:
+            raise instance.full_error(put.what, put.size_bytes, reply[1], reply[2])
         start, told = time.monotonic(), b""  # what the server knows: whether this client listens
         with self._wakes.for_room(write) as woken:
             while reply[0] == b"full":
                 _, held, num_before, pause_s = reply
                 now = time.monotonic()
-                left_s = request.deadline - now - _LAST_ASK_S
+                left_s = deadline - now - _LAST_ASK_S
                 if left_s <= 0:
-                    error = instance.full_error(what, total, held, num_before)
+                    error = instance.full_error(put.what, put.size_bytes, held, num_before)
                     raise OperationTimeoutError(
-                        f"{what} timed out waiting for room. Nothing was written. {error.message}",
+                        f"{put.what} timed out waiting for room. Nothing was written. {error.message}",
                         hint=error.hint,
                         outcome="not_done",
                     ) from error
-                listener = self._wakes.listener(request.deadline)
+                listener = self._wakes.listener(deadline)
                 if listener == told:
                     woken.wait(min(left_s, max(float(pause_s), min(_PAUSE_SHARE * (now - start), _PAUSE_S))))
                 woken.clear()
                 told = listener
-                asked = (write, total, instance.capacity_bytes, max(0.0, request.deadline - time.monotonic()), listener)
-                reply = self._session.run(what, request.deadline, "room", *asked)
+                asked = (write, put.size_bytes, put.capacity_bytes, max(0.0, deadline - time.monotonic()), listener)
+                reply = self._session.run(put.what, deadline, "room", *asked)
 
-    def _write(
-        self,
-        what: str,
-        write: bytes,
-        bundles: Sequence[Bundle],
-        commit: bytes,
-        request: PutRequest,
-    ) -> None:
+    def _write(self, put: _Put, write: bytes, commit: bytes) -> None:
         """Sends the rows and the commit. Raises unless the server confirms the commit."""
         link, _ = self._session.connected()
+        what, deadline = put.what, put.request.deadline
         key = self._session.placing.key_of(write)
-        chunks = list(self._payload.chunks(write, bundles))
-        keep_s = max(0.0, request.deadline - time.monotonic()) + _ABANDON_GRACE_S
+        chunks = list(self._payload.chunks(write, put.bundles))
+        keep_s = max(0.0, deadline - time.monotonic()) + _ABANDON_GRACE_S
 
         def commands(context: bytes) -> Iterator[list[Any]]:
             for _, position, frames in chunks:
                 yield pack_rows(key, position, frames, keep_s)
             yield pack((b"EVALSHA", SCRIPTS["put"].sha, b"1", self._session.base, commit, context))
 
-        with self._session.receipt(_call_of(request)) as receipt:
+        with self._session.receipt(put.call) as receipt:
             sent = commands(self._session.context(receipt))
-            replies = link.commands(what, request.deadline, sent, PACKED_REPLIES * len(chunks) + 1, receipt)
-            reply = replies.pop()
+            *replies, reply = link.commands(what, deadline, sent, PACKED_REPLIES * len(chunks) + 1, receipt)
             if not isinstance(reply, Exception):
                 self._session.accept(what, receipt, reply)
+                if reply[0] == b"ok":  # so all rows are there
+                    return
         for each in replies:
             if isinstance(each, Exception):
                 link.raise_error(what, each)
-        if isinstance(reply, Exception):
-            if not str(reply).startswith(("NOSCRIPT", "No matching script")):
-                link.raise_error(what, reply)
-            reply = self._session.script(what, request.deadline, "put", commit, confirms=_call_of(request))
-        if reply[0] == b"other_history":
+        if isinstance(reply, NoScriptError):
+            self._commit(put, commit)
+        elif isinstance(reply, Exception):
+            link.raise_error(what, reply)
+        elif reply[0] == b"other_history":
             _refusals.raise_other_store(what, link.label)
-        if reply[0] != b"ok":
-            _refusals.raise_put(what, request, reply)
+        else:
+            _refusals.raise_put(what, put.request, reply)
 
     @contextlib.contextmanager
     def _undone_on_error(self, write: bytes, deadline: float) -> Iterator[None]:
@@ -262,8 +293,8 @@ class Puts:
             self._undo(write, deadline)
             raise
 
-    def _undo(self, write: bytes, deadline: float) -> None:
-        """Undoes a failed put before its deadline, or else before this client's next put.
+    def _undo(self, write: bytes, deadline: float) -> bool:
+        """Undoes a failed put before its deadline, or else before this client's next put. Returns whether it is undone.
 
         If this client makes no other put, a later script of any client gives the failed one up, and its rows expire. A
         put that was committed stays, even if the reply to its commit was lost.
@@ -274,22 +305,13 @@ class Puts:
                 reply = self._session.run("put_samples", until, "abort", write)
                 if self._session.placing.is_spread:
                     self._litter.collect(reply[1], until)
+            return True
         except DataPlaneError:
             self._not_undone.append(write)
+            return False
 
     def _undo_remembered(self, deadline: float) -> None:
-        """Undoes the failed puts that could not be undone before."""
-        while self._not_undone:
-            try:
-                write = self._not_undone.popleft()
-            except IndexError:
-                return  # another thread took it
-            try:
-                self._session.run("put_samples", deadline, "abort", write)
-            except DataPlaneError:
-                self._not_undone.append(write)
-                raise
-
-
-def _call_of(request: PutRequest) -> Acknowledged:
-    return Acknowledged("put_samples", request.partition_id, sample_ids=request.sample_ids)
+        """Undoes the failed puts that could not be undone before. If that fails, the next put tries it again."""
+        with contextlib.suppress(IndexError):  # none is left, or another thread took it
+            while self._undo(self._not_undone.popleft(), deadline):
+                pass

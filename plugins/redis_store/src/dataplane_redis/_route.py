@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 import redis
 from redis.connection import Connection, ConnectionPool, UnixDomainSocketConnection
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
+from redis.exceptions import AuthenticationError, NoPermissionError, ReadOnlyError, RedisError
 from redis.exceptions import ConnectionError as LostConnectionError
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
@@ -135,8 +135,11 @@ class Route:
         raise self.to_error(what, error) from error
 
     def to_error(self, what: str, error: Exception) -> DataPlaneError:
-        """The `DataPlaneError` for an error of redis-py. A redirection also sets the node of the next call."""
+        """The `DataPlaneError` for an error of redis-py. The next call goes to the node that a redirection names, or
+        asks the sentinels if a failover made the server a replica."""
         self._follow_redirection(error)
+        if self._service is not None and isinstance(error, ReadOnlyError):
+            self._switch_to({})
         return to_error(what, self.label, error)
 
     # --- connections --------------------------------------------------------------------------------------------------

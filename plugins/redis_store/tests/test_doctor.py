@@ -127,6 +127,21 @@ def test_the_command_tells_a_wrong_password_without_printing_it(start_server, tm
     assert _SECRET not in printed.out + printed.err
 
 
+def test_a_sentinel_that_wants_a_password_is_an_error_that_names_the_options(plain, start_sentinel):
+    sentinel = start_sentinel()
+    sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", plain.port, 1)
+    sentinel.admin("ACL", "SETUSER", "asker", "on", ">asked", "-@all")
+    sentinel.admin("ACL", "SETUSER", "default", "resetpass", ">another")
+    place = f"redis+sentinel://127.0.0.1:{sentinel.port}/plane"
+    for query in ("", "?sentinel_username=asker&sentinel_password=asked", f"?sentinel_password={_SECRET}"):
+        ((what, hint),) = findings(Level.ERROR, url=place + query)
+        assert what.startswith("A sentinel of the Redis service 'plane' refuses this user: ")
+        assert "sentinel_password" in hint
+        assert _SECRET not in what + hint
+    found = findings(Level.OK, url=f"{place}?sentinel_password=another")
+    assert "answers and is Redis" in found[0][0]
+
+
 def test_the_command_shows_a_machine_without_redis(path, capsys):
     assert main(["doctor", "redis_store"]) == 1
     out = capsys.readouterr().out

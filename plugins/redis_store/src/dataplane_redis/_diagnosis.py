@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from redis.exceptions import AuthenticationError, NoPermissionError
+
 from dataplane_core.backends import Finding
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_redis._instance import (
@@ -78,7 +80,15 @@ def _private(deadline: float) -> Iterator[Finding]:
 def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding]:
     service = Service.of(url)
     if service is not None:
-        yield from _sentinels(service, deadline)
+        try:
+            answering = service.num_answering(deadline)
+        except (AuthenticationError, NoPermissionError) as error:
+            yield Finding.error(
+                f"A sentinel of the Redis service '{service.name}' refuses this user: {error}",
+                "Add ?sentinel_username=USER&sentinel_password=PASSWORD to the url. The user needs +sentinel|masters.",
+            )
+            return
+        yield _sentinels(service, answering)
     link = Link(url, label_of(url))
     try:
         base = base_of(config.namespace)
@@ -151,18 +161,17 @@ def _wake_error(link: Link, base: bytes, deadline: float) -> DataPlaneError | No
     return None
 
 
-def _sentinels(service: Service, deadline: float) -> Iterator[Finding]:
-    count, answering = len(service.sentinels), service.num_answering(deadline)
+def _sentinels(service: Service, answering: int) -> Finding:
+    count = len(service.sentinels)
     said = f"{answering} of {count} sentinels answer and watch '{service.name}'"
     if answering == count >= 3:
-        yield Finding.ok(f"{said}.")
-    elif count < 3:
-        yield Finding.warning(
+        return Finding.ok(f"{said}.")
+    if count < 3:
+        return Finding.warning(
             f"{said}. With fewer than 3, the failure of one host may prevent a failover.",
             "Run three sentinels on three hosts, and name all of them in the url.",
         )
-    else:
-        yield Finding.warning(f"{said}.", "Start the others, or correct the url.")
+    return Finding.warning(f"{said}.", "Start the others, or correct the url.")
 
 
 def _replication(who: str, config: RedisConfig, replicas: int) -> Iterator[Finding]:

@@ -128,7 +128,11 @@ class Service:
         return str(state["ip"]), int(state["port"])
 
     def num_answering(self, deadline: float) -> int:
-        """How many sentinels answer and know the service."""
+        """How many sentinels answer and know the service.
+
+        Raises:
+            AuthenticationError, NoPermissionError: A sentinel refuses the user.
+        """
         found = [self._ask(each, min(_ANSWER_S, max(0.01, deadline - time.monotonic()))) for each in self.sentinels]
         return sum(not isinstance(each, Exception) and self.name in each for each in found)
 

@@ -200,6 +200,51 @@ def test_portions_of_a_step_are_replaced_too(
     assert [data.size for worker in workers for _, data in worker.seen] == [2] * 4
 
 
+def _without_lost_groups(meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
+    groups = {sample_id[:2] for sample_id in lost}
+    return meta.subset([row for row, sample_id in enumerate(meta.sample_ids) if sample_id[:2] not in groups])
+
+
+@pytest.mark.parametrize("lost_in", ["logprobs", "training"])
+@pytest.mark.parametrize(
+    ("num_rows", "gbs", "num_trained", "gbs_then"), [(8, 8, 6, 6), (8, 4, 4, 4), (12, 6, 8, 4), (8, None, 6, None)]
+)
+def test_global_batches_have_fewer_rows_when_rows_were_left_out(
+    workers: list[Any],
+    client: DataPlaneClient,
+    write_rows: Write,
+    lose: Any,
+    lost_in: str,
+    num_rows: int,
+    gbs: int | None,
+    num_trained: int,
+    gbs_then: int | None,
+) -> None:
+    group = InProcessWorkerGroup(workers)
+    batching = Batching(global_batch_size=gbs)
+    with DataPlanePolicy(group, client, batching=batching, replace_lost=_without_lost_groups) as policy:
+        meta = _trainable(policy, write_rows([3] * num_rows))
+        if lost_in == "logprobs":
+            lose("train", "p1_g0", "input_ids")
+        meta = policy.get_logprobs_from_meta(meta)
+        if lost_in == "training":
+            lose("train", "p1_g0", "input_ids")
+        result = policy.train_from_meta(meta, 1.0)
+        assert policy.num_lost == 1
+    assert sum(result["all_mb_metrics"]["rows"]) == num_trained
+    assert result["arguments"] == (False, gbs_then, None)
+
+
+def test_rows_that_are_no_whole_global_batches_are_refused_if_none_was_left_out(
+    workers: list[Any], client: DataPlaneClient, write_rows: Write
+) -> None:
+    group = InProcessWorkerGroup(workers)
+    with DataPlanePolicy(group, client, replace_lost=_without_lost_groups) as policy:
+        with pytest.raises(InvalidRequestError, match="not a multiple of batch_size 6"):
+            policy.train_from_meta(_trainable(policy, write_rows(LENGTHS)), 1.0, gbs=6)
+        assert client.list_samples("train").size == 8
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_rows_that_were_read_for_a_call_that_failed_are_never_trained_on(
     workers: list[Any], client: DataPlaneClient, write_rows: Write, rollouts: Rollouts, make_batch: Any, depth: int
@@ -480,6 +525,21 @@ def test_a_failing_portion_aborts_the_step_and_clears_all_its_rows(
     assert [worker.open for worker in workers] == [None, None]
     with pytest.raises(InvalidRequestError, match="no step is open"):
         policy.finish_train_step()
+
+
+def test_a_portion_that_cannot_be_read_aborts_the_step_and_clears_all_its_rows(
+    replacing: DataPlanePolicy, workers: list[Any], write_rows: Write, client: DataPlaneClient
+) -> None:
+    meta = _trainable(replacing, write_rows(LENGTHS))
+    replacing.begin_train_step(1.0)
+    replacing.train_microbatch_from_meta(meta.slice(0, 4))
+    client.clear_samples(meta.sample_ids[4:5], "train")
+    with pytest.raises(WorkerFailedError, match="p2_g0"):
+        replacing.train_microbatch_from_meta(meta.slice(4, 8))
+    assert _is_cleared(client, meta)
+    assert [worker.open for worker in workers] == [None, None]
+    with pytest.raises(InvalidRequestError, match="no step is open"):
+        replacing.finish_train_step()
 
 
 def test_a_portion_that_is_refused_leaves_the_step_open_and_all_rows_there(

@@ -42,6 +42,8 @@ __all__ = ["DataPlanePolicy", "Timer"]
 _PATIENCE_AFTER_FAILURE_S: Final = 2.0
 #: How often the rows of one call may be lost before it gives up.
 _MOST_REPLACEMENTS: Final = 5
+#: ``extra_info`` key: ``replace_lost`` has left rows out. Later calls with the meta may not find whole global batches.
+_SHORTENED: Final = "replace_lost_left_rows_out"
 
 #: Replaces rows that the store has lost: gets the meta of a call and the lost ids, returns the meta to go on with. It
 #: may also get ids that are not lost, see `DataPlanePolicy`.
@@ -74,9 +76,10 @@ class DataPlanePolicy:
         read_ahead: How many portions of `train_microbatches_from_metas` each worker reads ahead while it trains. 0:
             none.
         replace_lost: Is called when the store has lost rows of a call, with the meta of the call and the lost ids. It
-            produces these rows again, or leaves them out, and returns the meta to go on with. If the rows that are left
-            cannot be divided among the ranks, it is called again for the last of them, until they can. If none is left,
-            the call raises a `LostSamplesError`. With this argument, workers read their rows in a separate call before
+            produces these rows again, or leaves them out, and returns the meta to go on with. If it leaves rows out,
+            global batches become smaller, and stay equal. If the rest cannot be divided equally among them and the
+            ranks, it is called again for the last row, until it can. If none is left, the call raises a
+            `LostSamplesError`. With this argument, workers read their rows in a separate call before
             they compute (not in `train_microbatches_from_metas`). `ReplayBuffer.leave_out` fits here. What it raises,
             the call raises, and no row is cleared. None: lost rows fail the call, and workers that wait for others in a
             collective may hang.
@@ -334,7 +337,7 @@ class DataPlanePolicy:
                 results = self._call(
                     "train_presharded",
                     lambda rank: (shards[rank], loss_fn),
-                    {"eval_mode": eval_mode, "gbs": gbs, "mbs": mbs},
+                    {"eval_mode": eval_mode, "gbs": _batch_size(meta, gbs), "mbs": mbs},
                     doing="training",
                 )
             return self._aggregate(results)
@@ -370,7 +373,7 @@ class DataPlanePolicy:
         """
         step = self._require_split_step("train_microbatch_from_meta")
         with _timed(timer, "policy_training/shard_meta"):
-            meta, shards = self._readable(meta, "train", self._train_fields, None)
+            meta, shards = self._readable(meta, "train", self._train_fields, step=step)
         self._track(shards)
         step.append(meta)
         with self._aborting_on_failure(step), _timed(timer, "policy_training/workers"):
@@ -390,7 +393,7 @@ class DataPlanePolicy:
             WorkerFailedError: As `train_microbatch_from_meta`. ``timeout_s`` is the time for each portion.
         """
         step = self._require_split_step("train_microbatches_from_metas")
-        portions = [self._shard(meta, "train", self._train_fields, None) for meta in metas]
+        portions = [self._shard(meta, "train", self._train_fields) for meta in metas]
         for shards in portions:
             self._track(shards)
         step.extend(metas)
@@ -457,25 +460,35 @@ class DataPlanePolicy:
         timer: Timer | None,
     ) -> KVBatchMeta:
         with _timed(timer, f"{call}/shard_meta"):
-            meta, shards = self._readable(meta, "logprob", fields, None)
+            meta, shards = self._readable(meta, "logprob", fields)
         with self._clearing_on_failure([meta]), _timed(timer, f"{call}/workers"):
             options = {"micro_batch_size": micro_batch_size}
             self._call(f"{call}_presharded", lambda rank: (shards[rank],), options, doing=f"computing {field}")
         return meta.with_fields([field])
 
     def _readable(
-        self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None
+        self,
+        meta: KVBatchMeta,
+        stage: Stage,
+        fields: Sequence[str],
+        gbs: int | None = None,
+        step: Sequence[KVBatchMeta] | None = None,
     ) -> tuple[KVBatchMeta, list[KVBatchMeta]]:
-        """The rows to work on and their shards. With ``replace_lost``, the workers have read them."""
-        shards = self._shard(meta, stage, fields, gbs)
-        if self._replace_lost is None:
-            return meta, shards
+        """The rows to work on and their shards. With ``replace_lost``, the workers have read them.
+
+        Args:
+            meta: The rows of the call.
+            stage: What they are for.
+            fields: The fields to read.
+            gbs: Global batch size in rows.
+            step: The earlier portions of the split step that the rows belong to, if they do.
+        """
         for _ in range(_MOST_REPLACEMENTS):
-            lost = self._hold(meta, shards)
-            if not lost:
+            meta, shards = self._divided(meta, stage, fields, gbs)
+            if self._replace_lost is None or not (lost := self._hold(meta, shards, step)):
                 return meta, shards
             self._num_lost += len(lost)
-            meta, shards = self._replaced(meta, lost, stage, fields, gbs)
+            meta = self._replaced(meta, lost)
         raise LostSamplesError(
             f"rows of '{meta.partition_id}' were lost again after replace_lost had replaced them {_MOST_REPLACEMENTS} "
             f"times, the last time {preview(lost)}.",
@@ -484,39 +497,49 @@ class DataPlanePolicy:
             hint="Check that replace_lost writes the rows it is given or leaves them out, and that the storage lives.",
         )
 
-    def _hold(self, meta: KVBatchMeta, shards: Sequence[KVBatchMeta]) -> list[str]:
+    def _hold(self, meta: KVBatchMeta, shards: Sequence[KVBatchMeta], step: Sequence[KVBatchMeta] | None) -> list[str]:
         """The workers read their shards for the next call. Returns the lost samples."""
         name = uuid.uuid4().hex
         for shard in shards:
             shard.extra_info[HELD_ROWS] = name
-        with self._clearing_on_failure([meta]):
+        guard = self._clearing_on_failure([meta]) if step is None else self._aborting_on_failure([*step, meta])
+        with guard:
             found = self._call("hold_presharded", lambda rank: (shards[rank],), doing="reading rows")
         return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
-    def _replaced(
-        self, meta: KVBatchMeta, lost: Sequence[str], stage: Stage, fields: Sequence[str], gbs: int | None
-    ) -> tuple[KVBatchMeta, list[KVBatchMeta]]:
-        """What ``replace_lost`` makes of the rows, and its shards."""
+    def _replaced(self, meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
+        """What ``replace_lost`` makes of the rows; marked if it has left some out."""
         assert self._replace_lost is not None
-        gone: Sequence[str] = lost
-        while True:
-            size, meta = meta.size, self._replace_lost(meta, gone)
-            if not meta.size:
-                raise LostSamplesError(
-                    f"no rows of '{meta.partition_id}' are left of those of the call: {preview(lost)} were lost, and "
-                    "replace_lost has left out all. Expected as many as the data-parallel ranks can share.",
-                    partition_id=meta.partition_id,
-                    missing_samples=lost,
-                    hint="Make the call with other rows.",
-                )
-            try:
-                return meta, self._shard(meta, stage, fields, gbs)
-            except InvalidRequestError:
-                if meta.size == size:  # all rows are there, so leaving out more is no remedy
-                    raise
-            gone = meta.sample_ids[-1:]
+        size, meta = meta.size, self._replace_lost(meta, lost)
+        if not meta.size:
+            raise LostSamplesError(
+                f"no rows of '{meta.partition_id}' are left of those of the call: the store had lost rows, and "
+                "replace_lost has left out all. Expected as many as the data-parallel ranks can share.",
+                partition_id=meta.partition_id,
+                missing_samples=lost,
+                hint="Make the call with other rows.",
+            )
+        if meta.size < size:
+            meta.extra_info[_SHORTENED] = True
+        return meta
 
-    def _shard(self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None) -> list[KVBatchMeta]:
+    def _divided(
+        self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None
+    ) -> tuple[KVBatchMeta, list[KVBatchMeta]]:
+        """The rows and their shards. If some were left out and the rest does not divide, further ones are."""
+        while True:
+            try:
+                return meta, self._shard(meta, stage, fields, _batch_size(meta, gbs))
+            except InvalidRequestError:
+                if self._replace_lost is None or _SHORTENED not in meta.extra_info:
+                    raise
+                size, meta = meta.size, self._replaced(meta, meta.sample_ids[-1:])
+                if meta.size == size:  # it leaves none out any more
+                    raise
+
+    def _shard(
+        self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None = None
+    ) -> list[KVBatchMeta]:
         """One meta per data-parallel rank, with its microbatch plan, the common length, and the fields to read."""
         self._stamp_common_length(meta)
         shards, _ = shard_meta_for_dp(meta, dp_world=self._dp_world, batch_size=gbs, **self._batching.shard_args(stage))
@@ -614,3 +637,10 @@ class DataPlanePolicy:
 
 def _timed(timer: Timer | None, label: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if timer is None else timer.time(label)
+
+
+def _batch_size(meta: KVBatchMeta, gbs: int | None) -> int | None:
+    """Rows of a global batch. If rows were left out, the rest makes equal batches: as few as hold it with ``gbs``."""
+    if gbs is None or _SHORTENED not in meta.extra_info:
+        return gbs
+    return meta.size // -(-meta.size // gbs)

@@ -47,6 +47,10 @@ def fill(buffer: ReplayBuffer, client: DataPlaneClient, write: Any, num_groups: 
     return reservations
 
 
+def refuse(*_: Any) -> None:
+    raise BackendUnavailableError("the store is away")
+
+
 # --- ids --------------------------------------------------------------------------------------------------------------
 
 
@@ -123,9 +127,6 @@ def test_what_take_has_read_is_returned_even_if_the_store_fails_at_the_clear(
 ) -> None:
     buffer = make_buffer()
     fill(buffer, client, write, 2)
-
-    def refuse(*_: Any) -> None:
-        raise BackendUnavailableError("the store is away")
 
     with monkeypatch.context() as patch:
         patch.setattr(client, "clear_samples", refuse)
@@ -227,9 +228,6 @@ def test_a_selection_that_groups_have_left_means_what_is_left_of_it_until_it_end
 def test_a_state_that_is_loaded_replaces_all_that_the_buffer_knew(
     make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise BackendUnavailableError("the store is away")
-
     buffer = make_buffer()
     groups = fill(buffer, client, write, 2)
     with buffer.snapshot() as state:
@@ -287,6 +285,21 @@ def test_take_gives_other_groups_for_those_that_the_store_has_lost(
     assert (buffer.counts.trained, buffer.counts.lost) == (2, 1)
     with pytest.raises(ReplayTimeoutError, match="1 prompts are to be generated again"):
         buffer.take(1, timeout_s=0)
+
+
+def test_take_gives_other_groups_even_if_the_store_fails_at_the_clear_of_the_lost_ones(
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, lose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = make_buffer(ReadyFirstPolicy(max_staleness=1, groups_per_version=2))
+    groups = fill(buffer, client, write, 3)
+    lose("replay", groups[0].sample_ids[0], "input_ids")
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "clear_samples", refuse)
+        meta, _ = buffer.take(2, timeout_s=0)
+    assert meta.sample_ids == [*groups[1].sample_ids, *groups[2].sample_ids]
+    assert (buffer.counts.trained, buffer.counts.lost, len(held())) == (2, 1, 6)
+    buffer.set_weight_version(1)
+    assert held() == []
 
 
 def test_discarded_groups_are_cleared_and_do_not_count_as_trained(
@@ -531,9 +544,6 @@ def test_rollouts_in_vain_are_named_and_given_up(make_buffer: Make, requeue: boo
 def test_rollouts_that_have_ended_are_all_given_up_even_if_the_store_fails_at_the_clear(
     make_buffer: Make, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise BackendUnavailableError("the store is away")
-
     buffer = make_buffer()
     in_vain = buffer.reserve(2)
     buffer.set_weight_version(2)

@@ -1,6 +1,7 @@
 """`stream`: each sample is worked on, acked when the next batch is asked for, and given back when the loop is left."""
 
 import asyncio
+import contextlib
 import gc
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from dataplane_core import connect, connect_async, stream
+from dataplane_core.client.held import HeldMetas
 from dataplane_core.errors import (
+    BackendUnavailableError,
     ClaimTimeoutError,
     ClientClosedError,
     InvalidRequestError,
@@ -19,9 +22,46 @@ from dataplane_core.errors import (
     UnknownPartitionError,
 )
 from dataplane_core.spec import hookimpl
-from dataplane_core.testing._timing import eventually
+from dataplane_core.testing._timing import Background, eventually
 
 NUM = 10
+
+
+class Failing:
+    """Middleware whose operations fail as often as ``times`` says."""
+
+    def __init__(self, **times):
+        self.times = times
+
+    def _fail(self, operation):
+        if self.times.get(operation, 0):
+            self.times[operation] -= 1
+            raise BackendUnavailableError(f"no {operation} for the moment.")
+
+    @hookimpl(wrapper=True)
+    def ack(self, request):
+        self._fail("ack")
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def renew(self, request):
+        self._fail("renew")
+        return (yield)
+
+
+class Gate:
+    """Middleware that holds a claim back that was given samples."""
+
+    def __init__(self):
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    @hookimpl(wrapper=True)
+    def claim(self, request):
+        reply = yield
+        if reply.sample_ids:
+            self.entered.set()
+            assert self.opened.wait(30)
+        return reply
 
 
 class Expiring:
@@ -171,25 +211,102 @@ def test_collate_makes_what_the_loop_gets(client):
     assert sums == [10, 35]
 
 
-def test_closing_a_stream_or_its_client_ends_a_wait(client):
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("end", ["stream", "client"])
+def test_closing_a_stream_or_its_client_ends_a_wait(client, end, prefetch):
     client.register_partition("endless", ["x"], None, ["t"])
-    for end in ("stream", "client"):
-        batches = stream(client, "endless", "t", ["x"], 1)
-        errors = []
+    batches = stream(client, "endless", "t", ["x"], 1, prefetch=prefetch)
+    waiting = Background(lambda: next(batches))
+    eventually(lambda: client._calls, what="the claim waits")
+    (batches if end == "stream" else client).close()
+    with pytest.raises(ClientClosedError, match="the stream or its client was closed"):
+        waiting.result()
+    with pytest.raises(StopIteration):
+        next(batches)
 
-        def wait(batches=batches, errors=errors):
-            try:
-                next(batches)
-            except (ClientClosedError, StopIteration) as error:
-                errors.append(type(error))
 
-        thread = threading.Thread(target=wait)
-        thread.start()
-        time.sleep(0.1)
-        (batches if end == "stream" else client).close()
-        thread.join(20)
-        assert not thread.is_alive()
-        assert errors == [ClientClosedError]
+def test_closing_a_stream_whose_thread_is_between_two_batches_ends_a_wait(client):
+    batches = stream(client, "p", "t", ["x"], 1)
+    batches._feed._free = threading.Semaphore(0)
+    waiting = Background(lambda: next(batches))
+    eventually(lambda: len(batches._feed._threads) == 2, what="both threads run")
+    batches.close()
+    with pytest.raises(ClientClosedError, match="the stream"):
+        waiting.result()
+
+
+def test_what_is_claimed_while_the_stream_is_closed_is_given_back():
+    gate = Gate()
+    with connect({"backend": "noop", "middleware": [gate]}) as client:
+        batches = stream(_filled(client), "p", "t", ["x"], 1, prefetch=0)
+        waiting = Background(lambda: next(batches))
+        assert gate.entered.wait(30)
+        batches.close()
+        gate.opened.set()
+        with pytest.raises(ClientClosedError, match="the stream"):
+            waiting.result()
+        assert _num_leased(client) == 0
+
+
+def test_time_in_which_the_loop_works_does_not_count_for_the_timeout(client):
+    client.register_partition("late", ["x"], None, ["t"])
+    client.put_samples(["a"], "late", {"x": [1]})
+    with stream(client, "late", "t", ["x"], 1, timeout_s=0.2) as batches:
+        next(batches)
+        time.sleep(0.5)  # longer than the timeout
+        client.put_samples(["b"], "late", {"x": [1]})
+        assert next(batches).meta.sample_ids == ["b"]
+        with pytest.raises(ClaimTimeoutError, match=r"timed out after 0\.2 s: 0 of 1"):
+            next(batches)
+
+
+def test_a_batch_whose_ack_fails_is_given_back():
+    with connect({"backend": "noop", "middleware": [Failing(ack=1)]}) as client:
+        batches = stream(_filled(client), "p", "t", ["x"], 4)
+        next(batches)
+        with pytest.raises(BackendUnavailableError, match="no ack"):
+            next(batches)
+        assert (_consumed(client), _num_leased(client)) == ([], 0)
+
+
+def test_metas_are_held_until_their_leases_have_ended():
+    with connect({"backend": "noop", "middleware": [Failing(renew=1)]}) as client:
+        _filled(client)
+        held = HeldMetas(client, 60.0)
+        metas = [client.claim_meta("p", "t", ["x"], 4, lease_s=60.0) for _ in range(2)]
+        for meta in metas:
+            held.add(meta)
+        assert held.renew()  # one fails
+        client.ack(metas[0])
+        client.clear_samples(metas[1].sample_ids[:1], "p")
+        assert not held.renew()
+        over = HeldMetas(client, 60.0, most_held_s=0.0)
+        over.add(client.claim_meta("p", "t", ["x"], 1, lease_s=60.0))
+        assert not over.renew()
+        assert _num_leased(client) == 3  # of the one that was cleared in part
+
+
+def test_a_thread_that_cannot_be_started_ends_the_stream(client, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="can't start"):
+        next(stream(client, "p", "t", ["x"], 4))
+
+
+def test_a_stream_that_waits_is_listed(client):
+    client.register_partition("endless", ["x"], None, ["t"])
+    with stream(client, "endless", "t", ["x"], 1) as batches:
+        waiting = Background(lambda: next(batches))
+
+        def listed():
+            return [(call.operation, call.partition_id) for each in client.list_clients() for call in each.calls]
+
+        eventually(lambda: ("claim_meta", "endless") in listed(), within_s=30.0)
+        batches.close()
+        with pytest.raises(ClientClosedError):
+            waiting.result()
 
 
 def test_a_program_that_ends_in_the_middle_gives_back_what_it_holds():
@@ -251,5 +368,105 @@ def test_a_cancelled_async_loop_loses_nothing(prefetch):
             assert await client.list_consumed("p", "t") == ["a", "b"]
             await client.put_samples(["c"], "p", {"x": torch.arange(1)})
             assert (await client.claim_meta("p", "t", ["x"], 1, timeout_s=20.0)).sample_ids == ["c"]
+
+    asyncio.run(main())
+
+
+@contextlib.asynccontextmanager
+async def _async_client(*middleware):
+    async with await connect_async({"backend": "noop", "middleware": list(middleware)}) as client:
+        await client.register_partition("p", ["x"], None, ["t"])
+        await client.put_samples(["a", "b", "c"], "p", {"x": torch.arange(3)})
+        yield client
+
+
+async def _none_leased(client):
+    async with asyncio.timeout(30):
+        while (await client.describe("p")).tasks["t"].num_leased:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_async_stream_that_nobody_refers_to_gives_back_what_it_holds(prefetch):
+    async def main():
+        async with _async_client() as client:
+            async for _ in stream(client, "p", "t", ["x"], 1, lease_s=600.0, prefetch=prefetch):
+                break
+            gc.collect()
+            await _none_leased(client)
+
+    asyncio.run(main())
+
+
+def test_time_in_which_an_async_loop_works_does_not_count_for_the_timeout():
+    async def main():
+        async with _async_client() as client, stream(client, "p", "t", ["x"], 3, timeout_s=0.2) as batches:
+            await anext(batches)
+            await asyncio.sleep(0.5)  # longer than the timeout
+            await client.put_samples(["d", "e", "f"], "p", {"x": torch.arange(3)})
+            assert (await anext(batches)).meta.sample_ids == ["d", "e", "f"]
+            with pytest.raises(ClaimTimeoutError, match=r"timed out after 0\.2 s: 0 of 3"):
+                await anext(batches)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_closing_an_async_stream_ends_a_wait(prefetch):
+    async def main():
+        async with _async_client() as client:
+            batches = stream(client, "p", "t", ["x"], 4, prefetch=prefetch)
+            waiting = asyncio.create_task(anext(batches))
+            await asyncio.sleep(0.05)
+            await batches.close()
+            with pytest.raises(ClientClosedError, match="the stream or its client was closed"):
+                await asyncio.wait_for(waiting, 30)
+            with pytest.raises(StopAsyncIteration):
+                await anext(batches)
+            assert (await client.claim_meta("p", "t", ["x"], 3, blocking=False)).sample_ids == ["a", "b", "c"]
+
+    asyncio.run(main())
+
+
+def test_what_is_claimed_while_an_async_stream_is_closed_is_given_back():
+    async def main():
+        gate = Gate()
+        async with _async_client(gate) as client:
+            batches = stream(client, "p", "t", ["x"], 1, lease_s=600.0, prefetch=0)
+            waiting = asyncio.create_task(anext(batches))
+            while not gate.entered.is_set():
+                await asyncio.sleep(0.001)
+            await batches.close()
+            gate.opened.set()
+            with pytest.raises(ClientClosedError, match="the stream"):
+                await waiting
+            await _none_leased(client)
+
+    asyncio.run(main())
+
+
+def test_a_batch_whose_ack_fails_is_given_back_by_an_async_stream():
+    async def main():
+        async with _async_client(Failing(ack=1)) as client:
+            batches = stream(client, "p", "t", ["x"], 1, lease_s=600.0)
+            await anext(batches)
+            with pytest.raises(BackendUnavailableError, match="no ack"):
+                await anext(batches)
+            await _none_leased(client)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_collate_does_not_stop_the_event_loop(prefetch):
+    def name_thread(meta, columns):
+        return threading.current_thread().name
+
+    async def main():
+        async with (
+            _async_client() as client,
+            stream(client, "p", "t", ["x"], 1, collate=name_thread, prefetch=prefetch) as batches,
+        ):
+            assert (await anext(batches)).startswith("dataplane-async")
 
     asyncio.run(main())

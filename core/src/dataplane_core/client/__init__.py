@@ -5,33 +5,25 @@ Trainers use it through `dataplane_core.connect`; the registry makes it.
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
-from dataplane_core.client.checks import check_count
+from dataplane_core.client.checks import check_count, check_seconds
 from dataplane_core.client.client import DataPlaneClient
+from dataplane_core.client.feeds import Collate, Feed, terms_of
 from dataplane_core.client.forks import refuse_in_fork
 from dataplane_core.client.overview import common_fields
 from dataplane_core.client.saving import read_to_save
-from dataplane_core.client.streams import (
-    RENEWED_AFTER,
-    AsyncStream,
-    Collate,
-    Stream,
-    StreamBatch,
-    Terms,
-    stream,
-    terms_of,
-)
+from dataplane_core.client.streams import AsyncStream, Stream, StreamBatch, stream
 
 __all__ = [
-    "RENEWED_AFTER",
     "AsyncDataPlaneClient",
     "AsyncStream",
     "Collate",
     "DataPlaneClient",
+    "Feed",
     "OperationCancelledError",
     "Stream",
     "StreamBatch",
-    "Terms",
     "check_count",
+    "check_seconds",
     "common_fields",
     "read_to_save",
     "refuse_in_fork",

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from dataplane_core.client import RENEWED_AFTER, Collate, DataPlaneClient, StreamBatch, Terms, terms_of
+from dataplane_core.client import Collate, DataPlaneClient, Feed, StreamBatch, check_seconds, terms_of
 from dataplane_core.config import load_config
 from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
@@ -74,8 +71,9 @@ class StreamingDataset(IterableDataset[StreamBatch]):
         super().__init__()
         self._client = config if isinstance(config, DataPlaneClient) else None
         self._config = None if self._client is not None else load_config(config)
+        check_seconds("most_held_s", most_held_s)
         self._most_held_s = most_held_s
-        collate = StreamBatch if collate is None else _Collated(collate)
+        collate = StreamBatch if collate is None else partial(_collated, collate)
         self._terms = terms_of(
             partition_id,
             task_name,
@@ -87,12 +85,13 @@ class StreamingDataset(IterableDataset[StreamBatch]):
             timeout_s=timeout_s,
             claim=claim,
         )
-        self._holder: _Holder | None = None
+        self._feed: Feed | None = None
 
     def __iter__(self) -> Iterator[StreamBatch]:
         self.close()  # an iteration that was left
-        self._holder = holder = _Holder(self._client or self._connect(), self._terms, self._most_held_s, self._client)
-        return holder.batches()
+        client = self._client or connect(self._config, bootstrap=False)
+        self._feed = Feed(client, self._terms, most_held_s=self._most_held_s, closes=self._client is None)
+        yield from self._feed.batches()
 
     def loader(self, client: DataPlaneClient, num_workers: int = 0, **options: Any) -> StreamingLoader:
         """A `DataLoader` of this dataset that acks each batch when the next one is asked for.
@@ -106,9 +105,9 @@ class StreamingDataset(IterableDataset[StreamBatch]):
 
     def close(self) -> None:
         """Gives back what this process claimed and nobody acked. A next iteration begins anew. Idempotent."""
-        holder, self._holder = self._holder, None
-        if holder is not None and holder.pid == os.getpid():
-            holder.give_back()
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` checks. What was trained on is in the store, which `DataPlaneClient.save` saves."""
@@ -124,14 +123,11 @@ class StreamingDataset(IterableDataset[StreamBatch]):
             raise InvalidRequestError(f"load_state_dict refused: the state is {dict(state)}. Expected that of {self}.")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_holder": None}
+        return {**self.__dict__, "_feed": None}
 
     def __repr__(self) -> str:
         claim = self._terms.claim
         return f"<StreamingDataset partition {claim['partition_id']!r}, task {claim['task_name']!r}>"
-
-    def _connect(self) -> DataPlaneClient:
-        return connect(self._config, bootstrap=False)
 
 
 class StreamingLoader:
@@ -143,6 +139,8 @@ class StreamingLoader:
         self._client = client
         self._dataset = dataset
         as_is: Any = _as_is
+        # in order, batches of a worker that has ended could wait here for others, and nobody would renew their leases
+        options = {"in_order": False, **options}
         self._loader = DataLoader(dataset, batch_size=None, collate_fn=as_is, num_workers=num_workers, **options)
 
     def __iter__(self) -> Iterator[StreamBatch]:
@@ -159,70 +157,10 @@ class StreamingLoader:
             self._dataset.close()
 
 
-@dataclass(frozen=True)
-class _Collated:
-    """Puts the result of ``collate`` in the place of the columns."""
-
-    collate: Collate
-
-    def __call__(self, meta: KVBatchMeta, columns: Any) -> StreamBatch:
-        return StreamBatch(meta, self.collate(meta, columns))
+def _collated(collate: Collate, meta: KVBatchMeta, columns: Any) -> StreamBatch:
+    """A batch with the result of ``collate`` in the place of the columns."""
+    return StreamBatch(meta, collate(meta, columns))
 
 
 def _as_is(batch: StreamBatch) -> StreamBatch:
     return batch
-
-
-class _Holder:
-    """A client in a worker, and the batches that it gave and that are not acked yet, as far as it knows."""
-
-    def __init__(
-        self, client: DataPlaneClient, terms: Terms, most_held_s: float, shared: DataPlaneClient | None
-    ) -> None:
-        self.pid = os.getpid()
-        self._client = client
-        self._terms = terms
-        self._most_held_s = most_held_s
-        self._shared = shared
-        self._held: dict[int, tuple[KVBatchMeta, float]] = {}
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        threading.Thread(target=self._renew, name="dataplane-loader", daemon=True).start()
-
-    def batches(self) -> Iterator[StreamBatch]:
-        """Claims and reads until the partition can give no more."""
-        while not self._over.is_set():
-            terms = self._terms
-            meta = self._client.claim_meta(**terms.claim, timeout_s=terms.timeout_s)
-            if not meta.sample_ids:
-                return
-            with self._lock:
-                self._held[id(meta)] = (meta, time.monotonic() + self._most_held_s)
-            yield terms.collate(meta, self._client.get_data(meta, terms.fields))
-
-    def give_back(self) -> None:
-        """Gives back what is not acked, and closes the client."""
-        self._over.set()
-        with self._lock:
-            held, self._held = self._held, {}
-        for meta, _ in held.values():
-            with contextlib.suppress(DataPlaneError):  # it was acked
-                self._client.nack(meta)
-        if self._shared is None:
-            self._client.close()
-
-    def _renew(self) -> None:
-        while not self._over.wait(self._terms.lease_s * RENEWED_AFTER):
-            with self._lock:
-                held = list(self._held.items())
-            for key, (meta, until) in held:
-                try:
-                    if time.monotonic() > until:
-                        self._client.nack(meta)
-                    else:
-                        self._client.renew(meta, self._terms.lease_s)
-                        continue
-                except DataPlaneError:  # it was acked or cleared, or the store is gone
-                    pass
-                with self._lock:
-                    self._held.pop(key, None)

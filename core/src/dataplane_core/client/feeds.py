@@ -1,0 +1,372 @@
+"""What a stream does in its threads, or in a task of an event loop: it claims, reads ahead, renews and gives back."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from tensordict import TensorDict
+
+from dataplane_core.client.async_client import AsyncDataPlaneClient
+from dataplane_core.client.checks import check_count, check_seconds
+from dataplane_core.client.client import DataPlaneClient
+from dataplane_core.client.held import HeldMetas
+from dataplane_core.client.waiting import Waiters
+from dataplane_core.errors import DataPlaneError, InvalidRequestError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import ClaimRequest
+
+__all__ = ["AsyncFeed", "Collate", "Feed", "Item", "Terms", "terms_of"]
+
+#: A lease is renewed after this share of it.
+_RENEWED_AFTER: Final = 1 / 3
+
+#: How long a stream that nobody refers to keeps its last user waiting, until what it holds is given back.
+_COLLECTED_WITHIN_S: Final = 1.0
+
+Collate = Callable[[KVBatchMeta, TensorDict], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a stream claims and reads, and how; the same for all kinds of streams."""
+
+    claim: dict[str, Any]  # the arguments of claim_meta, but for its timeout
+    fields: list[str]
+    prefetch: int
+    timeout_s: float
+    collate: Collate
+
+    @property
+    def lease_s(self) -> float:
+        return float(self.claim["lease_s"])
+
+    @property
+    def renewed_after_s(self) -> float:
+        return min(self.lease_s * _RENEWED_AFTER, threading.TIMEOUT_MAX)
+
+    def request(self, client: DataPlaneClient) -> ClaimRequest:
+        """The request of the next claim.
+
+        Raises:
+            DataPlaneError: The arguments are refused.
+        """
+        return client._claim_request(**self.claim, blocking=True, timeout_s=self.timeout_s, batch_index=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A batch as the stream gives it, and its samples."""
+
+    meta: KVBatchMeta
+    batch: Any
+
+
+def terms_of(
+    partition_id: str,
+    task_name: str,
+    fields: Sequence[str],
+    batch_size: int,
+    *,
+    lease_s: float,
+    prefetch: int,
+    collate: Collate,
+    timeout_s: float,
+    claim: Mapping[str, Any],
+) -> Terms:
+    """Checks the arguments of `stream`, as far as that needs no client."""
+    check_seconds("lease_s", lease_s)
+    check_seconds("timeout_s", timeout_s, at_least_zero=True)
+    if prefetch != 0:
+        check_count("prefetch", prefetch)
+    defaults = {"dp_rank": None, "tag_filter": None, "sampler": "first_write", "dp_size": None}
+    if not claim.keys() <= defaults.keys():
+        raise InvalidRequestError(f"of claim_meta only {sorted(defaults)} can be given here, got {sorted(claim)}.")
+    names = list(fields)
+    arguments = {
+        "partition_id": partition_id,
+        "task_name": task_name,
+        "required_fields": names,
+        "batch_size": batch_size,
+        "lease_s": lease_s,
+        **defaults,
+        **claim,
+    }
+    return Terms(arguments, names, prefetch, timeout_s, collate)
+
+
+class _AnyFeed:
+    """What `Feed` and `AsyncFeed` share. Feeds do not refer to their streams, so that these can be collected."""
+
+    def __init__(self, client: DataPlaneClient, terms: Terms, most_held_s: float = math.inf) -> None:
+        self._sync = client
+        self._terms = terms
+        self._held = HeldMetas(client, terms.lease_s, most_held_s)
+        self._waiters = Waiters("the stream or its client was closed while the next batch was waited for.")
+        self._asked_at = math.inf  # since when `next` waits; infinity: it does not
+        self._ended = False
+
+    @contextmanager
+    def _claiming(self) -> Iterator[ClaimRequest]:
+        """The request of the next claim, which waits while the ``with`` lasts."""
+        client, terms = self._sync, self._terms
+        with (
+            client._operation("claim_meta", terms.claim["partition_id"]),
+            client._waiters.waiting(self._waiters.close),
+        ):
+            yield terms.request(client)
+
+    def _since(self) -> float:
+        """When the wait began that `Terms.timeout_s` limits: that of `next`, not that of a claim that is ahead."""
+        return self._asked_at
+
+    def _read(self, meta: KVBatchMeta) -> Item:
+        """Reads what was claimed. Blocks.
+
+        Raises:
+            ClientClosedError: The stream was closed meanwhile.
+        """
+        self._waiters.check()
+        batch = self._terms.collate(meta, self._sync.get_data(meta, self._terms.fields))
+        self._waiters.check()
+        return Item(meta, batch)
+
+    def _given(self, found: Item | BaseException | None) -> Item | None:
+        """What `next` returns, or raises. None: there are no more, or the stream was closed."""
+        self._ended = not isinstance(found, Item)
+        if isinstance(found, BaseException):
+            raise found
+        if found is None:
+            self._waiters.check()
+        return found
+
+
+class Feed(_AnyFeed):
+    """The batches of a `Stream`, or of an iteration of a `StreamingDataset`.
+
+    Args:
+        client: Claims and reads.
+        terms: What it claims and reads.
+        most_held_s: Seconds after which a batch that is not acked is given back.
+        closes: Whether the client ends with the feed.
+    """
+
+    def __init__(
+        self, client: DataPlaneClient, terms: Terms, *, most_held_s: float = math.inf, closes: bool = False
+    ) -> None:
+        super().__init__(client, terms, most_held_s)
+        self._closes = closes
+        self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whether to end now
+        self._ready: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
+        self._free = threading.Semaphore(terms.prefetch)
+        self._threads: list[threading.Thread] = []
+
+    def next(self) -> Item | None:
+        """The next batch. None: there are no more."""
+        if self._ended or self._waiters.closed:
+            return None
+        if not self._threads:
+            self._begin(self._renew)
+            atexit.register(self.close)
+            if self._terms.prefetch:
+                self._begin(self._read_ahead)
+        self._asked_at = time.monotonic()
+        if not self._terms.prefetch:
+            return self._given(self._fetch())
+        if self._ready.empty():
+            self._waiters.wake()  # the claim that is ahead has to end in time from now on
+        found = self._ready.get()
+        self._asked_at = math.inf
+        self._free.release()
+        return self._given(found)
+
+    def batches(self) -> Iterator[Any]:
+        """The batches, for a user who acks them by himself.
+
+        They are renewed until that is done, also after the last one. If the loop is left earlier, they are given back.
+        """
+        try:
+            while (item := self.next()) is not None:
+                yield item.batch
+        except GeneratorExit:
+            self.collected()
+            raise
+        finally:
+            self._ended = True
+            atexit.unregister(self.close)
+            self._told.put(False)  # to look now what is left
+
+    def ack(self, item: Item) -> None:
+        self._sync.ack(item.meta)
+        self._held.discard(item.meta)
+
+    def close(self) -> None:
+        """Ends the feed, and gives back what is not acked. Idempotent."""
+        if self._sync._pid != os.getpid():
+            return  # a forked child must not end what its parent uses
+        self._waiters.close()
+        self._end_threads(self._sync.config.op_timeout_s)
+
+    def collected(self) -> None:
+        """Ends the feed when nobody refers to its stream. Waits a little until what it holds is given back.
+
+        The garbage collector may call it while its thread has a lock that the threads need. So it takes none (`put` of
+        this queue may interrupt itself), and does not wait until they have ended.
+        """
+        self._end_threads(_COLLECTED_WITHIN_S)
+
+    def _end_threads(self, timeout_s: float) -> None:
+        self._told.put(True)
+        if self._threads and threading.current_thread() not in self._threads:
+            self._threads[0].join(timeout_s)  # which waits for the other one
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="dataplane-stream", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _fetch(self) -> Item | None:
+        with self._claiming() as request:
+            meta = self._sync._claim_until(request, self._terms.timeout_s, self._waiters, self._since)
+        if not meta.sample_ids:
+            return None
+        self._held.add(meta)
+        try:
+            return self._read(meta)
+        except BaseException:
+            self._held.give_back(meta)
+            raise
+
+    def _read_ahead(self) -> None:
+        found: Item | BaseException | None
+        while True:
+            self._free.acquire()
+            try:
+                found = None if self._waiters.closed else self._fetch()
+            except BaseException as error:  # the next `next` raises it
+                found = error
+            self._ready.put(found)
+            if not isinstance(found, Item):
+                return
+
+    def _renew(self) -> None:
+        try:
+            while self._held.renew() or not self._ended:
+                with contextlib.suppress(queue.Empty):
+                    if self._told.get(timeout=self._terms.renewed_after_s):
+                        return
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self._waiters.close()
+        self._free.release()
+        for thread in self._threads[1:]:
+            thread.join(self._sync.config.op_timeout_s)
+        self._held.give_back()
+        atexit.unregister(self.close)
+        if self._closes:
+            self._sync.close()
+
+
+class AsyncFeed(_AnyFeed):
+    """The batches of an `AsyncStream`."""
+
+    def __init__(self, client: AsyncDataPlaneClient, terms: Terms) -> None:
+        super().__init__(client._client, terms)
+        self._client = client
+        self._ready: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
+        self._free = asyncio.Semaphore(terms.prefetch)
+        self._task: asyncio.Task[None] | None = None
+
+    async def next(self) -> Item | None:
+        """The next batch. None: there are no more."""
+        if self._ended or self._waiters.closed:
+            return None
+        if self._task is None:
+            self._task = asyncio.create_task(self._work())
+        self._asked_at = time.monotonic()
+        try:
+            if not self._terms.prefetch:
+                return self._given(await self._fetch())
+            if self._ready.empty():
+                self._waiters.wake()  # the claim that is ahead has to end in time from now on
+            found = await self._ready.get()
+        finally:
+            self._asked_at = math.inf
+        self._free.release()
+        return self._given(found)
+
+    async def ack(self, item: Item) -> None:
+        await self._client.ack(item.meta)
+        self._held.discard(item.meta)
+
+    async def close(self) -> None:
+        """Ends the feed, and gives back what is not acked. Idempotent."""
+        self._waiters.close()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            await self._give_back()
+
+    def collected(self) -> None:
+        """Ends the feed when nobody refers to its stream. Any thread may call it."""
+        if self._task is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    async def _fetch(self) -> Item | None:
+        with self._claiming() as request:
+            meta = await self._client._claim_until(request, self._terms.timeout_s, self._waiters, self._since)
+        if not meta.sample_ids:
+            return None
+        self._held.add(meta)
+        try:
+            return await self._client._run("get_data", partial(self._read, meta))
+        except (Exception, asyncio.CancelledError):
+            await self._give_back(meta)
+            raise
+
+    async def _work(self) -> None:
+        renewing = asyncio.create_task(self._renew())
+        try:
+            if self._terms.prefetch:
+                await self._read_ahead()
+            await renewing
+        finally:
+            self._ready.put_nowait(None)
+            renewing.cancel()
+            await self._give_back()
+
+    async def _read_ahead(self) -> None:
+        found: Item | BaseException | None
+        while True:
+            await self._free.acquire()
+            try:
+                found = await self._fetch()
+            except Exception as error:  # the next `next` raises it
+                found = error
+            self._ready.put_nowait(found)
+            if not isinstance(found, Item):
+                return
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._terms.renewed_after_s)
+            with contextlib.suppress(DataPlaneError):
+                await self._client._run("renew", self._held.renew, several=True)
+
+    async def _give_back(self, meta: KVBatchMeta | None = None) -> None:
+        with contextlib.suppress(DataPlaneError):  # the client has ended, or its threads are busy
+            await self._client._run("nack", partial(self._held.give_back, meta), several=True)

@@ -374,6 +374,34 @@ def test_a_buffer_of_another_shape_refuses_the_save(
         restore_replay(tmp_path, client, buffer=make_buffer(group_size=3))
 
 
+def test_a_save_without_rows_of_a_group_is_refused_and_the_former_save_stays(
+    client: DataPlaneClient, make_buffer: Any, write: Any, tmp_path: Path
+) -> None:
+    buffer = make_buffer()
+    reservations = buffer.reserve(2)
+    rows = write(client, reservations)
+    buffer.commit(reservations, rows)
+    save_replay(tmp_path, client, buffer=buffer)
+    meta = buffer.select(1)
+    client.clear_samples(meta.sample_ids, "replay")  # as a policy does after a failed call
+    with pytest.raises(MissingDataError, match=r"'v0_p0_g0', 'v0_p0_g1' of groups.*discard\(meta, requeue=True\)"):
+        save_replay(tmp_path, client, buffer=buffer)
+    client.clear_samples(rows.sample_ids, "replay")
+    assert restore_replay(tmp_path, client, buffer=make_buffer()).meta.sample_ids == rows.sample_ids
+
+
+def test_a_registration_may_name_its_fields_tasks_and_enums_in_sets(
+    client: DataPlaneClient, tmp_path: Path, stores: Callable[[], DataPlaneClient]
+) -> None:
+    registration = {**REGISTRATION, "fields": {"x": None}.keys(), "consumer_tasks": {"train"}, "enums": {"x": {"good"}}}
+    client.register_partition("replay", **registration)
+    save_replay(tmp_path, client, buffer=buffer_of(client), registration=registration)
+    other = stores()
+    restore_replay(tmp_path, other, buffer=buffer_of(other))
+    info = other.describe("replay").info
+    assert (info.fields, info.consumer_tasks, info.enums) == (("x",), ("train",), {"x": ("good",)})
+
+
 def test_what_would_need_pickle_is_refused_and_the_former_save_stays(saved: Path, client: DataPlaneClient) -> None:
     client.register_partition("replay", **SMALL)
     with pytest.raises(InvalidTypeError):

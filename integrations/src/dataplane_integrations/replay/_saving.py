@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from dataplane_core.client import DataPlaneClient, read_to_save
 from dataplane_core.codec import decode_item, encode_item
-from dataplane_core.errors import UnsupportedOperationError, preview
+from dataplane_core.errors import MissingDataError, UnsupportedOperationError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows, write_save
 from dataplane_core.spec import Capability, FieldSpec
@@ -65,7 +65,7 @@ def save_replay(
         extra: Other values that the trainer wants back: None, bool, int, float, str, bytes, lists, dicts and tensors.
 
     Raises:
-        MissingDataError: A row lacks one of the columns.
+        MissingDataError: A row lacks one of the columns, or is not in the store any more.
         SaveError: The save cannot be written. Like after any other error, the former save is unchanged.
         OperationTimeoutError, BackendUnavailableError: The store does not answer.
     """
@@ -78,9 +78,19 @@ def save_replay(
         }
         listed = client.list_samples(partition)
         listed = listed.subset([row for row, sample_id in enumerate(listed.sample_ids) if sample_id in columns])
+        if listed.size < len(columns):
+            gone = sorted(columns.keys() - set(listed.sample_ids))
+            raise MissingDataError(
+                f"save_replay('{partition}') refused: {preview(gone)} of groups in the buffer are not in the "
+                "store. Expected the rows of all ready groups and of those in training.",
+                partition_id=partition,
+                missing_samples=gone,
+                hint="DataPlanePolicy clears the rows of a call that raises: then call discard(meta, requeue=True) on "
+                "the buffer first.",
+            )
         body = {
             "partition_id": partition,
-            "registration": None if registration is None else dict(registration),
+            "registration": None if registration is None else _plain(registration),
             "sample_ids": listed.sample_ids,
             "tags": listed.tags,
             "given": _consumed(client, partition, columns),
@@ -96,6 +106,13 @@ def _consumed(client: DataPlaneClient, partition_id: str, saved: Container[str])
         return {}
     tasks = client.describe(partition_id).info.consumer_tasks
     return {task: [each for each in client.list_consumed(partition_id, task) if each in saved] for task in tasks}
+
+
+def _plain(value: Any) -> Any:
+    """A value of a registration as JSON has it: sets and other collections become lists."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return list(value) if isinstance(value, Collection) and not isinstance(value, str) else value
 
 
 def _blocks_of(client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, tuple[str, ...]]) -> Iterator[bytes]:

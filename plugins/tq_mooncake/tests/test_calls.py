@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dataplane_mooncake import _calls
+from dataplane_mooncake import _calls, _ending
 
 
 def test_an_interrupt_is_not_lost_where_the_call_has_just_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +24,11 @@ def test_an_interrupt_is_not_lost_where_the_call_has_just_ended(monkeypatch: pyt
     monkeypatch.setattr(_calls, "_MAX_IDLE", 0)  # its thread ends with it
     with pytest.raises(KeyboardInterrupt):
         _calls.bounded("a call", lambda _: 1, time.monotonic() + 30)
+
+
+def test_a_connection_that_was_shut_down_counts_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as peer, socket.create_connection(peer.getsockname()):
+        assert [_ending.end_connections([peer.getsockname()]) for _ in range(3)] == [1, 0, 0]
 
 
 def in_threads(number: int) -> list[threading.Thread]:

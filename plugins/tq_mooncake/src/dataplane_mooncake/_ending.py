@@ -39,7 +39,7 @@ def end_connections(peers: Collection[Endpoint]) -> int:
     Host names are resolved.
 
     Returns:
-        How many connections were shut down.
+        How many connections were shut down that were not before.
     """
     num_ended = 0
     wanted = {(address, port) for host, port in peers for address in _addresses(host)}
@@ -50,7 +50,7 @@ def end_connections(peers: Collection[Endpoint]) -> int:
             # the descriptor may belong to another connection by now
             if connection.getpeername()[1] == each.raddr.port and connection.getsockname()[1] == each.laddr.port:
                 connection.shutdown(socket.SHUT_RDWR)
-                num_ended += 1
+                num_ended += each.status == psutil.CONN_ESTABLISHED
     return num_ended
 
 

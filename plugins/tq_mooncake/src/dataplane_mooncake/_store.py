@@ -56,6 +56,8 @@ _NOT_READY: Final = -703
 #: The variable that holds the lowest severity that glog writes; 3 is fatal.
 _LOG_THRESHOLD: Final = "_ZN3fLI17FLAGS_minloglevelE"
 
+#: A transfer is tried again so often at most. The engine kept up to four connections to a storage unit.
+_MOST_TRIES: Final = 8
 #: Operations that can use the buffer at the same time. Each gets an equal slot of it.
 _NUM_SLOTS: Final = 4
 #: Keys in one request to the master.
@@ -402,7 +404,7 @@ class Store:
         The engine keeps connections for later transfers, also those that were shut down, and a transfer over such a one
         fails.
         """
-        while True:
+        for _ in range(_MOST_TRIES):
             call.check()
             yield
             with self._lock:

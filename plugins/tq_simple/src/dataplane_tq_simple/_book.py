@@ -125,10 +125,12 @@ class _Stored:
     Attributes:
         row_bytes: The size of each row.
         left: For each row 1, or 0 if it is collected: two clients that clear at the same time may both report a row.
+        num_left: How many are 1.
     """
 
     row_bytes: Sequence[int]
     left: bytearray
+    num_left: int
 
 
 @dataclass(slots=True)
@@ -315,7 +317,7 @@ class UnitBook:
                 layout = write.write_id >> LAYOUT_BITS
                 lives = self._layouts[layout]
                 num_rows = len(write.row_bytes)
-                self._stored[write.write_id] = _Stored(write.row_bytes, bytearray(b"\1" * num_rows))
+                self._stored[write.write_id] = _Stored(write.row_bytes, bytearray(b"\1" * num_rows), num_rows)
                 self._rows_of_layout[layout] = self._rows_of_layout.get(layout, 0) + num_rows
                 for first in range(min(num_rows, len(lives))):
                     held = self._lives[life_of(write.write_id + first, lives)]
@@ -348,11 +350,12 @@ class UnitBook:
                 for position in gone:
                     if left[position]:
                         left[position] = 0
+                        stored.num_left -= 1
                         held = lives[(first + position) % num_lives]
                         held.num_rows -= 1
                         held.size_bytes -= sizes[position]
                         self._rows_of_layout[layout] -= 1
-                if not any(left):
+                if not stored.num_left:
                     del self._stored[write_id]
             self._forget()
             if any(unit.state == "draining" for unit in self._units.values()):
@@ -500,7 +503,7 @@ class UnitBook:
         if layout not in self._layouts or not positions:
             return
         sizes = row_bytes or [0] * (max(positions) + 1)  # of what was freed, the ledger does not know the size
-        stored = self._stored[write_id] = _Stored(sizes, bytearray(len(sizes)))
+        stored = self._stored[write_id] = _Stored(sizes, bytearray(len(sizes)), len(positions))
         self._rows_of_layout[layout] = self._rows_of_layout.get(layout, 0) + len(positions)
         for position in positions:
             stored.left[position] = 1

@@ -213,4 +213,6 @@ class Keeper:
     def _end_removed(self) -> None:
         """Ends the units that are drained."""
         for actor in self._book.removed(self._sampler.garbage):
-            ray.kill(self._handles.pop(actor), no_restart=True)
+            handle = self._handles.pop(actor, None)
+            if handle is not None:  # it may have been removed before it was created
+                ray.kill(handle, no_restart=True)

@@ -177,7 +177,12 @@ class LedgerSampler(BaseSampler):  # type: ignore[misc]  # the base class is unt
             with self._lock:
                 try:
                     result = self._execute(name, args, call_id)
-                    self._save_book()
+                    try:
+                        self._save_book()
+                    except BackendUnavailableError as error:
+                        if name == UNITS:
+                            raise  # no client may know a view that a controller which is started again does not
+                        _logger.warning("%s was done. The book of units is saved with the next call: %s", name, error)
                 finally:
                     if settled:
                         self._commit()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dataplane_core.errors import BackendError, LeaseExpiredError
-from dataplane_tq_simple._sampler import CALL_KEY, PING, LedgerSampler, decode_reply, encode_call
+from dataplane_core.errors import BackendError, BackendUnavailableError, LeaseExpiredError
+from dataplane_tq_simple._sampler import CALL_KEY, PING, UNITS, LedgerSampler, decode_reply, encode_call
 
 
 @pytest.fixture
@@ -76,6 +76,19 @@ def test_an_expired_call_is_not_executed(sampler: LedgerSampler) -> None:
     executed, _, _ = decode_reply(answer(sampler, encode_call("note", ("late",), now_s - 1)))
     assert not executed
     assert call(sampler, "note", "in time") == ["in time"]
+
+
+def test_a_call_that_was_done_is_answered_though_the_book_of_units_cannot_be_saved(
+    sampler: LedgerSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_book() -> None:
+        raise BackendUnavailableError("the journal's disk is full. Nothing was done.")
+
+    call(sampler, PING)
+    monkeypatch.setattr(sampler, "_save_book", save_book)
+    assert call(sampler, "note", "done") == ["done"]
+    with pytest.raises(BackendUnavailableError):
+        call(sampler, UNITS, "view")  # a controller that is started again would not know it
 
 
 def test_the_factory_runs_in_the_controller_and_its_failure_is_reported(broken_factory: Any) -> None:

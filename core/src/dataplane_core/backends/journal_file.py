@@ -251,7 +251,7 @@ class JournalFile:
                 raise
             os.close(self._fd)
             self._fd, self._end, self._torn, self._dirty, self.head = fd, len(kept), False, False, head
-        self._sync_folder()
+            self._sync_folder()  # before a record is added to the new file
 
     def put(self, key: str, data: bytes) -> None:
         """Stores a blob of a snapshot, for good."""

@@ -181,14 +181,9 @@ class _HostJournal(Journal):
             self.keep(entry, outcome)
 
     def _head(self) -> dict[str, Any]:
-        self._sweep()
-        outcomes = [[*call, until, _packed(outcome)] for call, until, outcome in list(self.outcomes.values())]
+        now, kept = self._now(), list(self.outcomes.values())  # in the thread that shortens the journal
+        outcomes = [[*call, until, _packed(outcome)] for call, until, outcome in kept if until >= now]
         return {"outcomes": outcomes, "next_number": self.next_number}
-
-    def _sweep(self) -> None:
-        now = self._now()
-        for lane in [lane for lane, (_, until, _) in list(self.outcomes.items()) if until < now]:
-            self.outcomes.pop(lane, None)
 
     def keep(self, entry: Entry, outcome: object) -> None:
         """Keeps the outcome of a call that was recorded."""
@@ -200,7 +195,9 @@ class _HostJournal(Journal):
             self.outcomes[call.client, call.lane] = (call, entry.at + call.kept_s, outcome)
         self._num_kept += 1
         if self._num_kept % _SWEEP == 0:
-            self._sweep()
+            now = self._now()
+            for lane in [lane for lane, (_, until, _) in self.outcomes.items() if until < now]:
+                del self.outcomes[lane]
 
     def take_numbers(self, count: int) -> int:
         number, self.next_number = self.next_number, self.next_number + count

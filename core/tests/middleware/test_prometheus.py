@@ -19,6 +19,7 @@ import torch
 
 from dataplane_core import connect
 from dataplane_core.errors import ClaimTimeoutError, MissingDataError, PluginImportError
+from dataplane_core.middleware import prometheus
 from dataplane_core.middleware.prometheus import Prometheus
 
 ROOT = Path(__file__).parents[3]
@@ -80,6 +81,16 @@ def test_a_claim_that_waits_is_one_operation():
         found = scrape(address)
         assert found["dataplane_waiting_claims"] == 0
         assert found['dataplane_operations_total{backend="noop",operation="claim",status="ok"}'] == 1
+
+
+def test_claims_that_never_ended_are_forgotten(monkeypatch):
+    monkeypatch.setattr(prometheus, "_MOST_WAITING", 2)
+    with connect(config()) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        (middleware,) = client.middleware
+        middleware._waiting.update(dict.fromkeys("abc", 0.0))  # as of claims that were cancelled long ago
+        client.claim_meta("p", "t", ["x"], 1, blocking=False)
+        assert not middleware._waiting
 
 
 def test_claims_that_end_without_samples_are_counted_and_wait_no_longer():

@@ -35,6 +35,8 @@ _LABELS: Final = ("backend", "operation")
 _BUCKETS_S: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 #: A claim that waits and did not ask for this many seconds no longer counts. It asks every 10 s at least.
 _ASKS_AGAIN_S: Final = 15.0
+#: If more claims wait, those that no longer count are dropped.
+_MOST_WAITING: Final = 10_000
 
 
 class PrometheusConfig(MetricsConfig):
@@ -80,8 +82,7 @@ class Prometheus(Metrics):
         """Opens the endpoint, unless the process has one."""
         super().start(context)
         self._backend = context.backend
-        self._endpoint = _Endpoint.of_this_process(self.config)
-        self._endpoint.clients.append(self)
+        self._endpoint = _Endpoint.join(self, self.config)
         self.metrics_address = self._endpoint.address
 
     def stop(self) -> None:
@@ -105,6 +106,9 @@ class Prometheus(Metrics):
                     self._waiting[request.token] = time.monotonic()
                 else:
                     self._waiting.pop(request.token, None)
+                are_many = len(self._waiting) > _MOST_WAITING
+            if are_many:
+                self._num_waiting()  # drops claims that were cancelled
 
     def around(self, operation: str, request: Any, n_bytes: int = 0) -> Generator[None, Any, Any]:
         """Counts an operation, and that it is under way."""
@@ -138,11 +142,12 @@ class _Endpoint:
     _sharing: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
-    def of_this_process(cls, config: PrometheusConfig) -> _Endpoint:
-        """The endpoint of this process, which is opened if there is none. A fork has none."""
+    def join(cls, client: Prometheus, config: PrometheusConfig) -> _Endpoint:
+        """The endpoint of this process, with one more client. It is opened if there is none. A fork has none."""
         with cls._sharing:
             if cls._shared is None or cls._shared._pid != os.getpid():
                 cls._shared = cls(config)
+            cls._shared.clients.append(client)
             return cls._shared
 
     def __init__(self, config: PrometheusConfig) -> None:

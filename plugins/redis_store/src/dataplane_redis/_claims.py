@@ -20,7 +20,7 @@ from dataplane_redis import _refusals
 from dataplane_redis._acknowledged import Acknowledged
 from dataplane_redis._session import KEPT_S, Session
 from dataplane_redis._wakes import Wakes
-from dataplane_redis._wire import pack_filter, pack_request, pack_strings, text_of, to_bytes, unpack_tags
+from dataplane_redis._wire import pack_filter, pack_request, pack_strings, text_of, to_bytes, tuples_of, unpack_tags
 
 __all__ = ["Claims"]
 
@@ -195,11 +195,11 @@ class Claims:
             num_leased=int(num_leased),
             leased=tuple(
                 LeaseHolder(sample_id=text_of(each[0]), holder=text_of(each[1]), left_s=float(each[2]))
-                for each in _tuples(leased, 3)
+                for each in tuples_of(leased, 3)
             ),
             num_not_matching=int(num_passed),
             num_incomplete=int(num_incomplete),
-            incomplete_groups={text_of(group): int(count) for group, count in _tuples(groups, 2)},
+            incomplete_groups={text_of(group): int(count) for group, count in tuples_of(groups, 2)},
             num_lacking=int(num_lacking),
             missing_cells={text_of(each[0]): tuple(map(text_of, each[1:])) for each in cells},
         )
@@ -310,7 +310,7 @@ def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[s
             elif reply[0] != b"ok":
                 return reply
             else:
-                found = list(_tuples(reply[3], 4))
+                found = list(tuples_of(reply[3], 4))
                 chunks.append((some, some_tokens, [lease for lease, *_ in found]))
                 for lease, token, count, rows in found:
                     tokens_of[lease] = token
@@ -347,7 +347,7 @@ def _split(
             reply = run("split", epoch, ids, tokens, pairs)
             if reply[0] != b"ok":
                 return False
-            into.update(_tuples(reply[1], 2))
+            into.update(tuples_of(reply[1], 2))
     return True
 
 
@@ -363,7 +363,3 @@ def _chunks(ids: Sequence[str], tokens: Sequence[str], group_size: int) -> Itera
             places = []
         places += some
     yield [ids[place] for place in places], [tokens[place] for place in places]
-
-
-def _tuples(flat: Sequence[Any], size: int) -> Iterator[tuple[Any, ...]]:
-    return zip(*[iter(flat)] * size, strict=True)

@@ -27,11 +27,11 @@ from dataplane_redis._route import MAX_REDIRECTIONS, POLL_S, REFUSED_POLL_S, Rou
 from dataplane_redis._rows import ArrayReader
 from dataplane_redis._scripts import Script
 
-__all__ = ["Link", "Read", "Rider", "in_chunks"]
+__all__ = ["Link", "Read", "Rider", "Sender", "in_chunks"]
 
 _R = TypeVar("_R")
 
-#: Parts of a packed command below this size are joined before they are sent.
+#: Parts of packed commands are joined until they reach this size.
 _JOIN_BYTES: Final = 1 << 20
 #: Neighbouring reads are sent together until their replies reach this size.
 _CHUNK_BYTES: Final = 256 * 1024
@@ -43,6 +43,32 @@ class Read:
 
     packed: bytes
     size_bytes: int
+
+
+class Sender:
+    """Sends commands on a connection. Joins their parts until they reach ``join_bytes``."""
+
+    def __init__(self, connection: Any, deadline: float, join_bytes: int) -> None:
+        self.connection = connection
+        self.deadline = deadline
+        self._join_bytes = join_bytes
+        self._waiting: list[bytes | bytearray | memoryview] = []
+        self._size = 0
+
+    def send(self, parts: Iterable[bytes | bytearray | memoryview]) -> None:
+        """Sends parts, perhaps later, together with others."""
+        for part in parts:
+            self._waiting.append(part)
+            self._size += len(part)
+            if self._size >= self._join_bytes:
+                self.flush()
+
+    def flush(self) -> None:
+        """Sends what was kept back."""
+        waiting, self._waiting, self._size = self._waiting, [], 0
+        if waiting:
+            self.connection._sock.settimeout(left_s(self.deadline))
+            self.connection.send_packed_command([b"".join(waiting)], check_health=False)
 
 
 class Rider(Protocol):
@@ -238,19 +264,10 @@ class Link(Route):
         if rider is not None:
             rider.history = connection.dataplane_history
         try:
-            connection._sock.settimeout(left_s(deadline))
-            waiting: list[bytes | bytearray | memoryview] = []
-            size = 0
+            sender = Sender(connection, deadline, _JOIN_BYTES)
             for parts in packed:
-                for part in parts:
-                    waiting.append(part)
-                    size += len(part)
-                    if size >= _JOIN_BYTES:
-                        connection._sock.settimeout(left_s(deadline))
-                        connection.send_packed_command([b"".join(waiting)], check_health=False)
-                        waiting, size = [], 0
-            if waiting:
-                connection.send_packed_command([b"".join(waiting)], check_health=False)
+                sender.send(parts)
+            sender.flush()
             replies = []
             for _ in range(count):
                 replies.append(self._read_reply(connection, deadline))

@@ -18,7 +18,7 @@ import redis
 from redis.exceptions import RedisError, ResponseError
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_redis._link import Link, Read, in_chunks
+from dataplane_redis._link import Link, Read, Sender, in_chunks
 from dataplane_redis._protocol import is_moving, is_temporary_refusal, pack, redirection_of
 from dataplane_redis._route import Address, left_s
 from dataplane_redis._rows import ArrayReader
@@ -30,7 +30,7 @@ _POLL_S: Final = 0.05
 _CONNECT_S: Final = 1.0
 #: Redirections that a call follows at once. Later ones wait: the nodes do not agree yet who serves the slot.
 _AT_ONCE: Final = 8
-#: Parts of commands below this size are joined before they are sent.
+#: Parts of commands are joined until they reach this size.
 _JOIN_BYTES: Final = 256 * 1024
 
 _Parts: TypeAlias = Sequence[bytes | bytearray | memoryview]
@@ -61,39 +61,27 @@ class Job:
         return next((each for each in self.replies if isinstance(each, Exception)), None)
 
 
-class _Stream:
-    """One connection to a node, while a call uses it."""
+class _Stream(Sender):
+    """One connection to a node, while a call uses it. Keeps the first error, and then sends nothing more."""
 
-    def __init__(self, address: Address, connection: Any) -> None:
+    def __init__(self, address: Address, connection: Any, deadline: float) -> None:
+        super().__init__(connection, deadline, _JOIN_BYTES)
         self.address = address
-        self.connection = connection
         self.error: Exception | None = None
-        self._waiting: list[bytes | bytearray | memoryview] = []
-        self._size = 0
 
-    def send(self, parts: _Parts, deadline: float) -> None:
-        """Sends parts together with others. Keeps an error."""
-        for part in parts:
-            self._waiting.append(part)
-            self._size += len(part)
-            if self._size >= _JOIN_BYTES:
-                self.flush(deadline)
-
-    def flush(self, deadline: float) -> None:
+    def flush(self) -> None:
         """Sends what was kept back."""
-        waiting, self._waiting, self._size = self._waiting, [], 0
-        if self.error is None and waiting:
+        if self.error is None:
             try:
-                self.connection._sock.settimeout(left_s(deadline))
-                self.connection.send_packed_command([b"".join(waiting)], check_health=False)
+                super().flush()
             except (RedisError, OSError) as error:
                 self.error = error
 
-    def read(self, deadline: float) -> Any:
+    def read(self) -> Any:
         """The next reply, or the refusal. Raises if the connection is lost."""
         if self.error is not None:
             raise self.error
-        self.connection._sock.settimeout(left_s(deadline))
+        self.connection._sock.settimeout(left_s(self.deadline))
         try:
             return self.connection.read_response(disable_decoding=True)
         except ResponseError as error:
@@ -195,12 +183,12 @@ class Nodes:
                 break
             try:
                 if not connection.can_read(timeout=0):
-                    return _Stream(address, connection)
+                    return _Stream(address, connection, deadline)
             except (RedisError, OSError):
                 pass  # the node closed it while it was idle
             connection.disconnect()
         until = min(deadline, time.monotonic() + _CONNECT_S)
-        return _Stream(address, self._link.connect_to(address, left_s(until)))
+        return _Stream(address, self._link.connect_to(address, left_s(until)), deadline)
 
     def _close(self, stream: _Stream, complete: bool) -> None:
         with self._lock:
@@ -372,20 +360,20 @@ class Nodes:
                 stream = streams.get(node_of[index])
                 if stream is not None:
                     if asked[index] is not None and asking:
-                        stream.send(pack((b"ASKING",)), deadline)
-                    stream.send(jobs[index].packed, deadline)
+                        stream.send(pack((b"ASKING",)))
+                    stream.send(jobs[index].packed)
             for stream in streams.values():
                 if last is not None:
-                    stream.send(last(), deadline)
-                stream.flush(deadline)
+                    stream.send(last())
+                stream.flush()
             for address, stream in streams.items():
                 try:
                     for index in mine[address]:
                         if asked[index] is not None and asking:
-                            stream.read(deadline)
-                        jobs[index].replies = [stream.read(deadline) for _ in range(jobs[index].num_replies)]
+                            stream.read()
+                        jobs[index].replies = [stream.read() for _ in range(jobs[index].num_replies)]
                     if last is not None and last_replies is not None:
-                        last_replies.append(stream.read(deadline))
+                        last_replies.append(stream.read())
                     done.add(address)
                 except (RedisError, OSError) as error:
                     left.error, left.was_sent = error, True
@@ -451,8 +439,8 @@ class Nodes:
             for number in range(-1, max(map(len, chunks.values()), default=0)):
                 for address, stream in streams.items():
                     if number + 1 < len(chunks[address]):
-                        stream.send([reads[index][1].packed for index in chunks[address][number + 1]], deadline)
-                        stream.flush(deadline)
+                        stream.send([reads[index][1].packed for index in chunks[address][number + 1]])
+                        stream.flush()
                 for address, stream in streams.items():
                     if not 0 <= number < len(chunks[address]):
                         continue

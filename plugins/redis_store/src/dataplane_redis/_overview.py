@@ -35,7 +35,7 @@ from dataplane_redis import _refusals
 from dataplane_redis._acknowledged import Acknowledged
 from dataplane_redis._claims import Claims
 from dataplane_redis._session import Session
-from dataplane_redis._wire import pack_strings, text_of
+from dataplane_redis._wire import pack_strings, text_of, tuples_of
 
 __all__ = ["Overview"]
 
@@ -150,8 +150,8 @@ class Overview:
         _, epoch, text, specs, num_samples, num_cleared, held_bytes, oldest_s, tasks, leases = reply
         info = _info_of(text_of(epoch), text)
         required = pack_strings(sorted(info.fields))
-        consumed = {text_of(name): count for name, count in _pairs(tasks)}
-        oldest = {text_of(name): _holder_of(*lease) for name, lease in _pairs(leases)}
+        consumed = {text_of(name): count for name, count in tuples_of(tasks, 2)}
+        oldest = {text_of(name): _holder_of(*lease) for name, lease in tuples_of(leases, 2)}
         described = {}
         for name in info.consumer_tasks:
             ready, leased = self._claims.count(what, request.partition_id, name, required, request.deadline)
@@ -163,7 +163,7 @@ class Overview:
             )
         return PartitionDescription(
             info=info,
-            specs={text_of(name): FieldSpec.from_text(spec.decode()) for name, spec in _pairs(specs)},
+            specs={text_of(name): FieldSpec.from_text(spec.decode()) for name, spec in tuples_of(specs, 2)},
             num_samples=int(num_samples),
             num_cleared=int(num_cleared),
             held_bytes=int(held_bytes),
@@ -184,7 +184,7 @@ class Overview:
     def list_clients(self, request: ListClientsRequest) -> ClientList:
         """Lists the clients."""
         reply = self._session.run("list_clients()", request.deadline, "clients")
-        return ClientList(clients=[_client_of(text, float(heard_s)) for text, heard_s in _pairs(reply[1:])])
+        return ClientList(clients=[_client_of(text, float(heard_s)) for text, heard_s in tuples_of(reply[1:], 2)])
 
     # --- cursors ------------------------------------------------------------------------------------------------------
 
@@ -203,13 +203,13 @@ class Overview:
             if reply[0] != b"ok":
                 _refusals.raise_partition(request.partition_id, reply)
             _, ids, epoch, seq, tasks = reply
-            for name, marks in _pairs(tasks):
+            for name, marks in tuples_of(tasks, 2):
                 given = consumed.setdefault(text_of(name), [])
                 given += [text_of(each) for each, mark in zip(ids, marks.decode(), strict=True) if mark == "1"]
         rows = b"%s:e:%s:" % (self._session.base, epoch)
         cleared = [text_of(each) for each in self._scan(what, request.deadline, b"SSCAN", rows + b"x")]
         heads = self._scan(what, request.deadline, b"HSCAN", rows + b"g")
-        broken = [text_of(name) for name, head in _pairs(list(heads)) if _GROUP_HEAD.unpack_from(head)[1]]
+        broken = [text_of(name) for name, head in tuples_of(heads, 2) if _GROUP_HEAD.unpack_from(head)[1]]
         return PartitionState(consumed=consumed, cleared_ids=sorted(set(cleared)), broken_groups=sorted(set(broken)))
 
     def _scan(self, what: str, deadline: float, command: bytes, key: bytes) -> Iterator[bytes]:
@@ -271,7 +271,3 @@ def _client_of(text: bytes, heard_s: float) -> ClientInfo:
     told = _told(text, _CLIENT)
     calls = [CallInfo(**{name: each[name] for name in _CALL}) for each in told["calls"] if holds(each, _CALL)]
     return ClientInfo(**{**{name: told[name] for name in _CLIENT}, "calls": calls, "heard_s": heard_s})
-
-
-def _pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
-    return zip(flat[::2], flat[1::2], strict=True)

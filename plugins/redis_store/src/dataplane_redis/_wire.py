@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgpack
@@ -26,6 +26,7 @@ __all__ = [
     "pack_tags",
     "text_of",
     "to_bytes",
+    "tuples_of",
     "unpack_layout",
     "unpack_rows",
     "unpack_tags",
@@ -55,6 +56,11 @@ def to_bytes(text: str) -> bytes:
 def text_of(data: bytes) -> str:
     """Decodes a name from the server."""
     return data.decode("utf-8", _ERRORS)
+
+
+def tuples_of(flat: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
+    """What a script replied one after another, in tuples of so many."""
+    return zip(*[iter(flat)] * size, strict=True)
 
 
 def pack_request(*values: Any) -> bytes:

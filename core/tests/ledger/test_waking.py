@@ -93,6 +93,24 @@ def test_questions_are_apart_and_a_put_looks_at_a_few_of_many(monkeypatch):
     assert made.woken == ["other field"]
 
 
+@pytest.mark.parametrize("cleared", ["partition", "samples"])
+def test_all_of_many_questions_are_woken_when_they_need_not_wait(cleared):
+    made = Waiting(num_samples=2)
+    made.put("1", "2")
+    names = [str(number) for number in range(40)]
+    for name in names:
+        made.claim(name, 2, dp_rank=int(name), fields=("y",))
+    made.service.call(commands.Clear("p", None if cleared == "partition" else ["1", "2"]))
+    for asked in range(40):
+        name = made.woken[asked]  # fails if nobody else was woken
+        if cleared == "partition":
+            with pytest.raises(KeyError):
+                made.claim(name, 2, dp_rank=int(name), fields=("y",))
+        else:
+            assert made.claim(name, 2, dp_rank=int(name), fields=("y",)).exhausted
+    assert sorted(made.woken, key=int) == names
+
+
 def test_a_claim_that_is_woken_asks_by_itself_only_when_a_lease_may_end():
     made = Waiting()
     assert made.claim("a").ask_again_s == LONGEST_PAUSE_S

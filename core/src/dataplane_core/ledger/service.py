@@ -182,12 +182,14 @@ class LedgerService:
         try:
             claim = self._answer(command)
         except BaseException:
-            self._waiting.drop(command.token)
+            if self._waiting.drop(command.token) is not None:  # others may end for the same reason
+                self._waiting.wake(command.partition_id, self._num_ready)
             raise
         waits = command.all_or_nothing and not command.explain and not claim.answered
         if not waits or wake is None:
-            self._waiting.drop(command.token)
-            if claim.sample_ids and self._waiting:  # others may have to wait no longer, since less is left
+            waited = self._waiting.drop(command.token) is not None
+            # others may have to wait no longer, since less is left, or end for the same reason
+            if self._waiting and (claim.sample_ids or (waited and claim.answered)):
                 self._waiting.wake(command.partition_id, self._num_ready)
             return claim
         lease_ends_at = self._ledger.next_lease_check(command.partition_id)

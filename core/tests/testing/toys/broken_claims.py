@@ -249,3 +249,14 @@ class WakesAll(NoopBackend):
         for wake in self.__dict__.get("wakes", ()):
             wake()
         return reply
+
+
+@breaks("test_claims_with_many_filters_are_woken_when_they_need_not_wait[partition]")
+class WakesAFew(NoopBackend):
+    """Keeps no more than 16 claims to wake."""
+
+    def _waking_ledger(self, deadline, command, wake):
+        kept = self.__dict__.setdefault("kept", set())
+        if len(kept) < 16:
+            kept.add(command.token)
+        return super()._waking_ledger(deadline, command, wake if command.token in kept else lambda: True)

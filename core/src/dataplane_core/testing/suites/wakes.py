@@ -111,6 +111,27 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
             with pytest.raises(UnknownPartitionError):
                 refused.result(what="the claim on a cleared partition")
 
+    @proves(Capability.WAKES, Capability.TAG_FILTERS)
+    @pytest.mark.parametrize("cleared", ["partition", "samples"])
+    def test_claims_with_many_filters_are_woken_when_they_need_not_wait(self, store: Store, cleared: str) -> None:
+        """Contract: "If the partition is cleared while it waits, it raises KeyError at once."
+
+        Check first: a store that looks at a few of the questions after each change must go on to the others.
+        """
+        partition = store.register("x", "y", num_samples=1)
+        store.put(partition, ["a"], [{"version": -1}], x=torch.zeros(1))
+        with _no_polls(store):
+            claims = [
+                store.waiting_claim(partition, 1, "y", tag_filter={"version": ("!=", number)}) for number in range(24)
+            ]
+            store.client.clear_samples(None if cleared == "partition" else ["a"], partition)
+            for claim in claims:
+                if cleared == "samples":
+                    assert claim.result(what="a claim of a task that can be given no more").size == 0
+                else:
+                    with pytest.raises(UnknownPartitionError):
+                        claim.result(what="a claim on a cleared partition")
+
     def test_only_as_many_are_woken_as_there_are_samples_for(self, store: Store) -> None:
         """Contract: "and only as many claims as there are samples for"
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from dataplane_core import KVBatchMeta
 from dataplane_core.errors import BackendUnavailableError, ConfigError
 from dataplane_integrations.transfer_queue._claims import Claims
 from dataplane_integrations.transfer_queue.client import TransferQueueClient
@@ -47,7 +48,8 @@ def fill(session: ModuleType, count: int, lengths: list[int] | None = None) -> l
 
 
 def ask(one: TransferQueueClient, size: int, **config: Any) -> list[int]:
-    return one.get_meta(["x"], size, "p", task_name="t", sampling_config=config or None).global_indexes
+    task = config.get("task_name", "t")
+    return one.get_meta(["x"], size, "p", task_name=task, sampling_config=config or None).global_indexes
 
 
 def test_a_sampler_of_a_user(tq: ModuleType) -> None:
@@ -122,6 +124,53 @@ def test_a_choice_that_could_not_be_written_is_none(
         rows = fill(tq, 4)
     assert sorted(of(0) + of(1)) == rows
     assert ranks[0].check_consumption_status("t", "p")
+
+
+def test_rows_of_a_process_that_was_killed_after_its_plan_are_in_no_other_batch(
+    tq: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = fill(tq, 6)
+    killed, other = client(tq, GRPOGroupNSampler(1)), client(tq, GRPOGroupNSampler(1))
+    store = tq.get_client().store
+
+    class Killed(BaseException):
+        pass
+
+    leased: list[KVBatchMeta] = []
+
+    def die(meta: KVBatchMeta) -> None:
+        leased.append(meta)
+        raise Killed
+
+    def of(one: TransferQueueClient, batch: int) -> list[int]:
+        return ask(one, 2, dp_rank=0, batch_index=batch, task_name="t", partition_id="p")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "ack", die)
+        patch.setattr(store, "nack", leased.append)
+        with pytest.raises(Killed):
+            of(killed, 0)
+    for meta in leased:  # as if its leases had ended
+        store.nack(meta)
+    assert of(other, 1) == rows[2:4]
+    assert of(other, 0) == rows[:2]
+    assert of(other, 2) == rows[4:]
+    assert other.check_consumption_status("t", "p")
+
+
+def test_a_reset_of_one_task_leaves_the_batches_of_the_others(tq: ModuleType) -> None:
+    rows = fill(tq, 4)
+    first, second = client(tq, GRPOGroupNSampler(1)), client(tq, GRPOGroupNSampler(1))
+
+    def of(one: TransferQueueClient, task: str, batch: int) -> list[int]:
+        return ask(one, 2, dp_rank=0, batch_index=batch, task_name=task, partition_id="p")
+
+    assert of(first, "t", 0) == of(first, "u", 0) == rows[:2]
+    first.reset_consumption("p", "u")
+    assert of(second, "t", 0) == rows[:2]
+    assert of(second, "u", 1) == rows[:2]
+    first.reset_consumption("p")
+    assert of(second, "t", 1) == of(second, "u", 2) == rows[:2]
 
 
 def test_other_processes_learn_the_sampler(tq: ModuleType) -> None:

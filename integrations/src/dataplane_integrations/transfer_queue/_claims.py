@@ -22,6 +22,8 @@ __all__ = ["Claims"]
 
 _SETTINGS: Final = f"{HIDDEN_PARTITION}settings"
 _PLANS: Final = f"{HIDDEN_PARTITION}plans"
+#: The plans whose rows may not have been acked yet.
+_UNACKED: Final = f"{HIDDEN_PARTITION}unacked"
 _LOCKS: Final = f"{HIDDEN_PARTITION}locks"
 #: Seconds for which a process may hold rows or a lock while its sampler chooses.
 _CHOOSE_S: Final = 60.0
@@ -88,8 +90,13 @@ class Claims:
                     return rows
             return self._planned(sampler, partition_id, task_name, fields, batch_size, config)
 
-    def forget(self, partition_id: str | None) -> None:
-        """Drops what samplers chose in a partition. None: what this process chose in all."""
+    def forget(self, partition_id: str | None, task_name: str | None = None) -> None:
+        """Drops what samplers chose.
+
+        Args:
+            partition_id: In this partition. None: what this process chose in all.
+            task_name: For this task, as far as other processes know it. None: for all tasks.
+        """
         with self._lock:
             if self._sampler is not None and partition_id is None:
                 self._sampler.load_checkpoint({name: {} for name in self._sampler.save_checkpoint()})
@@ -97,10 +104,12 @@ class Claims:
                 self._sampler.clear_cache(partition_id)
         if partition_id is None:
             return
+        dropped = [partition_id] if task_name is None else [partition_id, task_name]
         try:
-            plans = [name for name in self._client.list_sample_ids(_PLANS) if json.loads(name)[0] == partition_id]
+            names = self._client.list_sample_ids(_PLANS)
         except UnknownPartitionError:
             return
+        plans = [name for name in names if json.loads(name)[: len(dropped)] == dropped]
         self._client.clear_samples(plans, _PLANS)
 
     # --- one choice ---------------------------------------------------------------------------------------------------
@@ -123,6 +132,7 @@ class Claims:
         held = self._client.claim_meta(partition_id, task_name, fields, _ALL, blocking=False, lease_s=_CHOOSE_S)
         given: list[int] = []
         try:
+            held = self._without_planned(held, partition_id, task_name)
             rows = {index_of(partition_id, row.sample_id): row for row in _rows(held, fields)}
             sampled: Sequence[int] = []
             ranks: dict[Any, Sequence[int]] = {}
@@ -145,6 +155,19 @@ class Claims:
             if rest is not None:
                 self._client.nack(rest)
 
+    def _without_planned(self, held: KVBatchMeta, partition_id: str, task_name: str) -> KVBatchMeta:
+        """Acks rows that a plan names, as a process was killed between its plan and its ack. Returns the others."""
+        try:
+            unacked = self._client.list_sample_ids(_UNACKED, {"task": json.dumps([partition_id, task_name])})
+        except UnknownPartitionError:
+            return held
+        planned = {each for plan in find_rows(self._client, _PLANS, unacked) for each in json.loads(plan.tags["ids"])}
+        places = [place for place, each in enumerate(held.sample_ids) if each in planned]
+        if not places:
+            return held
+        self._client.ack(held.subset(places))
+        return held.drop(places) or held.subset([])
+
     # --- the same choice in several processes -------------------------------------------------------------------------
 
     def _planned(
@@ -160,7 +183,8 @@ class Claims:
         dp_rank, batch_index = config["dp_rank"], config["batch_index"]
         plan = self._read_plan(partition_id, task_name, dp_rank, batch_index)
         if plan is None:
-            lock = self._take_lock(json.dumps([partition_id, task_name]))
+            task = json.dumps([partition_id, task_name])
+            lock = self._take_lock(task)
             if not lock.size:
                 return []
             try:
@@ -170,9 +194,11 @@ class Claims:
                         sampler.clear_cache(partition_id)  # what it chose is kept in the store
                         names = [json.dumps([partition_id, task_name, rank, batch_index]) for rank in ranks]
                         if names:
+                            self._client.put_samples(names, _UNACKED, tags=[{"task": task}] * len(names))
                             tags = [{"ids": json.dumps(ids)} for ids in ranks.values()]
                             self._client.put_samples(names, _PLANS, tags=tags)
                         plan = ranks.get(dp_rank, [])
+                    self._client.clear_samples(names, _UNACKED)
             finally:
                 self._client.nack(lock)
         return find_rows(self._client, partition_id, plan) if plan else []

@@ -284,7 +284,7 @@ class TransferQueueClient:
                 self.store.reset_consumption(partition_id, task)
         except (UnknownPartitionError, UnknownTaskError):
             pass
-        self._claims.forget(partition_id)
+        self._claims.forget(partition_id, task_name)
         return True
 
     def get_partition_list(self) -> list[str]:

@@ -4,15 +4,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from dataplane_core import StreamingDataset, connect
-from dataplane_core.errors import ClientClosedError, InvalidRequestError
+from dataplane_core.errors import BackendUnavailableError, ClientClosedError, InvalidRequestError, InvalidTypeError
+from dataplane_core.spec import hookimpl
+from dataplane_core.testing._timing import eventually
 
 NUM = 24
 
@@ -94,6 +98,76 @@ def test_batches_of_a_loop_that_was_left_come_again(config):
         while not client.check_consumption_status("p", ["t"]):  # leases of batches that were read ahead end later
             seen += [name for batch in resumed.loader(client) for name in batch.meta.sample_ids]
         assert len(seen) == len(set(seen)) == NUM - 4
+
+
+def slow_in_worker_1(folder, meta, columns):
+    """Worker 1 waits until the others are trained on, and worker 0 until worker 1 has a batch."""
+    worker = get_worker_info().id
+    if worker == 1:
+        (folder / "claimed").touch()
+    eventually((folder / ("trained" if worker == 1 else "claimed")).exists, within_s=30.0)
+    return worker
+
+
+def test_no_batch_waits_in_the_loader_for_another_one(config, tmp_path):
+    with connect(config) as client:
+        _fill(client)
+        dataset = StreamingDataset(config, "p", "t", ["x"], 8, collate=partial(slow_in_worker_1, tmp_path))
+        workers = []
+        for batch in dataset.loader(client, 2):
+            workers.append(batch.columns)
+            if len(workers) == 2:
+                (tmp_path / "trained").touch()
+        assert workers == [0, 0, 1]
+        assert client.check_consumption_status("p", ["t"])
+
+
+class Unsteady:
+    """Middleware whose first renewal fails."""
+
+    def __init__(self):
+        self.num_asked = 0
+        self.renewed = threading.Event()
+
+    @hookimpl(wrapper=True)
+    def renew(self, request):
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise BackendUnavailableError("not for the moment.")
+        reply = yield
+        self.renewed.set()
+        return reply
+
+
+def test_a_renewal_that_fails_is_tried_again():
+    unsteady = Unsteady()
+    with connect({"backend": "noop", "middleware": [unsteady]}) as client:
+        _fill(client)
+        batches = iter(StreamingDataset(client, "p", "t", ["x"], 4, lease_s=3.0))
+        next(batches)
+        assert unsteady.renewed.wait(30)
+        batches.close()
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_loader_of_ones_own_without_workers_ends_with_its_loop(config, left):
+    with connect(config) as client:
+        _fill(client)
+        num_threads = threading.active_count()
+        dataset = StreamingDataset(config, "p", "t", ["x"], 4, lease_s=600.0)
+        for batch in DataLoader(dataset, batch_size=None):
+            if left:
+                break
+            client.ack(batch.meta)
+        eventually(lambda: threading.active_count() <= num_threads, what="its threads end")
+        assert client.describe("p").tasks["t"].num_leased == 0
+        assert len(client.list_consumed("p", "t")) == (0 if left else NUM)
+
+
+def test_how_long_a_batch_is_held_is_checked():
+    for wrong, error in (("1h", InvalidTypeError), (float("nan"), InvalidRequestError)):
+        with pytest.raises(error, match="most_held_s"):
+            StreamingDataset({"backend": "noop"}, "p", "t", ["x"], 4, most_held_s=wrong)
 
 
 @pytest.mark.long

@@ -23,11 +23,12 @@ class StreamingDataset(IterableDataset[StreamBatch]):
 
     Each worker, and each rank of a parallel job, connects a client of its own and claims with leases, so each sample
     goes to one of them. A worker reads ahead, so it cannot know what was trained on: nothing is acked in it. Use
-    `loader`, which acks in the process that trains; or a `DataLoader` of your own with ``batch_size=None``, and
-    ``client.ack(batch.meta)`` after each step.
+    `loader`, which acks in the process that trains; or a `DataLoader` of your own with ``batch_size=None`` and
+    ``in_order=False``, and ``client.ack(batch.meta)`` after each step.
 
-    A worker renews the leases of its batches until they are acked, for at most ``most_held_s``. The leases of batches
-    that nobody acks, because the loop was left or the process killed, end; their samples are then claimed again.
+    A worker renews the leases of its batches until they are acked, for at most ``most_held_s``. Batches that are not
+    acked when the loop is left are given back (with ``persistent_workers``, when the next loop begins). The leases of a
+    process that was killed end; its samples are then claimed again.
 
     Args:
         config: The config of a running store, as for `dataplane_core.connect`; workers attach. Or a client, which
@@ -96,6 +97,8 @@ class StreamingDataset(IterableDataset[StreamBatch]):
     def loader(self, client: DataPlaneClient, num_workers: int = 0, **options: Any) -> StreamingLoader:
         """A `DataLoader` of this dataset that acks each batch when the next one is asked for.
 
+        Batches come in the order in which the workers have them ready.
+
         Args:
             client: The client that acks, in the process that trains.
             num_workers: As for `DataLoader`.
@@ -139,7 +142,7 @@ class StreamingLoader:
         self._client = client
         self._dataset = dataset
         as_is: Any = _as_is
-        # in order, batches of a worker that has ended could wait here for others, and nobody would renew their leases
+        # in order, batches of a worker that has ended would wait here for others, and nobody would renew their leases
         options = {"in_order": False, **options}
         self._loader = DataLoader(dataset, batch_size=None, collate_fn=as_is, num_workers=num_workers, **options)
 
@@ -148,11 +151,11 @@ class StreamingLoader:
             for batch in self._loader:
                 try:
                     yield batch
-                except BaseException:  # the loop was left
+                    self._client.ack(batch.meta)
+                except BaseException:  # the loop was left, or the ack failed
                     with contextlib.suppress(DataPlaneError):
                         self._client.nack(batch.meta)
                     raise
-                self._client.ack(batch.meta)
         finally:
             self._dataset.close()
 

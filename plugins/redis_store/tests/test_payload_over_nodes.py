@@ -14,7 +14,12 @@ import torch
 from redis.crc import key_slot
 from tensordict import TensorDict
 
-from dataplane_core.errors import BackendUnavailableError, LostSamplesError, StalePartitionError
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    LostSamplesError,
+    OperationTimeoutError,
+    StalePartitionError,
+)
 from dataplane_redis._placing import NUM_BUCKETS, Placing
 
 #: Numbers in a row that is a group of its own: more than half of what a group may have.
@@ -105,6 +110,21 @@ def test_a_put_that_is_refused_leaves_nothing(cluster, client, namespace, connec
     with pytest.raises(StalePartitionError):
         client.put_samples(names(8), "p", rows(8))
     assert num_keys(cluster, namespace) == 0
+
+
+def test_a_put_whose_rows_a_node_did_not_take_was_not_done(start_cluster, connect, namespace):
+    nodes = start_cluster()
+    client = connect(url=nodes[0].url, namespace=namespace)
+    client.register_partition("p", ["x"], None, ["train"])
+    hasty = connect(url=nodes[0].url, namespace=namespace, bootstrap=False, op_timeout_s=3.0)
+    silent = next(node for node in nodes if not _serves(node, client._backend._session.base))
+    with (
+        silent.stopped(),
+        pytest.raises((OperationTimeoutError, BackendUnavailableError), match=r"It was not done\.") as caught,
+    ):
+        hasty.put_samples(names(64), "p", rows(64))
+    assert caught.value.outcome == "not_done"
+    assert client.list_samples("p").size == 0
 
 
 WRITER = """

@@ -19,7 +19,7 @@ from redis.exceptions import NoScriptError
 
 from dataplane_core.backends import Bundle, bundles_of, framed_columns
 from dataplane_core.codec import join_rows
-from dataplane_core.errors import DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
 from dataplane_core.spec import PutReply, PutRequest
 from dataplane_redis import _refusals
 from dataplane_redis._acknowledged import Acknowledged
@@ -176,7 +176,11 @@ class Puts:
                     commit = self._begin(put, write)
                     if commit is None:
                         return
-                    self._payload.write(put.what, write, put.bundles, deadline, _ABANDON_GRACE_S)
+                    try:
+                        self._payload.write(put.what, write, put.bundles, deadline, _ABANDON_GRACE_S)
+                    except (BackendUnavailableError, OperationTimeoutError) as error:
+                        error.outcome = "not_done"  # no commit was sent
+                        raise
                     reply = self._commit(put, commit)
                 self._litter.collect(reply[2], deadline)
                 return

@@ -133,6 +133,34 @@ def test_a_rollout_that_always_fails_ends_the_collector_and_tells_the_trainer(
     assert not buffer.view().groups
 
 
+def test_a_failure_is_told_to_the_trainer_also_if_another_collector_was_stopped(make_buffer: Make) -> None:
+    buffer = make_buffer()
+    gate = threading.Event()
+
+    def slow(reservations: Any) -> Any:
+        gate.wait(WAIT_S)
+        raise RolloutAbortedError("not needed")
+
+    def broken(reservations: Any) -> Any:
+        raise OSError("no GPU")
+
+    one, two = Collector(buffer, slow, name="one", num_threads=2), Collector(buffer, broken, name="two", max_failures=1)
+    one.start()
+    two.start()
+    with pytest.raises(CollectorFailedError):
+        two.wait(WAIT_S)
+    with pytest.raises(ReplayTimeoutError, match="collectors that failed: 'two'"):
+        buffer.select(1, timeout_s=0)
+    gate.set()
+    one.stop()
+    with pytest.raises(CollectorFailedError, match="no GPU"):
+        buffer.select(1, timeout_s=0)
+    buffer.enlist("one")
+    buffer.withdraw(collector="one", incarnation=1)  # of the earlier start
+    with pytest.raises(ReplayTimeoutError):
+        buffer.select(1, timeout_s=0)
+
+
 @pytest.mark.parametrize(("returned", "message"), [(None, "NoneType"), ({"x": 1}, "the collector has no client")])
 def test_what_a_rollout_may_not_return_is_said(make_buffer: Make, returned: Any, message: str) -> None:
     buffer = make_buffer()

@@ -222,7 +222,8 @@ class ReplayBuffer(BufferState):
     ) -> None:
         """Reports that a collector has failed and stopped, until it is enlisted again.
 
-        When no collector is left, callers that wait for groups get a `CollectorFailedError` with the last message.
+        When no collector is left, callers that wait for groups get a `CollectorFailedError` with the last message,
+        also if other collectors have ended without a failure.
 
         Args:
             message: What happened.
@@ -231,12 +232,19 @@ class ReplayBuffer(BufferState):
             incarnation: What `enlist` returned; None: the newest. An earlier start is ignored.
         """
         with self._lock:
-            if incarnation is not None and incarnation != self._incarnations.get(collector, 0):
-                return
-            self._running.discard(collector)
-            self._failures.pop(collector, None)
-            self._failures[collector] = (message, cause)
-            self._changed.notify_all()
+            if self._has_ended(collector, incarnation):
+                self._failures.pop(collector, None)
+                self._failures[collector] = (message, cause)
+
+    def withdraw(self, *, collector: str = "collector", incarnation: int | None = None) -> None:
+        """Reports that a collector has ended without a failure, until it is enlisted again.
+
+        Args:
+            collector: As for `fail`.
+            incarnation: As for `fail`.
+        """
+        with self._lock:
+            self._has_ended(collector, incarnation)
 
     def sweep(self) -> int:
         """Clears the rows of collectors that belong to no group in the buffer. Returns their number."""
@@ -267,7 +275,7 @@ class ReplayBuffer(BufferState):
 
         Raises:
             ReplayTimeoutError: There were not enough groups; the message says what there is.
-            CollectorFailedError: There are too few groups, and every collector has failed.
+            CollectorFailedError: There are too few groups, no collector is left, and one has failed.
         """
         at_least = num_groups if min_groups is None else min_groups
         if not 1 <= at_least <= num_groups:
@@ -451,7 +459,7 @@ class ReplayBuffer(BufferState):
 
         Raises:
             ReplayTimeoutError: There was still room after ``timeout_s``.
-            CollectorFailedError: There is room, but every collector has failed.
+            CollectorFailedError: There is room, no collector is left, and one has failed.
         """
 
         def full() -> bool | None:

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, TypeAlias
@@ -121,6 +121,7 @@ class Collector:
         # guarded by _lock
         self._paused = 0
         self._busy = 0
+        self._num_running = 0
         self._counts = CollectorCounts()
         self._in_a_row = 0
         self._swept = True
@@ -141,6 +142,7 @@ class Collector:
         if self._threads:
             raise InvalidRequestError(f"Collector('{self._name}').start refused: it was started already.")
         incarnation = self._buffer.enlist(self._name)
+        self._num_running = self._num_threads
         self._threads = [
             threading.Thread(target=self._run, args=(incarnation,), name=f"{self._name}-{number}", daemon=True)
             for number in range(self._num_threads)
@@ -235,6 +237,13 @@ class Collector:
                 self._error = error
             self._stop.set()
             self._buffer.fail(self._reason(error), error, collector=self._name, incarnation=incarnation)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                is_last = not self._num_running
+            if is_last:
+                with suppress(DataPlaneError):  # then the buffer is gone
+                    self._buffer.withdraw(collector=self._name, incarnation=incarnation)
 
     def _begin(self) -> bool:
         """Waits while paused. Returns False if the thread must stop."""

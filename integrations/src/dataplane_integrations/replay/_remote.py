@@ -60,6 +60,7 @@ class RemoteReplayBuffer:
     reserve = _remote(ReplayBuffer.reserve)
     commit = _remote(ReplayBuffer.commit)
     abandon = _remote(ReplayBuffer.abandon)
+    withdraw = _remote(ReplayBuffer.withdraw)
     to_abort = _remote(ReplayBuffer.to_abort)
     abort = _remote(ReplayBuffer.abort)
     sweep = _remote(ReplayBuffer.sweep)

@@ -68,7 +68,7 @@ class BufferState(DataPlaneClientMixin):
         self._to_clear: dict[str, None] = {}
         self._snapshots = 0
         self._closed = False
-        self._running: set[str] = set()  # enlisted collectors that have not failed
+        self._running: set[str] = set()  # enlisted collectors that have not ended
         self._failures: dict[str, tuple[str, BaseException | None]] = {}  # of failed collectors, the newest last
 
     # --- what it holds ------------------------------------------------------------------------------------------------
@@ -320,6 +320,14 @@ class BufferState(DataPlaneClientMixin):
             raise ReservationLostError(
                 f"reserve refused: collector '{collector}' was started {newest} times, this is start {incarnation}."
             )
+
+    def _has_ended(self, collector: str, incarnation: int | None) -> bool:
+        """Notes that a collector runs no more. False if this start of it is not the newest."""
+        if incarnation is not None and incarnation != self._incarnations.get(collector, 0):
+            return False
+        self._running.discard(collector)
+        self._changed.notify_all()
+        return True
 
     def _check_collectors(self) -> None:
         if self._failures and not self._running:

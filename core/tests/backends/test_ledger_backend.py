@@ -275,6 +275,18 @@ def test_claims_that_do_not_wait_or_not_long_slow_down_no_other():
                 thread.join()
 
 
+def test_a_claim_whose_reply_was_lost_waits_no_longer():
+    class LosesReplies(NoopBackend):
+        def _waking_ledger(self, deadline, command, wake):
+            super()._waking_ledger(deadline, command, wake)
+            raise OperationTimeoutError("no reply in time.")
+
+    with open_client(LosesReplies) as client:
+        with pytest.raises(OperationTimeoutError):
+            client.claim_meta("p", "t", ["x"], 1, timeout_s=30)
+        assert not len(client._backend._service._waiting)
+
+
 def test_a_client_that_is_closed_wakes_its_waiting_claims():
     client = open_client()
     raised = []

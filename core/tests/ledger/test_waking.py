@@ -77,6 +77,32 @@ def test_one_who_is_gone_or_stops_waiting_makes_room_for_the_next():
     assert not len(made.service._waiting)
 
 
+def test_one_who_was_woken_and_does_not_ask_again_keeps_nobody_waiting():
+    made = Waiting()
+    for name in "ab":
+        made.claim(name, 2)
+    made.put("1", "2")
+    made.now = 0.5
+    made.put("3")
+    assert made.woken == ["a"]
+    made.now = 2.0
+    made.put("4", fields=("y",))
+    assert made.woken == ["a", "b"]
+    assert list(made.claim("b", 2).sample_ids) == ["1", "2"]
+    assert made.claim("a", 2).ask_again_s  # it waits again
+    made.put("5")
+    assert made.woken == ["a", "b", "a"]
+
+
+def test_one_who_asks_no_more_is_forgotten():
+    made = Waiting()
+    made.claim("never asks again")
+    for second in range(0, 60, 5):
+        made.now = float(second)
+        made.claim("asks")
+    assert len(made.service._waiting) == 1
+
+
 def test_questions_are_apart_and_a_put_looks_at_a_few_of_many(monkeypatch):
     made = Waiting()
     for number in range(200):

@@ -10,7 +10,7 @@ from dataplane_core.host_memory import Arena
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
 from dataplane_shm._layout import Layout
-from dataplane_shm._messages import Begin, ClaimOrWait, Drop, Find, PutWhole, Release, Status
+from dataplane_shm._messages import Begin, ClaimOrWait, Drop, Find, PutWhole, Release, Status, StopWaiting
 from dataplane_shm._store import Store
 
 SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
@@ -130,6 +130,23 @@ def test_a_session_that_ends_waits_for_nothing():
     assert woken == ["other put"]
     clients.put(["a"], 500, 1, ticket="other put")
     assert woken == ["other put", "other"]
+
+
+def test_a_claim_that_did_not_wait_for_the_reply_keeps_nobody_waiting():
+    """It stopped waiting before the store read its question."""
+    clients, woken = Clients(), []
+    clients.session.wake = lambda token: woken.append(token) or True
+    clients.call(commands.Register("p", ["x"], None, ["t"], None, {}, "e2"))
+    asked = [
+        ClaimOrWait(commands.ClaimSamples("p", "t", ["x"], 1, all_or_nothing=True, lease_s=None, token=token))
+        for token in ("first", "second")
+    ]
+    clients.call(StopWaiting("first"))
+    for each in asked:
+        clients.call(each)
+    clients.store.take_back(asked[0], clients.session)
+    clients.put(["a"], 500, 1)
+    assert woken == ["second"]
 
 
 def test_an_abandoned_put_keeps_its_place_until_its_writer_says_that_it_stopped(clients):

@@ -294,10 +294,10 @@ class LedgerBackend(Backend, ABC):
         wake = request.wake
         if wake is None:
             return self._ledger(request.deadline, claim)
-        wake.at_end = None
+        wake.at_end = partial(self._stop_waiting, claim.token)  # also if the reply is lost: the claim may wait then
         found = self._waking_ledger(request.deadline, claim, wake)
-        if not (found.answered or request.explain):
-            wake.at_end = partial(self._stop_waiting, claim.token)
+        if found.answered or request.explain:
+            wake.at_end = None
         return found
 
     def ack(self, request: AckRequest) -> SettleReply:

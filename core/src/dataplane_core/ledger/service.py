@@ -91,7 +91,7 @@ class LedgerService:
                 return self._run(command, wake)
             finally:
                 if changes is not None:
-                    self._waiting.wake(changes, self._num_ready)
+                    self._wake_claims(changes)
                 if self._waiting and isinstance(command, (commands.ClaimSamples, commands.Renew)):
                     self._tell_of_leases(command.partition_id)
                 if self._room_wakes and (
@@ -106,7 +106,7 @@ class LedgerService:
             partition_id = self._waiting.drop(token)
             self._pacer.leave(token)
             if partition_id is not None:
-                self._waiting.wake(partition_id, self._num_ready)
+                self._wake_claims(partition_id)
                 self._tell_of_leases(partition_id)
 
     def _run(self, command: Command[Reply], wake: Callable[[], bool] | None) -> Reply:
@@ -150,6 +150,9 @@ class LedgerService:
         except DataPlaneError:  # the claim raises it when it asks again
             return math.inf
 
+    def _wake_claims(self, partition_id: str) -> None:
+        self._waiting.wake(partition_id, self._num_ready, self._clock())
+
     def _wake_for_room(self) -> None:
         for ticket in self._ledger.first_in_queue(_NUM_HEAD):
             wake = self._room_wakes.get(ticket)
@@ -183,25 +186,25 @@ class LedgerService:
             claim = self._answer(command)
         except BaseException:
             if self._waiting.drop(command.token) is not None:  # others may end for the same reason
-                self._waiting.wake(command.partition_id, self._num_ready)
+                self._wake_claims(command.partition_id)
             raise
         waits = command.all_or_nothing and not command.explain and not claim.answered
         if not waits or wake is None:
             waited = self._waiting.drop(command.token) is not None
             # others may have to wait no longer, since less is left, or end for the same reason
             if self._waiting and (claim.sample_ids or (waited and claim.answered)):
-                self._waiting.wake(command.partition_id, self._num_ready)
+                self._wake_claims(command.partition_id)
             return claim
-        lease_ends_at = self._ledger.next_lease_check(command.partition_id)
-        self._waiting.add(command, wake, lease_ends_at)
-        pause_s = max(min(lease_ends_at - self._clock(), LONGEST_PAUSE_S), _LEAST_LEASE_PAUSE_S, claim.ask_again_s)
+        lease_ends_at, now = self._ledger.next_lease_check(command.partition_id), self._clock()
+        self._waiting.add(command, wake, lease_ends_at, now)
+        pause_s = max(min(lease_ends_at - now, LONGEST_PAUSE_S), _LEAST_LEASE_PAUSE_S, claim.ask_again_s)
         return replace(claim, ask_again_s=pause_s)
 
     def _tell_of_leases(self, partition_id: str) -> None:
         """Wakes claims of a partition that would ask too late, since a lease may end sooner than they know."""
-        lease_ends_at = self._ledger.next_lease_check(partition_id)
-        if lease_ends_at - self._clock() < LONGEST_PAUSE_S:
-            self._waiting.tell(partition_id, lease_ends_at)
+        lease_ends_at, now = self._ledger.next_lease_check(partition_id), self._clock()
+        if lease_ends_at - now < LONGEST_PAUSE_S:
+            self._waiting.tell(partition_id, lease_ends_at, now)
 
     def _answer(self, command: commands.ClaimSamples) -> Claim:
         question = (command.partition_id, command.task_name, tuple(command.required_fields), repr(command.tag_filter))

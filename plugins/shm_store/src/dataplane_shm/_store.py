@@ -167,10 +167,12 @@ class Store:
     def take_back(self, request: Any, session: Session) -> None:
         """A client that did not wait for the reply gets none.
 
-        Its release may have been read before the request, and then ended nothing.
+        Its release, or that it waits no longer, may have been read before the request, and then ended nothing.
         """
         if isinstance(request, Find):
             self._release(session, request.pin)
+        elif isinstance(request, ClaimOrWait):
+            self._stop_waiting(StopWaiting(request.claim.token), session)
 
     def _begin(self, request: Begin, session: Session) -> Begun:
         put = request.put

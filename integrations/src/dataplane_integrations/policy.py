@@ -7,12 +7,11 @@ data-parallel rank, with the microbatch plan and the common length. The workers 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 
 from dataplane_core.batch import BatchedDataDict, read_columns, write_columns
 from dataplane_core.client import DataPlaneClient
@@ -21,14 +20,11 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.plugins import connect
 from dataplane_core.schema import (
     DP_TRAIN_FIELDS,
-    GLOBAL_FORWARD_PAD_SEQLEN,
     LP_SEED_FIELDS,
-    PAD_TO_MULTIPLE,
     fields_with_optional_routed_experts,
-    padded_length,
 )
-from dataplane_core.sharding import shard_meta_for_dp
 from dataplane_core.spec import Scope
+from dataplane_integrations._shards import ReplaceLost, Shards, batch_size
 from dataplane_integrations.ahead import check_depth
 from dataplane_integrations.attach import DataPlaneSource
 from dataplane_integrations.batching import Batching, Stage
@@ -42,12 +38,6 @@ __all__ = ["DataPlanePolicy", "Timer"]
 _PATIENCE_AFTER_FAILURE_S: Final = 2.0
 #: How often the rows of one call may be lost before it gives up.
 _MOST_REPLACEMENTS: Final = 5
-#: ``extra_info`` key: ``replace_lost`` has left rows out. Later calls with the meta may not find whole global batches.
-_SHORTENED: Final = "replace_lost_left_rows_out"
-
-#: Replaces rows that the store has lost: gets the meta of a call and the lost ids, returns the meta to go on with. It
-#: may also get ids that are not lost, see `DataPlanePolicy`.
-ReplaceLost: TypeAlias = Callable[[KVBatchMeta, Sequence[str]], KVBatchMeta]
 
 
 class Timer(Protocol):
@@ -109,8 +99,8 @@ class DataPlanePolicy:
         self._num_lost = 0
         self._read_ahead = check_depth("DataPlanePolicy", read_ahead)
         self._workers = workers
-        self._dp_world = max(workers.dp_ranks) + 1
         self._batching = batching or Batching()
+        self._shards = Shards(max(workers.dp_ranks) + 1, self._batching, replace_lost)
         self._router_replay = router_replay
         self._train_fields = fields_with_optional_routed_experts(train_fields, enabled=router_replay)
         self._logprob_fields = fields_with_optional_routed_experts(logprob_fields, enabled=router_replay)
@@ -242,7 +232,7 @@ class DataPlanePolicy:
             message_logs: Also return the conversations, as `read_columns` does.
         """
         if meta.sequence_lengths:
-            self._stamp_common_length(meta)
+            self._shards.stamp_common_length(meta)
         return read_columns(self._client, meta, select_fields, pad_value_dict=pad_value_dict, message_logs=message_logs)
 
     def write_to_dataplane(
@@ -337,7 +327,7 @@ class DataPlanePolicy:
                 results = self._call(
                     "train_presharded",
                     lambda rank: (shards[rank], loss_fn),
-                    {"eval_mode": eval_mode, "gbs": _batch_size(meta, gbs), "mbs": mbs},
+                    {"eval_mode": eval_mode, "gbs": batch_size(meta, gbs), "mbs": mbs},
                     doing="training",
                 )
             return self._aggregate(results)
@@ -393,7 +383,7 @@ class DataPlanePolicy:
             WorkerFailedError: As `train_microbatch_from_meta`. ``timeout_s`` is the time for each portion.
         """
         step = self._require_split_step("train_microbatches_from_metas")
-        portions = [self._shard(meta, "train", self._train_fields) for meta in metas]
+        portions = [self._shards.shard(meta, "train", self._train_fields) for meta in metas]
         for shards in portions:
             self._track(shards)
         step.extend(metas)
@@ -483,12 +473,13 @@ class DataPlanePolicy:
             gbs: Global batch size in rows.
             step: The earlier portions of the split step that the rows belong to, if they do.
         """
+        lost: list[str] = []
         for _ in range(_MOST_REPLACEMENTS):
-            meta, shards = self._divided(meta, stage, fields, gbs)
+            meta, shards = self._shards.divided(meta, stage, fields, gbs, lost)
             if self._replace_lost is None or not (lost := self._hold(meta, shards, step)):
                 return meta, shards
             self._num_lost += len(lost)
-            meta = self._replaced(meta, lost)
+            meta = self._shards.replaced(meta, lost, lost)
         raise LostSamplesError(
             f"rows of '{meta.partition_id}' were lost again after replace_lost had replaced them {_MOST_REPLACEMENTS} "
             f"times, the last time {preview(lost)}.",
@@ -506,62 +497,6 @@ class DataPlanePolicy:
         with guard:
             found = self._call("hold_presharded", lambda rank: (shards[rank],), doing="reading rows")
         return list(dict.fromkeys(itertools.chain.from_iterable(found)))
-
-    def _replaced(self, meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
-        """What ``replace_lost`` makes of the rows; marked if it has left some out."""
-        assert self._replace_lost is not None
-        size, meta = meta.size, self._replace_lost(meta, lost)
-        if not meta.size:
-            raise LostSamplesError(
-                f"no rows of '{meta.partition_id}' are left of those of the call: the store had lost rows, and "
-                "replace_lost has left out all. Expected as many as the data-parallel ranks can share.",
-                partition_id=meta.partition_id,
-                missing_samples=lost,
-                hint="Make the call with other rows.",
-            )
-        if meta.size < size:
-            meta.extra_info[_SHORTENED] = True
-        return meta
-
-    def _divided(
-        self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None
-    ) -> tuple[KVBatchMeta, list[KVBatchMeta]]:
-        """The rows and their shards. If some were left out and the rest does not divide, further ones are."""
-        while True:
-            try:
-                return meta, self._shard(meta, stage, fields, _batch_size(meta, gbs))
-            except InvalidRequestError:
-                if self._replace_lost is None or _SHORTENED not in meta.extra_info:
-                    raise
-                size, meta = meta.size, self._replaced(meta, meta.sample_ids[-1:])
-                if meta.size == size:  # it leaves none out any more
-                    raise
-
-    def _shard(
-        self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None = None
-    ) -> list[KVBatchMeta]:
-        """One meta per data-parallel rank, with its microbatch plan, the common length, and the fields to read."""
-        self._stamp_common_length(meta)
-        shards, _ = shard_meta_for_dp(meta, dp_world=self._dp_world, batch_size=gbs, **self._batching.shard_args(stage))
-        return [dataclasses.replace(shard, fields=list(fields)) for shard in shards]
-
-    def _stamp_common_length(self, meta: KVBatchMeta) -> None:
-        """Writes the sequence length of every rank's forward into ``meta``, once: all calls on its rows use it."""
-        if meta.sequence_lengths is None or not meta.size:
-            raise InvalidRequestError(
-                f"meta of '{meta.partition_id}' refused: {meta.size} rows "
-                f"{'without' if meta.sequence_lengths is None else 'with'} sequence_lengths. Expected at least one "
-                "row, and a length for each: kv_first_write fills them from input_lengths."
-            )
-        longest = max(meta.sequence_lengths)
-        if (meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0) >= longest:
-            return
-        multiples = (
-            meta.extra_info.get(PAD_TO_MULTIPLE) or 1,
-            self._batching.pad_multiple,
-            self._batching.length_round,
-        )
-        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = padded_length(longest, *multiples)
 
     def _track(self, shards: Sequence[KVBatchMeta]) -> None:
         if self._flops_tracker is not None:
@@ -637,10 +572,3 @@ class DataPlanePolicy:
 
 def _timed(timer: Timer | None, label: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if timer is None else timer.time(label)
-
-
-def _batch_size(meta: KVBatchMeta, gbs: int | None) -> int | None:
-    """Rows of a global batch. If rows were left out, the rest makes equal batches: as few as hold it with ``gbs``."""
-    if gbs is None or _SHORTENED not in meta.extra_info:
-        return gbs
-    return meta.size // -(-meta.size // gbs)

@@ -262,8 +262,9 @@ def test_further_groups_are_left_out_until_all_ranks_get_as_many_rows(
         if num_trained:
             policy.train_from_meta(meta, 0.5)
         else:
-            with pytest.raises(LostSamplesError, match="no rows of 'replay' are left"):
+            with pytest.raises(LostSamplesError, match="no rows of 'replay' are left") as caught:
                 policy.train_from_meta(meta, 0.5)
+            assert list(caught.value.missing_samples) == [each.sample_ids[0] for each in groups[:num_lost]]
         assert policy.num_lost == num_lost
     trained = [int(data["input_ids"][0, 0]) for worker in workers for _, data in worker.seen]
     assert trained == [each.prompt for each in groups[num_lost : num_lost + num_trained] for _ in range(2)]

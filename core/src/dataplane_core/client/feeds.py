@@ -345,7 +345,8 @@ class AsyncFeed(_AnyFeed):
                 await self._read_ahead()
             await renewing
         finally:
-            self._ready.put_nowait(None)
+            self._waiters.close()
+            self._ready.put_nowait(None)  # `next` may wait
             renewing.cancel()
             await self._give_back()
 

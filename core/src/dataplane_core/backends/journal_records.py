@@ -51,9 +51,9 @@ __all__ = [
 ]
 
 #: The version of the format that this module writes.
-VERSION: Final = 6
+VERSION: Final = 7
 #: The versions that it reads.
-READABLE: Final = (3, 4, 5, VERSION)
+READABLE: Final = (3, 4, 5, 6, VERSION)
 #: Length of a digest.
 DIGEST_BYTES: Final = 16
 _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or begin a new store."

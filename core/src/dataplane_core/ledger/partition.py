@@ -15,6 +15,7 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.ledger import commands
+from dataplane_core.ledger.batches import Batch, RankBatches
 from dataplane_core.ledger.leases import Leases
 from dataplane_core.ledger.put_writes import Change, PutWrites
 from dataplane_core.ledger.rows import (
@@ -29,7 +30,7 @@ from dataplane_core.ledger.rows import (
     Row,
     group_of,
 )
-from dataplane_core.ledger.samplers import SAMPLERS, Batch, ranks_of
+from dataplane_core.ledger.samplers import SAMPLERS, ranks_of
 from dataplane_core.ledger.shortfall import find_shortfall
 from dataplane_core.ledger.views import ReadySet, ReadyView
 from dataplane_core.spec import Claim, FieldSpec, PartitionDescription, PartitionInfo, TagValue, TaskDescription
@@ -86,8 +87,7 @@ class Partition:
         version: Grows with every change of ``rows``.
         num_cleared: How many rows were cleared.
         held_bytes: Payload bytes of the rows.
-        batches: Task and rank -> the batches that the rank was given, by their index. None for a batch whose rows are
-            all cleared.
+        batches: Task and rank -> the batches that the rank was given.
         self_expiring: Whether a lease ends by itself when its time is over, or only by `end_lease`.
     """
 
@@ -104,7 +104,7 @@ class Partition:
     version: int = 0
     num_cleared: int = 0
     held_bytes: int = 0
-    batches: dict[tuple[str, int], dict[int, Batch | None]] = field(default_factory=dict)
+    batches: dict[tuple[str, int], RankBatches] = field(default_factory=dict)
 
     def extend(self, command: commands.Register) -> None:
         """Adds what a further registration names to this one.
@@ -342,12 +342,12 @@ class Partition:
         if command.dp_rank is None:
             return None
         index = self._batch_index(command)
-        batches = self.batches.get((command.task_name, command.dp_rank), {})
-        if index not in batches:
+        batches = self.batches.get((command.task_name, command.dp_rank)) or RankBatches()
+        batch = batches.kept.get(index)
+        if batch is None and not batches.is_gone(index):
             return None
-        batch = batches[index]
-        rows = [] if batch is None else [self.rows.get(sample_id) for sample_id in batch.sample_ids]
-        if batch is None or None in rows:
+        rows = [] if batch is None else list(batch.present(self.rows))
+        if batch is None or len(rows) < len(batch.sample_ids):
             raise InvalidRequestError(
                 f"claim_meta('{self.partition_id}', '{command.task_name}') refused: batch {index} of dp_rank "
                 f"{command.dp_rank} was given before, and samples of it were cleared.",
@@ -355,7 +355,7 @@ class Partition:
             )
         return Claim(
             sample_ids=batch.sample_ids,
-            tags=[dict(row.tags) for row in rows if row is not None],
+            tags=[dict(row.tags) for row in rows],
             lease_tokens=None if batch.token is None else [batch.token] * len(rows),
             exhausted=batch.exhausted or not rows,
             num_ready=len(rows),
@@ -368,19 +368,16 @@ class Partition:
     def _keep_batches(
         self, command: commands.ClaimSamples, parts: Sequence[Sequence[Claimable]], exhausted: bool
     ) -> None:
-        """Keeps what the ranks were given, and forgets the ids of batches whose rows are all cleared."""
+        """Keeps what the ranks were given."""
         assert command.dp_rank is not None
         token = None if command.lease_s is None else command.token
         ranks = range(len(parts)) if SAMPLERS[command.sampler].for_all_ranks else (command.dp_rank,)
         for rank, part in zip(ranks, parts, strict=True):
-            batches = self.batches.setdefault((command.task_name, rank), {})
-            for index, batch in batches.items():
-                if batch is not None and batch.sample_ids:
-                    if any(sample_id in self.rows for sample_id in batch.sample_ids):
-                        break
-                    batches[index] = None
-            ids = [row.sample_id for claimable in part for row in claimable.rows]
-            batches[self._batch_index(command)] = Batch(ids, token, exhausted)
+            rows = [row for claimable in part for row in claimable.rows]
+            last_seq = max((row.seq for row in rows), default=0)
+            batch = Batch([row.sample_id for row in rows], token, exhausted, last_seq)
+            batches = self.batches.setdefault((command.task_name, rank), RankBatches())
+            batches.give(self._batch_index(command), batch, self.rows)
 
     def _num_left(self, command: commands.ClaimSamples, task: Task, now: float) -> int | None:
         """How many claimables the task can still be given, now or later. None if more samples may be written."""

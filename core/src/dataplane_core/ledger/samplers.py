@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from dataplane_core.ledger import commands
@@ -14,22 +13,7 @@ from dataplane_core.ledger.views import ReadySet
 from dataplane_core.schema import INPUT_LENGTHS_TAG
 from dataplane_core.spec import Sampler
 
-__all__ = ["SAMPLERS", "Batch", "Draw", "ranks_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Samples that were given to a rank, and are given to every claim that asks for the same batch.
-
-    Attributes:
-        sample_ids: The samples. Empty if none was left for this rank.
-        token: The lease token, or None without a lease.
-        exhausted: Whether the partition could give the task no more.
-    """
-
-    sample_ids: Sequence[str]
-    token: str | None
-    exhausted: bool
+__all__ = ["SAMPLERS", "Draw", "ranks_of"]
 
 
 class Draw(Protocol):

@@ -24,12 +24,12 @@ from itertools import islice, pairwise
 from typing import Any, Final
 
 from dataplane_core.ledger import commands
+from dataplane_core.ledger.batches import Batch, RankBatches
 from dataplane_core.ledger.checks import check_command
 from dataplane_core.ledger.commands import Split
 from dataplane_core.ledger.ledger import Ledger, Pending, Write, slots_of
 from dataplane_core.ledger.partition import Partition, Task
 from dataplane_core.ledger.rows import NO_CELLS, Cells, Group, Hold, Holder, Join, Ref, Row, group_of, packed_positions
-from dataplane_core.ledger.samplers import Batch
 from dataplane_core.spec import FieldSpec, PartitionInfo, TagValue, fits, holds
 
 __all__ = [
@@ -72,6 +72,8 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "dp_rank": int,
         "indexes": Sequence[int],
         "batches": Sequence[tuple[Sequence[str], str | None, bool] | None],
+        "last_seqs": Sequence[int],
+        "gone": Sequence[int],
     },
     "seen": {"sample_ids": Sequence[str]},
     "rows": {
@@ -103,7 +105,8 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 #: What earlier versions of the format lack.
 _ABSENT: Final = {("writes", "num_sharers"), ("partition", "num_cleared"), ("partition", "held_bytes")} | {
-    *(("rows", "ages_s"), ("pending", "splits"), ("pending", "ttl_s"), ("pending", "request_id"), ("garbage", "put"))
+    *(("rows", "ages_s"), ("pending", "splits"), ("pending", "ttl_s"), ("pending", "request_id"), ("garbage", "put")),
+    *(("batches", "last_seqs"), ("batches", "gone")),
 }
 _HOLD: Final[Mapping[str, Any]] = {
     "task_name": str,
@@ -217,9 +220,8 @@ class StateReader:
         elif part == "seen" and partition is not None:
             partition.seen.update(section["sample_ids"])
         elif part == "batches" and partition is not None:
-            given = [None if each is None else Batch(*each) for each in section["batches"]]
             key = (section["task_name"], section["dp_rank"])
-            partition.batches[key] = dict(zip(section["indexes"], given, strict=True))
+            partition.batches[key] = _restore_batches(section, ledger._next_seq - 1)
         elif part == "rows" and partition is not None:
             _restore_rows(partition, section, self._write_ids, now)
         elif part == "pending":
@@ -292,11 +294,10 @@ def _partition_state(partition: Partition, places: Mapping[int, int], now: float
             "part": "batches",
             "task_name": task_name,
             "dp_rank": dp_rank,
-            "indexes": list(batches),
-            "batches": [
-                None if each is None else [list(each.sample_ids), each.token, each.exhausted]
-                for each in batches.values()
-            ],
+            "indexes": list(batches.kept),
+            "batches": [[list(each.sample_ids), each.token, each.exhausted] for each in batches.kept.values()],
+            "last_seqs": [each.last_seq for each in batches.kept.values()],
+            "gone": batches.gone,
         }
     for some in _portions(sorted(partition.seen)):
         yield {"part": "seen", "sample_ids": some}
@@ -350,6 +351,19 @@ def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Parti
         num_cleared=section.get("num_cleared", 0),  # neither in versions 3 and 4 of the format
         held_bytes=section.get("held_bytes", 0),
     )
+
+
+def _restore_batches(section: Mapping[str, Any], last_seq: int) -> RankBatches:
+    """Reads what a rank was given. Before version 7 of the format, no batch had its last number."""
+    restored = RankBatches(gone=list(section.get("gone", ())))
+    last_seqs = section.get("last_seqs") or [last_seq] * len(section["batches"])
+    for index, batch, last in zip(section["indexes"], section["batches"], last_seqs, strict=True):
+        if batch is None:  # as before version 7
+            restored.forget(index)
+        else:
+            sample_ids, token, exhausted = batch
+            restored.kept[index] = Batch(sample_ids, token, exhausted, last)
+    return restored
 
 
 def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: list[int], now: float) -> None:

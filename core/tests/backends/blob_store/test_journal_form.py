@@ -15,7 +15,8 @@ from dataplane_core.errors import AlreadyDoneError, CorruptDataError, LeaseExpir
 from dataplane_core.ledger import commands
 
 _GOLDEN = {
-    version: json.loads((Path(__file__).parent / "golden" / f"v{version}.json").read_text()) for version in (3, 4, 5, 6)
+    version: json.loads((Path(__file__).parent / "golden" / f"v{version}.json").read_text())
+    for version in (3, 4, 5, 6, 7)
 }
 RECORDS = {version: [base64.b64decode(text) for text in file["records"]] for version, file in _GOLDEN.items()}
 BLOBS = {
@@ -60,7 +61,7 @@ def test_the_ops_and_their_fields_are_these():
 
 def test_the_file_holds_every_op_and_is_written_again_byte_for_byte():
     seen = set()
-    for seq, data in enumerate(RECORDS[6]):
+    for seq, data in enumerate(RECORDS[7]):
         record = Record.from_bytes(data, seq)
         held = msgpack.unpackb(data[DIGEST_BYTES:])
         assert list(held) == ["v", "seq", "prev", "op", *FIELDS[record.command.op].split()]
@@ -69,7 +70,7 @@ def test_the_file_holds_every_op_and_is_written_again_byte_for_byte():
     assert seen == set(FIELDS)
 
 
-@pytest.mark.parametrize("version", [3, 4, 5, 6])
+@pytest.mark.parametrize("version", [3, 4, 5, 6, 7])
 @pytest.mark.parametrize("way", ["all records", "snapshot"])
 def test_the_file_replays_to_what_it_was(way, version):
     cls = journaled() if way == "all records" else trimmed()
@@ -111,10 +112,11 @@ def test_the_file_replays_to_what_it_was(way, version):
         assert not client.check_consumption_status("p", ["u"])
         client.clear_samples(None, "p")
         client.clear_samples(None, "ranks")
+        client.clear_samples(None, "anew")
         assert not [key for key in client._backend.blobs if key.startswith("row")]
 
 
-@pytest.mark.parametrize("version", [4, 5, 6])
+@pytest.mark.parametrize("version", [4, 5, 6, 7])
 @pytest.mark.parametrize("way", ["all records", "snapshot"])
 def test_a_row_that_samples_share_is_freed_with_the_last_of_them(way, version):
     cls = journaled() if way == "all records" else trimmed()
@@ -134,16 +136,17 @@ def test_a_row_that_samples_share_is_freed_with_the_last_of_them(way, version):
         assert [before - after for before, after in pairwise(held)] == [8, 208, 108]
 
 
+@pytest.mark.parametrize("version", [5, 6, 7])
 @pytest.mark.parametrize("way", ["all records", "snapshot"])
-def test_what_ranks_were_given_is_kept(way):
+def test_what_ranks_were_given_is_kept(way, version):
     cls = journaled() if way == "all records" else trimmed()
     first = 0
     if way == "snapshot":
         first = next(
-            seq for seq, data in enumerate(RECORDS[6]) if Record.from_bytes(data, seq).command.op == "snapshot"
+            seq for seq, data in enumerate(RECORDS[version]) if Record.from_bytes(data, seq).command.op == "snapshot"
         )
         cls.trims.append(first)
-    with stored(cls, 6, first) as client:
+    with stored(cls, version, first) as client:
         claimed = [
             client.claim_meta("ranks", "t", ["x"], 1, rank, blocking=False, sampler="balanced", dp_size=2, lease_s=1.0)
             for rank in (0, 1)
@@ -153,6 +156,11 @@ def test_what_ranks_were_given_is_kept(way):
         found = client.describe("ranks")
         assert (found.num_cleared, found.held_bytes, found.tasks["t"].num_consumed) == (1, 32, 2)
         assert client.describe("p").info.consumer_tasks == ("t", "u", "v")
+        if version == 7:
+            for batch_index in range(3):
+                with pytest.raises(ValueError, match="cleared"):
+                    client.claim_meta("anew", "t", ["x"], 1, 0, batch_index=batch_index)
+            assert client.claim_meta("anew", "t", ["x"], 1, 0, batch_index=3).sample_ids == ["a"]
 
 
 @pytest.mark.parametrize("way", ["all records", "snapshot"])
@@ -161,10 +169,10 @@ def test_the_ids_of_requests_that_were_carried_out_are_kept(way):
     first = 0
     if way == "snapshot":
         first = next(
-            seq for seq, data in enumerate(RECORDS[6]) if Record.from_bytes(data, seq).command.op == "snapshot"
+            seq for seq, data in enumerate(RECORDS[7]) if Record.from_bytes(data, seq).command.op == "snapshot"
         )
         cls.trims.append(first)
-    with stored(cls, 6, first) as client:
+    with stored(cls, 7, first) as client:
         again = commands.PutTags("p", ["k_g0"], [{"n": 77}], request_id="d0" * 16, left_s=60.0)
         with pytest.raises(AlreadyDoneError):
             client._backend._ledger(time.monotonic() + 60, again)
@@ -177,7 +185,8 @@ def test_versions_before_the_fields_had_names_are_refused_with_the_reason(versio
     with open_client(cls) as client:
         cls.journal[0] = msgpack.packb([version, 0.0, "clear", ["p", None], {}])
         with pytest.raises(
-            CorruptDataError, match=rf"of version {version}\. Expected 3, 4, 5 or 6\. Another dataplane-core wrote it"
+            CorruptDataError,
+            match=rf"of version {version}\. Expected 3, 4, 5, 6 or 7\. Another dataplane-core wrote it",
         ):
             client.list_samples("p")
 
@@ -185,6 +194,6 @@ def test_versions_before_the_fields_had_names_are_refused_with_the_reason(versio
 def test_a_later_version_is_refused_with_the_reason():
     cls = journaled()
     with open_client(cls) as client:
-        cls.journal[0] = seal(msgpack.packb({"v": 7, "anything": "else"}))
-        with pytest.raises(CorruptDataError, match=r"record 0 is of version 7\. Expected 3, 4, 5 or 6\."):
+        cls.journal[0] = seal(msgpack.packb({"v": 8, "anything": "else"}))
+        with pytest.raises(CorruptDataError, match=r"record 0 is of version 8\. Expected 3, 4, 5, 6 or 7\."):
             client.list_samples("p")

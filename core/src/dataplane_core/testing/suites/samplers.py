@@ -100,6 +100,22 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         with store.refusal(ValueError, "cleared"):
             store.claim(partition, 2, dp_rank=0, batch_index=0)
 
+    def test_a_cleared_batch_is_refused_though_its_samples_are_written_anew(self, store: Store) -> None:
+        """Contract: "If a sample of the batch was cleared, the claim raises ValueError."
+
+        Check first: a batch must not know its samples by their ids alone. A new sample may have the same id.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2))
+        assert store.claim(partition, 2, dp_rank=0).sample_ids == ids(2)
+        store.client.clear_samples(["s1"], partition)
+        store.put(partition, ["s1"], x=torch.arange(1))
+        with store.refusal(ValueError, "cleared"):
+            store.claim(partition, 2, dp_rank=0, batch_index=0)
+        assert store.claim(partition, 1, dp_rank=0).sample_ids == ["s1"]
+        with store.refusal(ValueError, "cleared"):
+            store.claim(partition, 2, dp_rank=0, batch_index=0)
+
     def test_balanced_ranks(self, store: Store) -> None:
         """Contract: "the ranks' numbers of samples (or groups) differ by at most one, and all get about the same number
         of tokens, by the tag input_lengths."

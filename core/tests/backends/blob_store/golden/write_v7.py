@@ -1,6 +1,6 @@
-"""Writes ``v6.json``: a journal with every op and a snapshot, as version 6 of the records has them.
+"""Writes ``v7.json``: a journal with every op and a snapshot, as version 7 of the records has them.
 
-Run it only with the core that made version 6: the file shows that later ones still read it. The other files were
+Run it only with the core that made version 7: the file shows that later ones still read it. The other files were
 written so, each by the core that made its version.
 """
 
@@ -63,6 +63,12 @@ def fill(client):
     client.put_samples(["a", "b", "c"], "ranks", {"x": torch.arange(3)})
     client.claim_meta("ranks", "t", ["x"], 1, 0, sampler="balanced", dp_size=2, lease_s=10.0)
     client.clear_samples(["c"], "ranks")
+    client.register_partition("anew", ["x"], None, ["t"])
+    for _ in range(3):  # three batches with the sample, each time written anew
+        client.put_samples(["a"], "anew", {"x": torch.arange(1)})
+        client.claim_meta("anew", "t", ["x"], 1, 0)
+        client.clear_samples(["a"], "anew")
+    client.put_samples(["a"], "anew", {"x": torch.arange(1)})
     client.register_partition("shared", ["x", "y"], None, ["t"])
     split = commands.Split(["y"], [100, 200], [0, 1, 0])  # two samples share a row
     shared = ["shared", ["a", "b", "c"], {"x": _INT64, "y": _INT64}, [8, 8, 8]]
@@ -83,7 +89,7 @@ def main():
         blobs = {key: base64.b64encode(data).decode() for key, data in client._backend.blobs.items()}
         records = [base64.b64encode(Untrimmed.journal[seq]).decode() for seq in sorted(Untrimmed.journal)]
     text = json.dumps({"records": records, "blobs": blobs}, indent=1)
-    Path(__file__).with_name("v6.json").write_text(text + "\n")
+    Path(__file__).with_name("v7.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def test_an_iterator_that_is_closed_leaves_nothing_running(stream: Any, depth: i
 def test_a_batch_whose_lease_was_lost_before_its_turn_is_claimed_again(
     stream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_consumer, "_RENEWED_AFTER", 1 / 3000)
+    monkeypatch.setattr(_consumer, "RENEWED_AFTER", 1 / 3000)
     renew, lost, found = stream.renew, threading.Event(), []
 
     def lose(meta: Any, lease_s: float) -> None:

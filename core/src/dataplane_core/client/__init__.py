@@ -7,13 +7,14 @@ from dataplane_core import _compiler_marks as _compiler_marks  # before tensordi
 from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
 from dataplane_core.client.checks import check_count, check_seconds
 from dataplane_core.client.client import DataPlaneClient
-from dataplane_core.client.feeds import Collate, Feed, terms_of
+from dataplane_core.client.feeds import RENEWED_AFTER, Collate, Feed, terms_of
 from dataplane_core.client.forks import refuse_in_fork
 from dataplane_core.client.overview import common_fields
 from dataplane_core.client.saving import read_to_save
 from dataplane_core.client.streams import AsyncStream, Stream, StreamBatch, stream
 
 __all__ = [
+    "RENEWED_AFTER",
     "AsyncDataPlaneClient",
     "AsyncStream",
     "Collate",

@@ -27,10 +27,10 @@ from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import ClaimRequest
 
-__all__ = ["AsyncFeed", "Collate", "Feed", "Item", "Terms", "terms_of"]
+__all__ = ["RENEWED_AFTER", "AsyncFeed", "Collate", "Feed", "Item", "Terms", "terms_of"]
 
 #: A lease is renewed after this share of it.
-_RENEWED_AFTER: Final = 1 / 3
+RENEWED_AFTER: Final = 1 / 3
 
 #: How long a stream that nobody refers to keeps its last user waiting, until what it holds is given back.
 _COLLECTED_WITHIN_S: Final = 1.0
@@ -54,7 +54,7 @@ class Terms:
 
     @property
     def renewed_after_s(self) -> float:
-        return min(self.lease_s * _RENEWED_AFTER, threading.TIMEOUT_MAX)
+        return min(self.lease_s * RENEWED_AFTER, threading.TIMEOUT_MAX)
 
     def request(self, client: DataPlaneClient) -> ClaimRequest:
         """The request of the next claim.

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Final, Literal
 
 from dataplane_core.batch import BatchedDataDict, pad_columns, read_columns
-from dataplane_core.client import DataPlaneClient
+from dataplane_core.client import RENEWED_AFTER, DataPlaneClient
 from dataplane_core.errors import (
     ClaimTimeoutError,
     DataPlaneError,
@@ -28,8 +28,6 @@ from dataplane_integrations.replay._ids import WEIGHT_VERSION_TAG
 
 __all__ = ["ClaimedBatch", "StreamingConsumer"]
 
-#: A lease is renewed after this share of it.
-_RENEWED_AFTER: Final = 1 / 3
 #: At the end of a partition: seconds between two checks whether a dead consumer's leases have expired.
 _END_POLL_S: Final = 0.1
 #: Seconds after which a claim ahead of its turn looks whether it is still wanted.
@@ -136,7 +134,7 @@ class ClaimedBatch:
             self._client.clear_samples(self.meta.sample_ids, self.meta.partition_id)
 
     def _renew(self) -> None:
-        while not self._done.wait(self._lease_s * _RENEWED_AFTER):
+        while not self._done.wait(self._lease_s * RENEWED_AFTER):
             asked_at = time.monotonic()
             try:
                 self._client.renew(self.meta, self._lease_s)

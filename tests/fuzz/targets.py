@@ -258,6 +258,7 @@ def _filled() -> Ledger:
     reader = StateReader(self_expiring=False)
     for section in _unpack(_pack(_sections())):
         reader.take(section, 0.0)
+    reader.check()
     return reader.ledger
 
 

@@ -92,6 +92,7 @@ class LedgerMachine(RuleBasedStateMachine):
         reader = StateReader(self_expiring=self.self_expiring)
         for section in saved:
             reader.take(msgpack.unpackb(section), self.now)
+        reader.check()
         self.made = reader.ledger
         self.holds = {key: (token, at + seconds, done) for key, (token, at, done) in self.holds.items()}
 
@@ -228,7 +229,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def agrees(self):
         assert self.made.apply(commands.ListSamples("p", None), self.now).sample_ids == list(self.rows)
         live = set(self.cells.values())
-        assert self.made.held_bytes == 8 * len(live)
+        assert self.made.held_bytes == self.made._partitions["p"].held_bytes == 8 * len(live)
         for each, fields in self.rows.items():
             if fields:
                 names = sorted(fields)

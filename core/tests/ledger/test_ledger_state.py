@@ -28,6 +28,7 @@ def saved_and_loaded(made, now=0.0, then=0.0):
     reader = StateReader()
     for section in [msgpack.packb(each) for each in to_state(made, now)]:
         reader.take(msgpack.unpackb(section), then)
+    reader.check()
     return reader.ledger
 
 

@@ -65,7 +65,6 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "poisoned_groups": Sequence[str],
         "version": int,
         "num_cleared": int,
-        "held_bytes": int,
     },
     "batches": {
         "task_name": str,
@@ -104,7 +103,7 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "done": {"kept": int, "first": int, "request_ids": Sequence[str], "left_s": float},
 }
 #: What earlier versions of the format lack.
-_ABSENT: Final = {("writes", "num_sharers"), ("partition", "num_cleared"), ("partition", "held_bytes")} | {
+_ABSENT: Final = {("writes", "num_sharers"), ("partition", "num_cleared")} | {
     *(("rows", "ages_s"), ("pending", "splits"), ("pending", "ttl_s"), ("pending", "request_id"), ("garbage", "put")),
     *(("batches", "last_seqs"), ("batches", "gone")),
 }
@@ -238,7 +237,8 @@ class StateReader:
             raise ValueError(f"section {part!r} does not belong here")
 
     def check(self) -> None:
-        """After the last section: checks what the ledger counts. A wrong count would make a later command fail.
+        """After the last section: counts the bytes of each partition, and checks what else the ledger counts. A wrong
+        count would make a later command fail.
 
         Raises:
             ValueError: The counts are not those of the rows.
@@ -249,9 +249,11 @@ class StateReader:
             for row in partition.rows.values():
                 for ref in row.refs:
                     sharers[ref] = sharers.get(ref, 0) + 1
+                    if sharers[ref] == 1:
+                        partition.held_bytes += ledger._writes[ref[0]].row_bytes[ref[1]]
         live = Counter(write_id for write_id, _ in sharers)
         held_bytes = sum(pending.put.size_bytes for pending in ledger._pending.values())
-        held_bytes += sum(ledger._writes[write_id].row_bytes[pos] for write_id, pos in sharers)
+        held_bytes += sum(partition.held_bytes for partition in ledger._partitions.values())
         shared = {ref: count for ref, count in sharers.items() if count > 1}
         writes = ledger._writes.items()
         if (
@@ -287,7 +289,6 @@ def _partition_state(partition: Partition, places: Mapping[int, int], now: float
         "poisoned_groups": sorted(partition.broken_groups),  # the name of this key in version 3 of the format
         "version": partition.version,
         "num_cleared": partition.num_cleared,
-        "held_bytes": partition.held_bytes,
     }
     for (task_name, dp_rank), batches in partition.batches.items():
         yield {
@@ -348,8 +349,7 @@ def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Parti
         specs=_unpack_specs(section["specs"]),
         broken_groups=set(section["poisoned_groups"]),
         version=section["version"],
-        num_cleared=section.get("num_cleared", 0),  # neither in versions 3 and 4 of the format
-        held_bytes=section.get("held_bytes", 0),
+        num_cleared=section.get("num_cleared", 0),  # not in versions 3 and 4 of the format
     )
 
 

@@ -127,13 +127,15 @@ def test_a_row_that_samples_share_is_freed_with_the_last_of_them(way, version):
         )
         cls.trims.append(first)
     with stored(cls, version, first) as client:
-        client.list_samples("shared")
+        in_partition = [client.describe("shared").held_bytes]
         ledger = client._backend._journal._service._ledger
         held = [ledger.held_bytes]
         for name in ("a", "b", "c"):
             client.clear_samples([name], "shared")
             held.append(ledger.held_bytes)
+            in_partition.append(client.describe("shared").held_bytes)
         assert [before - after for before, after in pairwise(held)] == [8, 208, 108]
+        assert in_partition == [324, 316, 108, 0]
 
 
 @pytest.mark.parametrize("version", [5, 6, 7])

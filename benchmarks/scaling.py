@@ -21,6 +21,8 @@ from pathlib import Path
 #: How often a sample goes through each call.
 TIMES = {"put": 2, "claim": 2, "get": 2, "ack": 2, "clear": 1}
 BYTES_PER_TOKEN = 28
+#: As many as TransferQueue says that it serves.
+MANY_CLIENTS = 8192
 PASSES = 3
 
 
@@ -45,11 +47,15 @@ def main() -> None:
         sample_us = sum(times * steps[step] for step, times in TIMES.items())
         shares = " | ".join(f"{rate * sample_us / 1e4:,.1f}" for rate in rates)
         print(f"| {name}, % of a core ({sample_us:,.0f} us for each sample) | {shares} |")
-    print("\n| one core of it bears | samples per second | clients that move one call's samples a second |")
-    print("|---" * 3 + "|")
+    print(
+        "\n| one core can serve | samples per second | clients, with a call's samples each second "
+        f"| seconds between a client's calls, with {MANY_CLIENTS:,} clients |"
+    )
+    print("|---" * 4 + "|")
     for name, sizes in json.loads(arguments.figures.read_text()).items():
         most = 1e6 / sum(times * sizes[arguments.size][step] for step, times in TIMES.items())
-        print(f"| {name} | {most:,.0f} | {most / int(arguments.size):,.0f} |")
+        clients = most / int(arguments.size)  # that move the samples of one call each second
+        print(f"| {name} | {most:,.0f} | {clients:,.0f} | {MANY_CLIENTS / clients:.1f} |")
 
 
 if __name__ == "__main__":

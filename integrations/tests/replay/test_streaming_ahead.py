@@ -162,9 +162,11 @@ def test_a_batch_whose_lease_was_lost_before_its_turn_is_claimed_again(
 ) -> None:
     monkeypatch.setattr(_consumer, "RENEWED_AFTER", 1 / 3000)
     renew, lost, found = stream.renew, threading.Event(), []
+    renewing: list[threading.Thread] = []
 
     def lose(meta: Any, lease_s: float) -> None:
         if "p5_g0" in meta.sample_ids and not lost.is_set():
+            renewing.append(threading.current_thread())
             stream.nack(meta)  # as if it had come too late
             lost.set()
         renew(meta, lease_s)
@@ -173,6 +175,7 @@ def test_a_batch_whose_lease_was_lost_before_its_turn_is_claimed_again(
     for batch in consumer_of(stream, 2):
         with batch:
             assert lost.wait(WAIT_S)
+            renewing[0].join(WAIT_S)  # it ends when it has noticed
             found.append(batch.read()["input_ids"][:, 0].tolist())
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 

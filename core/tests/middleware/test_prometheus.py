@@ -160,6 +160,7 @@ def test_the_dashboard_shows_every_metric_and_no_other():
     assert shown == {name for name in names if not name.endswith(("_created", "_count", "_sum"))}
 
 
+# the Debian package starts a server of its own, so make does not install it
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="not run: the Debian package prometheus is missing")
 def test_each_panel_of_the_dashboard_has_data_in_a_real_prometheus(tmp_path):

@@ -5,6 +5,8 @@ it, as far as this runs without a server: a decoded command into a ledger, a sna
 into tensors. Where the encoding has a digest, the target makes the digest, since who forges bytes can do so too.
 
 Not here is what TransferQueue and Ray read: they unpickle (see SECURITY.md).
+
+One long file, since it is one list, and targets use the encodings of those before them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The life of a group in a replay buffer: reserved, committed, selected, consumed; or given up on the way."""
+"""The life of a group in a replay buffer: reserved, committed, selected, consumed; or given up on the way.
+
+One long file, since all its tests are about one class and begin with the same few calls.
+"""
 
 from __future__ import annotations
 

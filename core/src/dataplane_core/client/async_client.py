@@ -103,6 +103,48 @@ class _LoopWaiter:
         self._woken.clear()
 
 
+class _Deadlines:
+    """Gives up the calls of an event loop for which no thread is free in time.
+
+    One timer serves all calls. One for each made small operations of 500 tasks about 5 % slower.
+
+    Args:
+        give_up: Called on the event loop with the operation's name and its call.
+    """
+
+    def __init__(self, give_up: Callable[[str, Call[Any]], None]) -> None:
+        self._give_up = give_up
+        self._loop = asyncio.get_running_loop()
+        self._until: dict[Call[Any], tuple[float, str]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf  # on `time.monotonic`'s clock
+
+    def add(self, call: Call[Any], until: float, what: str) -> None:
+        """Gives the call up at ``until``, unless it is discarded before."""
+        self._until[call] = until, what
+        if until < self._timer_at:
+            self._set_timer(until)
+
+    def discard(self, call: Call[Any]) -> None:
+        """The call has ended, or nobody waits for it."""
+        self._until.pop(call, None)
+
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at = self._loop.call_later(at - time.monotonic(), self._look), at
+
+    def _look(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        now = time.monotonic()
+        for call, (until, what) in list(self._until.items()):
+            if until <= now:
+                del self._until[call]
+                self._give_up(what, call)
+        if self._until:
+            self._set_timer(min(until for until, _ in self._until.values()))
+
+
 class AsyncDataPlaneClient:
     """A `DataPlaneClient` whose operations are coroutines. `dataplane_core.connect_async` makes it.
 
@@ -135,6 +177,7 @@ class AsyncDataPlaneClient:
         self._threads = threads
         self._writers = CallThreads("dataplane-async-put", threads)
         self._others = CallThreads("dataplane-async", threads)
+        self._deadlines: dict[asyncio.AbstractEventLoop, _Deadlines] = {}
 
     @classmethod
     async def _open(cls, connect: Callable[[], DataPlaneClient], threads: int) -> Self:
@@ -279,8 +322,7 @@ class AsyncDataPlaneClient:
             OperationTimeoutError: No thread was free in time.
             asyncio.CancelledError: It was cancelled. The cause, an `OperationCancelledError`, says what became of it.
         """
-        now = time.monotonic()
-        until = min(until, now + self.config.op_timeout_s)
+        until = min(until, time.monotonic() + self.config.op_timeout_s)
 
         def in_time() -> _R:
             if not several:
@@ -289,7 +331,8 @@ class AsyncDataPlaneClient:
 
         with self._client._operation():
             call = (self._writers if writes else self._others).submit(in_time)
-            timer = asyncio.get_running_loop().call_later(until - now, self._give_up, what, call)
+            deadlines = self._deadlines.get(asyncio.get_running_loop()) or self._new_deadlines()
+            deadlines.add(call, until, what)
             try:
                 await call.end()
             except asyncio.CancelledError:
@@ -310,10 +353,16 @@ class AsyncDataPlaneClient:
                 # not a subclass: `asyncio.timeout` and task groups of Python 3.11 know a cancellation by its exact type
                 raise asyncio.CancelledError(told.message) from told
             finally:
-                timer.cancel()
+                deadlines.discard(call)
             if call.error is not None:
                 raise call.error
             return call.result
+
+    def _new_deadlines(self) -> _Deadlines:
+        for closed in [loop for loop in list(self._deadlines) if loop.is_closed()]:
+            self._deadlines.pop(closed, None)
+        made = self._deadlines[asyncio.get_running_loop()] = _Deadlines(self._give_up)
+        return made
 
     def _give_up(self, what: str, call: Call[Any]) -> None:
         """Ends a call that no thread runs yet."""

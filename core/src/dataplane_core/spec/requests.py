@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import socket
@@ -91,7 +92,12 @@ def new_id() -> str:
 
 def this_process() -> str:
     """This process, for messages: ``process 4711 on host-a``."""
-    return f"process {os.getpid()} on {socket.gethostname()}"
+    return f"process {os.getpid()} on {_host_name()}"
+
+
+@functools.cache  # every claim asks, and the system's call lets other threads run first
+def _host_name() -> str:
+    return socket.gethostname()
 
 
 @dataclass(slots=True, kw_only=True)

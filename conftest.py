@@ -57,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # no test asserts on time; by default, Hypothesis fails an example that takes over 200 ms
     hypothesis.settings.register_profile("no deadline", deadline=None)
     hypothesis.settings.load_profile("no deadline")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for what it starts with `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # else all that tests start would ignore it too
     os.environ[_RUN] = str(os.getpid())
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_AUTH_MODE", "token")

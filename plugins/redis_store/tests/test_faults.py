@@ -495,6 +495,25 @@ def test_ids_that_were_cleared_are_kept_only_where_they_are_counted(plain, conne
     assert made.claim_meta("p", "train", ["x"], 9, blocking=num_samples is not None).size == 4
 
 
+def test_a_small_column_beside_a_large_one_comes_with_the_reply_of_one_script(plain, client):
+    def read():
+        before = plain.admin("INFO", "commandstats")
+        values = client.get_samples(ids, "p", ["x"])["x"].tolist()
+        after = plain.admin("INFO", "commandstats")
+        assert after["cmdstat_evalsha"]["calls"] - before["cmdstat_evalsha"]["calls"] == 1
+        assert after["cmdstat_hget"]["calls"] - before.get("cmdstat_hget", {"calls": 0})["calls"] == len(ids)
+        return values
+
+    ids = ["a", "b", "c"]
+    image = torch.rand(3, 100_000)
+    client.register_partition("p", ["x", "image"], None, ["train"])
+    client.put_samples(ids, "p", TensorDict({"x": torch.arange(3), "image": image}, batch_size=[3]))
+    assert read() == [0, 1, 2]
+    client.put_samples(["b"], "p", TensorDict({"x": torch.tensor([7])}, batch_size=[1]))
+    assert read() == [0, 7, 2]
+    assert torch.equal(client.get_samples(ids, "p", ["x", "image"])["image"], image)
+
+
 def test_a_million_bytes_more_than_a_buffer_come_back(client):
     """Reads through many writes, in one go, with repeats."""
     for number in range(40):

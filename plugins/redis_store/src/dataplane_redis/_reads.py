@@ -65,7 +65,9 @@ class Reads:
         moved: set[_Place] = set()
         most = INLINE_BYTES if len(request.sample_ids) <= INLINE_ROWS else -1
         while True:
-            rows, layouts, sent = self._locate(what, request.partition_id, request.sample_ids, most, request.deadline)
+            rows, layouts, sent = self._locate(
+                what, request.partition_id, request.sample_ids, request.fields, most, request.deadline
+            )
             if None in rows:
                 _refusals.raise_missing(what, request, rows, layouts)
             refs = unpack_rows([row for row in rows if row is not None])
@@ -91,7 +93,7 @@ class Reads:
     def list_fields(self, request: FieldsRequest) -> FieldList:
         """Lists the produced fields of samples."""
         what = f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)"
-        rows, layouts, _ = self._locate(what, request.partition_id, request.sample_ids, -1, request.deadline)
+        rows, layouts, _ = self._locate(what, request.partition_id, request.sample_ids, [], -1, request.deadline)
         absent = [sample_id for sample_id, row in zip(request.sample_ids, rows, strict=True) if row is None]
         if absent:
             raise MissingDataError.for_samples(what, request.partition_id, absent)
@@ -107,19 +109,19 @@ class Reads:
         return FieldList(patterns=list(patterns), index=index)
 
     def _locate(
-        self, what: str, partition_id: str, ids: Sequence[str], most: int, deadline: float
+        self, what: str, partition_id: str, ids: Sequence[str], fields: Sequence[str], most: int, deadline: float
     ) -> tuple[list[bytes | None], Sequence[Mapping[str, FieldSpec]], list[Any] | None]:
         """Runs the script on parts of the rows, and joins the replies.
 
         Returns:
-            The rows, None for a sample that does not exist; the layouts of the partition; and the payload of all refs,
-            if it has at most so many bytes.
+            The rows, None for a sample that does not exist; the layouts of the partition; and the payload of all refs
+            of the rows, if it has at most so many bytes. Then the rows have only the refs that the fields may need.
         """
         rows: list[bytes | None] = []
         first, epoch = 0, b""
         while True:
             some = ids[first : first + _LOCATE_ROWS]
-            reply = self._session.run(what, deadline, "locate", partition_id, some, most)
+            reply = self._session.run(what, deadline, "locate", partition_id, some, fields, most)
             if reply[0] == b"unknown_partition":
                 _refusals.raise_partition(partition_id, reply)
             _, found, layouts, now, *sent = reply

@@ -1,27 +1,42 @@
--- Request: {partition, ids, most bytes to send along}. Replies with rows, layouts and the epoch. If the payload of all
--- rows is small, also with the payload of every ref, in order.
-local name, ids, most = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {partition, ids, fields, most bytes to send along}. Replies with rows, layouts and the epoch. If what the
+-- fields need is small, the rows have only the refs whose layout has any of the fields, and the payload of these refs
+-- follows, in order.
+local name, ids, fields, most = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name)
 if not P then return unknown_partition() end
 local rows = hmget(P.at .. 'r', ids)
 local layouts = call('LRANGE', P.at .. 'l', 0, -1)
-local payload, total = {}, 0
+local has_any  -- the layouts that have any of the fields, by their packed numbers; nil: all that there are
+if most >= 0 and #layouts > 1 then
+  local asked = {}
+  has_any = {}
+  for _, field in ipairs(fields) do asked[field] = true end
+  for number, layout in ipairs(layouts) do
+    -- define here: strings_of
+    local strings = strings_of(layout)
+    for k = 1, #strings, 2 do
+      if asked[strings[k]] then has_any[struct.pack('<I4', number - 1)] = true end
+    end
+  end
+end
+local payload, needed, total = {}, {}, 0
 for i = 1, #ids do
   local row = rows[i]
   if not row then return {'missing', rows, layouts, P.epoch} end
   if total <= most then
+    local kept = string.sub(row, 1, 8)
     for at = 9, #row, REF do
-      total = total + struct.unpack('<I8', row, at + 24)
-      if lies_elsewhere(string.sub(row, at, at + 3)) then total = most + 1 end
+      if not has_any or has_any[string.sub(row, at + 20, at + 23)] then
+        local write, position, _, size = struct.unpack('<c16I4I4I8', row, at)
+        total = total + size
+        if lies_elsewhere(write) then total = most + 1 end
+        payload[#payload + 1] = {write, position}
+        kept = kept .. string.sub(row, at, at + REF - 1)
+      end
     end
+    needed[i] = kept
   end
 end
-if total <= most then
-  for i = 1, #ids do
-    for at = 9, #rows[i], REF do
-      local write, position = struct.unpack('<c16I4', rows[i], at)
-      payload[#payload + 1] = call('HGET', key_of_write(write), position)
-    end
-  end
-end
-return {'ok', rows, layouts, P.epoch, total <= most and payload or nil}
+if total > most then return {'ok', rows, layouts, P.epoch} end
+for i, place in ipairs(payload) do payload[i] = call('HGET', key_of_write(place[1]), place[2]) end
+return {'ok', needed, layouts, P.epoch, payload}

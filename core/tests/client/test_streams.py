@@ -278,12 +278,28 @@ def test_metas_are_held_until_their_leases_have_ended():
             held.add(meta)
         assert held.renew()  # one fails
         client.ack(metas[0])
-        client.clear_samples(metas[1].sample_ids[:1], "p")
+        client.clear_samples(metas[1].sample_ids[:4], "p")
         assert not held.renew()
         over = HeldMetas(client, 60.0, most_held_s=0.0)
         over.add(client.claim_meta("p", "t", ["x"], 1, lease_s=60.0))
         assert not over.renew()
-        assert _num_leased(client) == 3  # of the one that was cleared in part
+        assert _num_leased(client) == 0
+
+
+def test_the_rest_of_a_batch_is_held_while_parts_of_it_are_settled(client):
+    held = HeldMetas(client, 60.0)
+    meta = client.claim_meta("p", "t", ["x"], 5, lease_s=30.0)
+    held.add(meta)
+    client.ack(meta.subset([1]))
+    client.clear_samples([meta.sample_ids[3]], "p")
+    assert held.renew()
+    client.ack(meta.subset([0]))
+    assert held.renew()
+    task = client.describe("p").tasks["t"]
+    assert (task.num_leased, task.oldest_lease.left_s > 30) == (2, True)
+    held.give_back(meta)
+    assert (_consumed(client), _num_leased(client)) == (meta.sample_ids[:2], 0)
+    assert not held.renew()
 
 
 def test_a_thread_that_cannot_be_started_ends_the_stream(client, monkeypatch):

@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 import time
+from collections.abc import Callable
 
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.errors import ClientClosedError, DataPlaneError, LeaseExpiredError
@@ -27,7 +28,8 @@ class HeldMetas:
         self._client = client
         self._lease_s = lease_s
         self._most_held_s = most_held_s
-        self._held: dict[int, tuple[KVBatchMeta, float]] = {}  # by `id`: the meta, and until when it is held
+        # by the `id` of the claim's meta: its samples whose leases are held, and until when
+        self._held: dict[int, tuple[KVBatchMeta, float]] = {}
         self._lock = threading.Lock()
 
     def add(self, meta: KVBatchMeta) -> None:
@@ -43,26 +45,47 @@ class HeldMetas:
     def renew(self) -> bool:
         """Renews the leases, and lets go of those that have ended. Returns whether any are left. Blocks."""
         with self._lock:
-            held = list(self._held.values())
-        for meta, until in held:
+            held = list(self._held.items())
+        for key, (meta, until) in held:
             try:
                 if time.monotonic() <= until:
-                    self._client.renew(meta, self._lease_s)
-                    continue
-                self._client.nack(meta)
-            except (LeaseExpiredError, KeyError, ClientClosedError):
-                pass  # it was acked or cleared, or is lost: its ack says so
+                    left = _of_held(lambda some: self._client.renew(some, self._lease_s), meta)
+                else:
+                    left = None
+                    _of_held(self._client.nack, meta)
+            except (KeyError, ClientClosedError):
+                left = None  # it was cleared, or is lost: its ack says so
             except DataPlaneError:
                 continue  # the store may answer the next time
-            self.discard(meta)
+            with self._lock:
+                if left is None:
+                    self._held.pop(key, None)
+                elif key in self._held:
+                    self._held[key] = left, until
         return bool(self._held)
 
     def give_back(self, meta: KVBatchMeta | None = None) -> None:
         """Gives back one meta, or all. Blocks."""
         with self._lock:
-            metas = [each for each, _ in self._held.values()] if meta is None else [meta]
-            for each in metas:
-                self._held.pop(id(each), None)
+            keys = list(self._held) if meta is None else [id(meta)]
+            metas = [self._held.pop(key)[0] for key in keys if key in self._held]
         for each in metas:
-            with contextlib.suppress(DataPlaneError):  # the lease or the client has ended
-                self._client.nack(each)
+            with contextlib.suppress(DataPlaneError):  # the client or its store has ended
+                _of_held(self._client.nack, each)
+
+
+def _of_held(call: Callable[[KVBatchMeta], object], meta: KVBatchMeta) -> KVBatchMeta | None:
+    """Calls with the samples whose leases are still held: others may have been acked one by one, or cleared.
+
+    Returns:
+        These samples, or None if no lease is held.
+    """
+    while True:
+        try:
+            call(meta)
+            return meta
+        except LeaseExpiredError as error:
+            held = [index for index, sample_id in enumerate(meta.sample_ids) if sample_id not in error.sample_ids]
+            if not 0 < len(held) < meta.size:
+                return None
+            meta = meta.subset(held)

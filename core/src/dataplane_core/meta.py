@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import html
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -108,13 +109,9 @@ class KVBatchMeta:
         """The rows at ``indices``, in that order; repeats are allowed.
 
         Raises:
-            InvalidRequestError: An index lies outside ``[-size, size)``.
+            InvalidRequestError: An index is no integer (a mask is not taken), or lies outside ``[-size, size)``.
         """
-        rows = [int(index) for index in indices]
-        size = self.size
-        if rows and not (-size <= min(rows) and max(rows) < size):
-            wrong = next(index for index in rows if not -size <= index < size)
-            raise InvalidRequestError(f"KVBatchMeta.subset: index {wrong} is out of range for {size} rows.")
+        rows = self._row_numbers("subset", indices)
         return KVBatchMeta(
             partition_id=self.partition_id,
             task_name=self.task_name,
@@ -162,16 +159,29 @@ class KVBatchMeta:
         """A copy without the rows at ``indices`` (any order, repeats allowed), or None if no row is left.
 
         Raises:
-            InvalidRequestError: An index lies outside ``[-size, size)``.
+            InvalidRequestError: An index is no integer (a mask is not taken), or lies outside ``[-size, size)``.
         """
         size = self.size
-        gone: set[int] = set()
-        for index in indices:
-            if not -size <= index < size:
-                raise InvalidRequestError(f"KVBatchMeta.drop: index {index} is out of range for {size} rows.")
-            gone.add(int(index) % size)
+        gone = {row % size for row in self._row_numbers("drop", indices)}
         kept = [i for i in range(size) if i not in gone]
         return self.subset(kept) if kept else None
+
+    def _row_numbers(self, what: str, indices: Any) -> list[int]:
+        rows: list[int] = []
+        for index in indices.tolist() if hasattr(indices, "tolist") else indices:
+            try:
+                if isinstance(index, bool):
+                    raise TypeError
+                row = operator.index(index)
+            except TypeError as error:
+                raise InvalidRequestError(
+                    f"KVBatchMeta.{what}: expected row numbers, got {index!r}.",
+                    hint="For a mask: mask.nonzero().flatten().",
+                ) from error
+            if not -self.size <= row < self.size:
+                raise InvalidRequestError(f"KVBatchMeta.{what}: index {row} is out of range for {self.size} rows.")
+            rows.append(row)
+        return rows
 
     def with_fields(self, names: Iterable[str]) -> KVBatchMeta:
         """A copy whose ``fields`` also name ``names``: merged, de-duplicated, order kept."""

@@ -29,6 +29,14 @@ def test_a_permutation_that_is_not_its_own_inverse_is_undone():
     assert batch["names"] == ["n0", "n1", "n2"]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_rows_of_unsigned_numbers_are_picked(dtype):
+    batch = BatchedDataDict(x=torch.tensor([5, 6, 7]).to(dtype), w=torch.arange(6).reshape(3, 2).to(dtype))
+    picked = batch.select_indices([2, 0, 2])
+    assert (picked["x"].tolist(), picked["x"].dtype) == ([7, 5, 7], dtype)
+    assert picked["w"].tolist() == [[4, 5], [0, 1], [4, 5]]
+
+
 def test_row_j_goes_to_the_position_that_index_j_ranks_to():
     batch = BatchedDataDict(names=["first", "second", "third"])
     batch.reorder_data([30, 10, 20])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.errors import InvalidTypeError, SaveError
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SaveError
 from dataplane_core.spec import hookimpl
 
 
@@ -132,6 +132,22 @@ def test_files_that_cannot_be_read_are_an_error_of_the_save(client, tmp_path):
     rows.mkdir()
     with pytest.raises(SaveError, match="cannot be read"):
         client.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"format": "dataplane-replay", "version": 2}\n{}\n', '{\n  "my": "app"\n}', "[1]"])
+def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(client, tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    (tmp_path / "rows-train.bin").write_text("mine")
+    with pytest.raises(InvalidRequestError, match="Nothing was written"):
+        client.save(tmp_path)
+    assert (tmp_path / "manifest.json").read_text() == text
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["manifest.json", "rows-train.bin"]
+
+
+def test_a_save_keeps_files_that_no_save_wrote(client, tmp_path):
+    (tmp_path / "rows-train.bin").write_text("mine")
+    client.save(tmp_path)
+    assert (tmp_path / "rows-train.bin").read_text() == "mine"
 
 
 @pytest.mark.parametrize("metadata", [[1, 2], {"a": {1}}, "ab", 7])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dataplane_core import KVBatchMeta
+from dataplane_core.errors import InvalidRequestError
 
 
 def meta(**changes):
@@ -44,6 +45,13 @@ def test_an_index_out_of_range_is_named(index):
         meta().subset([0, index])
     with pytest.raises(ValueError, match=f"index {index} is out of range for 3 rows"):
         meta().drop([index])
+
+
+@pytest.mark.parametrize("indices", [[True, False], torch.tensor([True, False]), np.array([True, False]), [0.5], ["0"]])
+def test_what_is_no_row_number_is_refused(indices):
+    for call in (meta().subset, meta().drop):
+        with pytest.raises(InvalidRequestError, match="expected row numbers"):
+            call(indices)
 
 
 def test_copies_are_independent():

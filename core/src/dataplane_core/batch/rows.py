@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ __all__ = [
 
 #: A column: rows along dim 0.
 Column: TypeAlias = torch.Tensor | list[Any] | np.ndarray[Any, Any]
+
+#: Types that torch's `index_select` lacks for columns (N,).
+_UNSIGNED: Final = (torch.uint16, torch.uint32, torch.uint64)
 
 
 class UnsupportedColumnError(InvalidTypeError, NotImplementedError):
@@ -76,12 +79,18 @@ def select_rows(columns: Mapping[str, Any], rows: Sequence[int]) -> dict[str, An
             if column.device not in by_device:
                 by_device[column.device] = torch.from_numpy(index).to(column.device)
             here = by_device[column.device]
-            picked[key] = _select_jagged(key, column, here) if column.is_nested else column.index_select(0, here)
+            picked[key] = _select_jagged(key, column, here) if column.is_nested else _select_dense(column, here)
         elif isinstance(column, np.ndarray):
             picked[key] = column[index]
         else:
             picked[key] = [column[row] for row in rows]
     return picked
+
+
+def _select_dense(column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    if column.dtype in _UNSIGNED:
+        return carrier(column).index_select(0, rows).view(column.dtype)
+    return column.index_select(0, rows)
 
 
 def _select_jagged(key: str, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -364,6 +364,7 @@ class DataPlaneClient(Claims):
             StalePartitionError: A partition was registered again meanwhile. After any error, the former save is as it
                 was.
             SaveError: The files cannot be written.
+            InvalidRequestError: The folder has a ``manifest.json`` of something else. Nothing was written.
             InvalidTypeError: ``metadata`` has other than JSON values.
             UnsupportedOperationError: The backend does not declare ``listing`` and ``cursors``.
 

@@ -162,6 +162,8 @@ def _column_of_tensors(what: str, items: Sequence[Any], keep_rows: bool) -> torc
 
 def _tensor_of(what: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
     plain = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
+    if any(step < 0 for step in plain.strides):  # of a dim of length 1: numpy calls it contiguous, torch refuses it
+        plain = plain.copy()
     if not plain.flags.writeable:
         plain = np.asarray(_AsWritable(plain))
     try:

@@ -24,6 +24,7 @@ import xxhash
 from dataplane_core.errors import (
     CorruptDataError,
     DataPlaneError,
+    InvalidRequestError,
     MissingDataError,
     SaveError,
     UnsupportedOperationError,
@@ -55,12 +56,14 @@ def write_save(
         blocks: The content, consumed one by one, so that it need not fit in memory. ``body`` is read after them.
 
     Raises:
+        InvalidRequestError: The folder's manifest is that of something else. Nothing was written.
         SaveError: The save cannot be written. It says whether the former save is unchanged.
         DataPlaneError: What ``blocks`` raised. The former save is unchanged.
     """
     path, kept = Path(folder), "A former save is as it was."
     try:
         os.makedirs(path, exist_ok=True)
+        _refuse_others(path, kind)
         rows_name = f"{_ROWS_PREFIX}{uuid.uuid4().hex}.bin"
         try:
             index = _write_blocks(path / rows_name, blocks)
@@ -76,13 +79,38 @@ def write_save(
         kept = "It is there, but may be gone after a crash of the machine."
         sync_folder(path)
         for each in sorted(path.glob(f"{_ROWS_PREFIX}*.bin")):
-            if each.name != rows_name:
+            if each.name != rows_name and _ROWS_NAME.fullmatch(each.name):
                 with suppress(OSError):  # the next save removes it
                     os.unlink(each)
     except DataPlaneError:  # an error of the store, even if it is also an OSError (a timeout)
         raise
     except OSError as error:
         raise SaveError(f"the save in '{path}' could not be written: {error.strerror or error}. {kept}") from error
+
+
+def _refuse_others(path: Path, kind: str) -> None:
+    """Refuses a folder whose manifest is not that of a save of this kind. One that is damaged is replaced.
+
+    Raises:
+        InvalidRequestError: The manifest belongs to something else.
+    """
+    try:
+        data = (path / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return
+    for text in (data.partition(b"\n")[0], data):  # another program's may have several lines
+        try:
+            head = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(head, dict) or head.get("format") != kind:
+            found = repr(head["format"]) if isinstance(head, dict) and "format" in head else "something else"
+            raise InvalidRequestError(
+                f"the save in '{path}' is refused: its {MANIFEST} is that of {found}. Expected {kind!r}. Nothing was "
+                "written.",
+                hint="Save into a folder of its own.",
+            )
+        return
 
 
 def _write_blocks(path: Path, blocks: Iterable[bytes | bytearray]) -> list[dict[str, Any]]:

@@ -53,7 +53,11 @@ def test_all_processes_on_one_page(config):
     with connect(config) as client:
         client.register_partition("step-1", ["x"], None, ["t"])
         workers = {name: subprocess.Popen([sys.executable, "-c", WORKER, config, name]) for name in ("a", "b")}
-        page = subprocess.Popen([sys.executable, "-m", "dataplane_core", "metrics", config], stdout=subprocess.PIPE)
+        page = subprocess.Popen(
+            [sys.executable, "-m", "dataplane_core", "metrics", config],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "http_proxy": "http://127.0.0.1:1"},
+        )
         try:
             eventually(
                 lambda: {"a", "b"} <= {each.role for each in client.list_clients() if each.metrics_address},

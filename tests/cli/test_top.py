@@ -47,6 +47,18 @@ def shown(looks):
     return console.file.getvalue()
 
 
+@pytest.mark.parametrize("name", ["exp[/1]", "pool[train]", "a[bold red]b"])
+def test_names_with_brackets_are_shown_as_they_are(name):
+    with connect({"backend": "noop", "role": name}) as client:
+        client.register_partition(name, ["x"], 16, [name])
+        client.put_samples(["a"], name, {"x": torch.zeros(1)})
+        client.claim_meta(name, name, ["x"], 1, lease_s=60.0)
+        looks = Looks(client)
+        for _ in range(4):
+            looks.ask()
+        assert shown(looks).count(name) == 2  # the partition and the task
+
+
 def test_the_flow_and_the_stage_that_lags(client):
     looks = Looks(client)
     for _ in range(4):

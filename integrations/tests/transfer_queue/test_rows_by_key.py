@@ -78,11 +78,13 @@ def test_rows_and_fields_that_are_not_there_raise(
 
 
 def test_listing_and_clearing(rows: ModuleType) -> None:
-    rows.kv_put("v", "val", tag={"status": "running", "more": [1, {"x": None}], "numpy": np.int64(3)})
+    rows.kv_put(
+        "v", "val", tag={"status": "running", "more": [1, {"x": None}], "numpy": np.int64(3), "text": "~tq.json:oops"}
+    )
     listed = rows.kv_list()
     assert listed == {
         "train": {"a": {"step": 0}, "b": {"step": 1}, "c": {"step": 2}},
-        "val": {"v": {"status": "running", "more": [1, {"x": None}], "numpy": 3}},
+        "val": {"v": {"status": "running", "more": [1, {"x": None}], "numpy": 3, "text": "~tq.json:oops"}},
     }
     assert rows.kv_list("nowhere") == {}
     rows.kv_clear(["a", "nobody"], "train")
@@ -144,6 +146,8 @@ def test_a_column_of_another_dtype_is_converted_if_no_value_changes(tq: ModuleTy
     got = tq.kv_batch_get(["a", "b"], "p")["x"]
     assert got.dtype == torch.float32
     assert got.values().tolist() == [0.5, 1.0, 2.0]
+    tq.kv_put("d", "p", fields={"x": torch.tensor([torch.nan, 2.0], dtype=torch.float64)})
+    assert tq.kv_batch_get(["d"], "p")["x"].values().isnan().tolist() == [True, False]
     for wrong in (torch.tensor([2**24 + 1]), torch.tensor(1.0)):
         with pytest.raises(ValueError, match="as fixed by its first write"):
             tq.kv_put("c", "p", fields={"x": wrong})

@@ -100,6 +100,10 @@ class Federation(Collector):
         yield from (heard, longest, up, *found.values())
 
 
+#: Without the proxy that the environment may name: processes of a run are reached directly.
+_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
 def _labels(client: ClientInfo) -> tuple[str, ...]:
     return client.host, str(client.pid), client.role
 
@@ -107,7 +111,7 @@ def _labels(client: ClientInfo) -> tuple[str, ...]:
 def _read(address: str) -> list[Metric] | None:
     """The metrics of an endpoint. None if it does not answer, or with something else."""
     try:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=_TIMEOUT_S) as reply:
+        with _OPENER.open(f"http://{address}/metrics", timeout=_TIMEOUT_S) as reply:
             return list(text_string_to_metric_families(reply.read().decode()))
     except (OSError, ValueError, HTTPException):
         return None

@@ -158,7 +158,9 @@ def _age(report: dict[str, Any]) -> float:
 def _flow(report: dict[str, Any]) -> RenderableType:
     """A partition as a line per stage, from the one that is ahead to the one that is behind."""
     stages = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
-    stages.add_column(report["partition_id"], no_wrap=True, header_style="bold", overflow="ellipsis", max_width=32)
+    stages.add_column(
+        Text(report["partition_id"]), no_wrap=True, header_style="bold", overflow="ellipsis", max_width=32
+    )
     for name in ("done", "per s", "ready", "leased"):
         stages.add_column(name, justify="right")
     for name in ("", "oldest lease"):
@@ -178,7 +180,7 @@ def _flow(report: dict[str, Any]) -> RenderableType:
             str(counts["ready"]),
             str(counts["leased"]),
             Text.assemble(_bar(done / expected if expected else 0.0), (" lags", "bold red") if name == lagging else ""),
-            "" if lease is None else f"{lease['holder']}, {_seconds(lease['held_s'])}",
+            Text("" if lease is None else f"{lease['holder']}, {_seconds(lease['held_s'])}"),
         )
     return stages
 
@@ -207,6 +209,6 @@ def _clients(clients: list[dict[str, Any]]) -> RenderableType:
         table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=40)
     waiting = sorted(clients, key=lambda each: -each["calls"][0]["running_s"] if each["calls"] else 0.0)
     for each in waiting[:_MOST_CLIENTS]:
-        table.add_row(each["host"], str(each["pid"]), each["role"], call_text(each))
+        table.add_row(*map(Text, (each["host"], str(each["pid"]), each["role"], call_text(each))))
     rest = len(waiting) - _MOST_CLIENTS
     return Group(table, Text(f"and {rest} clients", "dim")) if rest > 0 else table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import socket
 import time
 import zlib
@@ -108,9 +109,11 @@ class EventFile:
         Args:
             step: Its number.
             values: What is known of it. ``dataplane flow`` draws ``staleness``: how many weight versions old the rows
-                were that it trained on.
+                were that it trained on. Numbers of numpy and torch go too. One that is not finite is left out, since
+                JSON has none.
         """
-        self._write(op="step", step=step, **values)
+        plain = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._write(op="step", step=int(step), **{name: float(value) for name, value in plain.items()})
 
     def close(self) -> None:
         """Closes the file."""

@@ -78,7 +78,8 @@ def _converted(column: Any, spec: FieldSpec | None) -> Any:
         return column
     values = column.values() if column.is_nested else column
     same = values.to(spec.torch_dtype).to(values.dtype)
-    return column.to(spec.torch_dtype) if torch.equal(same, values) else column
+    is_same = bool(((same == values) | ((same != same) & (values != values))).all())  # NaN is not equal to itself
+    return column.to(spec.torch_dtype) if is_same else column
 
 
 def schema_of(spec: FieldSpec | None) -> dict[str, Any]:

@@ -167,20 +167,20 @@ class KVBatchMeta:
         return self.subset(kept) if kept else None
 
     def _row_numbers(self, what: str, indices: Any) -> list[int]:
-        rows: list[int] = []
-        for index in indices.tolist() if hasattr(indices, "tolist") else indices:
-            try:
-                if isinstance(index, bool):
-                    raise TypeError
-                row = operator.index(index)
-            except TypeError as error:
-                raise InvalidRequestError(
-                    f"KVBatchMeta.{what}: expected row numbers, got {index!r}.",
-                    hint="For a mask: mask.nonzero().flatten().",
-                ) from error
-            if not -self.size <= row < self.size:
-                raise InvalidRequestError(f"KVBatchMeta.{what}: index {row} is out of range for {self.size} rows.")
-            rows.append(row)
+        """Checks row numbers, of an array or tensor too."""
+        given, size = indices.tolist() if hasattr(indices, "tolist") else list(indices), self.size
+        odd = set(map(type, given)) - {int} and [
+            each for each in given if isinstance(each, bool) or not hasattr(each, "__index__")
+        ]
+        if odd:
+            raise InvalidRequestError(
+                f"KVBatchMeta.{what}: expected row numbers, got {odd[0]!r}.",
+                hint="For a mask: mask.nonzero().flatten().",
+            )
+        rows = list(map(operator.index, given))
+        if rows and not (-size <= min(rows) and max(rows) < size):
+            wrong = next(row for row in rows if not -size <= row < size)
+            raise InvalidRequestError(f"KVBatchMeta.{what}: index {wrong} is out of range for {size} rows.")
         return rows
 
     def with_fields(self, names: Iterable[str]) -> KVBatchMeta:

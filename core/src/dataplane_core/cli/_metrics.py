@@ -29,6 +29,9 @@ __all__ = ["Federation", "run"]
 _LABELS: Final = ("host", "pid", "role")
 #: Seconds that a process has to answer. Prometheus waits for 10 by default.
 _TIMEOUT_S: Final = 3.0
+
+#: Without the proxy that the environment may name: processes of a run are reached directly.
+_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _AT_ONCE: Final = 16
 
 
@@ -98,10 +101,6 @@ class Federation(Collector):
                 up.add_metric(_labels(each), float(page is not None))
                 _merge(found, page or (), dict(zip(_LABELS, _labels(each), strict=True)))
         yield from (heard, longest, up, *found.values())
-
-
-#: Without the proxy that the environment may name: processes of a run are reached directly.
-_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def _labels(client: ClientInfo) -> tuple[str, ...]:

@@ -159,8 +159,9 @@ def _tag(name: str, value: Any) -> TagValue:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     plain: TagValue = _plain(value)
-    is_like_ours = type(plain) is str and plain.startswith(_JSON)  # else it would be read as JSON
-    if plain is None or (type(plain) in (bool, int, float, str) and not is_like_ours):
+    if plain is None or type(plain) in (bool, int, float):
+        return plain
+    if type(plain) is str and not plain.startswith(_JSON):  # one that does is written as JSON, since it is read so
         return plain
     try:
         return _JSON + json.dumps(plain)

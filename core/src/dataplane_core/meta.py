@@ -169,9 +169,9 @@ class KVBatchMeta:
     def _row_numbers(self, what: str, indices: Any) -> list[int]:
         """Checks row numbers, of an array or tensor too."""
         given, size = indices.tolist() if hasattr(indices, "tolist") else list(indices), self.size
-        odd = set(map(type, given)) - {int} and [
-            each for each in given if isinstance(each, bool) or not hasattr(each, "__index__")
-        ]
+        odd = []
+        if not set(map(type, given)) <= {int}:
+            odd = [each for each in given if isinstance(each, bool) or not hasattr(each, "__index__")]
         if odd:
             raise InvalidRequestError(
                 f"KVBatchMeta.{what}: expected row numbers, got {odd[0]!r}.",

@@ -453,8 +453,8 @@ def _read_manifest(data: bytes) -> object:
     _manifests()
     path = _saved() / "manifest.json"
     path.write_bytes(data)
-    saved = SavedFiles(path.parent, "dataplane-partitions")
-    return list(saved.blocks())
+    with SavedFiles(path.parent, "dataplane-partitions") as saved:
+        return list(saved.blocks())
 
 
 def _whole_manifests() -> list[bytes]:

@@ -38,6 +38,9 @@ def unequal_sizes(rank):
     assert [item["rank"] for item in joined["objects"]] == [0, 1, 1, 1, 2, 2, 2, 2, 2]
     assert joined["scattered"][:2].tolist() == [[0, 3], [0, 3]]
     assert joined["scattered"][-1].tolist() == [24, 27]
+    conjugated = BatchedDataDict(c=torch.tensor([rank + 1j]).conj(), d=torch.tensor([rank + 1j]).conj().imag)
+    assert conjugated.all_gather(None)["c"].tolist() == [0 - 1j, 1 - 1j, 2 - 1j]
+    assert conjugated.all_gather(None)["d"].tolist() == [-1.0] * 3
     assert joined.size == 9
 
 
@@ -107,6 +110,8 @@ def a_rank_that_cannot_send(rank):
     expect_refusal({"x": 5 if odd else [1]}, "rank 2: UnsupportedColumnError")
     nested = torch.nested.nested_tensor_from_jagged(torch.zeros(1, 2), torch.tensor([0, 1]))
     expect_refusal({"x": nested if odd else torch.zeros(1, 1, 2)}, "rank 2: columns 'x' are nested tensors")
+    for unsent in (torch.zeros(1, device="meta"), torch.zeros(1).to_sparse()):
+        expect_refusal({"x": unsent if odd else torch.zeros(1)}, "rank 2: columns 'x' are sparse")
 
 
 CHECKS = {

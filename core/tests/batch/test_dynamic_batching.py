@@ -183,3 +183,10 @@ def test_whatever_the_lengths_plans_are_equal_complete_and_within_the_limit(case
         for start, end in pairs[:-1]:  # cut no sooner than the limit demands
             longest = max(int(p.get_batch(chunk, rows_of_chunk)["input_lengths"][end]) for p in parts)
             assert (end - start + 1) * min(-(-longest // multiple) * multiple, width) > limit
+
+
+def test_jagged_tokens_are_refused():
+    tokens = torch.nested.nested_tensor_from_jagged(torch.arange(5), torch.tensor([0, 2, 5]))
+    batch = BatchedDataDict(input_ids=tokens, input_lengths=torch.tensor([2, 3]))
+    with pytest.raises(ValueError, match=r"'input_ids' names a nested tensor\. Expected a padded tensor"):
+        batch.shard_by_batch_size(1, 2, dynamic_batching_args=ARGS)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 import tqdm
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 from dataplane_core.batch import kv_first_write, read_columns, write_columns
 from dataplane_core.codec import as_column, as_columns, jagged_parts, shared, wire
@@ -492,6 +492,17 @@ def test_a_field_keeps_its_dtype_whatever_it_is_given_in(client):
 def test_a_tensordict_is_taken_as_it_is():
     fields = TensorDict({"x": torch.zeros(3)}, batch_size=[3])
     assert as_columns("test", fields, 3) is fields
+
+
+def test_a_lazy_stack_of_rows_is_read_as_a_list_of_rows(client, writer):
+    rows = [{"x": torch.arange(length), "y": f"text {length}"} for length in (2, 0, 3)]
+    writer(client, lazy_stack([TensorDict(row) for row in rows]))
+    read = client.get_samples(IDS, "train", ["x", "y"])
+    assert values(read["x"]) == [[0, 1], [], [0, 1, 2]]
+    assert read["y"] == ["text 2", "text 0", "text 3"]
+    del rows[1]["y"]
+    with pytest.raises(InvalidRequestError, match="row 1 lacks 'y', which row 0 has"):
+        writer(client, lazy_stack([TensorDict(row) for row in rows]))
 
 
 def test_tables_are_recognized_without_importing_their_packages():

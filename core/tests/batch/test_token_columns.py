@@ -107,7 +107,17 @@ def test_a_named_column_of_samples_that_all_have_one_token_is_padded(client):
     meta = kv_first_write(batch, sample_ids=IDS, dp_client=client, partition_id="train")
     write_columns(client, meta, {"advantages": torch.ones(3, 1)})
     assert read_columns(client, meta, pad_to_seqlen=8)["input_ids"].shape == (3, 8)
-    assert read_columns(client, meta, ["advantages"], pad_to_seqlen=8)["advantages"].shape == (3, 8)
+    for named in (None, PER_TOKEN_FIELDS):
+        read = read_columns(client, meta, ["advantages"], pad_to_seqlen=8, token_aligned_fields=named)
+        assert read["advantages"].shape == (3, 8)
+
+
+def test_a_named_column_of_one_value_per_sample_is_not_padded(client):
+    meta = write(client, input_ids=torch.ones(3, WIDTH))
+    write_columns(client, meta, {"advantages": torch.ones(3, 1)})
+    fields = ["input_ids", "advantages"]
+    read = read_columns(client, meta, fields, pad_to_seqlen=8, token_aligned_fields=PER_TOKEN_FIELDS)
+    assert (read["input_ids"].shape, read["advantages"].shape) == ((3, 8), (3, 1))
 
 
 # --- microbatches -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SaveError
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SaveError, UnknownPartitionError
+from dataplane_core.saves import files
 from dataplane_core.spec import hookimpl
 
 
@@ -155,3 +156,91 @@ def test_metadata_is_a_dict_of_json_values(client, tmp_path, metadata):
     with pytest.raises(InvalidTypeError, match="must be a dict of JSON values"):
         client.save(tmp_path, metadata)
     assert not list(tmp_path.iterdir())
+
+
+class During:
+    """Middleware that runs a step after each put."""
+
+    def __init__(self):
+        self.step = None
+
+    @hookimpl(wrapper=True)
+    def put_samples(self, request):
+        reply = yield
+        if self.step is not None:
+            self.step()
+        return reply
+
+
+@pytest.fixture
+def during():
+    return During()
+
+
+@pytest.fixture
+def opening(during):
+    with connect({"backend": "noop", "open_partitions": True, "middleware": [during]}) as opened:
+        yield opened
+
+
+def test_claims_during_a_load_are_given_no_sample_twice(opening, during, tmp_path):
+    ids = [f"s{number}" for number in range(200)]  # several blocks
+    opening.put_samples(ids, "p", {"x": torch.arange(200)})
+    opening.put_samples(ids[:3], "p", {"y": torch.zeros(3)})
+    consumed = [*opening.claim_meta("p", "t", ["x"], 70).sample_ids]
+    opening.save(tmp_path)
+    given = {"t": consumed, "u": []}
+
+    def claim():
+        for task, known in given.items():
+            known += opening.claim_meta("p", task, ["x"], 1000, blocking=False).sample_ids
+
+    during.step = claim
+    opening.load(tmp_path)
+    claim()
+    assert given == {"t": ids, "u": ids}
+
+
+def test_a_load_reads_its_save_to_the_end_while_the_next_one_replaces_it(opening, during, tmp_path):
+    opening.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
+    opening.save(tmp_path, {"step": 1})
+
+    def save_another():
+        during.step = None
+        opening.save(tmp_path, {"step": 2}, [])
+
+    during.step = save_another
+    assert opening.load(tmp_path) == {"step": 1}
+    assert opening.get_samples(["a", "b"], "p", ["x"])["x"].tolist() == [0, 1]
+    assert opening.load(tmp_path) == {"step": 2}
+
+
+def test_a_load_that_meets_the_next_save_reads_that_one(client, tmp_path, monkeypatch):
+    client.save(tmp_path, {"step": 1})
+    read = files._read_manifest
+
+    def replaced_after(path, kind):
+        body = read(path, kind)
+        monkeypatch.undo()
+        client.save(tmp_path, {"step": 2})
+        return body
+
+    monkeypatch.setattr(files, "_read_manifest", replaced_after)
+    assert client.load(tmp_path) == {"step": 2}
+
+
+def test_a_save_removes_what_crashes_left_before_it_writes(client, tmp_path):
+    client.save(tmp_path)
+    left = tmp_path / f"rows-{'0' * 32}.bin"
+    left.write_bytes(b"left by a crash")
+    with pytest.raises(UnknownPartitionError):
+        client.save(tmp_path, None, ["nowhere"])
+    assert not left.exists()
+    assert client.load(tmp_path) == {}
+
+
+def test_partitions_to_load_are_a_list(client, tmp_path):
+    client.register_partition("pp", ["x"], None, [])
+    client.save(tmp_path)
+    with pytest.raises(InvalidTypeError, match="partitions"):
+        client.load(tmp_path, "pp")

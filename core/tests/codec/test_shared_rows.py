@@ -5,7 +5,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 
-from dataplane_core.codec import cell_nbytes, decode_columns, encode_columns, num_rows
+from dataplane_core.codec import as_columns, cell_nbytes, decode_columns, encode_columns, num_rows
 from dataplane_core.codec import shared as shared_module
 from dataplane_core.errors import BackendError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.spec import SharedRows, WireFormat
@@ -31,7 +31,7 @@ def rows_of(column):
 
 
 def lazy(rows):
-    return LazyStackedTensorDict(*[TensorDict({"x": row}, batch_size=[]) for row in rows])
+    return as_columns("put", LazyStackedTensorDict(*[TensorDict({"x": row}, batch_size=[]) for row in rows]), len(rows))
 
 
 FORMS = {

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict, lazy_stack
+from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core.codec import decode_columns, encode_columns
 from dataplane_core.spec import WireFormat
@@ -112,15 +112,6 @@ def test_nested_tensors_of_any_kind_are_taken(column, there_and_back, assert_row
 def test_a_jagged_tensor_over_a_part_of_its_values_is_taken(there_and_back, assert_rows):
     column = torch.nested.nested_tensor_from_jagged(VALUES, torch.tensor([1, 4, 5, 9]))
     assert_rows(there_and_back(column), [VALUES[1:4], VALUES[4:5], VALUES[5:9]])
-
-
-def test_a_lazily_stacked_tensordict_with_unequal_rows_is_taken(assert_rows):
-    rows = [torch.arange(float(length)) for length in (3, 1, 2)]
-    stack = lazy_stack([TensorDict({"x": row, "y": f"text {len(row)}"}) for row in rows])
-    columns, specs = encode_columns(stack, 3, WireFormat())
-    decoded = decode_columns(columns, specs, 3, WireFormat())
-    assert_rows(decoded["x"], rows)
-    assert decoded["y"].tolist() == ["text 3", "text 1", "text 2"]
 
 
 ITEMS = ["a", {"k": [1, None]}, [2.5]]

@@ -70,17 +70,19 @@ def main(root: Path) -> None:
             save(folder, 2)
 
         in_a_fork(killed)
-        saved = SavedFiles(folder, "test")
-        blocks = [block.decode() for block in saved.blocks()]
+        with SavedFiles(folder, "test") as saved:
+            blocks = [block.decode() for block in saved.blocks()]
         whole = blocks == [str(saved.body["number"]) * 1000, "", "second block"]
         number = saved.body["number"]
         save(folder, 3)
+        with SavedFiles(folder, "test") as saved:
+            following = saved.body["number"]
         results.append(
             {
                 "step": steps[kill_at],
                 "read": number,
                 "whole": whole,
-                "next": SavedFiles(folder, "test").body["number"],
+                "next": following,
                 "files": len(list(folder.iterdir())),
             }
         )

@@ -335,11 +335,13 @@ class BatchedDataDict(UserDict[str, Any]):
         if "input_key" not in args:
             return 0
         column = self._column(args["input_key"])
-        if not isinstance(column, torch.Tensor) or column.dim() < 2:
+        if not isinstance(column, torch.Tensor) or column.is_nested or column.dim() < 2:
+            found = f"a {type(column).__name__}"
+            if isinstance(column, torch.Tensor):
+                found = "a nested tensor" if column.is_nested else f"a tensor of shape {tuple(column.shape)}"
             raise InvalidRequestError(
-                f"shard_by_batch_size: input_key '{args['input_key']}' names a {type(column).__name__}"
-                f"{f' of shape {tuple(column.shape)}' if isinstance(column, torch.Tensor) else ''}. Expected a padded "
-                "tensor (N, S, ...)."
+                f"shard_by_batch_size: input_key '{args['input_key']}' names {found}. Expected a padded tensor "
+                "(N, S, ...)."
             )
         return column.shape[1]
 

@@ -80,9 +80,17 @@ def _describe(columns: Mapping[str, Any]) -> dict[str, Any] | str:
         sizes = {name: checked_num_rows(name, column) for name, column in columns.items()}
         if len(set(sizes.values())) > 1:
             return f"columns differ in length: {sizes}"
-        nested = [name for name, column in columns.items() if isinstance(column, torch.Tensor) and column.is_nested]
+        tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
+        nested = [name for name, column in tensors.items() if column.is_nested]
         if nested:
             return f"columns {preview(nested)} are nested tensors; expected padded ones: materialize(td, 'padded')"
+        unsent = [
+            name
+            for name, column in tensors.items()
+            if column.is_meta or column.layout != torch.strided or column.is_quantized
+        ]
+        if unsent:
+            return f"columns {preview(unsent)} are sparse, quantised or on device 'meta'; expected dense tensors"
         described = {
             name: _TensorForm(column.dtype, tuple(column.shape), column.device.type)
             if isinstance(column, torch.Tensor)
@@ -140,7 +148,7 @@ def _gather_tensor(
     row_bytes = joined.element_size() * math.prod(shapes[0][1:])
     sent = torch.zeros(max(shape[0] for shape in shapes) * row_bytes, dtype=torch.uint8, device=via)
     if column is not None and len(column):
-        sent[: len(column) * row_bytes] = column.detach().contiguous().view(-1).view(torch.uint8).to(via)
+        sent[: len(column) * row_bytes] = _flat(column).view(torch.uint8).to(via)
     received = [torch.empty_like(sent) for _ in shapes]
     all_gather(received, sent)
     joined_bytes = joined.view(-1).view(torch.uint8)
@@ -150,3 +158,9 @@ def _gather_tensor(
         joined_bytes[start:end] = part[: end - start].to(home)
         start = end
     return joined
+
+
+def _flat(column: torch.Tensor) -> torch.Tensor:
+    """All elements in one dim, without lazy conjugation or negation."""
+    plain = column.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,))  # dims of size 1 may have unusual strides

@@ -35,26 +35,26 @@ def token_columns(
         columns: Columns of N rows, dense or jagged. One that is not a tensor, or lacks the dim, is no token column.
         lengths: The tokens of each row. Default: the row lengths of ``input_ids`` in ``columns``, padding included.
             Without either, every column that has the dim counts, except ``ragged_fields``.
-        token_aligned_fields: Names of the token columns, instead of the rule above.
+        token_aligned_fields: Names of the token columns, instead of the rule above, but for columns of
+            `schema.PER_TOKEN_FIELDS` that have one value per sample.
         ragged_fields: Names of columns whose rows may have as many elements as tokens by chance.
         dim: The dim of the tokens.
 
     Returns:
         Names, in the order of ``columns``.
     """
-    if token_aligned_fields is not None:
-        return [name for name in columns if name in token_aligned_fields]
+    named = token_aligned_fields
     tokens = row_lengths(columns.get(INPUT_IDS_FIELD), dim) if lengths is None else as_lengths("tokens", lengths)
-    found = {name: row_lengths(column, dim) for name, column in columns.items() if name not in ragged_fields}
-    return [
-        name
-        for name, rows in found.items()
-        if rows is not None
-        and (
-            (tokens is not None and torch.equal(rows, tokens))
-            or ((tokens is None or name in PER_TOKEN_FIELDS) and not is_per_sample(name, columns[name]))
-        )
-    ]
+    found: list[str] = []
+    for name, column in columns.items():
+        if name in (ragged_fields if named is None else ()) or (named is not None and name not in named):
+            continue
+        rows = row_lengths(column, dim)
+        as_long = rows is not None and tokens is not None and torch.equal(rows, tokens)
+        known = named is not None or (rows is not None and (tokens is None or name in PER_TOKEN_FIELDS))
+        if as_long or (known and not is_per_sample(name, column)):
+            found.append(name)
+    return found
 
 
 def is_per_sample(name: str, column: Any) -> bool:

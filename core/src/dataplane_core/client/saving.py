@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final, Protocol
 
 from tensordict import TensorDict
@@ -228,35 +229,34 @@ def read_to_save(
 
 def load(client: _Client, folder: str | os.PathLike[str], partitions: Sequence[str] | None) -> dict[str, Any]:
     """See `DataPlaneClient.load`."""
-    saved = SavedFiles(folder, _KIND)
-    entries = _entries_of(saved.body, folder)
-    held = [entry["partition_id"] for entry in entries]
-    unknown = [name for name in partitions or () if name not in held]
-    if unknown:
-        raise InvalidRequestError(
-            f"load refused: the save in '{folder}' has no partition {preview(unknown)}. It has: "
-            f"{preview(held, limit=5) or 'none'}."
-        )
-    for _ in saved.blocks():  # checks all blocks, with one in memory at a time
-        pass
-    begun: list[str] = []
-    try:
-        blocks = saved.blocks()
-        for entry in entries:
-            some = islice(blocks, entry["num_blocks"])
-            if partitions is None or entry["partition_id"] in partitions:
-                begun.append(entry["partition_id"])
-                _load_partition(client, entry, some)
-            else:
-                for _ in some:
-                    pass
-    except BaseException:
-        for partition_id in begun:
-            with suppress(DataPlaneError):  # the caller gets the error of the load
-                client.clear_samples(None, partition_id)
-        raise
-    metadata: dict[str, Any] = saved.body["metadata"]
-    return metadata
+    wanted = None if partitions is None else check_names("partitions", partitions)
+    with SavedFiles(folder, _KIND) as saved:
+        entries = _entries_of(saved.body, folder)
+        held = [entry["partition_id"] for entry in entries]
+        unknown = [name for name in wanted or () if name not in held]
+        if unknown:
+            raise InvalidRequestError(
+                f"load refused: the save in '{folder}' has no partition {preview(unknown)}. It has: "
+                f"{preview(held, limit=5) or 'none'}."
+            )
+        for _ in saved.blocks():  # checks all blocks, with one in memory at a time
+            pass
+        begun: list[str] = []
+        try:
+            passes = [saved.blocks() for _ in range(2 if client.config.open_partitions else 1)]
+            for entry in entries:
+                blocks = [islice(each, entry["num_blocks"]) for each in passes]
+                if wanted is None or entry["partition_id"] in wanted:
+                    begun.append(entry["partition_id"])
+                    _load_partition(client, entry, *blocks)
+                deque(chain(*blocks), maxlen=0)  # those that were not read
+        except BaseException:
+            for partition_id in begun:
+                with suppress(DataPlaneError):  # the caller gets the error of the load
+                    client.clear_samples(None, partition_id)
+            raise
+        metadata: dict[str, Any] = saved.body["metadata"]
+        return metadata
 
 
 def _entries_of(body: Mapping[str, Any], folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -275,26 +275,29 @@ def _entries_of(body: Mapping[str, Any], folder: str | os.PathLike[str]) -> list
     return found
 
 
-def _load_partition(client: _Client, entry: Mapping[str, Any], blocks: Iterator[bytes]) -> None:
-    """Registers a partition without tasks, so that none can claim, writes its rows, and adds the tasks at last."""
+def _load_partition(
+    client: _Client, entry: Mapping[str, Any], blocks: Iterator[bytes], again: Iterator[bytes] | None = None
+) -> None:
+    """Registers a partition without tasks, so that none can claim, writes its rows, and adds the tasks at last.
+
+    With ``open_partitions``, a claim may add its task meanwhile. So the rows are written without columns first, and
+    what the tasks have consumed is set before ``again``, the same blocks once more, gives the columns.
+    """
     partition_id = entry["partition_id"]
     registration = {name: entry["registration"][name] for name in _REGISTRATION} | {"consumer_tasks": []}
     client.register_partition(partition_id, **registration)
     _clear_again(client, partition_id, entry)
     consumed: dict[str, list[str]] = {task: [] for task in entry["registration"]["consumer_tasks"]}
     num_loaded = 0
-    for block in blocks:
-        columns, head = unpack_rows(block, allow_pickle=client.config.allow_pickle)
-        if not holds(head, _HEAD):
-            raise CorruptDataError(f"load: a block of partition '{partition_id}' holds what no save has.")
+    for columns, head in _unpacked(client, partition_id, blocks):
         ids, created, tags = head["sample_ids"], head["created"], head["tags"]
         num_loaded += len(created)
         for task, given in head["consumed"].items():
             consumed.setdefault(task, []).extend(given)
-        whole = bool(columns) and ids == created
+        whole = bool(columns) and ids == created and again is None
         if created and not whole:
             client.put_samples(created, partition_id, tags=tags)
-        if columns:
+        if columns and again is None:
             client.put_samples(ids, partition_id, columns, tags=tags if whole else None)
     if num_loaded != entry["num_samples"]:
         raise CorruptDataError(
@@ -302,6 +305,20 @@ def _load_partition(client: _Client, entry: Mapping[str, Any], blocks: Iterator[
         )
     for task, given in consumed.items():
         client._set_cursor("load", partition_id, task, given, create=True)
+    for columns, head in _unpacked(client, partition_id, again or iter(())):
+        if columns:
+            client.put_samples(head["sample_ids"], partition_id, columns)
+
+
+def _unpacked(
+    client: _Client, partition_id: str, blocks: Iterator[bytes]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Columns and head of each block."""
+    for block in blocks:
+        columns, head = unpack_rows(block, allow_pickle=client.config.allow_pickle)
+        if not holds(head, _HEAD):
+            raise CorruptDataError(f"load: a block of partition '{partition_id}' holds what no save has.")
+        yield columns, head
 
 
 def _clear_again(client: _Client, partition_id: str, entry: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from dataplane_core.codec.arrow import column_of_arrow
 from dataplane_core.codec.lists import column_of_array, column_of_list
@@ -25,7 +25,8 @@ __all__ = ["as_column", "as_columns"]
 def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | dict[str, Any]:
     """Columns that `encode_columns` takes, of whatever a caller has.
 
-    - A dict (or another mapping) of columns: each by `as_column`. A TensorDict stays as it is.
+    - A dict (or another mapping) of columns: each by `as_column`. A TensorDict stays as it is; a lazy stack of rows,
+      which gives no columns whose rows differ in shape, is read as a list of rows.
     - A list of N dicts with the same keys, one per row: each key is a column, the list of its values.
     - A pyarrow ``Table`` or ``RecordBatch``, or a pandas ``DataFrame``: its columns.
     - A ``datasets.Dataset``: its columns as Arrow, whatever its format; with a transform, what that returns.
@@ -44,9 +45,13 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | di
         InvalidRequestError: The rows of a list have different keys, or are not N; two columns have the same name.
         SchemaMismatchError: Tensors of one column do not fit together.
     """
-    if isinstance(fields, TensorDictBase):
+    if isinstance(fields, LazyStackedTensorDict) and fields.stack_dim == 0:
+        rows = _columns_of_rows(where, fields.tensordicts, num_samples)
+        tensors = {name for name, cells in rows if all(isinstance(cell, torch.Tensor) for cell in cells)}
+        columns = [(name, cells if name in tensors else fields.get(name)) for name, cells in rows]
+    elif isinstance(fields, TensorDictBase):
         return fields
-    if isinstance(fields, Mapping):
+    elif isinstance(fields, Mapping):
         columns = list(fields.items())
     elif isinstance(fields, (list, tuple)):
         columns = _columns_of_rows(where, fields, num_samples)
@@ -103,6 +108,7 @@ def _columns_of_rows(where: str, rows: Sequence[Any], num_samples: int) -> list[
         raise InvalidRequestError(
             f"{where} refused: fields are a list of {len(rows)} rows. Expected {num_samples}, one per sample id."
         )
+    names: list[str] = []
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise InvalidTypeError(
@@ -110,14 +116,16 @@ def _columns_of_rows(where: str, rows: Sequence[Any], num_samples: int) -> list[
                 "one value per field.",
                 hint="Write {'name': values} for one column.",
             )
-        if row.keys() != rows[0].keys():
-            lacks, has = [name for name in rows[0] if name not in row], [name for name in row if name not in rows[0]]
+        keys = list(row.keys())
+        names = keys if number == 0 else names
+        if keys != names and set(keys) != set(names):
+            lacks, has = [name for name in names if name not in keys], [name for name in keys if name not in names]
             found = f"lacks {preview(lacks)}, which row 0 has" if lacks else f"has {preview(has)}, which row 0 lacks"
             raise InvalidRequestError(
                 f"{where} refused: row {number} {found}. Expected the same keys in every row.",
                 hint="Write None where a row has no object, and [] where it has no numbers.",
             )
-    return [(name, [row[name] for row in rows]) for name in (rows[0] if rows else ())]
+    return [(name, [row[name] for row in rows]) for name in names]
 
 
 def _is_a(value: object, module: str, *names: str) -> bool:

@@ -24,7 +24,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 from tensordict import (
-    LazyStackedTensorDict,
     NonTensorData,
     NonTensorStack,
     TensorDictBase,
@@ -117,19 +116,11 @@ def encode_columns(
 
 
 def _leaves(fields: TensorDictBase | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    if isinstance(fields, LazyStackedTensorDict) and fields.stack_dim == 0:
-        # a lazy stack refuses to give columns whose rows differ in shape
-        for name in fields.keys():
-            parts = [part.get(name) for part in fields.tensordicts]
-            if all(isinstance(part, torch.Tensor) for part in parts):
-                yield name, TensorRows(parts)
-            else:
-                yield name, fields.get(name)
-    elif isinstance(fields, TensorDictBase):
-        for name in fields.keys():
-            yield name, fields.get(name)
-    else:
+    if not isinstance(fields, TensorDictBase):
         yield from fields.items()
+        return
+    for name in fields.keys():
+        yield name, fields.get(name)
 
 
 def _ingest(

@@ -1,7 +1,8 @@
 """A save on disk: a file of blocks, and a manifest that names it. The newest complete save is always readable.
 
 A rename replaces the manifest, after the file that it names is on the disk. So a crash at any point leaves the former
-save unchanged; the next save removes files that a crash left. No pickle.
+save unchanged; the next save first removes the files that a crash left. A reader has the file open, so it reads its
+save to the end, even if the next one replaces it meanwhile. No pickle.
 
 ``manifest.json``: the first line ``{"format": ..., "version": 2, "sha256": ...}`` describes the second, which is the
 body. ``rows-*.bin``: the blocks end to end. The body has size and XXH3-128 of each block.
@@ -17,7 +18,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import xxhash
 
@@ -63,13 +64,12 @@ def write_save(
     path, kept = Path(folder), "A former save is as it was."
     try:
         os.makedirs(path, exist_ok=True)
-        _refuse_others(path, kind)
+        _remove_rows_but(path, _named_rows(path, kind))
         rows_name = f"{_ROWS_PREFIX}{uuid.uuid4().hex}.bin"
         try:
             index = _write_blocks(path / rows_name, blocks)
         except BaseException:
-            with suppress(OSError):  # the next save removes it
-                os.unlink(path / rows_name)
+            _remove(path / rows_name)
             raise
         text = json.dumps({**body, "rows_file": rows_name, "blocks": index}, separators=(",", ":")).encode()
         head = {"format": kind, "version": VERSION, "sha256": hashlib.sha256(text).hexdigest()}
@@ -78,27 +78,25 @@ def write_save(
         os.replace(path / _TEMPORARY, path / MANIFEST)
         kept = "It is there, but may be gone after a crash of the machine."
         sync_folder(path)
-        for each in sorted(path.glob(f"{_ROWS_PREFIX}*.bin")):
-            if each.name != rows_name and _ROWS_NAME.fullmatch(each.name):
-                with suppress(OSError):  # the next save removes it
-                    os.unlink(each)
+        _remove_rows_but(path, rows_name)
     except DataPlaneError:  # an error of the store, even if it is also an OSError (a timeout)
         raise
     except OSError as error:
         raise SaveError(f"the save in '{path}' could not be written: {error.strerror or error}. {kept}") from error
 
 
-def _refuse_others(path: Path, kind: str) -> None:
-    """Refuses a folder whose manifest is not that of a save of this kind. One that is damaged is replaced.
+def _named_rows(path: Path, kind: str) -> str | None:
+    """The file of rows that the folder's manifest names. None if it is damaged, or not there.
 
     Raises:
-        InvalidRequestError: The manifest belongs to something else.
+        InvalidRequestError: The manifest is not that of a save of this kind.
     """
     try:
         data = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
-        return
-    for text in (data.partition(b"\n")[0], data):  # another program's may have several lines
+        return None
+    first, _, body = data.partition(b"\n")
+    for text in (first, data):  # another program's may have several lines
         try:
             head = json.loads(text)
         except (ValueError, RecursionError):
@@ -110,7 +108,23 @@ def _refuse_others(path: Path, kind: str) -> None:
                 "written.",
                 hint="Save into a folder of its own.",
             )
-        return
+        break
+    try:
+        return str(_checked(json.loads(body))["rows_file"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _remove_rows_but(path: Path, kept: str | None) -> None:
+    """Removes the files of rows that saves left, but for one. Without one to keep, none: the manifest may be mended."""
+    for each in sorted(path.glob(f"{_ROWS_PREFIX}*.bin")) if kept is not None else ():
+        if each.name != kept and _ROWS_NAME.fullmatch(each.name):
+            _remove(each)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # the next save removes it
+        os.unlink(path)
 
 
 def _write_blocks(path: Path, blocks: Iterable[bytes | bytearray]) -> list[dict[str, Any]]:
@@ -126,7 +140,7 @@ def _write_blocks(path: Path, blocks: Iterable[bytes | bytearray]) -> list[dict[
 
 
 class SavedFiles:
-    """The newest save in a folder, checked.
+    """The newest save in a folder, checked. Holds its file open, so close it, or use it in a ``with`` statement.
 
     Args:
         folder: The folder.
@@ -138,72 +152,102 @@ class SavedFiles:
     Raises:
         MissingDataError: The folder has no save.
         UnsupportedOperationError: Another version of this package wrote the save.
-        CorruptDataError: The manifest is not that of a save, or was changed.
+        CorruptDataError: The manifest is not that of a save, or was changed, or the file of rows is missing.
+        SaveError: They cannot be read.
     """
 
     def __init__(self, folder: str | os.PathLike[str], kind: str) -> None:
         self._path = Path(folder)
-        manifest = self._path / MANIFEST
+        missing = ""
         try:
-            head_line, _, rest = manifest.read_bytes().partition(b"\n")
-        except FileNotFoundError as error:
-            raise MissingDataError(
-                f"no save in '{self._path}': there is no {MANIFEST}.", hint="Name the folder that was saved to."
-            ) from error
+            while True:
+                self.body = _read_manifest(self._path, kind)
+                try:
+                    self._rows = (self._path / self.body["rows_file"]).open("rb")
+                    return
+                except FileNotFoundError as error:
+                    if self.body["rows_file"] == missing:
+                        raise CorruptDataError(f"the save in '{self._path}' lacks its file {missing}.") from error
+                    missing = self.body["rows_file"]  # the next save may have removed it: read that one
         except OSError as error:
             raise SaveError(f"the save in '{self._path}' cannot be read: {error.strerror or error}.") from error
-        try:
-            head = json.loads(head_line)
-            known = head["format"] == kind
-            version = int(head["version"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise CorruptDataError(f"'{manifest}' is not the manifest of a save: its first line is damaged.") from error
-        if not known:
-            raise CorruptDataError(f"'{manifest}' says format {head['format']!r}. Expected {kind!r}.")
-        if version != VERSION:
-            raise UnsupportedOperationError(
-                f"the save in '{self._path}' is of format version {version}. Expected {VERSION}.",
-                hint="Install the version that wrote it.",
-            )
-        text = rest.removesuffix(b"\n")
-        if hashlib.sha256(text).hexdigest() != head.get("sha256"):
-            raise CorruptDataError(
-                f"'{manifest}' is not as it was written: {len(text)} bytes whose SHA-256 differs. It was truncated or "
-                "changed; take another save."
-            )
-        try:
-            self.body = _checked(json.loads(text))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CorruptDataError(f"'{manifest}' is not the manifest of a save: {error}.") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file of rows."""
+        self._rows.close()
 
     def blocks(self) -> Iterator[bytes]:
-        """Reads and checks the blocks of rows, one by one.
+        """Reads and checks the blocks of rows, one by one. Several such iterators may be read in turn.
 
         Raises:
-            CorruptDataError: The file is missing, truncated or changed.
+            CorruptDataError: The file is truncated or changed.
             SaveError: It cannot be read.
         """
-        path = self._path / self.body["rows_file"]
-        where = f"'{path}' is not as it was written"
+        where = f"'{self._rows.name}' is not as it was written"
         try:
-            with path.open("rb") as file:
-                most = os.fstat(file.fileno()).st_size  # a forged size reserves no memory
-                for number, entry in enumerate(self.body["blocks"]):
-                    block = file.read(min(entry["size_bytes"], most))
-                    if len(block) != entry["size_bytes"]:
-                        raise CorruptDataError(
-                            f"{where}: block {number} has {len(block)} bytes. Expected {entry['size_bytes']}; the file "
-                            "was truncated."
-                        )
-                    if xxhash.xxh3_128_hexdigest(block) != entry["xxh3_128"]:
-                        raise CorruptDataError(f"{where}: the digest of block {number} differs; take another save.")
-                    yield block
-                if file.read(1):
-                    raise CorruptDataError(f"{where}: it goes on after its {len(self.body['blocks'])} blocks.")
-        except FileNotFoundError as error:
-            raise CorruptDataError(f"the save in '{self._path}' lacks its file {path.name}.") from error
+            most = os.fstat(self._rows.fileno()).st_size  # a forged size reserves no memory
+            start = 0
+            for number, entry in enumerate(self.body["blocks"]):
+                self._rows.seek(start)
+                block = self._rows.read(min(entry["size_bytes"], most))
+                if len(block) != entry["size_bytes"]:
+                    raise CorruptDataError(
+                        f"{where}: block {number} has {len(block)} bytes. Expected {entry['size_bytes']}; the file was "
+                        "truncated."
+                    )
+                if xxhash.xxh3_128_hexdigest(block) != entry["xxh3_128"]:
+                    raise CorruptDataError(f"{where}: the digest of block {number} differs; take another save.")
+                start += len(block)
+                yield block
+            if start != most:
+                raise CorruptDataError(f"{where}: it goes on after its {len(self.body['blocks'])} blocks.")
         except OSError as error:
             raise SaveError(f"the save in '{self._path}' cannot be read: {error.strerror or error}.") from error
+
+
+def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
+    """The body of the manifest in a folder, checked.
+
+    Raises:
+        MissingDataError, UnsupportedOperationError, CorruptDataError: As `SavedFiles`.
+        OSError: It cannot be read.
+    """
+    manifest = path / MANIFEST
+    try:
+        head_line, _, rest = manifest.read_bytes().partition(b"\n")
+    except FileNotFoundError as error:
+        raise MissingDataError(
+            f"no save in '{path}': there is no {MANIFEST}.", hint="Name the folder that was saved to."
+        ) from error
+    try:
+        head = json.loads(head_line)
+        known = head["format"] == kind
+        version = int(head["version"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise CorruptDataError(f"'{manifest}' is not the manifest of a save: its first line is damaged.") from error
+    if not known:
+        raise CorruptDataError(f"'{manifest}' says format {head['format']!r}. Expected {kind!r}.")
+    if version != VERSION:
+        raise UnsupportedOperationError(
+            f"the save in '{path}' is of format version {version}. Expected {VERSION}.",
+            hint="Install the version that wrote it.",
+        )
+    text = rest.removesuffix(b"\n")
+    if hashlib.sha256(text).hexdigest() != head.get("sha256"):
+        raise CorruptDataError(
+            f"'{manifest}' is not as it was written: {len(text)} bytes whose SHA-256 differs. It was truncated or "
+            "changed; take another save."
+        )
+    try:
+        return _checked(json.loads(text))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptDataError(f"'{manifest}' is not the manifest of a save: {error}.") from error
 
 
 def _checked(body: Any) -> dict[str, Any]:

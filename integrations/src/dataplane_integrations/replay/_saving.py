@@ -151,27 +151,27 @@ def restore_replay(
             not declare ``cursors``. Nothing has been written.
         InvalidRequestError: The save has the buffer of another partition or group size.
     """
-    saved = SavedFiles(folder, _KIND)
-    body = saved.body
-    for _ in saved.blocks():  # checks all blocks, with one in memory at a time
-        pass
-    partition: str = body["partition_id"]
-    given = {task: ids for task, ids in body["given"].items() if ids}
-    if given and Capability.CURSORS not in client.capabilities:
-        raise UnsupportedOperationError(
-            f"restore_replay refused: in '{partition}', rows had been given to {preview(given)}, and backend "
-            f"'{client.backend_name}' does not declare 'cursors'. Expected one that does."
-        )
-    buffer.load_state(body["buffer"])
-    if body["registration"] is not None:
-        client.register_partition(partition, **body["registration"])
-    ids: list[str] = body["sample_ids"]
-    tags: list[dict[str, Any]] = [dict(row) for row in body["tags"] or [{}] * len(ids)]
-    at = {sample_id: row for row, sample_id in enumerate(ids)}
-    for block in saved.blocks():
-        columns, head = unpack_rows(block)
-        some = head["sample_ids"]
-        client.put_samples(some, partition, columns, tags=[tags[at[each]] for each in some])
+    with SavedFiles(folder, _KIND) as saved:
+        body = saved.body
+        for _ in saved.blocks():  # checks all blocks, with one in memory at a time
+            pass
+        partition: str = body["partition_id"]
+        given = {task: ids for task, ids in body["given"].items() if ids}
+        if given and Capability.CURSORS not in client.capabilities:
+            raise UnsupportedOperationError(
+                f"restore_replay refused: in '{partition}', rows had been given to {preview(given)}, and backend "
+                f"'{client.backend_name}' does not declare 'cursors'. Expected one that does."
+            )
+        buffer.load_state(body["buffer"])
+        if body["registration"] is not None:
+            client.register_partition(partition, **body["registration"])
+        ids: list[str] = body["sample_ids"]
+        tags: list[dict[str, Any]] = [dict(row) for row in body["tags"] or [{}] * len(ids)]
+        at = {sample_id: row for row, sample_id in enumerate(ids)}
+        for block in saved.blocks():
+            columns, head = unpack_rows(block)
+            some = head["sample_ids"]
+            client.put_samples(some, partition, columns, tags=[tags[at[each]] for each in some])
     for task, consumed in given.items():
         client.reset_consumption(partition, task, consumed)
     return RestoredReplay(

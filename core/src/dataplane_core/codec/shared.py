@@ -44,14 +44,11 @@ class Repeats:
     @classmethod
     def by_key(cls, keys: Sequence[Hashable]) -> Repeats | None:
         """Rows with equal keys are equal. None: no two are."""
-        places: dict[Hashable, int] = {}
-        index = [places.setdefault(key, len(places)) for key in keys]
-        if len(places) == len(keys):
+        first_of = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+        if len(first_of) == len(keys):
             return None
-        firsts = [0] * len(places)
-        for row in range(len(keys) - 1, -1, -1):
-            firsts[index[row]] = row
-        return cls(firsts, index)
+        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        return cls([first_of[key] for key in places], [places[key] for key in keys])
 
     def after(self, earlier: Repeats | None) -> Repeats:
         """These repeats, which were found among the ``firsts`` of ``earlier`` ones, as repeats of all rows."""
@@ -62,6 +59,14 @@ class Repeats:
 
 def same_memory(rows: Sequence[Any]) -> Repeats | None:
     """Rows that are the same object or, if they are tensors, the same memory. None: there are none."""
+    objects = Repeats.by_key(list(map(id, rows)))
+    others = rows if objects is None else [rows[row] for row in objects.firsts]
+    found = _of_one_address(others)
+    return objects if found is None else found.after(objects)
+
+
+def _of_one_address(rows: Sequence[Any]) -> Repeats | None:
+    """Different objects that are tensors of the same memory."""
     addresses = [(_has_memory(row) and row.data_ptr()) or -id(row) for row in rows]
     found = Repeats.by_key(addresses)
     if found is None or all(_is_same(rows[found.firsts[at]], row) for at, row in zip(found.index, rows, strict=True)):

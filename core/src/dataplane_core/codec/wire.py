@@ -139,9 +139,8 @@ def _ingest(
     if found != num_samples:
         raise InvalidRequestError(f"{what} has {found} rows. Expected {num_samples}, one row per sample id.")
     same = None
-    if isinstance(leaf, TensorRows):
-        if wire.shared_rows and leaf.nbytes >= LARGE_CELL_BYTES * len(leaf):
-            same = same_memory(leaf)
+    if isinstance(leaf, TensorRows):  # large rows
+        same = same_memory(leaf) if wire.shared_rows else None
         try:
             column = ragged_of_rows(leaf if same is None else [leaf[row] for row in same.firsts], what)
         except DataPlaneError:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -106,6 +107,38 @@ def test_an_empty_store(config, capsys):
     with connect(config):
         assert main(["inspect", config, "--interval", "0"]) == 0
     assert capsys.readouterr().out == "shm_store: 0 partitions, 0 B of 50.0 MB\n"
+
+
+def test_the_capacity_of_several_ledgers_is_that_of_all(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text("{backend: shm_store, num_ledgers: 2, options: {capacity_bytes: '50000000'}}")
+    with connect(str(path)):
+        assert main(["inspect", str(path), "--interval", "0"]) == 0
+    assert capsys.readouterr().out == "shm_store: 0 partitions, 0 B of 100.0 MB\n"
+
+
+@pytest.mark.parametrize("interval", ["-1", "1e12", "nan"])
+def test_the_interval_is_checked(config, capsys, interval):
+    assert main(["inspect", config, "--interval", interval]) == 1
+    assert "Expected a number of seconds from 0 to 86400." in capsys.readouterr().err
+
+
+def test_it_ends_quietly_once_nobody_reads_its_output(client, config):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "dataplane_core", "inspect", config, "--interval", "0"]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_it_ends_quietly_when_it_is_interrupted(client, config, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dataplane_core.cli._inspect.look", interrupted)
+    assert main(["inspect", config]) == 128 + signal.SIGINT
+    assert capsys.readouterr() == ("", "")
 
 
 def test_no_store_no_partition_and_no_config(client, config, tmp_path, capsys):

@@ -100,6 +100,17 @@ def test_a_backend_whose_clients_do_not_announce_themselves(tmp_path, capsys, mo
     assert "does not declare 'clients'" in capsys.readouterr().err
 
 
+def test_a_port_that_cannot_be_had_is_an_error(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
+    with connect(str(path)), socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for port in (taken.getsockname()[1], 99999):
+            assert main(["metrics", str(path), "--port", str(port)]) == 1
+            assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
 def test_clients_of_one_process_are_one_line_each_metric():
     """Prometheus refuses a page with two values of one label set."""
     with connect({"backend": "noop"}) as client:

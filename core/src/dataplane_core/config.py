@@ -79,8 +79,12 @@ def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[
             raise ConfigError(f"{label} is not valid YAML: {yaml_problem(error)}.") from None
     elif type(source).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
 
-        values = OmegaConf.to_container(source, resolve=True)
+        try:
+            values = OmegaConf.to_container(source, resolve=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{label} cannot be resolved: {str(error).splitlines()[0]}.") from error
     if not isinstance(values, Mapping):
         message = f"{label} must be a mapping with the key 'backend', got {type(values).__name__}."
         raise ConfigError(message, hint=_config_hint())

@@ -53,6 +53,18 @@ def test_a_config_is_examined_as_a_whole(here, capsys, config):
     assert "'wire_gard' is not installed. Found: metrics, opentelemetry, prometheus, wire_guard" in middleware["what"]
 
 
+def test_values_that_are_none_of_a_config_are_findings(capsys, config):
+    path = config(
+        "{backend: noop, options: {capacity_bytes: 2020-01-01}, middleware: [3, {metrics: {}, wire_guard: {}}]}"
+    )
+    assert main(["doctor", "--config", path, "--json"]) == 1
+    (report,) = json.loads(capsys.readouterr().out)
+    options, number, two = [finding["what"] for finding in report["findings"]]
+    assert "date is not JSON serializable" in options
+    assert number == "A middleware entry must be a name or {name: options}, got 3."
+    assert two.startswith("A middleware entry must be")
+
+
 def test_a_config_for_another_backend_than_the_named_one_is_refused(capsys, config):
     assert main(["doctor", "redis_store", "--config", config("backend: noop")]) == 1
     assert "'redis_store' was asked for, but" in capsys.readouterr().err

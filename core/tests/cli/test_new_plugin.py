@@ -45,6 +45,8 @@ def test_it_writes_where_it_is_told_to(here):
         ("../acme", "Did you mean 'acme'?"),
         ("", "cannot name a backend"),
         ("class", "cannot name a backend"),
+        ("none", "cannot name a backend"),
+        ("on", "cannot name a backend"),
         ("noop", "'noop' is taken: it is a backend of dataplane-noop already"),
         ("tq_mooncake", "'tq_mooncake' is taken: it is a backend of dataplane-mooncake already"),
         ("core", "'core' is taken: its package would be dataplane-core"),

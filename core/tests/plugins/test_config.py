@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from dataplane_core import DataPlaneConfig, connect
 from dataplane_core.config import load_config
-from dataplane_core.errors import ConfigError, InvalidTypeError, PluginSignatureError, UnknownBackendError
+from dataplane_core.errors import BackendError, ConfigError, InvalidTypeError, PluginSignatureError, UnknownBackendError
 from dataplane_core.spec import hookimpl
 
 TEXT = """
@@ -167,3 +167,28 @@ def test_a_client_is_not_pickled_and_a_config_is():
         with pytest.raises(InvalidTypeError, match="cannot be pickled"):
             pickle.dumps(client)
         assert pickle.loads(pickle.dumps(client.config)) == DataPlaneConfig(backend="noop")
+
+
+def test_a_value_of_omegaconf_that_cannot_be_resolved_is_an_error_of_the_config():
+    with pytest.raises(ConfigError, match=r"config cannot be resolved: .*'nowhere' not found"):
+        load_config(OmegaConf.create({"backend": "${nowhere}"}))
+
+
+class Broken:
+    def start(self, context):
+        raise OSError("no such collector")
+
+    @hookimpl(wrapper=True)
+    def claim(self, request):
+        return (yield)
+
+
+def test_middleware_that_cannot_start_is_named():
+    with pytest.raises(BackendError, match="while starting middleware Broken: OSError: no such collector"):
+        connect({"backend": "noop", "middleware": [Broken()]})
+
+
+def test_a_middleware_object_is_listed_once():
+    one = Broken()
+    with pytest.raises(ConfigError, match="lists the same Broken object twice"):
+        connect({"backend": "noop", "middleware": [one, one]})

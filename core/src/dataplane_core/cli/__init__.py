@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Final
 
 from dataplane_core.errors import DataPlaneError
 
 __all__ = ["main"]
+
+#: Exit status, as shells have it, of a command that a signal ended, less the signal's number.
+_ENDED_BY_SIGNAL: Final = 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Without the program's name. Default: those of the process.
 
     Returns:
-        The exit status: 0, or 1 for a failure that was reported. argparse exits with 2 for wrong usage.
+        The exit status: 0, or 1 for a failure that was reported, or above 128 if a signal ended it. argparse exits with
+        2 for wrong usage.
     """
     parser = argparse.ArgumentParser(
         prog="dataplane",
@@ -48,7 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inspect.add_argument("config", metavar="CONFIG", help="the config file that its processes use")
     inspect.add_argument("partition", nargs="?", help="show this partition with its fields; default: all")
     inspect.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="measure rates over S seconds; 0: no rates; default: 1"
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="measure rates over S seconds; 0: no rates; default: 1",
     )
     inspect.add_argument("--stacks", action="store_true", help="also show what the clients on this host do, by py-spy")
     inspect.add_argument("--json", action="store_true", help="print JSON")
@@ -117,85 +127,97 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _offer_completion(parser, names=(doctor, conformance))
     chosen = parser.parse_args(arguments)
     try:
-        if chosen.command == "backends":
-            from dataplane_core.cli._backends import run as list_backends
-
-            return list_backends(load=chosen.load, as_json=chosen.json)
-        if chosen.command == "doctor":
-            from dataplane_core.cli._doctor import run as examine
-
-            return examine(chosen.name, config_path=chosen.config, as_json=chosen.json)
-        if chosen.command == "inspect":
-            from dataplane_core.cli._inspect import run as inspect_store
-
-            return inspect_store(
-                chosen.config,
-                chosen.partition,
-                interval_s=chosen.interval,
-                as_json=chosen.json,
-                stacks=chosen.stacks,
-            )
-        if chosen.command == "top":
-            from dataplane_core.cli._top import run as show_live
-
-            return show_live(chosen.config, chosen.partition)
-        if chosen.command == "metrics":
-            from dataplane_core.cli._metrics import run as serve_metrics
-
-            return serve_metrics(chosen.config, host=chosen.host, port=chosen.port)
-        if chosen.command == "units":
-            from dataplane_core.cli._units import run as change_units
-
-            if chosen.action == "add" and chosen.count < 1:
-                parser.error(f"units add {chosen.count}: expected a number of 1 or more")
-            return change_units(
-                chosen.config,
-                add=chosen.count if chosen.action == "add" else 0,
-                remove=chosen.unit if chosen.action == "remove" else None,
-                now=chosen.action == "remove" and chosen.now,
-                as_json=chosen.json,
-            )
-        if chosen.command == "flow":
-            from dataplane_core.cli._flow import draw_files, draw_store
-
-            if chosen.seconds is None:
-                return draw_files(chosen.sources, folder=chosen.folder)
-            if len(chosen.sources) > 1:
-                parser.error("flow --seconds takes one config file")
-            return draw_store(chosen.sources[0], seconds=chosen.seconds, folder=chosen.folder)
-        if chosen.command == "new-plugin":
-            from dataplane_core.cli._new_plugin import run as write_project
-
-            return write_project(chosen.name, folder=chosen.folder)
-        given = [chosen.minutes, chosen.seed, chosen.folder]
-        if chosen.chaos:
-            if chosen.markdown_path or chosen.select or chosen.first_failure:
-                parser.error("conformance --chaos takes no --markdown, -k and -x")
-            from dataplane_core.cli._conformance import run_chaos
-
-            return run_chaos(
-                chosen.name,
-                options=chosen.options,
-                minutes=1.0 if chosen.minutes is None else chosen.minutes,
-                seed=chosen.seed,
-                folder=chosen.folder,
-                json_path=chosen.json_path,
-            )
-        if any(each is not None for each in given):
-            parser.error("conformance takes --minutes, --seed and -o only with --chaos")
-        from dataplane_core.cli._conformance import run as run_kit
-
-        return run_kit(
-            chosen.name,
-            options=chosen.options,
-            json_path=chosen.json_path,
-            markdown_path=chosen.markdown_path,
-            select=chosen.select,
-            first_failure=chosen.first_failure,
-        )
+        status = _run(parser, chosen)
+        sys.stdout.flush()
+        return status
     except DataPlaneError as error:
         print(f"dataplane: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # what reads the output, such as head, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails too
+        return _ENDED_BY_SIGNAL + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return _ENDED_BY_SIGNAL + signal.SIGINT
+
+
+def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
+    """Runs the chosen command. Imports no more than it needs."""
+    if chosen.command == "backends":
+        from dataplane_core.cli._backends import run as list_backends
+
+        return list_backends(load=chosen.load, as_json=chosen.json)
+    if chosen.command == "doctor":
+        from dataplane_core.cli._doctor import run as examine
+
+        return examine(chosen.name, config_path=chosen.config, as_json=chosen.json)
+    if chosen.command == "inspect":
+        from dataplane_core.cli._inspect import run as inspect_store
+
+        return inspect_store(
+            chosen.config,
+            chosen.partition,
+            interval_s=chosen.interval,
+            as_json=chosen.json,
+            stacks=chosen.stacks,
+        )
+    if chosen.command == "top":
+        from dataplane_core.cli._top import run as show_live
+
+        return show_live(chosen.config, chosen.partition)
+    if chosen.command == "metrics":
+        from dataplane_core.cli._metrics import run as serve_metrics
+
+        return serve_metrics(chosen.config, host=chosen.host, port=chosen.port)
+    if chosen.command == "units":
+        from dataplane_core.cli._units import run as change_units
+
+        if chosen.action == "add" and chosen.count < 1:
+            parser.error(f"units add {chosen.count}: expected a number of 1 or more")
+        return change_units(
+            chosen.config,
+            add=chosen.count if chosen.action == "add" else 0,
+            remove=chosen.unit if chosen.action == "remove" else None,
+            now=chosen.action == "remove" and chosen.now,
+            as_json=chosen.json,
+        )
+    if chosen.command == "flow":
+        from dataplane_core.cli._flow import draw_files, draw_store
+
+        if chosen.seconds is None:
+            return draw_files(chosen.sources, folder=chosen.folder)
+        if len(chosen.sources) > 1:
+            parser.error("flow --seconds takes one config file")
+        return draw_store(chosen.sources[0], seconds=chosen.seconds, folder=chosen.folder)
+    if chosen.command == "new-plugin":
+        from dataplane_core.cli._new_plugin import run as write_project
+
+        return write_project(chosen.name, folder=chosen.folder)
+    given = [chosen.minutes, chosen.seed, chosen.folder]
+    if chosen.chaos:
+        if chosen.markdown_path or chosen.select or chosen.first_failure:
+            parser.error("conformance --chaos takes no --markdown, -k and -x")
+        from dataplane_core.cli._conformance import run_chaos
+
+        return run_chaos(
+            chosen.name,
+            options=chosen.options,
+            minutes=1.0 if chosen.minutes is None else chosen.minutes,
+            seed=chosen.seed,
+            folder=chosen.folder,
+            json_path=chosen.json_path,
+        )
+    if any(each is not None for each in given):
+        parser.error("conformance takes --minutes, --seed and -o only with --chaos")
+    from dataplane_core.cli._conformance import run as run_kit
+
+    return run_kit(
+        chosen.name,
+        options=chosen.options,
+        json_path=chosen.json_path,
+        markdown_path=chosen.markdown_path,
+        select=chosen.select,
+        first_failure=chosen.first_failure,
+    )
 
 
 def _offer_completion(parser: argparse.ArgumentParser, names: Sequence[argparse.ArgumentParser]) -> None:

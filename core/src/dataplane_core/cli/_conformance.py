@@ -71,8 +71,7 @@ def run(
     """
     values = _ready(name, options)
     for path in (json_path, markdown_path):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ConfigError(f"the report cannot be written to '{path}': there is no such folder.")
+        _check_report(path)
     import pytest
 
     reports: list[Report] = []
@@ -146,8 +145,7 @@ def run_chaos(
     values = _ready(name, options)
     if not minutes > 0:
         raise ConfigError(f"--minutes must be above 0, got {minutes:g}.")
-    if json_path is not None and not Path(json_path).absolute().parent.is_dir():
-        raise ConfigError(f"the result cannot be written to '{json_path}': there is no such folder.")
+    _check_report(json_path)
     from dataplane_core.testing import AuthorsClass, Settings
     from dataplane_core.testing import run_chaos as run_schedule
 
@@ -207,6 +205,16 @@ def _ready(name: str, options: str) -> dict[str, Any]:
             hint="Install it with: pip install 'dataplane-core[testing]'",
         )
     return values
+
+
+def _check_report(path: str | None) -> None:
+    """Refuses a path that the report cannot be written to, before the run."""
+    if path is None:
+        return
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"the report cannot be written to '{path}': there is no such folder.")
+    if Path(path).is_dir():
+        raise ConfigError(f"the report cannot be written to '{path}': it is a folder. Expected a file.")
 
 
 def _options_of(text: str) -> dict[str, Any]:

@@ -117,12 +117,14 @@ def _middleware(config: DataPlaneConfig) -> list[Finding]:
             )
         )
     installed = {record.name for record in find_plugins(MIDDLEWARE_GROUP)}
-    listed = [each if isinstance(each, str) else next(iter(each), "") for each in config.middleware]
-    findings += [
-        Finding.error(f"Middleware '{each}' is not installed. Found: {', '.join(sorted(installed))}.")
-        for each in listed
-        if each not in installed
-    ]
+    for entry in config.middleware:
+        names = list(entry) if isinstance(entry, Mapping) else [entry]
+        if len(names) != 1 or not isinstance(names[0], str):
+            findings.append(Finding.error(f"A middleware entry must be a name or {{name: options}}, got {entry!r}."))
+        elif names[0] not in installed:
+            findings.append(
+                Finding.error(f"Middleware '{names[0]}' is not installed. Found: {', '.join(sorted(installed))}.")
+            )
     return findings
 
 

@@ -14,14 +14,32 @@ from typing import Any, Final
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import load_config
-from dataplane_core.errors import LeaseHolder, MissingDataError, UnknownPartitionError, UnsupportedOperationError
+from dataplane_core.errors import (
+    InvalidRequestError,
+    LeaseHolder,
+    MissingDataError,
+    UnknownPartitionError,
+    UnsupportedOperationError,
+)
 from dataplane_core.plugins import connect
 from dataplane_core.spec import Capability, ClientInfo, FieldSpec, PartitionDescription
 
-__all__ = ["attach", "call_text", "client_report", "lag_of", "look", "partition_report", "run", "size_text", "table"]
+__all__ = [
+    "attach",
+    "call_text",
+    "capacity_of",
+    "client_report",
+    "lag_of",
+    "look",
+    "partition_report",
+    "run",
+    "size_text",
+    "table",
+]
 
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 _STACKS_TIMEOUT_S: Final = 20.0
+_MOST_INTERVAL_S: Final = 86400.0
 
 
 def run(config_path: str, partition_id: str | None, *, interval_s: float, as_json: bool, stacks: bool) -> int:
@@ -35,11 +53,16 @@ def run(config_path: str, partition_id: str | None, *, interval_s: float, as_jso
         stacks: Also print what each thread of the clients on this host does.
 
     Raises:
+        InvalidRequestError: The interval is below 0, or above a day.
         BackendUnavailableError: No store runs.
         UnknownPartitionError: There is no such partition.
         UnsupportedOperationError: ``stacks``, and the clients of this store do not announce themselves, or there is no
             py-spy.
     """
+    if not 0 <= interval_s <= _MOST_INTERVAL_S:
+        raise InvalidRequestError(
+            f"inspect refused: --interval {interval_s:g}. Expected a number of seconds from 0 to {_MOST_INTERVAL_S:g}."
+        )
     with attach(config_path) as client:
         start = time.monotonic()
         before = look(client, partition_id)
@@ -52,7 +75,7 @@ def run(config_path: str, partition_id: str | None, *, interval_s: float, as_jso
         report = {
             "backend": client.backend_name,
             "held_bytes": sum(found.held_bytes for found in after.values()),
-            "capacity_bytes": client.config.options.get("capacity_bytes"),
+            "capacity_bytes": capacity_of(client),
             "partitions": [
                 partition_report(name, found, before.get(name) if interval_s > 0 else None, passed_s, waiting)
                 for name, found in after.items()
@@ -70,6 +93,12 @@ def attach(config_path: str) -> DataPlaneClient:
     """A client of the running store of a config, which does not announce itself."""
     quiet = {"middleware": [], "attach_wait_s": 0.0, "announce_s": None}
     return connect(load_config(config_path).model_copy(update=quiet), bootstrap=False)
+
+
+def capacity_of(client: DataPlaneClient) -> int | None:
+    """How many bytes of payload the store may hold, by the config. None: it sets no limit."""
+    capacity_bytes = client.config.options.get("capacity_bytes")
+    return None if capacity_bytes is None else int(capacity_bytes) * client.config.num_ledgers
 
 
 def look(client: DataPlaneClient, partition_id: str | None = None) -> dict[str, PartitionDescription]:

@@ -27,9 +27,13 @@ def ask(target: str, **arguments: Any) -> Any:
         The function's result, which must be plain values.
 
     Raises:
-        DataPlaneError: The function raised it, did not return within two minutes, or ended its process.
+        DataPlaneError: The function raised it, did not return within two minutes, or ended its process; or an argument
+            is not a plain value.
     """
-    asked = json.dumps({"target": target, "arguments": arguments})
+    try:
+        asked = json.dumps({"target": target, "arguments": arguments})
+    except (TypeError, ValueError) as error:
+        raise DataPlaneError(f"what it is asked must be plain values: {error}.") from error
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CODE], input=asked, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

@@ -11,7 +11,7 @@ from typing import Final
 
 from dataplane_core.cli._inspect import attach
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import UnsupportedOperationError
+from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError
 from dataplane_core.spec import Capability, ClientInfo
 
 try:
@@ -45,6 +45,7 @@ def run(config_path: str, *, host: str, port: int) -> int:
 
     Raises:
         BackendUnavailableError: No store runs.
+        InvalidRequestError: The address cannot be listened on.
         UnsupportedOperationError: The clients of this backend do not announce themselves.
     """
     with attach(config_path) as client:
@@ -52,7 +53,10 @@ def run(config_path: str, *, host: str, port: int) -> int:
             raise UnsupportedOperationError(f"backend '{client.backend_name}' does not declare 'clients'.")
         registry = CollectorRegistry()
         registry.register(Federation(client))
-        server, thread = start_http_server(port, host, registry)
+        try:
+            server, thread = start_http_server(port, host, registry)
+        except (OSError, OverflowError) as error:
+            raise InvalidRequestError(f"dataplane metrics cannot listen on {host}:{port}: {error}.") from error
         print(f"http://{host}:{server.server_port}/metrics", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             thread.join()

@@ -10,6 +10,8 @@ from pathlib import Path
 from string import Template
 from typing import Final
 
+import yaml
+
 from dataplane_core.errors import ConfigError
 from dataplane_core.plugins import KNOWN_BACKENDS, find_plugins
 
@@ -153,13 +155,19 @@ def run(name: str, *, folder: str | None) -> int:
 
 
 def _check_name(name: str) -> None:
-    if _NAME.fullmatch(name) is None or keyword.iskeyword(name):
+    if not _is_name(name):
         near = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_0123456789")
         raise ConfigError(
             f"new-plugin refused: '{name}' cannot name a backend. Expected lower-case words of letters and digits, "
             "joined by single underscores, such as acme_store.",
-            hint=f"Did you mean '{near}'?" if _NAME.fullmatch(near) and not keyword.iskeyword(near) else None,
+            hint=f"Did you mean '{near}'?" if _is_name(near) else None,
         )
+
+
+def _is_name(name: str) -> bool:
+    """Whether module, class and config can have the name: YAML reads some words as other values, such as ``on``."""
+    keywords = keyword.iskeyword(name) or keyword.iskeyword(name.capitalize())
+    return _NAME.fullmatch(name) is not None and not keywords and yaml.safe_load(name) == name
 
 
 def _check_free(name: str, distribution: str, module: str) -> None:

@@ -7,7 +7,15 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from dataplane_core.cli._inspect import attach, call_text, client_report, lag_of, partition_report, size_text
+from dataplane_core.cli._inspect import (
+    attach,
+    call_text,
+    capacity_of,
+    client_report,
+    lag_of,
+    partition_report,
+    size_text,
+)
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import UnknownPartitionError, UnsupportedOperationError
 from dataplane_core.spec import Capability, PartitionDescription
@@ -133,7 +141,7 @@ class Looks:
 
 def screen(looks: Looks) -> RenderableType:
     """What is shown."""
-    capacity = looks.client.config.options.get("capacity_bytes")
+    capacity = capacity_of(looks.client)
     held = size_text(looks.held_bytes)
     plural = "partition" if len(looks.partitions) == 1 else "partitions"
     head = Text.assemble((looks.client.backend_name, "bold"), f"  {len(looks.partitions)} {plural}  {held}")

@@ -59,9 +59,11 @@ class Connection:
     ) -> Self:
         client = object.__new__(cls)
         client._begin(config, backend, manager.hook, bootstrap)
+        starting = "the backend"
         try:
             backend.start(bootstrap=bootstrap, deadline=deadline)
             for plugin in middleware:
+                starting = f"middleware {type(plugin).__name__}"
                 if hasattr(plugin, "start"):
                     plugin.start(context)
                 client._middleware.append(plugin)
@@ -73,7 +75,7 @@ class Connection:
                 raise
             if isinstance(error, Exception):
                 raise BackendError(
-                    f"connect failed while starting the backend: {type(error).__name__}: {error}",
+                    f"connect failed while starting {starting}: {type(error).__name__}: {error}",
                     backend=config.backend,
                 ) from error
             raise

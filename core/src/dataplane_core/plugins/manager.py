@@ -10,7 +10,7 @@ from typing import Any, Final
 import pluggy
 
 from dataplane_core.backends import Backend, required_operations
-from dataplane_core.errors import PluginSignatureError
+from dataplane_core.errors import ConfigError, PluginSignatureError
 from dataplane_core.spec import CONTRACT_VERSION, DataPlaneSpec
 
 __all__ = ["OPERATION_NAMES", "build_manager", "check_backend_class"]
@@ -43,6 +43,7 @@ def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginM
 
     Raises:
         PluginSignatureError: A hook's name or signature is wrong. The message names plugin, hook and argument.
+        ConfigError: A middleware object is listed twice.
     """
     check_backend_class(type(backend), backend.name)
     manager = _Manager("dataplane")
@@ -51,6 +52,10 @@ def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginM
     # pluggy calls the wrapper that was registered last first, so the outermost is registered last
     for position, plugin in reversed(list(enumerate(middleware))):
         _check_middleware(plugin)
+        if manager.is_registered(plugin):
+            raise ConfigError(
+                f"middleware lists the same {type(plugin).__name__} object twice. Expected an object for each entry."
+            )
         manager.register(plugin, name=f"middleware {position} {type(plugin).__name__}")
     manager.check_pending()
     return manager
